@@ -1,0 +1,249 @@
+"""The named cases of the demo: what is run, how often, on which prompts, with which precision.
+
+A case is only a description; whether a model and a device can run it is asked with `check_case`.
+Knows nothing of models, tokenizers or targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from compiler.errors import ConfigError
+from compiler.registry import Registry
+
+PRECISIONS = ("performance", "accuracy")
+DEFAULT_CASE = "performance-batch-1"
+
+# The timing of the published tables: 128 tokens of prompt, 200 generated.
+TABLE_PROMPT_LENGTH = 128
+TABLE_GENERATED_TOKENS = 200
+
+# Token matching prefills 512 tokens and counts the 512 predictions from there on.
+ACCURACY_PREFILL = 512
+ACCURACY_CONTEXT = 1024
+
+# What a case with natural prompts reserves for each of them, chat template included.
+NATURAL_PROMPT_LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One named run of the demo.
+
+    Attributes:
+        name: `<precision>-<what is run>`, lower case.
+        precision: the name of a configuration in `precision_cfgs/`.
+        description: one line for `--list`.
+        prompts: a file of `demo/sample_prompts` with natural prompts, or, where `prompt_length` is
+            set, a file of `compiler/bench/texts` to cut them from.
+        prompt_length: tokens of every prompt; None for natural prompts.
+        batch_size: users served at once, per replica.
+        max_generated_tokens: tokens generated for each user, at most.
+        num_repeats: measured repeats of the whole batch; warm-up is not one of them.
+        stop_at_eos: whether a user ends where the model says so.
+        token_accuracy: whether top-1 and top-5 are measured by teacher forcing.
+        data_parallel: replicas of the model.
+        rotate_prompts: whether each repeat hands every prompt to the next user; the text of a
+            prompt must be the same each time.
+
+    Raises:
+        ConfigError: a count or a prompt length below 1.
+    """
+
+    name: str
+    description: str
+    precision: str = PRECISIONS[0]
+    prompts: str = "questions.json"
+    prompt_length: int | None = None
+    batch_size: int = 1
+    max_generated_tokens: int = TABLE_GENERATED_TOKENS
+    num_repeats: int = 3
+    stop_at_eos: bool = True
+    token_accuracy: bool = False
+    data_parallel: int = 1
+    rotate_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("batch_size", "max_generated_tokens", "num_repeats", "data_parallel"):
+            self._check_count(field, getattr(self, field))
+        if self.prompt_length is not None:
+            self._check_count("prompt_length", self.prompt_length)
+
+    def _check_count(self, field: str, value: int) -> None:
+        if value < 1:
+            raise ConfigError(f"case {self.name!r}: {field} {value}; allowed: 1 or more")
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether the prompts are questions to answer, not tokens cut from a text."""
+        return self.prompt_length is None
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What a case asks for: positions of context for each user, and replicas of the model."""
+
+    context: int
+    data_parallel: int
+
+
+def requirements(case: Case) -> Requirements:
+    """The context (in tokens, for one user) and the replicas that `case` needs.
+
+    A natural prompt counts as `NATURAL_PROMPT_LENGTH`; its true length is checked when it is
+    tokenized.
+    """
+    prompt_length = NATURAL_PROMPT_LENGTH if case.prompt_length is None else case.prompt_length
+    context = prompt_length + case.max_generated_tokens
+    if case.token_accuracy:
+        context = max(context, ACCURACY_CONTEXT)
+    return Requirements(context, case.data_parallel)
+
+
+def check_case(case: Case, *, max_context: int, max_data_parallel: int) -> None:
+    """Refuse a case that the model or the device cannot run.
+
+    Args:
+        max_context: the model's context in tokens.
+        max_data_parallel: replicas that the target's device can hold.
+
+    Raises:
+        ConfigError: naming what is needed and what there is.
+    """
+    needed = requirements(case)
+    if needed.context > max_context:
+        raise ConfigError(
+            f"case {case.name!r} needs a context of {needed.context} tokens; "
+            f"allowed by this model: {max_context} or fewer"
+        )
+    if needed.data_parallel > max_data_parallel:
+        raise ConfigError(
+            f"case {case.name!r} needs {needed.data_parallel} replicas (data parallel); "
+            f"allowed by this device: {max_data_parallel} or fewer"
+        )
+
+
+# Each stands once for every precision of `PRECISIONS`, which completes its name.
+_TEMPLATES = (
+    Case(
+        name="batch-1",
+        description="one user, one question",
+    ),
+    Case(
+        name="batch-32",
+        description="32 users, 32 questions",
+        batch_size=32,
+    ),
+    Case(
+        name="long-context-2k",
+        description="one user, a prompt of 2,048 tokens",
+        prompts="long.txt",
+        prompt_length=2 * 1024,
+        stop_at_eos=False,
+    ),
+    Case(
+        name="long-context-16k",
+        description="one user, a prompt of 16,384 tokens",
+        prompts="long.txt",
+        prompt_length=16 * 1024,
+        stop_at_eos=False,
+        num_repeats=2,
+    ),
+    Case(
+        name="long-context-32k",
+        description="one user, a prompt of 32,768 tokens",
+        prompts="long.txt",
+        prompt_length=32 * 1024,
+        stop_at_eos=False,
+        num_repeats=2,
+    ),
+    Case(
+        name="long-context-64k",
+        description="one user, a prompt of 65,536 tokens",
+        prompts="long.txt",
+        prompt_length=64 * 1024,
+        stop_at_eos=False,
+        num_repeats=2,
+    ),
+    Case(
+        name="reasoning",
+        description="one user, a puzzle, a long answer",
+        prompts="reasoning.json",
+        max_generated_tokens=4096,
+        num_repeats=1,
+    ),
+    Case(
+        name="ci-1",
+        description="one user, 128 tokens in and 200 out: the Performance table",
+        prompts="long.txt",
+        prompt_length=TABLE_PROMPT_LENGTH,
+        stop_at_eos=False,
+    ),
+    Case(
+        name="ci-32",
+        description="32 users, 128 tokens in and 200 out: the Batch-32 table",
+        batch_size=32,
+        prompts="long.txt",
+        prompt_length=TABLE_PROMPT_LENGTH,
+        stop_at_eos=False,
+    ),
+    Case(
+        name="dp-4",
+        description="4 replicas, one user each, 128 tokens in and 200 out",
+        data_parallel=4,
+        prompts="long.txt",
+        prompt_length=TABLE_PROMPT_LENGTH,
+        stop_at_eos=False,
+    ),
+    Case(
+        name="dp-8",
+        description="8 replicas, one user each, 128 tokens in and 200 out",
+        data_parallel=8,
+        prompts="long.txt",
+        prompt_length=TABLE_PROMPT_LENGTH,
+        stop_at_eos=False,
+    ),
+    Case(
+        name="stress",
+        description="32 users, long answers, many repeats: memory and stability",
+        batch_size=32,
+        max_generated_tokens=500,
+        num_repeats=10,
+        prompts="long.txt",
+        prompt_length=TABLE_PROMPT_LENGTH,
+        stop_at_eos=False,
+    ),
+    Case(
+        name="token-matching",
+        description="512 tokens in, 512 predictions against the reference: top-1 and top-5",
+        prompts="accuracy.txt",
+        prompt_length=ACCURACY_PREFILL,
+        max_generated_tokens=ACCURACY_CONTEXT - ACCURACY_PREFILL,
+        num_repeats=1,
+        stop_at_eos=False,
+        token_accuracy=True,
+    ),
+    Case(
+        name="eval-repeat",
+        description="32 users, prompts rotated between them: the text of each stays the same",
+        batch_size=32,
+        max_generated_tokens=100,
+        rotate_prompts=True,
+    ),
+    Case(
+        name="device-perf",
+        description="one user, ten steps: short enough for a profiler",
+        max_generated_tokens=10,
+        num_repeats=1,
+        prompts="long.txt",
+        prompt_length=TABLE_PROMPT_LENGTH,
+        stop_at_eos=False,
+    ),
+)
+
+CASES: Registry[Case] = Registry("case")
+
+for _precision in PRECISIONS:
+    for _template in _TEMPLATES:
+        _name = f"{_precision}-{_template.name}"
+        CASES.register(_name, replace(_template, name=_name, precision=_precision))

@@ -1,0 +1,80 @@
+"""Where a measurement was taken: library versions, commit, host, time.
+
+Reads package metadata without importing the packages; the commit is this checkout's, if it is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import platform
+import socket
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("tilewright", "torch", "onnx", "onnxruntime", "numpy", "tokenizers", "triton")
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_GIT_SECONDS = 10
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Environment:
+    """The fields of the same names of a Result."""
+
+    versions: dict[str, str]
+    commit: str | None
+    host: str
+    timestamp: str
+
+
+def environment(packages: Sequence[str] = PACKAGES, *, hash_host: bool = False) -> Environment:
+    """The environment of a measurement taken now.
+
+    Args:
+        packages: distributions whose versions are noted; one that is not installed is left out.
+        hash_host: keep twelve hex digits of the host name's SHA-256 instead of the name.
+    """
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    host = socket.gethostname()
+    if hash_host:
+        host = hashlib.sha256(host.encode()).hexdigest()[:12]
+    timestamp = datetime.now(UTC).isoformat(timespec="microseconds")
+    return Environment(versions=versions, commit=commit(), host=host, timestamp=timestamp)
+
+
+def commit(checkout: Path = _CHECKOUT) -> str | None:
+    """The commit of a checkout, ``-dirty`` appended where files differ from it.
+
+    None where git is missing or the folder is not the top of a checkout: an installed copy may lie
+    inside some other repository, whose commit would say nothing.
+    """
+    top = _git(checkout, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != checkout.resolve():
+        return None
+    head = _git(checkout, "rev-parse", "--verify", "HEAD")
+    if head is None:
+        return None
+    status = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    return f"{head}-dirty" if status or status is None else head
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_GIT_SECONDS,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,328 @@
+"""What one measurement is recorded as: `Result` and its parts, checked as they are made.
+
+Knows neither how a figure is measured nor where records are kept (results) or printed
+(perf_tables).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, ClassVar, Literal, TypedDict
+
+from compiler.bench import stats
+from compiler.errors import ConfigError, allowed
+
+SCHEMA = 1
+
+Kind = Literal["measured", "emulated", "predicted", "published"]
+KINDS: tuple[Kind, ...] = ("measured", "emulated", "predicted", "published")
+WEIGHTS = ("checkpoint", "random")
+COMPUTES = ("fast", "exact")
+RANDOM_WEIGHTS = "(random weights)"
+"""The mark of a random-weight row in PERF.md's Model cell; no model's own name may end with it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Repeat:
+    """One timed run of a case. Times in ms, rates in tokens per second.
+
+    Attributes:
+        ttft_ms: time to first token; at a batch above 1 the average over users, which is the
+            prefill of all users one after another divided by their number.
+        prefill_tps: prompt tokens per second.
+        decode_tsu: decoded tokens per second and user, the first decode step excluded.
+        tps: decoded tokens per second over all users.
+        ttft_first_ms, ttft_median_ms, ttft_last_ms: of the users of a batch.
+    """
+
+    ttft_ms: float | None = None
+    prefill_tps: float | None = None
+    decode_tsu: float | None = None
+    tps: float | None = None
+    ttft_first_ms: float | None = None
+    ttft_median_ms: float | None = None
+    ttft_last_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+
+class Medians(TypedDict):
+    """What `medians` adds to a Result: each field's median over repeats, and two spreads."""
+
+    ttft_ms: float | None
+    prefill_tps: float | None
+    decode_tsu: float | None
+    tps: float | None
+    ttft_first_ms: float | None
+    ttft_median_ms: float | None
+    ttft_last_ms: float | None
+    spread: float | None
+    ttft_spread: float | None
+
+
+def medians(repeats: Sequence[Repeat]) -> Medians:
+    """The fields of a Result that follow from its repeats: ``Result(..., **medians(repeats))``.
+
+    A field that no repeat has is None; so is a spread over fewer than two repeats, because one
+    measurement shows none. Spreads are fractions, (max - min) / median.
+    """
+
+    def values(name: str) -> list[float]:
+        return [value for each in repeats if (value := getattr(each, name)) is not None]
+
+    def middle(name: str) -> float | None:
+        return stats.median(found) if (found := values(name)) else None
+
+    def spread(name: str) -> float | None:
+        return stats.spread(found) if len(found := values(name)) > 1 else None
+
+    return Medians(
+        ttft_ms=middle("ttft_ms"),
+        prefill_tps=middle("prefill_tps"),
+        decode_tsu=middle("decode_tsu"),
+        tps=middle("tps"),
+        ttft_first_ms=middle("ttft_first_ms"),
+        ttft_median_ms=middle("ttft_median_ms"),
+        ttft_last_ms=middle("ttft_last_ms"),
+        spread=spread("decode_tsu"),
+        ttft_spread=spread("ttft_ms"),
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Paired:
+    """The comparison to the base configuration on the same positions.
+
+    Attributes:
+        base: the base configuration's name.
+        b: positions that only the base got right.
+        c: positions that only this configuration got right.
+        p: exact two-sided McNemar p.
+    """
+
+    base: str
+    b: int
+    c: int
+    p: float
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+
+    @classmethod
+    def from_counts(cls, base: str, *, b: int, c: int) -> Paired:
+        """The comparison with its p computed."""
+        return cls(base=base, b=b, c=c, p=stats.mcnemar(b, c))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Teacher-forced agreement with the fp32 reference.
+
+    Attributes:
+        reference_id: id of the reference file that was compared with.
+        num_positions: predictions counted.
+        num_top1, num_top5: how many of them were the reference's first, or among its five.
+        top1_interval, top5_interval: 95 % Wilson intervals, as fractions.
+        kl_mean: mean KL divergence from the reference, in nats.
+        paired: the comparison to the base, where there is one.
+    """
+
+    reference_id: str
+    num_positions: int
+    num_top1: int
+    num_top5: int
+    top1_interval: tuple[float, float]
+    top5_interval: tuple[float, float]
+    kl_mean: float | None = None
+    paired: Paired | None = None
+
+    def __post_init__(self) -> None:
+        _check_numbers(self, signed="kl_mean")  # rounding may take a mean of zeros below zero
+        for low, high in (self.top1_interval, self.top5_interval):
+            if not 0 <= low <= high <= 1:
+                raise ConfigError(
+                    f"accuracy interval {low}, {high}; allowed: 0 <= low <= high <= 1"
+                )
+        if not (0 <= self.num_top1 <= self.num_top5 <= self.num_positions > 0):
+            raise ConfigError(
+                f"accuracy counts {self.num_top1}, {self.num_top5} of {self.num_positions}: "
+                "need 0 <= top-1 <= top-5 <= positions, positions > 0"
+            )
+
+    @classmethod
+    def from_counts(
+        cls,
+        reference_id: str,
+        *,
+        num_positions: int,
+        num_top1: int,
+        num_top5: int,
+        kl_mean: float | None = None,
+        paired: Paired | None = None,
+    ) -> Accuracy:
+        """The record with its two intervals computed."""
+        return cls(
+            reference_id=reference_id,
+            num_positions=num_positions,
+            num_top1=num_top1,
+            num_top5=num_top5,
+            top1_interval=stats.wilson_interval(num_top1, num_positions),
+            top5_interval=stats.wilson_interval(num_top5, num_positions),
+            kl_mean=kl_mean,
+            paired=paired,
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ContractLine:
+    """One field of a target's numeric contract: what was asked for, and what is done instead.
+
+    `layers` says where, and is empty where it holds everywhere.
+    """
+
+    field: str
+    requested: str
+    status: str
+    effective: str
+    layers: str = ""
+
+
+_LARGEST = 1e18
+HEADING_FORM = "precision_cfg = {...}, fidelity_cfg = {...}"
+
+_MESH = re.compile(r"[1-9][0-9]{0,3}x[1-9][0-9]{0,3}")
+_PLAIN = ("model", "device", "target", "precision_name", "case")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One measurement, complete enough to be read without its neighbours.
+
+    Lengths are in tokens per user, memory in bytes, times in ms, rates in tokens per second,
+    spreads as fractions. `batch` is per data-parallel group; `mesh` is rows x columns of devices
+    in one group. `timestamp` is ISO 8601 with an offset; `environment` makes one.
+
+    Raises:
+        ConfigError: on a value outside its range, naming the field.
+    """
+
+    MINIMA: ClassVar[dict[str, int]] = {
+        "dp": 1,
+        "batch": 1,
+        "prompt_length": 0,
+        "num_generated": 0,
+        "context": 0,
+    }
+
+    case: str
+    model: str
+    weights: Literal["checkpoint", "random"]
+    model_hash: str
+    device: str
+    device_detail: str
+    target: str
+    mesh: str = "1x1"
+    dp: int = 1
+    batch: int
+    prompt_length: int
+    num_generated: int
+    context: int
+    precision_name: str
+    precision_id: str
+    heading: str
+    effective_id: str
+    compute: Literal["fast", "exact"] = "fast"
+    kind: Kind = "measured"
+    repeats: tuple[Repeat, ...] = ()
+    ttft_ms: float | None = None
+    ttft_first_ms: float | None = None
+    ttft_median_ms: float | None = None
+    ttft_last_ms: float | None = None
+    prefill_tps: float | None = None
+    decode_tsu: float | None = None
+    tps: float | None = None
+    spread: float | None = None
+    ttft_spread: float | None = None
+    peak_memory_bytes: int | None = None
+    resident_bytes: int | None = None
+    cache_bytes: int | None = None
+    accuracy: Accuracy | None = None
+    contract: tuple[ContractLine, ...] = ()
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    commit: str | None = None
+    host: str = ""
+    timestamp: str
+
+    def __post_init__(self) -> None:
+        _check_choice("kind", self.kind, choices=KINDS)
+        _check_choice("weights", self.weights, choices=WEIGHTS)
+        _check_choice("compute", self.compute, choices=COMPUTES)
+        for name in _PLAIN:
+            _check_plain(name, getattr(self, name))
+        if self.model.endswith(RANDOM_WEIGHTS) or "(" in self.device or ")" in self.device:
+            raise ConfigError(
+                f"result: model {self.model!r}, device {self.device!r}: random weights, DP and "
+                "mesh are fields of their own, not part of a name"
+            )
+        if not is_heading(self.heading):
+            raise ConfigError(f"result: heading {self.heading!r}; allowed: {HEADING_FORM}")
+        if not _MESH.fullmatch(self.mesh):
+            raise ConfigError(f"result: mesh {self.mesh!r}; allowed: ROWSxCOLUMNS, as 1x8")
+        for name, least in self.MINIMA.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"result: {name} {getattr(self, name)}; allowed: >= {least}")
+        _check_numbers(self)
+        _ = self.when
+
+    @property
+    def when(self) -> datetime:
+        """The timestamp as a time that can be compared. ConfigError where it is none."""
+        try:
+            when = datetime.fromisoformat(self.timestamp)
+        except ValueError:
+            when = None
+        if when is None or when.tzinfo is None:
+            raise ConfigError(
+                f"result: timestamp {self.timestamp!r}; allowed: ISO 8601 with an offset"
+            )
+        return when
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as JSON values, the schema version first."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+
+def is_heading(text: str) -> bool:
+    """Whether a line has a precision heading's form; what its maps say is not looked at."""
+    return (
+        text.startswith("precision_cfg = {")
+        and "}, fidelity_cfg = {" in text
+        and text.isprintable()
+        and text == text.strip()
+    )
+
+
+def _check_numbers(record: Repeat | Paired | Accuracy | Result, *, signed: str = "") -> None:
+    """Every number is finite, small enough to be a float, and not negative unless ``signed``."""
+    for field in dataclasses.fields(record):
+        value = getattr(record, field.name)
+        least = -_LARGEST if field.name == signed else 0
+        if isinstance(value, int | float) and not least <= value <= _LARGEST:
+            raise ConfigError(f"result: {field.name} {str(value)[:40]}; allowed: finite and >= 0")
+
+
+def _check_choice(name: str, value: str, *, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"result: {name} {value!r}; {allowed(choices)}")
+
+
+def _check_plain(name: str, value: str) -> None:
+    """These names become table cells, so what would break a table is refused at the source."""
+    if not value or value != value.strip() or not value.isprintable() or "|" in value:
+        raise ConfigError(
+            f"result: {name} {value!r}; allowed: one line of text without '|' or outer blanks"
+        )

@@ -1,0 +1,185 @@
+"""The fp32 reference of accuracy runs: which tokens, and what the fp32 model guesses after each.
+
+Guesses are kept in versioned files, refused where model, tokenizer or text are not the same; whole
+distributions, for KL, are computed when wanted and kept in the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from compiler.bench.environment import environment
+from compiler.errors import ConfigError
+from compiler.runtime.batch import Piece, build_step
+from compiler.targets.base import Executable
+
+NUM_GUESSES = 5
+_FOLDER = Path(__file__).parent / "references"
+_CACHE_VARIABLE = "TILEWRIGHT_CACHE"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a reference is of: the hashes that must be equal for it to hold."""
+
+    model: str
+    model_hash: str
+    tokenizer_hash: str
+    text_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """``tokens``: the text. ``guesses[i]``: the five likeliest ids for position ``prefill + i``.
+
+    ``margins[i]``: first logit minus second, which says how firm the guess is.
+    """
+
+    subject: Subject
+    prefill: int
+    tokens: tuple[int, ...]
+    guesses: tuple[tuple[int, ...], ...]
+    margins: tuple[float, ...]
+    versions: dict[str, str]
+
+    @property
+    def id(self) -> str:
+        """Short hash of everything but the library versions."""
+        body = dataclasses.asdict(self)
+        del body["versions"]
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def text_tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
+    """The ids an accuracy run goes over: the text's first ones.
+
+    Raises:
+        ConfigError: when the text is too short for a run with this tokenizer.
+    """
+    tokens = encode(text)
+    if len(tokens) < ACCURACY_CONTEXT:
+        raise ConfigError(
+            f"the accuracy text has {len(tokens)} tokens here; allowed: {ACCURACY_CONTEXT} or more"
+        )
+    return tokens[:ACCURACY_CONTEXT]
+
+
+def text_hash(tokens: Sequence[int]) -> str:
+    """Identity of the ids of a text."""
+    return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()
+
+
+def build_reference(
+    executable: Executable, subject: Subject, tokens: Sequence[int]
+) -> tuple[Reference, Tensor]:
+    """Guesses and all logits ``[predictions, vocab]`` from one fp32 prefill of the text."""
+    handle = executable.reserve(len(tokens))
+    piece = Piece(handle, list(tokens[:-1]), 0, wants_logits=True)
+    step = build_step([piece], want_logits=True)
+    rows = torch.arange(ACCURACY_PREFILL - 1, len(tokens) - 1)
+    output = executable.step(dataclasses.replace(step, logit_rows=rows))
+    executable.free(handle)
+    assert output.logits is not None
+    best = output.logits.topk(NUM_GUESSES, dim=-1)
+    reference = Reference(
+        subject=subject,
+        prefill=ACCURACY_PREFILL,
+        tokens=tuple(tokens),
+        guesses=tuple(tuple(row) for row in best.indices.tolist()),
+        margins=tuple(round(float(margin), 5) for margin in best.values[:, 0] - best.values[:, 1]),
+        versions=environment(("torch", "tokenizers")).versions,
+    )
+    return reference, output.logits
+
+
+def reference_path(model: str, folder: Path = _FOLDER) -> Path:
+    """Where the versioned reference of a model lies, if there is one."""
+    return folder / f"{_slug(model)}.json"
+
+
+def save_reference(reference: Reference, path: Path) -> None:
+    """Write a reference file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    body = {"id": reference.id, **dataclasses.asdict(reference)}
+    _write_whole(path, (json.dumps(body, separators=(",", ":")) + "\n").encode())
+
+
+def load_reference(path: Path, subject: Subject) -> Reference:
+    """Read a reference file.
+
+    Raises:
+        ConfigError: when it is damaged, or of another model, tokenizer or text.
+    """
+    try:
+        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        stored_id = body.pop("id")
+        reference = Reference(
+            subject=Subject(**body.pop("subject")),
+            tokens=tuple(body.pop("tokens")),
+            guesses=tuple(tuple(row) for row in body.pop("guesses")),
+            margins=tuple(body.pop("margins")),
+            **body,
+        )
+        damaged = reference.id != stored_id
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a reference file ({type(error).__name__})") from None
+    if damaged:
+        raise ConfigError(f"{path}: the reference file is damaged (its id does not match)")
+    for field in dataclasses.fields(Subject):
+        found, wanted = getattr(reference.subject, field.name), getattr(subject, field.name)
+        if found != wanted:
+            raise ConfigError(
+                f"{path}: the reference is of another {field.name.removesuffix('_hash')} "
+                f"({found[:12]}); allowed: {wanted[:12]}"
+            )
+    return reference
+
+
+def cached_logits(reference: Reference, build: Callable[[], Tensor]) -> Tensor:
+    """The fp32 logits of a reference, from the cache or built and put there."""
+    path = cache_dir() / "references" / f"{_slug(reference.subject.model)}-{reference.id}.npy"
+    shape = (len(reference.guesses),)
+    try:
+        stored = np.load(path, allow_pickle=False)
+        if stored.dtype == np.float32 and stored.ndim == 2 and stored.shape[:1] == shape:
+            return torch.from_numpy(stored)
+    except (OSError, ValueError, EOFError):
+        pass  # absent or cut short: built anew
+    logits = build().float()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".npy")
+    with os.fdopen(handle, "wb") as file:
+        np.save(file, logits.numpy())
+    Path(temporary).replace(path)
+    return logits
+
+
+def cache_dir() -> Path:
+    """Where Tilewright keeps what it can compute again (``TILEWRIGHT_CACHE``)."""
+    named = os.environ.get(_CACHE_VARIABLE)
+    return Path(named) if named else Path.home() / ".cache" / "tilewright"
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in ".-_" else "-" for c in name.lower()).strip(".-")
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    Path(temporary).chmod(0o644)
+    Path(temporary).replace(path)

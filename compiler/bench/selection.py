@@ -1,0 +1,151 @@
+"""Which results count, and which table they belong to: current ones, by what they come to.
+
+Knows nothing of how a table looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
+from compiler.bench.record import Accuracy, Result
+
+# An oracle and a test double make no claim of speed, and the oracle's accuracy is 100 % by nature.
+UNPRINTED_TARGETS = ("reference", "null")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All current results of one model on one device whose configurations come to the same."""
+
+    results: tuple[Result, ...]
+
+    @property
+    def any(self) -> Result:
+        """A member, for what all share."""
+        return self.results[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The configurations' names, sorted."""
+        return sorted({result.precision_name for result in self.results})
+
+    @property
+    def heading(self) -> str:
+        """Of the first name: the section that the group is printed in."""
+        return next(r.heading for r in self.results if r.precision_name == self.names[0])
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """The newest accuracy."""
+        found = _newest(r for r in self.results if _has_accuracy(r))
+        return found.accuracy if found else None
+
+    def speed(self, is_wanted: Callable[[Result], bool]) -> Result | None:
+        """The newest result of a wanted kind."""
+        return _newest(result for result in self.results if is_wanted(result))
+
+
+def unplaced(results: Iterable[Result]) -> list[Result]:
+    """The results that fit no table by their target, arithmetic, batch or lengths."""
+    return [result for result in results if not is_placed(result)]
+
+
+def group_results(results: list[Result]) -> list[Group]:
+    """Current results by what they come to, in the order of rows."""
+    found: dict[tuple[object, ...], list[Result]] = {}
+    for result in _current(results):
+        found.setdefault((*_place(result), result.effective_id), []).append(result)
+    return sorted((Group(tuple(members)) for members in found.values()), key=row_order)
+
+
+def _current(results: list[Result]) -> list[Result]:
+    """Without what a newer result replaced.
+
+    That is a measurement of the same case again, but also every result of an older checkpoint of
+    the name, or of an older definition of a configuration: such results keep their names, so they
+    would stand beside, or mix with, what the name means now.
+    """
+    results = _keep(results, _checkpoint_name, lambda r: r.model_hash)
+    results = _keep(results, _configuration, lambda r: (r.precision_id, r.effective_id))
+    return _keep(results, _measurement, id)
+
+
+def _keep(
+    results: list[Result], place: Callable[[Result], object], identity: Callable[[Result], object]
+) -> list[Result]:
+    """Those whose identity is that of the newest result of their place."""
+    newest: dict[object, Result] = {}
+    for result in results:
+        if (key := place(result)) not in newest or result.when >= newest[key].when:
+            newest[key] = result
+    return [r for r in results if identity(r) == identity(newest[place(r)])]
+
+
+def _checkpoint_name(result: Result) -> tuple[object, ...]:
+    return result.model, result.weights, result.device, result.target
+
+
+def _configuration(result: Result) -> tuple[object, ...]:
+    return *_place(result), result.precision_name
+
+
+def _measurement(result: Result) -> tuple[object, ...]:
+    r = result
+    lengths = r.batch, r.prompt_length, r.num_generated
+    return *_configuration(r), r.case, *lengths, r.accuracy is None
+
+
+def _place(result: Result) -> tuple[object, ...]:
+    r = result
+    return r.model, r.weights, r.device, r.target, r.mesh, r.dp
+
+
+def row_order(group: Group) -> tuple[object, ...]:
+    """The sort key of rows: models by name, those with random weights last."""
+    r = group.any
+    return r.weights == "random", r.model, r.device, r.target, r.mesh, r.dp, group.names
+
+
+def _newest(results: Iterable[Result]) -> Result | None:
+    """The latest; of equal times the one written last."""
+    return max(reversed(list(results)), key=lambda result: result.when, default=None)
+
+
+def is_placed(result: Result) -> bool:
+    """Whether a result belongs to some table."""
+    if result.target in UNPRINTED_TARGETS or result.compute != "fast":
+        return False
+    is_speed = is_short(result) or is_batch_32(result) or context_k(result) is not None
+    return is_speed or _has_accuracy(result)
+
+
+def _has_accuracy(result: Result) -> bool:
+    return result.accuracy is not None and result.batch == 1
+
+
+def is_short(result: Result) -> bool:
+    """Whether its speed is one of the Performance and Accuracy tables."""
+    return result.batch == 1 and _has_table_lengths(result)
+
+
+def is_batch_32(result: Result) -> bool:
+    """Whether its speed is one of the Batch-32 table."""
+    return result.batch == 32 and _has_table_lengths(result)
+
+
+def _has_table_lengths(result: Result) -> bool:
+    lengths = result.prompt_length, result.num_generated
+    return lengths == (TABLE_PROMPT_LENGTH, TABLE_GENERATED_TOKENS) and _has_speed(result)
+
+
+def context_k(result: Result) -> int | None:
+    """The K of a long-context result: its prompt is exactly that many times 1,024 tokens."""
+    k, rest = divmod(result.prompt_length, 1024)
+    is_long = k > 0 and rest == 0 and result.num_generated == TABLE_GENERATED_TOKENS
+    return k if is_long and result.batch == 1 and _has_speed(result) else None
+
+
+def _has_speed(result: Result) -> bool:
+    return result.decode_tsu is not None or result.ttft_ms is not None

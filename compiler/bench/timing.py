@@ -1,0 +1,122 @@
+"""Timed runs of a batch of prompts: what TTFT, prefill and decode rates are, how they are taken.
+
+Warm-up is apart, every repeat is kept, and the first decode step does not count for t/s/u.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import mean
+
+from compiler.bench import stats
+from compiler.bench.record import Repeat
+from compiler.runtime.llm import LLM, OnToken
+from compiler.runtime.request import Request, SamplingParams
+from compiler.targets.base import Executable
+
+_WARM_UP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One user's work: prompt token ids and how the answer is chosen."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One repeat: its figures, and the tokens of each job, in the jobs' order."""
+
+    repeat: Repeat
+    outputs: tuple[tuple[int, ...], ...]
+    finish_reasons: tuple[str, ...]
+
+
+def time_jobs(
+    executable: Executable,
+    jobs: Sequence[Job],
+    *,
+    num_repeats: int,
+    rotate: bool = False,
+    on_token: Callable[[int, Request, int], None] | None = None,
+) -> list[Run]:
+    """Serve all jobs at once, ``num_repeats`` times after a warm-up.
+
+    ``rotate`` hands every prompt to the next user (request id) at each repeat. ``on_token(repeat,
+    request, token)`` hears every token of the measured runs.
+    """
+    warm_up(executable, jobs)
+    runs = []
+    for number in range(num_repeats):
+        shift = number if rotate else 0
+        order = [(index + shift) % len(jobs) for index in range(len(jobs))]
+
+        def hear(request: Request, token: int, number: int = number) -> None:
+            if on_token is not None:
+                on_token(number, request, token)
+
+        runs.append(time_once(executable, jobs, order, hear))
+    return runs
+
+
+def warm_up(executable: Executable, jobs: Sequence[Job]) -> None:
+    """One untimed run with the same prompts and a few tokens."""
+    short = [
+        replace(job.sampling, max_tokens=min(_WARM_UP_TOKENS, job.sampling.max_tokens))
+        for job in jobs
+    ]
+    requests = [
+        Request(index, job.prompt, sampling)
+        for index, (job, sampling) in enumerate(zip(jobs, short, strict=True))
+    ]
+    LLM(executable).generate(requests)
+
+
+def time_once(
+    executable: Executable, jobs: Sequence[Job], order: Sequence[int], on_token: OnToken
+) -> Run:
+    """One timed run; user ``i`` gets job ``order[i]``."""
+    requests = [
+        Request(user, jobs[index].prompt, jobs[index].sampling) for user, index in enumerate(order)
+    ]
+    started = time.perf_counter()
+    LLM(executable).generate(requests, on_token)
+    by_job = dict(zip(order, requests, strict=True))
+    ordered = [by_job[index] for index in range(len(jobs))]
+    return Run(
+        figures(requests, started),
+        tuple(tuple(request.output) for request in ordered),
+        tuple(request.finish_reason or "" for request in ordered),
+    )
+
+
+def figures(requests: Sequence[Request], started: float) -> Repeat:
+    """The figures of finished requests that were all queued at ``started``.
+
+    At a batch above 1 the TTFT is the time in which all users were prefilled, divided by their
+    number. t/s/u is the mean over users of (steps - 1) / (their time), the first step left out.
+    """
+    firsts = [request.token_times[0] - started for request in requests]
+    prompt_tokens = sum(len(request.prompt) for request in requests)
+    prefill_seconds = max(firsts)
+    rates = [
+        (len(times) - 2) / (times[-1] - times[1])
+        for request in requests
+        if len(times := request.token_times) > 2
+    ]
+    decoded = sum(len(request.output) - 1 for request in requests)
+    decode_seconds = max(r.token_times[-1] for r in requests) - started - prefill_seconds
+    many = len(requests) > 1
+    return Repeat(
+        ttft_ms=1e3 * prefill_seconds / len(requests),
+        prefill_tps=prompt_tokens / prefill_seconds,
+        decode_tsu=mean(rates) if rates else None,
+        tps=decoded / decode_seconds if decoded and decode_seconds > 0 else None,
+        ttft_first_ms=1e3 * min(firsts) if many else None,
+        ttft_median_ms=1e3 * stats.median(firsts) if many else None,
+        ttft_last_ms=1e3 * prefill_seconds if many else None,
+    )

@@ -1,0 +1,1 @@
+"""The verbs of ``tilewright``: arguments and wiring; the only place to join models and compiler."""

@@ -1,0 +1,105 @@
+"""What the commands print: progress and tables through rich, on standard error or output."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from compiler.bench.record import Repeat, Result
+from compiler.targets.base import Progress as ProgressCallback
+
+
+def out() -> Console:
+    """Standard output: texts and tables."""
+    return Console(file=sys.stdout, highlight=False)
+
+
+def err() -> Console:
+    """Standard error: progress and notes."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+@contextmanager
+def compile_progress(console: Console) -> Iterator[ProgressCallback]:
+    """A bar that follows ``(what, done, total)`` reports; gone when finished."""
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("compile", total=None)
+
+        def report(what: str, done: int, total: int) -> None:
+            progress.update(task, description=what, completed=done, total=total)
+
+        yield report
+
+
+def print_table(
+    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+) -> None:
+    """A table of text cells; the first column left, the others right."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def result_rows(result: Result) -> list[tuple[str, str]]:
+    """The figures of one result, as name and text."""
+    rows = [
+        ("TTFT (ms)", _with_spread(result.ttft_ms, result.ttft_spread)),
+        ("prefill (t/s)", _number(result.prefill_tps)),
+        ("decode (t/s/u)", _with_spread(result.decode_tsu, result.spread)),
+        ("all users (t/s)", _number(result.tps)),
+        ("peak memory (MB)", _megabytes(result.peak_memory_bytes)),
+        ("weights (MB)", _megabytes(result.resident_bytes)),
+        ("cache (MB)", _megabytes(result.cache_bytes)),
+    ]
+    if result.ttft_median_ms is not None:
+        rows[0] = ("TTFT, avg (ms)", rows[0][1])
+        parts = (result.ttft_first_ms, result.ttft_median_ms, result.ttft_last_ms)
+        rows.insert(1, ("first / median / last", " / ".join(map(_number, parts))))
+    accuracy = result.accuracy
+    if accuracy is not None:
+        rows += [
+            ("top-1", _share(accuracy.num_top1, accuracy.num_positions, accuracy.top1_interval)),
+            ("top-5", _share(accuracy.num_top5, accuracy.num_positions, accuracy.top5_interval)),
+        ]
+        if accuracy.kl_mean is not None:
+            rows.append(("KL to fp32", f"{accuracy.kl_mean:.5f}"))
+        if accuracy.paired is not None:
+            pair = accuracy.paired
+            rows.append(
+                (f"against {pair.base}", f"-{pair.b} +{pair.c} positions, p = {pair.p:.3f}")
+            )
+    return rows
+
+
+def repeat_rows(repeats: Sequence[Repeat]) -> list[tuple[str, str, str, str]]:
+    """One row a repeat: TTFT, prefill, decode."""
+    return [
+        (str(number), _number(r.ttft_ms), _number(r.prefill_tps), _number(r.decode_tsu))
+        for number, r in enumerate(repeats, start=1)
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _with_spread(value: float | None, spread: float | None) -> str:
+    return _number(value) + ("" if spread is None else f"  (spread {100 * spread:.1f} %)")
+
+
+def _megabytes(value: int | None) -> str:
+    return "-" if value is None else f"{value / 1e6:,.0f}"
+
+
+def _share(count: int, total: int, interval: tuple[float, float]) -> str:
+    low, high = (100 * bound for bound in interval)
+    return f"{100 * count / total:.1f} %  ({count} of {total}; 95 %: {low:.1f} to {high:.1f})"

@@ -1,0 +1,263 @@
+"""A loaded model, compiled and measured: ``tilewright run`` without its arguments and printing."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from compiler.bench.accuracy import BASE, recall, remember, score, teacher_force
+from compiler.bench.cases import ACCURACY_CONTEXT, check_case
+from compiler.bench.environment import environment
+from compiler.bench.prompts import bench_text, cut_prompts
+from compiler.bench.record import Accuracy, ContractLine, Result, medians
+from compiler.bench.reference import (
+    Reference,
+    Subject,
+    build_reference,
+    cache_dir,
+    cached_logits,
+    load_reference,
+    reference_path,
+    save_reference,
+    text_hash,
+    text_tokens,
+)
+from compiler.bench.timing import Job, Run
+from compiler.commands.options import RunOptions
+from compiler.devices import describe_cpu
+from compiler.driver import Compiled, compile_model
+from compiler.errors import ConfigError, RequestError
+from compiler.precision import load_precision
+from compiler.runtime.request import SamplingParams
+from compiler.targets.base import CompileOptions, Executable, Progress
+from models import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The jobs of a run and the context they need."""
+
+    jobs: tuple[Job, ...]
+    context: int
+
+
+def plan_jobs(model: LoadedModel, options: RunOptions) -> Plan:
+    """Prompts as token ids, one job a user.
+
+    Raises:
+        ConfigError: where the case does not fit the model or the device.
+        RequestError: where a prompt and its answer do not fit the context.
+    """
+    case, limit = options.case, model.config.max_positions
+    if not case.is_natural or case.data_parallel > 1:
+        check_case(case, max_context=limit, max_data_parallel=1)
+    prompts = _prompt_tokens(model, options)
+    end_tokens = tuple(model.tokenizer.eos_ids) if case.stop_at_eos else ()
+    jobs = []
+    for index, (tokens, wanted) in enumerate(prompts):
+        if len(tokens) + wanted > limit:
+            raise RequestError(
+                f"prompt {index + 1} has {len(tokens)} tokens and {wanted} are to be generated; "
+                f"allowed by this model's context: {limit} together"
+            )
+        sampling = SamplingParams(
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            max_tokens=wanted,
+            end_tokens=end_tokens,
+        )
+        jobs.append(Job(tuple(tokens), sampling))
+    context = max(len(job.prompt) + job.sampling.max_tokens for job in jobs)
+    if case.token_accuracy:
+        context = max(context, ACCURACY_CONTEXT)
+    return Plan(tuple(jobs), context)
+
+
+def _prompt_tokens(model: LoadedModel, options: RunOptions) -> list[tuple[list[int], int]]:
+    """Token ids and the number to generate, for every user."""
+    case, tokenizer = options.case, model.tokenizer
+    most = case.max_generated_tokens
+    if case.prompt_length is not None:
+        tokens = tokenizer.encode(options.text)
+        cut = cut_prompts(tokens, num_prompts=case.batch_size, prompt_length=case.prompt_length)
+        return [(prompt, most) for prompt in cut]
+    found = []
+    for index in range(case.batch_size):
+        prompt = options.prompts[index % len(options.prompts)]
+        text = prompt.text
+        if tokenizer.has_chat_template:
+            text = tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        tokens = tokenizer.encode(text, add_special=not tokenizer.has_chat_template)
+        found.append((tokens, min(most, prompt.max_tokens or most)))
+    return found
+
+
+def compile_for(
+    model: LoadedModel, options: RunOptions, plan: Plan, progress: Progress
+) -> Compiled:
+    """The model, compiled for the plan's batch and context."""
+    compile_options = CompileOptions(
+        max_batch=options.case.batch_size,
+        max_context=plan.context,
+        compute=options.compute,
+        num_threads=options.threads,
+    )
+    return compile_model(
+        model,
+        options.precision,
+        target=options.target,
+        options=compile_options,
+        progress=progress,
+    )
+
+
+def measure_accuracy(
+    model: LoadedModel, options: RunOptions, compiled: Compiled, progress: Progress
+) -> Accuracy:
+    """Teacher-forced accuracy against the model's fp32 reference, and against the base."""
+    reference, logits = find_reference(model, progress)
+    predictions = teacher_force(
+        compiled.executable,
+        reference,
+        logits,
+        on_step=lambda done, total: progress("accuracy", done, total),
+    )
+    prefix = f"{options.target}-{options.compute}"
+    name = options.precision.name
+    remember(predictions, reference, f"{prefix}-{compiled.precision.id}")
+    if name == BASE:
+        remember(predictions, reference, f"{prefix}-{BASE}")
+    base = None if name == BASE else recall(reference, f"{prefix}-{BASE}")
+    return score(predictions, reference, base=base)
+
+
+def subject_of(model: LoadedModel) -> tuple[Subject, list[int]]:
+    """What a reference of this model must be of, and the tokens of the accuracy text."""
+    tokens = text_tokens(model.tokenizer.encode, bench_text("accuracy.txt"))
+    subject = Subject(
+        model.name,
+        model.checkpoint.content_hash(),
+        model.tokenizer.content_hash(),
+        text_hash(tokens),
+    )
+    return subject, tokens
+
+
+def find_reference(model: LoadedModel, progress: Progress) -> tuple[Reference, Tensor]:
+    """The model's versioned reference, else the one in the cache, else a new one, and its logits.
+
+    A versioned file of another model, tokenizer or text is not used.
+    """
+    subject, tokens = subject_of(model)
+
+    def build() -> tuple[Reference, Tensor]:
+        executable = compile_reference(model, progress)
+        progress("reference", 0, 1)
+        built = build_reference(executable, subject, tokens)
+        executable.close()
+        return built
+
+    versioned = reference_path(model.name)
+    kept = reference_path(f"{model.name}-{subject.model_hash[:12]}", cache_dir() / "references")
+    for path in (versioned, kept):
+        if path.is_file():
+            try:
+                reference = load_reference(path, subject)
+            except ConfigError:
+                continue  # of another checkpoint with this name: ours is kept under its own hash
+            return reference, cached_logits(reference, lambda: build()[1])
+    reference, logits = build()
+    save_reference(reference, kept)
+    return reference, cached_logits(reference, lambda: logits)
+
+
+def compile_reference(model: LoadedModel, progress: Progress) -> Executable:
+    """The model in fp32 on the reference target, for one sequence of the accuracy text."""
+    compiled = compile_model(
+        model,
+        load_precision("reference"),
+        target="reference",
+        options=CompileOptions(max_context=ACCURACY_CONTEXT),
+        progress=progress,
+    )
+    return compiled.executable
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has had resident so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def make_result(
+    model: LoadedModel,
+    options: RunOptions,
+    compiled: Compiled,
+    runs: Sequence[Run],
+    *,
+    plan: Plan,
+    peak_memory: int,
+    cache_bytes: int,
+) -> Result:
+    """The record of a run, without its accuracy."""
+    case = options.case
+    executable = compiled.executable
+    repeats = tuple(run.repeat for run in runs)
+    surroundings = environment(hash_host=True)
+    contract = executable.contract
+    return Result(
+        case=f"{case.name}*" if options.is_case_changed else case.name,
+        model=model.name,
+        weights="checkpoint",
+        model_hash=model.checkpoint.content_hash(),
+        device="CPU",
+        device_detail=device_detail(options.threads),
+        target=options.target,
+        dp=case.data_parallel,
+        batch=case.batch_size,
+        prompt_length=max(len(job.prompt) for job in plan.jobs),
+        num_generated=max((len(output) for run in runs for output in run.outputs), default=0),
+        context=plan.context,
+        precision_name=options.precision.name,
+        precision_id=compiled.precision.id,
+        heading=compiled.precision.heading(),
+        effective_id=contract.effective_id,
+        compute="exact" if options.compute == "exact" else "fast",
+        repeats=repeats,
+        peak_memory_bytes=peak_memory,
+        resident_bytes=executable.memory().weights,
+        cache_bytes=cache_bytes,
+        contract=tuple(
+            ContractLine(
+                field=entry.field,
+                requested=entry.requested,
+                status=entry.meaning.status,
+                effective=entry.meaning.effective,
+                layers=entry.layers,
+            )
+            for entry in contract.entries
+        ),
+        versions=surroundings.versions,
+        commit=surroundings.commit,
+        host=surroundings.host,
+        timestamp=surroundings.timestamp,
+        **medians(repeats),
+    )
+
+
+def device_detail(threads: int | None) -> str:
+    """The processor and the threads used, in words."""
+    cpu = describe_cpu()
+    return f"{cpu.model_name}, {threads or cpu.num_cores} threads"
+
+
+def cache_bytes(compiled: Compiled, plan: Plan) -> int:
+    """Bytes of state the run needed at its fullest: every job's positions, as they are kept."""
+    positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in plan.jobs)
+    return compiled.executable.state_bytes(positions)

@@ -1,0 +1,29 @@
+"""``tilewright reference``: a model's fp32 reference file, for the repository."""
+
+from __future__ import annotations
+
+from compiler.commands.arguments import Parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    parser = Parser(prog="tilewright reference", description="Write a fp32 reference file.")
+    parser.add_argument("--model", metavar="PATH", help="as for tilewright run")
+    arguments = parser.parse_args(argv)
+    from models import find_model
+
+    path = find_model(arguments.model)
+    from compiler.bench.reference import build_reference, reference_path, save_reference
+    from compiler.commands.console import compile_progress, err
+    from compiler.commands.measure import compile_reference, subject_of
+    from models import load_model
+
+    model = load_model(path)
+    subject, tokens = subject_of(model)
+    with compile_progress(err()) as progress:
+        executable = compile_reference(model, progress)
+    reference, _ = build_reference(executable, subject, tokens)
+    target = reference_path(model.name)
+    save_reference(reference, target)
+    print(f"{target}: {reference.id}")
+    return 0

@@ -1,0 +1,163 @@
+"""The devices Tilewright knows: sizes and rates that targets, plans and models of time read.
+
+Figures are published or measured, as each row's ``source`` says. Imports no torch and starts no
+device; the host is looked at only when :func:`describe_cpu` is called.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from compiler.errors import ConfigError
+from compiler.registry import Registry
+
+# A worker core does 4.096 TFLOP/s at LoFi and 1 GHz; 2, 3 and 4 phases take 2, 3 and 4 times as
+# long. 64 cores a chip. Of the DRAM rate 240 to 265 GB/s are reached in practice.
+_WORMHOLE_TFLOPS = MappingProxyType({"lofi": 262.0, "hifi2": 131.0, "hifi3": 87.0, "hifi4": 66.0})
+_WORMHOLE = "Tenstorrent Wormhole, 64 workers at 1 GHz: published peak rates, 12 DRAM banks"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """One kind of device; figures are per chip, and None where they are not known.
+
+    ``grid``: worker cores (rows, columns). ``num_cores``: multiprocessors where there is no grid.
+    ``l1_bytes``: usable per core. ``dram_bytes_per_s`` and ``link_bytes_per_s`` (one link, one
+    direction; ``num_links`` between neighbouring chips) are rates; ``tflops`` in 1e12 a second, by
+    fidelity (Wormhole) or format (GPU).
+    """
+
+    name: str
+    target: str
+    num_chips: int
+    source: str
+    grid: tuple[int, int] | None = None
+    num_cores: int | None = None
+    l1_bytes: int | None = None
+    dram_bytes: int | None = None
+    dram_bytes_per_s: float | None = None
+    num_links: int | None = None
+    link_bytes_per_s: float | None = None
+    tflops: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class CpuDescription:
+    """The processor this runs on; ``num_cores`` are those this process may use.
+
+    ``num_physical_cores`` are the machine's, hyper-threads counted once, or None where the system
+    does not tell. ``isa`` lists the instruction sets that matter for a product, as Linux spells
+    them.
+    """
+
+    model_name: str
+    num_cores: int
+    num_physical_cores: int | None
+    isa: tuple[str, ...]
+
+
+def _wormhole(
+    name: str, num_chips: int, *, grid: tuple[int, int] | None, num_links: int | None
+) -> DeviceSpec:
+    """A board or box of Wormhole chips, one target per kind."""
+    return DeviceSpec(
+        name.upper(),
+        name,
+        num_chips,
+        _WORMHOLE,
+        grid=grid,
+        l1_bytes=1_393_312,
+        dram_bytes=12_870_000_000,
+        dram_bytes_per_s=288e9,
+        num_links=num_links,
+        link_bytes_per_s=12.5e9 if num_links is not None else None,
+        tflops=_WORMHOLE_TFLOPS if grid is not None else MappingProxyType({}),
+    )
+
+
+DEVICES: Registry[DeviceSpec] = Registry("device")
+
+DEVICES.register("cpu", DeviceSpec("CPU", "cpu", 1, "the host; see describe_cpu"))
+DEVICES.register("n150", _wormhole("n150", 1, grid=(8, 8), num_links=None))
+DEVICES.register("n300", _wormhole("n300", 2, grid=(8, 8), num_links=2))
+# Two links inside each N300 are published; two between boards are assumed.
+DEVICES.register("t3k", _wormhole("t3k", 8, grid=(8, 8), num_links=2))
+# Galaxy: its worker grid, rates and links are not published in the same terms.
+DEVICES.register("tg", _wormhole("tg", 32, grid=None, num_links=None))
+DEVICES.register(
+    "h200",
+    DeviceSpec(
+        "H200",
+        "cuda",
+        1,
+        "NVIDIA H200: reads and matrix rates measured with streaming kernels and 8192^3 products",
+        num_cores=132,
+        dram_bytes=143_771 * 2**20,
+        dram_bytes_per_s=4.35e12,
+        tflops=MappingProxyType({"bf16": 754.0, "fp8": 1335.0}),
+    ),
+)
+
+_ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "asimddp")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def get_device(name: str) -> DeviceSpec:
+    """The device called ``name``, in any case.
+
+    Raises:
+        ConfigError: for an unknown name, listing the known ones.
+    """
+    return DEVICES[name.lower()]
+
+
+def parse_mesh(text: str) -> tuple[int, int]:
+    """Rows and columns of a mesh of chips written as ``1x8``.
+
+    Raises:
+        ConfigError: where it is not two positive numbers.
+    """
+    match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"mesh {text!r}; allowed: rows x columns, such as 1x1 or 1x8")
+    return int(match[1]), int(match[2])
+
+
+def describe_cpu() -> CpuDescription:
+    """The host's processor, from the system's own tables; unknown parts are said to be so."""
+    try:
+        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""  # not Linux: the platform module knows less, but something
+    fields: dict[str, str] = {}
+    cores: set[tuple[str, str]] = set()
+    package = "0"
+    for line in text.splitlines():
+        key, separator, value = line.partition(":")
+        if not separator:
+            continue
+        key, value = key.strip().lower(), value.strip()
+        fields.setdefault(key, value)
+        if key == "physical id":
+            package = value
+        elif key == "core id":
+            cores.add((package, value))
+    flags = set((fields.get("flags") or fields.get("features") or "").split())
+    return CpuDescription(
+        model_name=fields.get("model name") or platform.processor() or "unknown processor",
+        num_cores=_usable_cores(),
+        num_physical_cores=len(cores) or None,
+        isa=tuple(flag for flag in _ISA_FLAGS if flag in flags),
+    )
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,109 @@
+"""A loaded model becomes an executable: the way of the data, top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiler.errors import CompileError, ConfigError, allowed
+from compiler.passes.runner import PassContext, dump_dir_from_environment, run_passes
+from compiler.precision import PrecisionConfig, ResolvedPrecision
+from compiler.targets.base import CompileOptions, Executable, Progress, Target, get_target
+from compiler.tracer import trace
+
+COMPUTE_MODES = ("fast", "exact")
+
+
+class CompilableModel(Protocol):
+    """What `models.load_model` returns, as far as the compiler looks at it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> Any: ...
+    @property
+    def config(self) -> Any: ...
+    @property
+    def checkpoint(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """An executable, and what the passes did on the way to it."""
+
+    executable: Executable
+    graph_module: GraphModule
+    precision: ResolvedPrecision
+    context: PassContext
+
+
+def compile_model(
+    model: CompilableModel,
+    precision: PrecisionConfig,
+    *,
+    target: str = "cpu",
+    options: CompileOptions | None = None,
+    progress: Progress | None = None,
+) -> Compiled:
+    """Trace, rewrite, lower and build ``model`` for a target.
+
+    Raises:
+        CompileError: where model, precision and target do not fit together.
+        CheckpointError: where a tensor is missing or of another shape.
+    """
+    options = options or CompileOptions()
+    report = progress or (lambda what, done, total: None)
+    check_options(options, model.config.max_positions)
+    backend = get_target(target)
+    resolved = precision.resolve(model.config.num_layers, model.name)
+
+    report("trace", 0, 1)
+    graph_module = trace(model.module)
+    ctx = PassContext(precision=resolved, dump_dir=dump_dir_from_environment())
+    lower_graph(graph_module, backend, ctx, report)
+    executable = backend.compile(graph_module, weight_source(model), options, report)
+    return Compiled(executable, graph_module, resolved, ctx)
+
+
+def lower_graph(
+    graph_module: GraphModule, backend: Target, ctx: PassContext, report: Progress
+) -> None:
+    """Run the target's stages, each followed by its verification."""
+    stages = backend.stages()
+    for index, stage in enumerate(stages):
+        report(stage.name, index, len(stages))
+        run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
+
+
+def weight_source(model: CompilableModel) -> Callable[[str], Tensor]:
+    """The model's tensors by name: its constants, else the checkpoint's, read when asked for."""
+    constants = model.module.constants()
+
+    def get(name: str) -> Tensor:
+        tensor = constants[name] if name in constants else model.checkpoint.get(name)
+        assert isinstance(tensor, Tensor)
+        return tensor
+
+    return get
+
+
+def check_options(options: CompileOptions, max_positions: int) -> None:
+    """Refuse options no target could serve.
+
+    Raises:
+        ConfigError: a batch or context out of range, or an unknown compute mode.
+    """
+    if options.compute not in COMPUTE_MODES:
+        raise ConfigError(f"compute {options.compute!r}; {allowed(COMPUTE_MODES)}")
+    if options.max_batch < 1:
+        raise ConfigError(f"batch size {options.max_batch}; allowed: 1 or more")
+    if options.num_threads is not None and options.num_threads < 1:
+        raise ConfigError(f"{options.num_threads} threads; allowed: 1 or more")
+    if not 1 <= options.max_context <= max_positions:
+        raise CompileError(
+            f"context of {options.max_context} positions; the model allows 1 to {max_positions}"
+        )

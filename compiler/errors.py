@@ -1,0 +1,30 @@
+"""The errors a user can cause. Everything else that is raised is a bug of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class TilewrightError(Exception):
+    """One line: what was wrong, where, what is allowed. Commands print it and exit with 2."""
+
+
+class CheckpointError(TilewrightError):
+    """A model's files are missing, cut short, corrupt or of a kind that is not read."""
+
+
+class ConfigError(TilewrightError):
+    """A configuration file or an option has a value that is not allowed."""
+
+
+class CompileError(TilewrightError):
+    """A model, a configuration and a target do not fit together."""
+
+
+class RequestError(TilewrightError):
+    """A request cannot be served: a prompt too long, an unknown id, a parameter out of range."""
+
+
+def allowed(values: Iterable[object]) -> str:
+    """The tail of a message that lists what is allowed: ``allowed: a, b, c``."""
+    return "allowed: " + ", ".join(str(value) for value in values)

@@ -1,0 +1,201 @@
+"""bfp8, bfp4, bfp2: Tenstorrent's block floating point as formats, and its 32 x 32 tile layout.
+
+value = sign * M * 2 ** (E - 127 - (m - 1)), one exponent E per 16 elements, M of m bits without a
+hidden bit. Checked bit for bit against the host conversion of ttnn; the arithmetic is block_codec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from compiler.errors import CompileError
+from compiler.formats.base import FORMATS, BlockEncoded, DataFormat, Encoded
+
+if TYPE_CHECKING:
+    import torch
+
+    from compiler.formats.block_codec import RowEncoder
+
+BLOCK_SIZE = 16
+TILE = 32
+FACE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFloat(DataFormat):
+    """A block format of ``mantissa_bits`` magnitude bits and a sign per element."""
+
+    @property
+    def mantissa_bits(self) -> int:
+        """m: bits of the magnitude."""
+        return self.element_bits - 1
+
+    def quantise(self, x: torch.Tensor, *, axis: int = -1) -> BlockEncoded:
+        """Encode as the host does, blocks of 16 along ``axis`` (the last one is zero-padded).
+
+        A block that holds inf or NaN gets exponent 255. In bfp2 a NaN cannot be told from inf.
+        """
+        from compiler.formats import block_codec
+
+        moved = x.movedim(axis, -1)
+        exponents, mantissas = block_codec.map_rows(
+            _as_rows(moved), self.mantissa_bits, block_codec.encode_host
+        )
+        return BlockEncoded(
+            exponents=exponents.view(*moved.shape[:-1], exponents.shape[-1]),
+            mantissas=mantissas.view(moved.shape),
+            axis=axis,
+        )
+
+    def dequantise(self, encoded: Encoded) -> torch.Tensor:
+        """float32 in the original axis order; exact in bf16 wherever finite."""
+        from compiler.formats import block_codec
+
+        assert isinstance(encoded, BlockEncoded), f"{self.name} is encoded in blocks"
+        mantissas = encoded.mantissas
+        values = block_codec.decode_rows(
+            _as_rows(encoded.exponents), _as_rows(mantissas), self.mantissa_bits
+        )
+        return values.view(mantissas.shape).movedim(-1, encoded.axis)
+
+    def round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
+        """``dequantise(quantise(x))``, contiguous, in chunks that never hold the encoded tensor."""
+        from compiler.formats import block_codec
+
+        return self._round_trip(x, axis, block_codec.encode_host)
+
+    def device_round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
+        """As :meth:`round_trip`, with the rounding of a Wormhole packer (kernel outputs)."""
+        from compiler.formats import block_codec
+
+        return self._round_trip(x, axis, block_codec.encode_device)
+
+    def _round_trip(self, x: torch.Tensor, axis: int, encoder: RowEncoder) -> torch.Tensor:
+        from compiler.formats import block_codec
+
+        moved = x.movedim(axis, -1)
+        values = block_codec.round_trip_rows(_as_rows(moved), self.mantissa_bits, encoder)
+        return values.view(moved.shape).movedim(-1, axis).contiguous()
+
+    def scales(self, encoded: BlockEncoded) -> torch.Tensor:
+        """float32 ``[..., ceil(K/16)]`` such that value = mantissa * scale, exactly.
+
+        Raises:
+            CompileError: where a block holds inf or NaN, which no scale can express.
+        """
+        import torch
+
+        if bool((encoded.exponents == 255).any()):
+            raise CompileError(f"{self.name}: a block holds inf or NaN; allowed: finite values")
+        power = encoded.exponents.double() - (127 + self.mantissa_bits - 1)
+        return torch.exp2(power).float()
+
+    def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
+        """Every block's exponent, then every element's code, rows along ``axis`` in order."""
+        import torch
+
+        encoded = self.quantise(x, axis=axis)
+        codes = self._codes(encoded.mantissas)
+        return torch.cat([encoded.exponents.reshape(-1), self._join(codes.reshape(-1))])
+
+    def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
+        """The inverse of :meth:`pack`, as float32; refuses data of another size."""
+        import torch
+
+        self.check_nbytes(data.numel(), self.nbytes(shape, axis=axis), shape)
+        moved = torch.empty(tuple(shape), device="meta").movedim(axis, -1).shape
+        num_blocks = -(-moved[-1] // BLOCK_SIZE)
+        num_exponents = moved[:-1].numel() * num_blocks
+        flat = data.reshape(-1)
+        mantissas = self._mantissas(self._split(flat[num_exponents:]))
+        encoded = BlockEncoded(
+            exponents=flat[:num_exponents].view(*moved[:-1], num_blocks),
+            mantissas=mantissas.view(*moved[:-1], -1)[..., : moved[-1]],
+            axis=axis,
+        )
+        return self.dequantise(encoded)
+
+    def tile_nbytes(self, num_rows: int, num_columns: int) -> int:
+        """Bytes of a matrix in 32 x 32 tiles (bfp8 1088, bfp4 576 each)."""
+        num_tiles = -(-num_rows // TILE) * -(-num_columns // TILE)
+        return num_tiles * (64 + TILE * TILE * self.element_bits // 8)
+
+    def pack_tiles(self, x_RC: torch.Tensor) -> torch.Tensor:
+        """uint8 ``[tile_nbytes]``: Tenstorrent's memory, tiles row-major, padded with zeros.
+
+        A tile is 64 exponents (faces 0 to 3, rows 0 to 15 of each), then its four faces row-major;
+        an element is its sign above its magnitude, the first one in the low bits of a byte.
+        """
+        import torch
+
+        num_rows, num_columns = x_RC.shape
+        padding = (0, -num_columns % TILE, 0, -num_rows % TILE)
+        encoded = self.quantise(torch.nn.functional.pad(x_RC.float(), padding))
+        codes = self._codes(encoded.mantissas)
+        tile_rows, tile_columns = codes.shape[0] // TILE, codes.shape[1] // TILE
+        faces = codes.view(tile_rows, 2, FACE, tile_columns, 2, FACE).permute(0, 3, 1, 4, 2, 5)
+        exponents = encoded.exponents.view(tile_rows, 2, FACE, tile_columns, 2)
+        exponents = exponents.permute(0, 3, 1, 4, 2).reshape(-1, 64)
+        elements = self._join(faces.reshape(-1)).view(exponents.shape[0], -1)
+        return torch.cat([exponents, elements], dim=1).reshape(-1)
+
+    def unpack_tiles(self, data: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+        """float32 ``shape`` from the tiles that :meth:`pack_tiles` wrote.
+
+        Raises:
+            CheckpointError: when ``data`` has not the size of these tiles.
+        """
+        self.check_nbytes(data.numel(), self.tile_nbytes(*shape), shape)
+        tile_rows, tile_columns = -(-shape[0] // TILE), -(-shape[1] // TILE)
+        tiles = data.reshape(tile_rows * tile_columns, -1)
+        exponents = tiles[:, :64].reshape(tile_rows, tile_columns, 2, 2, FACE)
+        exponents = exponents.permute(0, 2, 4, 1, 3).reshape(tile_rows * TILE, -1)
+        faces = self._mantissas(self._split(tiles[:, 64:].reshape(-1)))
+        faces = faces.view(tile_rows, tile_columns, 2, 2, FACE, FACE).permute(0, 2, 4, 1, 3, 5)
+        mantissas = faces.reshape(tile_rows * TILE, tile_columns * TILE)
+        encoded = BlockEncoded(exponents=exponents, mantissas=mantissas, axis=-1)
+        return self.dequantise(encoded)[: shape[0], : shape[1]]
+
+    def _codes(self, mantissas: torch.Tensor) -> torch.Tensor:
+        """Sign above magnitude, one element a byte, whole blocks."""
+        import torch
+
+        from compiler.formats import block_codec
+
+        padded = block_codec.pad_blocks(mantissas)
+        sign = (padded < 0).to(torch.uint8) << self.mantissa_bits
+        return padded.abs().to(torch.uint8) | sign
+
+    def _mantissas(self, codes: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        magnitudes = (codes & ((1 << self.mantissa_bits) - 1)).to(torch.int8)
+        return torch.where(codes >> self.mantissa_bits == 1, -magnitudes, magnitudes)
+
+    def _join(self, codes: torch.Tensor) -> torch.Tensor:
+        """Several codes a byte, the first in the low bits."""
+        per_byte = 8 // self.element_bits
+        joined = codes[::per_byte].clone()
+        for position in range(1, per_byte):
+            joined |= codes[position::per_byte] << (position * self.element_bits)
+        return joined
+
+    def _split(self, data: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        per_byte = 8 // self.element_bits
+        mask = (1 << self.element_bits) - 1
+        parts = [(data >> (i * self.element_bits)) & mask for i in range(per_byte)]
+        return torch.stack(parts, dim=-1).reshape(-1)
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` as ``[R, K]``, a view where strides allow."""
+    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+BFP8 = FORMATS.register("bfp8", BlockFloat("bfp8", 8, BLOCK_SIZE))
+BFP4 = FORMATS.register("bfp4", BlockFloat("bfp4", 4, BLOCK_SIZE))
+BFP2 = FORMATS.register("bfp2", BlockFloat("bfp2", 2, BLOCK_SIZE))

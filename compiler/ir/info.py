@@ -1,0 +1,74 @@
+"""What Tilewright knows about a graph node: one frozen NodeInfo, reached only through ``info``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from compiler.ir.recipe import WeightRecipe
+from compiler.ir.state import StateSpec
+
+_KEY = "tilewright"
+
+INPUT, WEIGHT, CONSTANT, STATE, COMPUTE = "input", "weight", "constant", "state", "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeFormats:
+    """The formats of a node's operands, its result and the sum inside (DESIGN section 4)."""
+
+    in0: str = "fp32"
+    in1: str | None = None
+    out: str = "fp32"
+    accumulator: str = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """The fidelity of a node's multiplies, by phase."""
+
+    prefill: str
+    decode: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """Facts about one node. Passes replace it whole; they never write into it.
+
+    ``fqn``: path of the module it came from (weights: of the parameter). ``role``: one of input,
+    weight, constant, state, compute. ``layer``: index of the decoder layer, None outside.
+    ``tensor_group`` and ``op_group``: DESIGN section 3. ``layout`` and ``placement``: how and on
+    which mesh axis a target lays the result out; "" until a target says.
+    """
+
+    fqn: str = ""
+    role: str = COMPUTE
+    layer: int | None = None
+    tensor_group: str | None = None
+    op_group: str | None = None
+    formats: EdgeFormats | None = None
+    compute: Compute | None = None
+    recipe: WeightRecipe | None = None
+    state: StateSpec | None = None
+    layout: str = ""
+    placement: str = ""
+
+
+_EMPTY = NodeInfo()
+
+
+def info(node: Node) -> NodeInfo:
+    """The node's facts; an empty NodeInfo where none were set."""
+    found = node.meta.get(_KEY, _EMPTY)
+    assert isinstance(found, NodeInfo)
+    return found
+
+
+def set_info(node: Node, facts: NodeInfo | None = None, **changes: Any) -> NodeInfo:
+    """Replace the node's facts by ``facts`` (default: its own) with ``changes`` applied."""
+    updated = dataclasses.replace(facts if facts is not None else info(node), **changes)
+    node.meta[_KEY] = updated
+    return updated

@@ -1,0 +1,114 @@
+"""How a weight gets from a checkpoint into an executable, as data that passes rewrite.
+
+A recipe is read by loaders, one tensor at a time: load, slice, permute, concatenate, pad, shard,
+quantise. It knows names of tensors, not where they are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiler.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of one checkpoint tensor, in the order of ``permutation`` when there is one.
+
+    ``rows``: half-open range of the first axis, None for all. ``part``: what the rows are to the
+    operator that reads them (``q``, ``k``, ``gate`` ...), so that sharding after merging can cut
+    each part for itself.
+    """
+
+    name: str
+    num_rows: int
+    rows: tuple[int, int] | None = None
+    permutation: tuple[int, ...] | None = None
+    part: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Piece ``index`` of ``count`` equal ones along ``axis``; axis 0 cuts every segment."""
+
+    axis: int
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRecipe:
+    """Segments stacked along the first axis (out), padded, sharded, held in a format.
+
+    ``shape`` is that of the stacked tensor before padding and sharding. ``format`` is the name of
+    a data format, None until precision is assigned; ``block_axis`` is ``in`` (along the last axis)
+    or ``out``. ``pad_rows``: rows of zeros added at the end.
+    """
+
+    segments: tuple[Segment, ...]
+    shape: tuple[int, ...]
+    format: str | None = None
+    block_axis: str = "in"
+    pad_rows: int = 0
+    shard: Shard | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The checkpoint tensors it reads."""
+        return tuple(segment.name for segment in self.segments)
+
+    def with_format(self, format_name: str, block_axis: str) -> WeightRecipe:
+        """The same tensor, held in another format."""
+        return dataclasses.replace(self, format=format_name, block_axis=block_axis)
+
+
+def concatenate(recipes: list[WeightRecipe]) -> WeightRecipe:
+    """Stack recipes of equal format along the first axis, keeping their segments."""
+    first = recipes[0]
+    for other in recipes[1:]:
+        assert (other.format, other.block_axis) == (first.format, first.block_axis)
+        assert other.shape[1:] == first.shape[1:] and not other.pad_rows and other.shard is None
+    segments = tuple(segment for recipe in recipes for segment in recipe.segments)
+    rows = sum(recipe.shape[0] for recipe in recipes)
+    return dataclasses.replace(first, segments=segments, shape=(rows, *first.shape[1:]))
+
+
+def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
+    """Everything but the format: the float32 tensor the recipe describes.
+
+    ``get`` returns a checkpoint tensor by name, in whatever float type it is stored.
+
+    Raises:
+        CheckpointError: where a tensor has not the shape the model needs, or holds NaN or inf.
+    """
+    parts = [_load_segment(segment, recipe, get) for segment in recipe.segments]
+    dense = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if recipe.pad_rows:
+        dense = torch.cat((dense, dense.new_zeros((recipe.pad_rows, *dense.shape[1:]))))
+    return dense.contiguous()
+
+
+def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
+    tensor = get(segment.name)
+    if segment.rows is not None:
+        tensor = tensor[segment.rows[0] : segment.rows[1]]
+    expected = (segment.num_rows, *recipe.shape[1:])
+    if tuple(tensor.shape) != expected:
+        raise CheckpointError(
+            f"tensor {segment.name!r} has shape {list(tensor.shape)}; allowed: {list(expected)}"
+        )
+    if segment.permutation is not None:
+        tensor = tensor[list(segment.permutation)]
+    tensor = tensor.float()
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(f"tensor {segment.name!r} holds NaN or inf; allowed: finite values")
+    if recipe.shard is not None:
+        axis, count = recipe.shard.axis, recipe.shard.count
+        assert tensor.shape[axis] % count == 0, f"{segment.name}: {count} unequal shards"
+        tensor = tensor.chunk(count, axis)[recipe.shard.index]
+    return tensor

@@ -1,0 +1,73 @@
+"""What must be true of a graph after each stage. A failure is a bug of a pass, never of a user."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import COMPUTE, CONSTANT, STATE, WEIGHT, info
+from compiler.ir.rewrite import find_calls
+from compiler.ops import OPERATORS
+
+aten = torch.ops.aten
+
+STRUCTURAL = {
+    operator.getitem,
+    aten.add.Tensor,
+    aten.unflatten.int,
+    aten.flatten.using_ints,
+    aten.split_with_sizes.default,
+    aten.index_select.default,
+}
+"""What may stand beside our own op set once models are matched: adds and changes of shape."""
+
+
+def verify_matched(graph_module: GraphModule) -> None:
+    """Only our op set and structural nodes are left."""
+    left = [
+        str(node.target)
+        for node in graph_module.graph.nodes
+        if node.op == "call_function"
+        and node.target not in OPERATORS
+        and node.target not in STRUCTURAL
+    ]
+    assert not left, f"no op of ours stands for: {', '.join(sorted(set(left)))}"
+
+
+def verify_precision(graph_module: GraphModule) -> None:
+    """Every weight has a format; every product and attention has a fidelity for each phase."""
+    verify_matched(graph_module)
+    for node in graph_module.graph.nodes:
+        facts = info(node)
+        if facts.role in (WEIGHT, CONSTANT):
+            assert facts.recipe is not None and facts.recipe.format, f"{facts.fqn}: no format"
+    for node in find_calls(graph_module.graph, ops.linear, ops.attention):
+        assert info(node).compute is not None, f"{info(node).fqn}: no fidelity"
+
+
+def verify_lowered(graph_module: GraphModule) -> None:
+    """State is explicit, recipes describe tensors of the shapes the graph reads."""
+    assert not find_calls(graph_module.graph, ops.attention), "attention without state is left"
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            _verify_input(node)
+        elif node.op == "call_function":
+            assert "val" in node.meta, f"{node.name}: no shape"
+            assert info(node).role == COMPUTE
+
+
+def _verify_input(node: Node) -> None:
+    facts = info(node)
+    if facts.role in (WEIGHT, CONSTANT):
+        assert facts.recipe is not None
+        rows = facts.recipe.shape[0] + facts.recipe.pad_rows
+        expected = (rows, *facts.recipe.shape[1:])
+        actual = tuple(node.meta["val"].shape)
+        assert actual == expected, f"{facts.fqn}: recipe {expected}, graph {actual}"
+        stacked = sum(segment.num_rows for segment in facts.recipe.segments)
+        assert stacked == facts.recipe.shape[0], f"{facts.fqn}: segments do not add up"
+    elif facts.role == STATE:
+        assert facts.state is not None, f"{facts.fqn}: state without a StateSpec"

@@ -1,0 +1,114 @@
+"""Operators without state: embedding, linear, norms, rotary embedding and SwiGLU.
+
+Legend: T tokens, C channels, O outputs, V vocabulary, H heads, D head size, R rotated pairs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiler.ops.library import Cost, CostFunction, operator
+
+
+def _elementwise(flops_per_element: float) -> CostFunction:
+    def cost(x: Tensor, *_: object) -> Cost:
+        count = x.numel()
+        return Cost(flops_per_element * count, count, count)
+
+    return cost
+
+
+def _embedding_cost(tokens: Tensor, weight: Tensor) -> Cost:
+    moved = tokens.numel() * weight.shape[-1]
+    return Cost(0.0, moved, moved)
+
+
+@operator(
+    fake=lambda tokens, weight: weight.new_empty((*tokens.shape, weight.shape[-1])),
+    cost=_embedding_cost,
+)
+def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Rows ``tokens [T]`` of ``weight [V, C]``: ``[T, C]``."""
+    return weight[tokens.long()]
+
+
+def _linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
+    rows = x.numel() // x.shape[-1]
+    products = rows * weight.shape[0] * weight.shape[1]
+    return Cost(2.0 * products, x.numel() + weight.numel(), rows * weight.shape[0])
+
+
+@operator(
+    fake=lambda x, weight, bias=None: x.new_empty((*x.shape[:-1], weight.shape[0])),
+    cost=_linear_cost,
+)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x [T, C]`` times ``weight [O, C]`` transposed, plus ``bias [O]``: ``[T, O]``."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * scale).to(x.dtype) * weight
+
+
+@operator(fake=lambda x, weight, eps: torch.empty_like(x), cost=_elementwise(4.0))
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm of ``x [..., C]`` by ``weight [C]``, in fp32 (Zhang and Sennrich, 2019)."""
+    return _rms_norm(x, weight, eps)
+
+
+@operator(
+    fake=lambda x, residual, weight, eps: (torch.empty_like(x), torch.empty_like(x)),
+    cost=_elementwise(5.0),
+)
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual add and the norm after it: ``(rms_norm(x + residual), x + residual)``."""
+    total = x + residual
+    return _rms_norm(total, weight, eps), total
+
+
+def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
+    """The arithmetic of :data:`rope`, for the references of fused operators."""
+    angles = positions.float().unsqueeze(-1) * inv_freq
+    cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    width = 2 * inv_freq.shape[0]
+    rotated, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        first, second = rotated.chunk(2, dim=-1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    turned = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+@operator(
+    fake=lambda x, positions, inv_freq, interleaved=False: torch.empty_like(x),
+    cost=_elementwise(3.0),
+)
+def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotary embedding (Su et al., 2021) of the first 2 R channels of ``x [T, H, D]``.
+
+    ``positions [T]`` integers, ``inv_freq [R]`` fp32; pairs are (i, i + R), or neighbours when
+    ``interleaved``.
+    """
+    return rotate(x, positions, inv_freq, interleaved)
+
+
+@operator(fake=lambda gate, up: torch.empty_like(gate), cost=_elementwise(5.0))
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up``, both ``[T, C]`` (Shazeer, 2020)."""
+    return torch.nn.functional.silu(gate) * up
+
+
+@operator(
+    fake=lambda gate_up: gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2)),
+    cost=_elementwise(2.5),
+)
+def swiglu_packed(gate_up: Tensor) -> Tensor:
+    """:data:`swiglu` of the two halves of ``gate_up [T, 2 C]``: what a merged product yields."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

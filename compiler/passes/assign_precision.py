@@ -1,0 +1,80 @@
+"""Every weight gets its format and every product its fidelity, from the precision asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.errors import CompileError
+from compiler.formats import get_format
+from compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
+from compiler.ir.rewrite import find_calls
+from compiler.passes.runner import PassContext, numerics_changing_pass
+
+OP_GROUP_OF = {
+    "ff1_3": "li_ff1_3",
+    "ff2": "li_ff2",
+    "wqkv": "li_qkv",
+    "wo": "li_o",
+    "lm_head": "li_lm_head",
+    "kv_cache": "sdpa",
+}
+
+
+@numerics_changing_pass
+def assign_precision(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Formats go to weights (one copy, whatever the phase), fidelity to (node, phase).
+
+    Norms, biases and constants stay fp32. A product whose module no tensor group names is an error.
+    """
+    count = 0
+    for node in find_calls(graph_module.graph, ops.linear, ops.embedding):
+        _assign_weight(node, ctx)
+        count += 1
+    for node in find_calls(graph_module.graph, ops.linear, ops.attention):
+        _assign_compute(node, ctx)
+    for node in graph_module.graph.nodes:
+        recipe = info(node).recipe
+        if info(node).role == WEIGHT and recipe is not None and recipe.format is None:
+            set_info(node, recipe=recipe.with_format("fp32", "in"))
+    return count
+
+
+def _assign_weight(node: Node, ctx: PassContext) -> None:
+    facts = info(node)
+    if facts.tensor_group is None:
+        raise CompileError(
+            f"module {facts.fqn!r} has no tensor group; name it in the model's tensor_groups"
+        )
+    weight = node.args[1]
+    assert isinstance(weight, Node)
+    recipe = info(weight).recipe
+    assert recipe is not None
+    wanted = ctx.precision.format(facts.tensor_group, layer=facts.layer, fqn=facts.fqn)
+    # an axis means nothing without blocks, and must not tell equal weights apart
+    axis = ctx.precision.block_axis if get_format(wanted).block > 1 else "in"
+    set_info(weight, recipe=recipe.with_format(wanted, axis), tensor_group=facts.tensor_group)
+
+
+def _assign_compute(node: Node, ctx: PassContext) -> None:
+    facts = info(node)
+    op_group = OP_GROUP_OF.get(facts.tensor_group or "")
+    if op_group is None:
+        raise CompileError(
+            f"module {facts.fqn!r} is of tensor group {facts.tensor_group!r}, which has no products"
+        )
+    activation = ctx.precision.format("activation", layer=facts.layer, fqn=facts.fqn)
+    second = ctx.precision.format(facts.tensor_group or "", layer=facts.layer, fqn=facts.fqn)
+    by_phase = {
+        phase: ctx.precision.fidelity(op_group, phase, layer=facts.layer, fqn=facts.fqn)
+        for phase in ("prefill", "decode")
+    }
+    updated = dataclasses.replace(
+        facts,
+        op_group=op_group,
+        formats=EdgeFormats(in0=activation, in1=second, out=activation),
+        compute=Compute(**by_phase),
+    )
+    set_info(node, updated)

@@ -1,0 +1,30 @@
+"""swiglu of the two halves of one merged product reads the product itself."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from compiler.passes.runner import PassContext, graph_pass
+
+_SPLIT = Call(torch.ops.aten.split_with_sizes.default, Var("packed"), Literal("sizes"), -1)
+_PATTERN = Call(
+    ops.swiglu.overload, Call(operator.getitem, _SPLIT, 0), Call(operator.getitem, _SPLIT, 1)
+)
+
+
+@graph_pass
+def fuse_swiglu_packed(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Fires where gate and up were merged; unmerged ones keep swiglu."""
+
+    def build(root: Node, found: Bindings) -> Node | None:
+        if len(found["sizes"]) != 2 or found["sizes"][0] != found["sizes"][1]:
+            return None
+        return emit(root, ops.swiglu_packed, (found["packed"],), facts=info(root))
+
+    return rewrite_matches(graph_module.graph, _PATTERN, build)

@@ -1,0 +1,31 @@
+"""The five nodes of a written-out RMSNorm become one rms_norm."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from compiler.passes.runner import PassContext, graph_pass
+
+aten = torch.ops.aten
+
+_MEAN_SQUARE = Call(aten.mean.dim, Call(aten.pow.Tensor_Scalar, Var("x"), 2), [-1], True)
+_SCALE = Call(aten.rsqrt.default, Call(aten.add.Tensor, _MEAN_SQUARE, Literal("eps")))
+_NORMED = Call(aten.mul.Tensor, Var("x"), _SCALE, commutative=True)
+_PATTERN = Call(aten.mul.Tensor, _NORMED, Var("weight"), commutative=True)
+
+
+@graph_pass
+def match_rms_norm(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Matches ``x * rsqrt(mean(x^2) + eps) * weight`` over the last dimension, ``weight [C]``."""
+
+    def build(root: Node, found: Bindings) -> Node | None:
+        if found["weight"].meta["val"].shape != found["x"].meta["val"].shape[-1:]:
+            return None
+        args = (found["x"], found["weight"], float(found["eps"]))
+        return emit(root, ops.rms_norm, args, facts=info(root))
+
+    return rewrite_matches(graph_module.graph, _PATTERN, build)

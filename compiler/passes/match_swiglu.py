@@ -1,0 +1,27 @@
+"""silu(gate) * up becomes one swiglu."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
+from compiler.passes.runner import PassContext, graph_pass
+
+aten = torch.ops.aten
+
+_PATTERN = Call(aten.mul.Tensor, Call(aten.silu.default, Var("gate")), Var("up"), commutative=True)
+
+
+@graph_pass
+def match_swiglu(graph_module: GraphModule, ctx: PassContext) -> int:
+    """One rewrite a gated feed-forward block, whose two sides are of one shape."""
+
+    def build(root: Node, found: Bindings) -> Node | None:
+        if found["gate"].meta["val"].shape != found["up"].meta["val"].shape:
+            return None
+        return emit(root, ops.swiglu, (found["gate"], found["up"]), facts=info(root))
+
+    return rewrite_matches(graph_module.graph, _PATTERN, build)

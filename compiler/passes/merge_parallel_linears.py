@@ -1,0 +1,106 @@
+"""Products of one input that belong to one tensor group (q|k|v, gate|up) become one product."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import defaultdict
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.formats import get_format
+from compiler.ir.info import info, set_info
+from compiler.ir.recipe import WeightRecipe, concatenate
+from compiler.ir.rewrite import emit, find_calls, replace
+from compiler.passes.runner import PassContext, graph_pass
+
+
+@graph_pass
+def merge_parallel_linears(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Merged recipes keep their segments. Unequal formats or fidelities stay apart, with a note."""
+    families: dict[tuple[Node, str | None], list[Node]] = defaultdict(list)
+    for node in find_calls(graph_module.graph, ops.linear):
+        source = node.args[0]
+        assert isinstance(source, Node)
+        families[source, info(node).tensor_group].append(node)
+    count = 0
+    for family in families.values():
+        if len(family) < 2:
+            continue
+        reason = _why_apart(family)
+        if reason:
+            names = ", ".join(info(node).fqn for node in family)
+            ctx.notes.append(f"not merged: {names} ({reason})")
+        else:
+            _merge(family)
+            count += 1
+    return count
+
+
+def _why_apart(family: list[Node]) -> str:
+    """Why these products cannot be one; empty when they can."""
+    facts = [info(node) for node in family]
+    found = [info(_weight(node)).recipe for node in family]
+    recipes = [recipe for recipe in found if recipe is not None]
+    if len(recipes) < len(found) or any(r.pad_rows or r.shard for r in recipes):
+        return "padded or sharded"
+    formats = {(r.format, r.block_axis) for r in recipes}
+    if len(formats) > 1:
+        return "formats " + ", ".join(sorted(str(f) for f, _ in formats))
+    if any(map(_ends_inside_a_block, recipes[:-1])):
+        return "blocks along out would span two of them"
+    if len({fact.compute for fact in facts}) > 1:
+        return "unequal fidelities"
+    if len({_bias(node) is None for node in family}) > 1:
+        return "only some have a bias"
+    return ""
+
+
+def _ends_inside_a_block(recipe: WeightRecipe) -> bool:
+    """Whether rows stacked below would share a block with these, and so change values."""
+    if recipe.format is None or recipe.block_axis == "in":
+        return False
+    return recipe.shape[0] % get_format(recipe.format).block != 0
+
+
+def _merge(family: list[Node]) -> None:
+    first = family[0]
+    width = sum(node.meta["val"].shape[-1] for node in family)
+    path = info(first).fqn.rpartition(".")[0]
+    name = f"{path}.{'_'.join(info(node).fqn.rpartition('.')[2] for node in family)}"
+    weight = _merge_inputs([_weight(node) for node in family], f"{name}.weight", width)
+    biases = [bias for node in family if (bias := _bias(node)) is not None]
+    args: tuple[Node, ...] = (first.args[0], weight)  # type: ignore[assignment]
+    if biases:
+        args += (_merge_inputs(biases, f"{name}.bias", width),)
+    merged = emit(first, ops.linear, args, facts=dataclasses.replace(info(first), fqn=name))
+    sizes = [node.meta["val"].shape[-1] for node in family]
+    facts = dataclasses.replace(info(merged), formats=None, compute=None, tensor_group=None)
+    split = emit(first, torch.ops.aten.split_with_sizes.default, (merged, sizes, -1), facts=facts)
+    for index, node in enumerate(family):
+        replace(node, emit(first if node is first else node, operator.getitem, (split, index)))
+
+
+def _merge_inputs(parts: list[Node], name: str, rows: int) -> Node:
+    """One placeholder for the stacked parts; the parts themselves are removed."""
+    graph = parts[0].graph
+    recipes = [recipe for part in parts if (recipe := info(part).recipe) is not None]
+    with graph.inserting_before(parts[0]):
+        merged = graph.placeholder(name.replace(".", "_"))
+    fake = parts[0].meta["val"]
+    merged.meta["val"] = fake.new_empty((rows, *fake.shape[1:]))
+    set_info(merged, info(parts[0]), fqn=name, recipe=concatenate(recipes))
+    return merged
+
+
+def _weight(node: Node) -> Node:
+    weight = node.args[1]
+    assert isinstance(weight, Node)
+    return weight
+
+
+def _bias(node: Node) -> Node | None:
+    bias = node.args[2] if len(node.args) > 2 else None
+    return bias if isinstance(bias, Node) else None

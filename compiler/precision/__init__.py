@@ -1,0 +1,38 @@
+"""Precision and math fidelity by tensor group, op group, layer and model. Imports no torch."""
+
+from __future__ import annotations
+
+from compiler.precision.config import PrecisionConfig
+from compiler.precision.fragment import Fragment, LayerRule
+from compiler.precision.names import (
+    MIXED,
+    MIXED_ACTIVATION,
+    OP_FAMILIES,
+    OP_GROUPS,
+    PHASES,
+    TENSOR_GROUPS,
+    Phase,
+    normalise_model_name,
+)
+from compiler.precision.reading import list_precisions, load_precision, parse_heading
+from compiler.precision.resolve import ExplainRow, ResolvedPrecision, effective_id
+
+__all__ = [
+    "MIXED",
+    "MIXED_ACTIVATION",
+    "OP_FAMILIES",
+    "OP_GROUPS",
+    "PHASES",
+    "TENSOR_GROUPS",
+    "ExplainRow",
+    "Fragment",
+    "LayerRule",
+    "Phase",
+    "PrecisionConfig",
+    "ResolvedPrecision",
+    "effective_id",
+    "list_precisions",
+    "load_precision",
+    "normalise_model_name",
+    "parse_heading",
+]

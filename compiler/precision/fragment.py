@@ -1,0 +1,199 @@
+"""One source's part of a configuration (a file, a heading), checked and spelled canonically.
+
+Settings are stored by phase: ``li_ff1_3`` becomes its prefill and decode entries here, so that
+nothing above needs to know which spelling set them. Knows no file system.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from types import MappingProxyType
+from typing import TypeAlias
+
+from compiler.errors import ConfigError, allowed
+from compiler.precision.names import (
+    BLOCK_AXES,
+    GLOBAL_GROUPS,
+    OP_GROUPS,
+    REFINED_OP_GROUPS,
+    TENSOR_GROUPS,
+    check_setting,
+    normalise_key,
+    normalise_model_name,
+    normalise_value,
+)
+
+Settings: TypeAlias = Mapping[str, str]
+NO_SETTINGS: Settings = MappingProxyType({})
+
+_MAPS = {"precision": TENSOR_GROUPS, "fidelity": OP_GROUPS}
+_RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
+_GLOB = re.compile(r"[A-Za-z0-9_.*?\[\]!-]{1,200}")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """Settings for the layers ``first`` to ``last``, or (both None) for names matching a glob."""
+
+    selector: str
+    settings: Settings
+    first: int | None = None
+    last: int | None = None
+
+    @property
+    def is_glob(self) -> bool:
+        """Whether the rule goes by fully qualified names instead of layer indices."""
+        return self.first is None
+
+    def matches(self, fqn: str) -> bool:
+        """Whether a glob matches a parameter's or module's fully qualified name."""
+        return self.is_glob and fnmatchcase(fqn, self.selector)
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What one source says. ``models`` holds its exceptions by normalised model name."""
+
+    source: str
+    settings: Settings = field(default_factory=lambda: NO_SETTINGS)
+    rules: tuple[LayerRule, ...] = ()
+    models: Mapping[str, Fragment] = field(default_factory=lambda: MappingProxyType({}))
+    block_axis: str | None = None
+
+
+def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
+    """A fragment from a parsed file or heading: ``precision``, ``fidelity``, ``layers`` ...
+
+    Raises:
+        ConfigError: for a key, value, selector or model name that is not allowed.
+    """
+    known = (*_MAPS, "layers", "models", "block_axis")
+    check_keys(raw, known, where=source)
+    models: dict[str, Fragment] = {}
+    for name, entry in as_map(raw.get("models", {}), where=f"{source}: models").items():
+        where = f"{source}: models.{name}"
+        entry = as_map(entry, where=where)
+        check_keys(entry, (*_MAPS, "layers"), where=where)
+        canonical = normalise_model_name(name)
+        if canonical in models:
+            raise ConfigError(f"{where}: this model is listed twice; allowed: once")
+        models[canonical] = Fragment(
+            source=f"{source} models.{name}",
+            settings=_read_maps(entry, where=where),
+            rules=_read_rules(entry.get("layers", {}), where=where),
+        )
+    return Fragment(
+        source=source,
+        settings=_read_maps(raw, where=source),
+        rules=_read_rules(raw.get("layers", {}), where=source),
+        models=MappingProxyType(models),
+        block_axis=_read_block_axis(raw, where=source),
+    )
+
+
+def read_settings(raw: object, *, groups: Iterable[str], where: str) -> Settings:
+    """A flat map of groups to values in canonical spelling, phases expanded.
+
+    Raises:
+        ConfigError: for an unknown group, a value it cannot have, or a group given twice.
+    """
+    groups = tuple(groups)
+    given: dict[str, str] = {}
+    for raw_key, value in as_map(raw, where=where).items():
+        key = normalise_key(raw_key)
+        if key not in groups:
+            raise ConfigError(f"{where}: unknown key {raw_key!r}; {allowed(groups)}")
+        if key in given:
+            raise ConfigError(f"{where}: {key} is given twice; allowed: once")
+        if not isinstance(value, str):
+            raise ConfigError(f"{where}: {key} has a {type(value).__name__}; allowed: a name")
+        given[key] = normalise_value(value)
+        check_setting(key, given[key], where=where)
+    settings = {key: value for key, value in given.items() if key not in REFINED_OP_GROUPS}
+    for key, refined_keys in REFINED_OP_GROUPS.items():
+        if key in given:
+            for refined in refined_keys:
+                settings.setdefault(refined, given[key])
+    return MappingProxyType(settings)
+
+
+def read_rule(selector: object, raw: object, *, where: str) -> LayerRule:
+    """One entry of ``layers``: ``31``, ``0-3`` or a glob, with settings nested or flat.
+
+    Raises:
+        ConfigError: for a selector that is none of these, or bad settings.
+    """
+    selector = str(selector).strip() if isinstance(selector, str | int) else ""
+    where = f"{where}: layers.{selector}"
+    entry = as_map(raw, where=where)
+    nested = {key: entry[key] for key in _MAPS if key in entry}
+    flat = {key: value for key, value in entry.items() if key not in _MAPS}
+    settings = {
+        **_read_maps(nested, where=where),
+        **read_settings(flat, groups=TENSOR_GROUPS + OP_GROUPS, where=where),
+    }
+    if match := _RANGE.fullmatch(selector):
+        first, last = int(match[1]), int(match[2] or match[1])
+        if last < first:
+            raise ConfigError(f"{where}: the range is empty; allowed: first-last, first <= last")
+        for key in GLOBAL_GROUPS:
+            if key in settings:
+                raise ConfigError(f"{where}: {key} is in no layer; allowed: it in the global maps")
+        return LayerRule(selector, MappingProxyType(settings), first, last)
+    # At least a letter or a wildcard, so that a mistyped range is not taken for a name.
+    if not _GLOB.fullmatch(selector) or not re.search(r"[A-Za-z*?]", selector):
+        raise ConfigError(
+            f"{where}: not a layer; allowed: an index (31), a range (0-3), a pattern of names"
+            " (*.mlp.down_proj)"
+        )
+    return LayerRule(selector, MappingProxyType(settings))
+
+
+def check_keys(raw: Mapping[str, object], known: Iterable[str], *, where: str) -> None:
+    """Refuse keys that are not ``known``.
+
+    Raises:
+        ConfigError: naming the place, the key and the known ones.
+    """
+    for key in raw:
+        if key not in known:
+            raise ConfigError(f"{where}: unknown key {key!r}; {allowed(known)}")
+
+
+def as_map(raw: object, *, where: str) -> Mapping[str, object]:
+    """``raw`` if it maps names to things; an empty value counts as an empty map.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if raw is None or raw == "":
+        return {}
+    if not isinstance(raw, Mapping) or not all(isinstance(key, str) for key in raw):
+        kind = type(raw).__name__
+        raise ConfigError(f"{where}: a {kind}; allowed: a map from names to values")
+    return raw
+
+
+def _read_maps(raw: Mapping[str, object], *, where: str) -> Settings:
+    settings: dict[str, str] = {}
+    for name, groups in _MAPS.items():
+        settings |= read_settings(raw.get(name, {}), groups=groups, where=f"{where}: {name}")
+    return MappingProxyType(settings)
+
+
+def _read_rules(raw: object, *, where: str) -> tuple[LayerRule, ...]:
+    entries = as_map(raw, where=f"{where}: layers").items()
+    return tuple(read_rule(selector, entry, where=where) for selector, entry in entries)
+
+
+def _read_block_axis(raw: Mapping[str, object], *, where: str) -> str | None:
+    if "block_axis" not in raw:
+        return None
+    value = raw["block_axis"]
+    if value not in BLOCK_AXES:
+        shown = repr(value) if isinstance(value, str) else f"a {type(value).__name__}"
+        raise ConfigError(f"{where}: block_axis = {shown}; {allowed(BLOCK_AXES)}")
+    return str(value)

@@ -1,0 +1,154 @@
+"""The vocabulary of a configuration: tensor groups, op groups, what each may be set to, spellings.
+
+Also the table of what ``activation: mixed`` means per op. Knows no files and no models' internals.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from compiler.errors import ConfigError, allowed
+from compiler.formats import FIDELITIES, FORMATS
+
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, Phase] = ("prefill", "decode")
+
+# The published six, in the order of a heading, then ours.
+SEED_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
+OUR_TENSOR_GROUPS = ("lm_head", "embedding", "experts_ff1_3", "experts_ff2", "router")
+TENSOR_GROUPS = SEED_TENSOR_GROUPS + OUR_TENSOR_GROUPS
+
+# Where experts are not set they follow the dense group.
+FOLLOWS = MappingProxyType({"experts_ff1_3": "ff1_3", "experts_ff2": "ff2"})
+
+SEED_OP_GROUPS = (
+    "li_ff1_3",
+    "li_ff2",
+    "li_qkv_decode",
+    "li_o_decode",
+    "sdpa_decode",
+    "li_qkv_prefill",
+    "li_o_prefill",
+    "sdpa_prefill",
+)
+# li_ff1_3 and li_ff2 set both phases at once; the refinements set one.
+REFINED_OP_GROUPS = MappingProxyType(
+    {
+        "li_ff1_3": ("li_ff1_3_prefill", "li_ff1_3_decode"),
+        "li_ff2": ("li_ff2_prefill", "li_ff2_decode"),
+    }
+)
+OUR_OP_GROUPS = (
+    "li_lm_head",
+    "li_ff1_3_prefill",
+    "li_ff1_3_decode",
+    "li_ff2_prefill",
+    "li_ff2_decode",
+)
+OP_GROUPS = SEED_OP_GROUPS + OUR_OP_GROUPS
+
+# What an op belongs to before its phase is known; a lookup adds the phase.
+OP_FAMILIES = ("li_ff1_3", "li_ff2", "li_qkv", "li_o", "sdpa", "li_lm_head")
+
+# As stored: every op group with its phase, except the head's, which has one setting for both.
+STORED_OP_GROUPS = tuple(key for key in OP_GROUPS if key not in REFINED_OP_GROUPS)
+
+# Groups that exist once in a model; every other one exists once a layer.
+GLOBAL_GROUPS = ("lm_head", "embedding", "li_lm_head")
+
+MIXED = "mixed"
+BLOCK_AXES = ("in", "out")
+
+_WEIGHT_FORMATS = tuple(FORMATS)
+ALLOWED_FORMATS = MappingProxyType(
+    {
+        "ff1_3": _WEIGHT_FORMATS,
+        "ff2": _WEIGHT_FORMATS,
+        "wqkv": _WEIGHT_FORMATS,
+        "wo": _WEIGHT_FORMATS,
+        "kv_cache": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
+        "activation": ("fp32", "bf16", "fp16", "bfp8", "bfp4", MIXED),
+        "lm_head": _WEIGHT_FORMATS,
+        "embedding": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
+        "experts_ff1_3": _WEIGHT_FORMATS,
+        "experts_ff2": _WEIGHT_FORMATS,
+        # Routing decides which weights are used at all: it stays high, as the norms do.
+        "router": ("fp32", "bf16", "fp16"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormats:
+    """The format of an op's output by phase under ``mixed``.
+
+    ``follows`` tells whether a plain ``activation`` setting replaces both; an op that does not
+    follow is replaced by a wider format only.
+    """
+
+    prefill: str
+    decode: str
+    follows: bool = True
+
+
+# By op (an op group's family where it has one). Prefill moves whole sequences, so what is written
+# and read again at once is bfp8 there; in decode an output is one row and bf16 costs little, but
+# for the widest one, SwiGLU's. The residual stream stays bf16: its errors add up over the layers.
+MIXED_ACTIVATION = MappingProxyType(
+    {
+        "embedding": OutputFormats("bf16", "bf16", follows=False),
+        "rms_norm": OutputFormats("bf16", "bf16", follows=False),
+        "li_qkv": OutputFormats("bf16", "bf16"),
+        "rope": OutputFormats("bfp8", "bf16"),
+        "sdpa": OutputFormats("bfp8", "bf16"),
+        "li_o": OutputFormats("bfp8", "bf16"),
+        "li_ff1_3": OutputFormats("bfp8", "bf16"),
+        "swiglu": OutputFormats("bfp8", "bfp8"),
+        "li_ff2": OutputFormats("bf16", "bf16"),
+        "experts": OutputFormats("bf16", "bf16"),
+        "router": OutputFormats("bf16", "bf16", follows=False),
+        "residual_add": OutputFormats("bf16", "bf16"),
+        "causal_conv1d": OutputFormats("bf16", "bf16"),
+        "gated_delta_rule": OutputFormats("bf16", "bf16"),
+        "collective": OutputFormats("bfp8", "bf16"),
+        "li_lm_head": OutputFormats("bf16", "bf16", follows=False),
+    }
+)
+
+
+def normalise_key(key: str) -> str:
+    """A group's name from either spelling: ``ff1_3``, ``FF1_FF3``, ``LI_FF1_FF3``."""
+    return key.strip().lower().replace("ff1_ff3", "ff1_3")
+
+
+def normalise_value(value: str) -> str:
+    """A format or fidelity from either spelling: ``hifi2na``, ``HIFI2_NA``, ``BFP8``."""
+    return value.strip().lower().replace("_", "")
+
+
+def check_setting(key: str, value: str, *, where: str) -> None:
+    """Refuse a value that ``key`` (a known group) cannot have.
+
+    Raises:
+        ConfigError: naming the place, the key, the value and the allowed ones.
+    """
+    choices = ALLOWED_FORMATS[key] if key in ALLOWED_FORMATS else tuple(FIDELITIES)
+    if value not in choices:
+        raise ConfigError(f"{where}: {key} = {value!r}; {allowed(choices)}")
+
+
+def normalise_model_name(name: str) -> str:
+    """One spelling for a model's many: ``meta-llama/Llama-3.2-1B-Instruct`` is ``llama3.2-1b``.
+
+    Drops the organisation, the maker's prefix and tuning suffixes, and joins the family with its
+    version. Different sizes, versions or distillations stay different; matching is then exact.
+    """
+    name = name.rstrip("/").rsplit("/", 1)[-1].lower().replace("_", "-")
+    name = name.removeprefix("meta-")
+    name = re.sub(r"-v\d+(\.\d+)*$", "", name)
+    while (short := re.sub(r"-(instruct|chat|it|hf|vision)$", "", name)) != name:
+        name = short
+    return re.sub(r"^([a-z]+)-(?=\d)", r"\1", name)

@@ -1,0 +1,243 @@
+"""Where a configuration comes from: a name in precision_cfgs/, a YAML, a per-decoder JSON, a line.
+
+Files are untrusted: size-limited, plain data only, no duplicate keys, no cycles of ``inherits``.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compiler.errors import ConfigError, allowed
+from compiler.precision.config import PrecisionConfig
+from compiler.precision.fragment import (
+    Fragment,
+    LayerRule,
+    as_map,
+    check_keys,
+    read_fragment,
+    read_rule,
+)
+from compiler.precision.heading import looks_like_heading, split_heading
+from compiler.precision.names import normalise_key
+
+BASE = "base"
+FOLDER = "precision_cfgs"
+MAX_FILE_BYTES = 1 << 18
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_YAML_SUFFIXES = (".yaml", ".yml")
+_SUFFIXES = (*_YAML_SUFFIXES, ".json")
+
+
+def list_precisions() -> tuple[str, ...]:
+    """The names that :func:`load_precision` finds without a path, sorted."""
+    return tuple(sorted(path.stem for path in _shipped_folder().glob("*.yaml")))
+
+
+def load_precision(spec: str) -> PrecisionConfig:
+    """The configuration a user means by ``spec``.
+
+    A name in precision_cfgs/, a path to a .yaml, a path to a per-decoder .json, or a heading
+    (``precision_cfg = {...}, fidelity_cfg = {...}``). What it leaves open comes from its
+    ``inherits``, in the end from precision_cfgs/base.yaml.
+
+    Raises:
+        ConfigError: for an unknown name, an unreadable file, or anything in it not allowed.
+    """
+    if looks_like_heading(spec):
+        return parse_heading(spec)
+    return _load_file(_locate(spec, folder=Path(), where="precision"), chain=())
+
+
+def parse_heading(heading: str) -> PrecisionConfig:
+    """The configuration that a heading spells out, on the base.
+
+    Raises:
+        ConfigError: where the line is malformed or has a key or value that is not allowed.
+    """
+    text = split_heading(heading)
+    raw: dict[str, object] = {"precision": text.precision, "fidelity": text.fidelity}
+    if text.block_axis is not None:
+        raw["block_axis"] = text.block_axis
+    plain = read_fragment(raw, source="heading")
+    rules = tuple(read_rule(name, entry, where="heading") for name, entry in text.layers)
+    base = load_precision(BASE)
+    fragment = Fragment(
+        source="heading", settings=plain.settings, rules=rules, block_axis=plain.block_axis
+    )
+    return PrecisionConfig("heading", "one line", BASE, (*base.fragments, fragment))
+
+
+def _shipped_folder() -> Path:
+    # Beside the package `compiler`, in a clone and in site-packages alike.
+    folder = Path(__file__).resolve().parents[2] / FOLDER
+    if folder.is_dir():
+        return folder
+    try:
+        return Path(str(importlib.resources.files(FOLDER).joinpath(f"{BASE}.yaml"))).parent
+    except ModuleNotFoundError:
+        raise ConfigError(f"{FOLDER}/ is missing; allowed: a complete installation") from None
+
+
+def _locate(spec: str, *, folder: Path, where: str) -> Path:
+    """The file of a name, or of a path relative to ``folder``."""
+    if spec.endswith(_SUFFIXES):
+        path = folder / spec
+        if not path.is_file():
+            raise ConfigError(f"{where}: no file {str(path)!r}; {_what_is_allowed()}")
+        return path
+    names = list_precisions()
+    if not _NAME.fullmatch(spec) or spec not in names:
+        shown = spec if len(spec) <= 80 else spec[:77] + "..."
+        raise ConfigError(f"{where}: unknown precision {shown!r}; {_what_is_allowed()}")
+    return _shipped_folder() / f"{spec}.yaml"
+
+
+def _what_is_allowed() -> str:
+    return allowed((*list_precisions(), "a path to a .yaml or .json", "a heading"))
+
+
+def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
+    path = path.resolve()
+    source = _display(path)
+    if path in chain:
+        names = " -> ".join(_display(step) for step in (*chain, path))
+        raise ConfigError(f"{source}: inherits itself: {names}; allowed: a chain that ends")
+    text = _read_text(path, source=source)
+    is_json = path.suffix == ".json"
+    raw = as_map(_parse_json(text, source) if is_json else _parse_yaml(text, source), where=source)
+    parent = _read_parent(raw, path=path, source=source)
+    body = {key: value for key, value in raw.items() if key not in ("inherits", "description")}
+    if is_json:
+        fragment = _read_decoders(body, source=source)
+    else:
+        fragment = read_fragment(body, source=source)
+    description = _read_line(raw, "description", source=source)
+    if parent is None:
+        return PrecisionConfig(path.stem, description, None, (fragment,))
+    origin = _locate(parent, folder=path.parent, where=f"{source}: inherits")
+    inherited = _load_file(origin, chain=(*chain, path))
+    return PrecisionConfig(path.stem, description, parent, (*inherited.fragments, fragment))
+
+
+def _display(path: Path) -> str:
+    """The short name of a file that ships with us, the whole path of any other."""
+    return f"{FOLDER}/{path.name}" if path.parent == _shipped_folder() else str(path)
+
+
+def _read_text(path: Path, *, source: str) -> str:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{source}: {error.strerror}; allowed: a readable file") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{source}: too large; allowed: up to {MAX_FILE_BYTES} bytes")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: byte {error.start} is bad; allowed: UTF-8 text") from None
+
+
+class _TextLoader(yaml.SafeLoader):
+    """Plain data with every scalar a string: ``no`` and ``1e3`` stay what was written."""
+
+    # Merge keys go with the rest: nested ones grow exponentially, and `inherits` does their work.
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - a class's table, as in every loader
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Hashable, Any]:
+        mapping: dict[Hashable, Any] = {}
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(None, None, "not a map", node.start_mark)
+        for key_node, value_node in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key that is no name", key_node.start_mark
+                )
+            if key in mapping:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"{key!r} is given twice", key_node.start_mark
+                )
+            mapping[key] = self.construct_object(value_node, deep=deep)
+        return mapping
+
+
+def _parse_yaml(text: str, source: str) -> object:
+    try:
+        return yaml.load(text, Loader=_TextLoader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "not YAML"
+        mark = getattr(error, "problem_mark", None)
+        place = f"{source}:{mark.line + 1}" if mark is not None else source
+        raise ConfigError(f"{place}: {problem}; allowed: YAML, each key once") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nested too deeply; allowed: plain maps") from None
+    except (ValueError, TypeError):  # an explicit tag whose value does not fit it
+        raise ConfigError(f"{source}: a bad tagged value; allowed: plain text") from None
+
+
+def _parse_json(text: str, source: str) -> object:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        mapping = dict(pairs)
+        if len(mapping) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ConfigError(f"{source}: {twice!r} is given twice; allowed: once")
+        return mapping
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise ConfigError(f"{source}:{line}: not read; allowed: JSON of plain maps") from None
+
+
+def _read_parent(raw: Mapping[str, object], *, path: Path, source: str) -> str | None:
+    """What the file stands on; only the base itself stands on nothing."""
+    if "inherits" in raw:
+        return _read_line(raw, "inherits", source=source)
+    return None if path == _shipped_folder() / f"{BASE}.yaml" else BASE
+
+
+def _read_line(raw: Mapping[str, object], key: str, *, source: str) -> str:
+    value = raw.get(key, "")
+    if not isinstance(value, str) or "\n" in value.strip():
+        raise ConfigError(f"{source}: {key} is not one line; allowed: one line of text")
+    return value.strip()
+
+
+def _read_decoders(raw: Mapping[str, object], *, source: str) -> Fragment:
+    """A per-decoder file: ``{"decoders": {"0": {"precision_cfg": ..., "fidelity_cfg": ...}}}``."""
+    check_keys(raw, ("decoders",), where=source)
+    decoders = as_map(raw.get("decoders"), where=f"{source}: decoders")
+    if not decoders:
+        raise ConfigError(f"{source}: no decoders; allowed: one entry or more")
+    rules: list[LayerRule] = []
+    for index, entry in decoders.items():
+        where = f"{source}: decoders.{index}"
+        if not re.fullmatch(r"\d{1,6}", index):
+            raise ConfigError(f"{where}: not a decoder; allowed: its index from 0")
+        settings = as_map(entry, where=where)
+        check_keys(settings, ("precision_cfg", "fidelity_cfg"), where=where)
+        nested = {
+            "precision": _plain(settings.get("precision_cfg"), where=where),
+            "fidelity": _plain(settings.get("fidelity_cfg"), where=where),
+        }
+        rules.append(read_rule(index, nested, where=f"{source}: decoders"))
+    return Fragment(source=source, rules=tuple(rules))
+
+
+def _plain(raw: object, *, where: str) -> dict[str, object]:
+    """Such files write null where an activation has each op's own format."""
+    return {
+        key: "mixed" if value is None and normalise_key(key) == "activation" else value
+        for key, value in as_map(raw, where=where).items()
+    }

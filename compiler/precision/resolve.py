@@ -1,0 +1,317 @@
+"""A configuration applied to one model: what every tensor and op of every layer gets.
+
+Precedence, weakest first: the base, each later source (its exception for the model right after its
+own maps), layer indices, name patterns; within a kind the later statement wins.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from types import MappingProxyType
+from typing import NamedTuple, TypeVar
+
+from compiler.errors import ConfigError
+from compiler.formats import FORMATS
+from compiler.precision.fragment import Fragment, LayerRule, Settings
+from compiler.precision.heading import compact_settings, render_heading
+from compiler.precision.names import (
+    FOLLOWS,
+    GLOBAL_GROUPS,
+    MIXED,
+    MIXED_ACTIVATION,
+    PHASES,
+    REFINED_OP_GROUPS,
+    STORED_OP_GROUPS,
+    TENSOR_GROUPS,
+    Phase,
+    normalise_model_name,
+)
+
+T = TypeVar("T")
+
+_KEYS = TENSOR_GROUPS + STORED_OP_GROUPS
+_LAYER_KEYS = tuple(key for key in _KEYS if key not in GLOBAL_GROUPS)
+
+
+class ExplainRow(NamedTuple):
+    """One line of ``--explain``: where a setting holds, what it is, and which source set it."""
+
+    scope: str
+    key: str
+    value: str
+    set_by: str
+
+
+class _Set(NamedTuple):
+    """A value and the source that set it."""
+
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedPrecision:
+    """The settings of one model of ``num_layers`` layers; made by ``PrecisionConfig.resolve``.
+
+    ``settings`` holds what most layers have (and the groups outside layers), ``layers`` the whole
+    table of each layer, ``patterns`` the rules by name. Two configurations that come to the same
+    table have the same ``id`` and heading.
+    """
+
+    num_layers: int
+    model_name: str | None
+    block_axis: str
+    settings: Settings
+    layers: tuple[Settings, ...]
+    patterns: tuple[LayerRule, ...]
+    base: Fragment
+    rows: tuple[ExplainRow, ...]
+
+    def format(self, group: str, *, layer: int | None = None, fqn: str | None = None) -> str:
+        """The format's name for a tensor group, at a layer and for a fully qualified name.
+
+        Experts that nobody set follow the dense group. ``activation`` may be ``mixed``: see
+        :meth:`activation_format`.
+        """
+        assert group in TENSOR_GROUPS, f"no tensor group {group!r}"
+        follows = group in FOLLOWS and group not in self.settings
+        return self._look_up((group, FOLLOWS[group]) if follows else (group,), layer, fqn)
+
+    def fidelity(
+        self, op_group: str, phase: Phase, *, layer: int | None = None, fqn: str | None = None
+    ) -> str:
+        """The fidelity's name for an op group (``li_qkv`` or ``li_qkv_decode``) in a phase."""
+        assert phase in PHASES, f"no phase {phase!r}"
+        has_phase = op_group in GLOBAL_GROUPS or op_group.endswith(f"_{phase}")
+        key = op_group if has_phase else f"{op_group}_{phase}"
+        assert key in STORED_OP_GROUPS, f"no op group {op_group!r} in {phase}"
+        return self._look_up((key,), layer, fqn)
+
+    def activation_format(
+        self, op: str, phase: Phase, *, layer: int | None = None, fqn: str | None = None
+    ) -> str:
+        """The output format of an op (a key of ``MIXED_ACTIVATION``) in a phase."""
+        outputs = MIXED_ACTIVATION[op]
+        own = outputs.prefill if phase == "prefill" else outputs.decode
+        setting = self.format("activation", layer=layer, fqn=fqn)
+        if setting == MIXED:
+            return own
+        is_wider = FORMATS[setting].bits > FORMATS[own].bits
+        return setting if outputs.follows or is_wider else own
+
+    def heading(self) -> str:
+        """The canonical line; it parses back to the same settings for this number of layers."""
+        return render_heading(
+            self.settings,
+            self.base.settings,
+            rules=(*self._layer_rules(), *self.patterns),
+            block_axis=None if self.block_axis == self.base.block_axis else self.block_axis,
+        )
+
+    @property
+    def id(self) -> str:
+        """A short hash of the settings, equal for every spelling of the same ones."""
+        rules = (*self._layer_rules(), *self.patterns)
+        return effective_id(
+            {
+                "block_axis": self.block_axis,
+                "settings": compact_settings(self.settings),
+                "rules": [[rule.selector, compact_settings(rule.settings)] for rule in rules],
+            }
+        )
+
+    def explain(self) -> tuple[ExplainRow, ...]:
+        """Every setting as it was configured, and who set it: global, layers, patterns."""
+        return self.rows
+
+    def _look_up(self, keys: Sequence[str], layer: int | None, fqn: str | None) -> str:
+        if fqn is not None:
+            for rule in reversed(self.patterns):
+                if rule.matches(fqn):
+                    for key in keys:
+                        if key in rule.settings:
+                            return rule.settings[key]
+        if layer is not None:
+            assert 0 <= layer < self.num_layers, f"layer {layer} of {self.num_layers}"
+            if keys[0] in self.layers[layer]:
+                return self.layers[layer][keys[0]]
+        return self.settings[keys[-1]]
+
+    def _layer_rules(self) -> Iterator[LayerRule]:
+        def differences(layer: int) -> dict[str, str]:
+            return {
+                key: self.layers[layer][key]
+                for key in _LAYER_KEYS
+                if key in self.settings and self.layers[layer][key] != self.settings[key]
+            }
+
+        for first, last, changed in _runs(self.num_layers, differences):
+            if changed:
+                yield LayerRule(_selector(first, last), MappingProxyType(changed), first, last)
+
+
+def effective_id(mapping: Mapping[str, object]) -> str:
+    """Twelve hex digits of the SHA-256 of a mapping's canonical JSON (keys sorted)."""
+    text = json.dumps(mapping, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def resolve_fragments(
+    fragments: Sequence[Fragment],
+    *,
+    num_layers: int,
+    model_name: str | None,
+    fqns: Iterable[str],
+) -> ResolvedPrecision:
+    """Apply a chain of fragments, the base first, to one model.
+
+    Raises:
+        ConfigError: for a layer the model does not have, or a pattern that matches none of
+            ``fqns`` (where any are given).
+    """
+    if num_layers < 1:
+        raise ConfigError(f"num_layers = {num_layers}; allowed: 1 or more")
+    scopes = list(_scopes(fragments, model_name))
+    table: dict[str, _Set] = {}
+    for scope in scopes:
+        table |= {key: _Set(value, scope.source) for key, value in scope.settings.items()}
+    assert all(key in table for key in _KEYS if key not in FOLLOWS), "the base is incomplete"
+    overrides = _index_overrides(scopes, num_layers)
+    patterns = _patterns(scopes, tuple(fqns))
+    layers = [_layer_table(table, overrides[layer]) for layer in range(num_layers)]
+    kept = _LAYER_KEYS
+    for experts, dense in FOLLOWS.items():
+        if _experts_follow(experts, dense, table, overrides, layers, bool(patterns)):
+            kept = tuple(key for key in kept if key != experts)
+    settings = {key: table[key].value for key in GLOBAL_GROUPS}
+    settings |= {key: _most_common(layer[key] for layer in layers) for key in kept}
+    axes = [_Set(s.block_axis, s.source) for s in scopes if s.block_axis is not None]
+    return ResolvedPrecision(
+        num_layers=num_layers,
+        model_name=model_name,
+        block_axis=axes[-1].value,
+        settings=MappingProxyType(settings),
+        layers=tuple(MappingProxyType(layer) for layer in layers),
+        patterns=tuple(rule for rule, _ in patterns),
+        base=fragments[0],
+        rows=tuple(_explain(table, overrides, patterns, axes[-1])),
+    )
+
+
+def _scopes(fragments: Sequence[Fragment], model_name: str | None) -> Iterator[Fragment]:
+    name = None if model_name is None else normalise_model_name(model_name)
+    for fragment in fragments:
+        yield fragment
+        if name is not None and name in fragment.models:
+            yield fragment.models[name]
+
+
+def _index_overrides(scopes: Iterable[Fragment], num_layers: int) -> list[dict[str, _Set]]:
+    overrides: list[dict[str, _Set]] = [{} for _ in range(num_layers)]
+    for scope in scopes:
+        for rule in scope.rules:
+            if rule.first is None or rule.last is None:
+                continue
+            if rule.last >= num_layers:
+                raise ConfigError(
+                    f"{scope.source}: layers.{rule.selector}: the model has {num_layers} layers;"
+                    f" allowed: 0 to {num_layers - 1}"
+                )
+            for layer in range(rule.first, rule.last + 1):
+                overrides[layer] |= {
+                    key: _Set(value, scope.source) for key, value in rule.settings.items()
+                }
+    return overrides
+
+
+def _patterns(scopes: Iterable[Fragment], fqns: Sequence[str]) -> list[tuple[LayerRule, str]]:
+    patterns = []
+    for scope in scopes:
+        for rule in scope.rules:
+            if not rule.is_glob or not rule.settings:
+                continue
+            if fqns and not any(rule.matches(fqn) for fqn in fqns):
+                raise ConfigError(
+                    f"{scope.source}: layers.{rule.selector}: matches no name of the model;"
+                    f" allowed: patterns of names such as {fqns[0]}"
+                )
+            patterns.append((rule, scope.source))
+    return patterns
+
+
+def _layer_table(table: Mapping[str, _Set], override: Mapping[str, _Set]) -> dict[str, str]:
+    merged = {**table, **override}
+    values = {key: merged[key].value for key in _LAYER_KEYS if key in merged}
+    for experts, dense in FOLLOWS.items():
+        values.setdefault(experts, values[dense])
+    return values
+
+
+def _experts_follow(
+    experts: str,
+    dense: str,
+    table: Mapping[str, _Set],
+    overrides: Iterable[Mapping[str, _Set]],
+    layers: Iterable[Mapping[str, str]],
+    has_patterns: bool,
+) -> bool:
+    if experts not in table and not any(experts in override for override in overrides):
+        return True
+    # Set, but to the same: no difference, unless a pattern moves the dense group alone.
+    return not has_patterns and all(layer[experts] == layer[dense] for layer in layers)
+
+
+def _most_common(values: Iterable[str]) -> str:
+    # Counter keeps first-seen order on ties, so the lowest layer decides.
+    return Counter(values).most_common(1)[0][0]
+
+
+def _explain(
+    table: Mapping[str, _Set],
+    overrides: Sequence[Mapping[str, _Set]],
+    patterns: Iterable[tuple[LayerRule, str]],
+    axis: _Set,
+) -> Iterator[ExplainRow]:
+    for key, entry in _rows_of(table):
+        scope = "model" if key in GLOBAL_GROUPS else "all layers"
+        yield ExplainRow(scope, key, *entry)
+        for experts in (name for name, dense in FOLLOWS.items() if dense == key):
+            if experts not in table:
+                yield ExplainRow(scope, experts, entry.value, f"as {key}")
+    yield ExplainRow("model", "block_axis", *axis)
+    for first, last, changed in _runs(len(overrides), lambda layer: dict(overrides[layer])):
+        scope = f"layer {first}" if first == last else f"layers {first}-{last}"
+        for key, entry in _rows_of(changed):
+            yield ExplainRow(scope, key, *entry)
+    for rule, source in patterns:
+        settings = {key: _Set(value, source) for key, value in rule.settings.items()}
+        for key, entry in _rows_of(settings):
+            yield ExplainRow(rule.selector, key, *entry)
+
+
+def _rows_of(settings: Mapping[str, _Set]) -> Iterator[tuple[str, _Set]]:
+    folded = dict(settings)
+    for key, (prefill, decode) in REFINED_OP_GROUPS.items():
+        if prefill in folded and folded[prefill] == folded.get(decode):
+            folded[key] = folded.pop(prefill)
+            del folded[decode]
+    order = TENSOR_GROUPS + tuple(REFINED_OP_GROUPS) + STORED_OP_GROUPS
+    return ((key, folded[key]) for key in order if key in folded)
+
+
+def _runs(
+    num_layers: int, value_of: Callable[[int], dict[str, T]]
+) -> Iterator[tuple[int, int, dict[str, T]]]:
+    """First and last layer of each stretch with the same value, and that value."""
+    for value, run in groupby(range(num_layers), key=value_of):
+        stretch = list(run)
+        yield stretch[0], stretch[-1], value
+
+
+def _selector(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,1 @@
+"""Requests, scheduling and generation on top of an executable's steps."""

@@ -1,0 +1,96 @@
+"""Generation: schedule, run, take the tokens in; until every request has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from compiler.errors import RequestError
+from compiler.runtime.batch import Piece, build_step, sampling_batch
+from compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request
+from compiler.runtime.scheduler import PREFILL_CHUNK, Scheduled, Scheduler
+from compiler.targets.base import Executable, StepOutput
+
+OnToken = Callable[[Request, int], None]
+
+
+class LLM:
+    """Runs requests on an executable, continuously batched. Token ids in, token ids out."""
+
+    def __init__(self, executable: Executable, *, prefill_chunk: int = PREFILL_CHUNK) -> None:
+        self.executable = executable
+        self.scheduler = Scheduler(
+            executable.capabilities,
+            reserve=self._reserve,
+            release=self._release,
+            num_free=executable.num_free,
+            prefill_chunk=prefill_chunk,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises RequestError where it can never be served."""
+        request.arrived_at = time.perf_counter()
+        self.scheduler.add(request)
+
+    def step(self) -> list[Request]:
+        """One step; returns the requests that got a token.
+
+        Raises:
+            RequestError: when requests wait and others hold all of the executable's state.
+        """
+        scheduled = self.scheduler.schedule()
+        if not scheduled:
+            raise RequestError("no sequence can be started: all of the state is held elsewhere")
+        output, sampled = self._run(scheduled)
+        return self._take_tokens(output, sampled)
+
+    def generate(self, requests: Iterable[Request], on_token: OnToken | None = None) -> None:
+        """Run requests to their end; ``on_token(request, token)`` hears every token."""
+        for request in requests:
+            self.add(request)
+        while self.scheduler.has_work():
+            for request in self.step():
+                if on_token is not None:
+                    on_token(request, request.output[-1])
+
+    def cancel(self, request: Request) -> None:
+        """End a request early and free its state."""
+        if request.finish_reason is None:
+            request.finish_reason = CANCELLED
+            self.scheduler.finish(request)
+
+    def _run(self, scheduled: list[Scheduled]) -> tuple[StepOutput, list[Request]]:
+        pieces, sampled = [], []
+        for item in scheduled:
+            request = item.request
+            assert request.state is not None
+            tokens = request.pending_tokens(item.num_tokens)
+            complete = request.num_computed + len(tokens) == request.num_tokens
+            pieces.append(Piece(request.state, tokens, request.num_computed, complete))
+            request.num_computed += len(tokens)
+            if complete:
+                sampled.append(request)
+        sampling = sampling_batch(sampled) if sampled else None
+        return self.executable.step(build_step(pieces, sampling=sampling)), sampled
+
+    def _take_tokens(self, output: StepOutput, sampled: list[Request]) -> list[Request]:
+        if not sampled:
+            return []
+        assert output.token_ids is not None and output.finished is not None
+        now = time.perf_counter()
+        rows = zip(sampled, output.token_ids.tolist(), output.finished.tolist(), strict=True)
+        for request, token, finished in rows:
+            request.output.append(token)
+            request.token_times.append(now)
+            if finished or len(request.output) == request.sampling.max_tokens:
+                request.finish_reason = STOPPED if finished else LENGTH
+                self.scheduler.finish(request)
+        return sampled
+
+    def _reserve(self, request: Request) -> None:
+        request.state = self.executable.reserve(request.max_positions)
+
+    def _release(self, request: Request) -> None:
+        assert request.state is not None
+        self.executable.free(request.state)
+        request.state = None

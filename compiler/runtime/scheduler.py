@@ -1,0 +1,90 @@
+"""Which requests the next step works on: lengths and capabilities, no tensors, no device."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from compiler.errors import RequestError
+from compiler.runtime.request import Request
+from compiler.targets.base import Capabilities
+
+PREFILL_CHUNK = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """Compute the next ``num_tokens`` of ``request`` in this step."""
+
+    request: Request
+    num_tokens: int
+
+
+class Scheduler:
+    """First come, first served; prompts before decoding, long prompts in chunks.
+
+    A request is admitted once its whole length fits, so a running request never has to stop.
+    ``reserve`` and ``release`` attach and detach a request's state.
+    """
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        *,
+        reserve: Callable[[Request], None],
+        release: Callable[[Request], None],
+        num_free: Callable[[], int],
+        prefill_chunk: int = PREFILL_CHUNK,
+    ) -> None:
+        assert prefill_chunk > 0
+        self.capabilities = capabilities
+        self.prefill_chunk = prefill_chunk
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self._reserve = reserve
+        self._release = release
+        self._num_free = num_free
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: for an empty prompt, or one that cannot fit the context with its output.
+        """
+        context = self.capabilities.max_context
+        if not request.prompt:
+            raise RequestError("the prompt is empty; allowed: at least one token")
+        if request.max_positions > context:
+            raise RequestError(
+                f"a prompt of {len(request.prompt)} tokens and {request.sampling.max_tokens} to "
+                f"generate do not fit the context; allowed: {context + 1} together"
+            )
+        self.waiting.append(request)
+
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def schedule(self) -> list[Scheduled]:
+        """The next step's work; empty when there is none."""
+        while self.waiting and self._num_free() > 0:
+            request = self.waiting.popleft()
+            self._reserve(request)
+            self.running.append(request)
+        prefills = [request for request in self.running if request.is_prefill]
+        decodes = [Scheduled(request, 1) for request in self.running if not request.is_prefill]
+        chunk = [
+            Scheduled(request, min(self.prefill_chunk, len(request.prompt) - request.num_computed))
+            for request in prefills[: self.capabilities.max_prefill_sequences]
+        ]
+        if self.capabilities.mixed_steps:
+            return chunk + decodes
+        return chunk or decodes
+
+    def finish(self, request: Request) -> None:
+        """The request has ended: its state is free for the next one."""
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)

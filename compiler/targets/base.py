@@ -1,0 +1,240 @@
+"""The narrow waist: what a step takes and gives, what a target is, what an executable promises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import NewType
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiler.errors import ConfigError, allowed
+from compiler.ops import SamplingBatch, sample
+from compiler.passes.runner import Pass, PassContext
+from compiler.targets.contract import NumericContract
+
+StateHandle = NewType("StateHandle", int)
+"""Names one sequence's state inside an executable, which alone knows where it is kept."""
+
+Progress = Callable[[str, int, int], None]
+"""Told ``(what, done, total)`` while a model is compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """Work of one step: T tokens of N sequences, flat, sequence after sequence.
+
+    ``tokens [T]`` and ``positions [T]`` int64 (positions of a sequence are consecutive and follow
+    what its state holds); ``cu_seqlens [N + 1]`` cuts them into sequences; ``logit_rows [R]``
+    names the tokens whose logits are wanted; ``states``: one handle a sequence, all different.
+    ``sampling``: one row per logit row, None when no token is to be chosen.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor
+    logit_rows: Tensor
+    states: tuple[StateHandle, ...]
+    sampling: SamplingBatch | None = None
+    want_logits: bool = False
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.states)
+
+    @property
+    def sequence_index(self) -> Tensor:
+        """Which sequence each token belongs to: ``[T]``."""
+        lengths = self.cu_seqlens.diff()
+        return torch.repeat_interleave(torch.arange(self.num_sequences), lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """``token_ids [R]`` and ``finished [R]`` (an end token was chosen) on the device, where
+    sampling was asked for; ``logits [R, vocab]`` float32 where they were.
+    """
+
+    token_ids: Tensor | None = None
+    finished: Tensor | None = None
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executable's steps may look like; schedulers respect it.
+
+    ``max_batch``: sequences with state at a time. ``max_context``: positions of a sequence.
+    ``max_prefill_sequences``: in one prefill step. ``mixed_steps``: prefill and decode rows in one
+    step. ``paged``: state grows page by page. ``buckets``: batch sizes that were captured.
+    """
+
+    max_batch: int
+    max_context: int
+    max_prefill_sequences: int
+    mixed_steps: bool
+    paged: bool = False
+    buckets: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryUse:
+    """Bytes an executable holds: weights as the target keeps them, and the whole state."""
+
+    weights: int
+    state: int
+
+
+@dataclass(frozen=True, slots=True)
+class CompileOptions:
+    """What a user may choose besides model, target and precision.
+
+    ``compute``: ``fast``, or ``exact`` for float arithmetic everywhere (no speed is claimed).
+    """
+
+    max_batch: int = 1
+    max_context: int = 2048
+    compute: str = "fast"
+    num_threads: int | None = None
+
+
+class Executable(ABC):
+    """A compiled model with its weights and state."""
+
+    capabilities: Capabilities
+    contract: NumericContract
+    vocab_size: int
+
+    @abstractmethod
+    def step(self, inputs: StepInput) -> StepOutput:
+        """Run one step; the states of its sequences then hold its tokens as well."""
+
+    @abstractmethod
+    def reserve(self, num_positions: int) -> StateHandle:
+        """State for a sequence of up to ``num_positions``.
+
+        Raises:
+            RequestError: when it is longer than the context, or nothing is free.
+        """
+
+    @abstractmethod
+    def free(self, handle: StateHandle) -> None:
+        """Give a sequence's state, and its memory, back."""
+
+    @abstractmethod
+    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
+        """A new sequence that shares the first ``num_positions`` of this one's history."""
+
+    @abstractmethod
+    def num_free(self) -> int:
+        """How many more sequences can be reserved now."""
+
+    @abstractmethod
+    def memory(self) -> MemoryUse:
+        """What is held now."""
+
+    @abstractmethod
+    def state_bytes(self, num_positions: int) -> int:
+        """Bytes that this many positions need, of whatever sequences."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to release)
+        """Release everything; the executable is not used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Passes that run together, and what must be true after them."""
+
+    name: str
+    passes: tuple[Pass, ...]
+    verify: Callable[[GraphModule], None]
+
+
+class Target(ABC):
+    """A kind of device: which passes prepare a graph for it, and how that becomes an executable."""
+
+    name: str
+
+    @abstractmethod
+    def stages(self) -> tuple[Stage, ...]:
+        """The pipeline, from the traced graph to the one :meth:`compile` takes."""
+
+    @abstractmethod
+    def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
+        """What this target makes of every format and fidelity in the graph."""
+
+    @abstractmethod
+    def compile(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        options: CompileOptions,
+        progress: Progress,
+    ) -> Executable:
+        """Stream the weights in, one tensor at a time, and build the executable."""
+
+
+_TARGETS = {
+    "reference": ("compiler.targets.reference", "ReferenceTarget"),
+    "null": ("compiler.targets.null", "NullTarget"),
+    "cpu": ("compiler.targets.cpu", "CpuTarget"),
+}
+
+
+def target_names() -> tuple[str, ...]:
+    """The targets there are."""
+    return tuple(_TARGETS)
+
+
+def get_target(name: str) -> Target:
+    """The target of this name; its libraries are imported only now.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if name not in _TARGETS:
+        raise ConfigError(f"unknown target {name!r}; {allowed(_TARGETS)}")
+    module, class_name = _TARGETS[name]
+    found = getattr(import_module(module), class_name)()
+    assert isinstance(found, Target)
+    return found
+
+
+def finish_step(logits: Tensor, inputs: StepInput) -> StepOutput:
+    """The end of a step where tokens are chosen on the host: ``logits [R, vocab]`` float32."""
+    token_ids = finished = None
+    if inputs.sampling is not None:
+        batch = inputs.sampling
+        token_ids = sample(
+            logits, batch.temperature, batch.top_k, batch.top_p, batch.seeds, batch.positions
+        )
+        finished = (token_ids.unsqueeze(-1) == batch.end_tokens).any(-1)
+    return StepOutput(token_ids, finished, logits if inputs.want_logits else None)
+
+
+def pass_names(stages: Sequence[Stage]) -> list[str]:
+    """The passes of a pipeline, in order."""
+    return [current.name for stage in stages for current in stage.passes]
+
+
+__all__ = [
+    "Capabilities",
+    "CompileOptions",
+    "Executable",
+    "MemoryUse",
+    "PassContext",
+    "Progress",
+    "Stage",
+    "StateHandle",
+    "StepInput",
+    "StepOutput",
+    "Target",
+    "finish_step",
+    "get_target",
+    "pass_names",
+    "target_names",
+]

@@ -1,0 +1,134 @@
+"""The numeric contract: what a target makes of every format and fidelity a graph asks for."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch.fx import GraphModule
+
+from compiler import ops
+from compiler.ir.info import NodeInfo, info
+from compiler.ir.rewrite import find_calls
+from compiler.precision import effective_id
+
+HONOURED, EMULATED, NOT_HONOURED = "honoured", "emulated", "not honoured"
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What one requested value comes to: a status, and the value that is really used."""
+
+    status: str
+    effective: str
+
+
+@dataclass(frozen=True, slots=True)
+class ContractEntry:
+    """A field (``ff2 weights``, ``li_ff2 decode``), where, what was asked, what is done."""
+
+    field: str
+    layers: str
+    requested: str
+    meaning: Meaning
+
+    def __str__(self) -> str:
+        used = self.meaning.effective
+        status = self.meaning.status
+        shown = status if status == HONOURED and used == self.requested else f"{status} ({used})"
+        where = f" [{self.layers}]" if self.layers else ""
+        return f"{self.field}{where}: {self.requested}: {shown}"
+
+
+@dataclass(frozen=True, slots=True)
+class NumericContract:
+    """All entries of one compiled configuration.
+
+    ``used``: (field, layers, effective value), whatever was asked for.
+    """
+
+    entries: tuple[ContractEntry, ...]
+    used: tuple[tuple[str, str, str], ...]
+
+    @property
+    def effective_id(self) -> str:
+        """Equal for configurations that come to the same numbers on this target."""
+        return effective_id({"entries": json.dumps(self.used)})
+
+
+@dataclass(frozen=True, slots=True)
+class Meanings:
+    """A target's answers.
+
+    ``weight`` is asked with (format, block axis), ``fidelity`` with (format, block axis, fidelity).
+    """
+
+    weight: Callable[[str, str], Meaning]
+    fidelity: Callable[[str, str, str], Meaning]
+    attention: Callable[[str], Meaning]
+    kv_cache: Callable[[str], Meaning]
+    activation: Callable[[str], Meaning]
+
+
+def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericContract:
+    """Ask the target about everything the graph's nodes carry; equal layers share a line."""
+    layers: dict[tuple[str, str, Meaning], set[int | None]] = defaultdict(set)
+    for node in find_calls(graph_module.graph, ops.linear, ops.embedding):
+        _add_product(layers, info(node), info(node.args[1]), meanings)  # type: ignore[arg-type]
+    for node in graph_module.graph.nodes:
+        facts = info(node)
+        if facts.state is not None:
+            wanted = facts.state.format
+            layers["kv_cache", wanted, meanings.kv_cache(wanted)].add(facts.layer)
+        if facts.op_group == "sdpa" and facts.compute is not None:
+            for phase in ("prefill", "decode"):
+                fidelity = getattr(facts.compute, phase)
+                layers[f"sdpa_{phase}", fidelity, meanings.attention(fidelity)].add(facts.layer)
+    everywhere = {layer for found in layers.values() for layer in found if layer is not None}
+    used: dict[tuple[str, str], set[int | None]] = defaultdict(set)
+    for (field, _, meaning), found in layers.items():
+        used[field, meaning.effective] |= found
+    return NumericContract(
+        tuple(
+            ContractEntry(field, _spell(found, everywhere), requested, meaning)
+            for (field, requested, meaning), found in layers.items()
+        ),
+        tuple(sorted((f, _spell(found, everywhere), value) for (f, value), found in used.items())),
+    )
+
+
+def _add_product(
+    layers: dict[tuple[str, str, Meaning], set[int | None]],
+    facts: NodeInfo,
+    weight: NodeInfo,
+    meanings: Meanings,
+) -> None:
+    recipe = weight.recipe
+    assert recipe is not None and recipe.format is not None
+    wanted = recipe.format if recipe.block_axis == "in" else f"{recipe.format}/out"
+    meaning = meanings.weight(recipe.format, recipe.block_axis)
+    layers[f"{facts.tensor_group} weights", wanted, meaning].add(facts.layer)
+    if facts.compute is None or facts.formats is None:
+        return
+    for phase in ("prefill", "decode"):
+        fidelity = getattr(facts.compute, phase)
+        answer = meanings.fidelity(recipe.format, recipe.block_axis, fidelity)
+        layers[f"{facts.op_group} {phase}", fidelity, answer].add(facts.layer)
+    activation = facts.formats.in0
+    layers["activation", activation, meanings.activation(activation)].add(facts.layer)
+
+
+def _spell(found: set[int | None], everywhere: set[int]) -> str:
+    """``""`` for all layers or none, else ranges such as ``0-3, 7``."""
+    numbers = sorted(layer for layer in found if layer is not None)
+    if not numbers or set(numbers) == everywhere:
+        return ""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)

@@ -1,0 +1,47 @@
+"""CPUs, through ONNX Runtime's fused operators: one ONNX model, one session, contiguous caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from compiler.passes.fuse_rope_attention import fuse_rope_attention
+from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
+from compiler.passes.merge_parallel_linears import merge_parallel_linears
+from compiler.targets.base import CompileOptions, Executable, Progress, Stage, Target
+from compiler.targets.contract import NumericContract, build_contract
+from compiler.targets.cpu.numerics import check_fidelities, meanings
+from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+
+
+class CpuTarget(Target):
+    """Fusions after what ONNX Runtime has fused operators for."""
+
+    name = "cpu"
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            MATCH,
+            PRECISION,
+            fuse(merge_parallel_linears, fuse_swiglu_packed, fuse_add_rms_norm),
+            lower(fuse_rope_attention),
+        )
+
+    def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
+        return build_contract(graph_module, meanings(options.compute == "exact"))
+
+    def compile(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        options: CompileOptions,
+        progress: Progress,
+    ) -> Executable:
+        from compiler.targets.cpu.executable import CpuExecutable
+
+        check_fidelities(graph_module, exact=options.compute == "exact")
+        contract = self.contract(graph_module, options)
+        return CpuExecutable(graph_module, get_weight, options, progress, contract)

@@ -1,0 +1,237 @@
+"""Runs steps on one ONNX Runtime session over contiguous cache slots.
+
+Decode rows run as windows of neighbouring slots; a slot inside a window that is not stepped gets a
+dummy row, whose write behind its last position is overwritten by its next real token.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiler.devices import describe_cpu
+from compiler.targets.base import (
+    Capabilities,
+    CompileOptions,
+    Executable,
+    MemoryUse,
+    Progress,
+    StateHandle,
+    StepInput,
+    StepOutput,
+    finish_step,
+)
+from compiler.targets.contract import NumericContract
+from compiler.targets.cpu.cache import SlotCaches, padded_length
+from compiler.targets.cpu.emit import EmittedModel, Emitter
+from compiler.targets.cpu.weights import WeightFile
+from compiler.targets.slots import SlotPool
+
+_MAX_GAP = 4
+"""Idle slots a decode window may span: beyond that a second run costs less than dummy rows."""
+_MAX_BINDINGS = 16
+
+
+@dataclass(slots=True)
+class Window:
+    """A prepared call: ``num_rows`` slots from ``first``, ``length`` tokens each."""
+
+    binding: ort.IOBinding
+    tokens: np.ndarray
+    last_positions: np.ndarray
+    total_length: np.ndarray
+    logit_rows: np.ndarray
+    logits: np.ndarray
+
+
+class CpuExecutable(Executable):
+    """One session, one graph, both phases."""
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        options: CompileOptions,
+        progress: Progress,
+        contract: NumericContract,
+    ) -> None:
+        self.contract = contract
+        self.capabilities = Capabilities(
+            max_batch=options.max_batch,
+            max_context=options.max_context,
+            max_prefill_sequences=1,
+            mixed_steps=False,
+        )
+        with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
+            weights = WeightFile(Path(folder) / "weights.bin", get_weight)
+            emitter = Emitter(
+                weights,
+                exact=options.compute == "exact",
+                max_context=options.max_context,
+                on_node=lambda done, total: progress("weights", done, total),
+            )
+            try:
+                emitted = emitter.emit(graph_module)
+            finally:
+                weights.close()
+            progress("session", 0, 1)
+            self._session = _session(emitted, Path(folder), options)
+            progress("session", 1, 1)
+        self.vocab_size = emitted.vocab_size
+        self._weight_bytes = weights.num_bytes
+        length = padded_length(emitted.caches, options.max_context)
+        self._caches = SlotCaches(emitted.caches, options.max_batch, length)
+        self._slots = SlotPool(options.max_batch, options.max_context)
+        self._lengths = [0] * options.max_batch
+        self._windows: OrderedDict[tuple[int, int, int, int], Window] = OrderedDict()
+
+    def step(self, inputs: StepInput) -> StepOutput:
+        with _single_torch_thread():
+            return self._step(inputs)
+
+    def _step(self, inputs: StepInput) -> StepOutput:
+        bounds = inputs.cu_seqlens.tolist()
+        lengths = [end - start for start, end in pairwise(bounds)]
+        assert len(inputs.states) == 1 or max(lengths) == 1, "phases or prefills were mixed"
+        for handle in inputs.states:
+            assert handle in self._slots, f"state {handle} is not reserved"
+        if lengths[0] > 1:
+            logits = self._prefill(inputs)
+        else:
+            logits = self._decode(inputs)
+        for handle, end in zip(inputs.states, bounds[1:], strict=True):
+            self._lengths[handle] = int(inputs.positions[end - 1]) + 1
+        return finish_step(logits, inputs)
+
+    def _prefill(self, inputs: StepInput) -> Tensor:
+        slot, num_tokens = inputs.states[0], len(inputs.tokens)
+        window = self._window(slot, slot + 1, num_tokens, len(inputs.logit_rows))
+        window.tokens[0] = inputs.tokens.numpy()
+        last = int(inputs.positions[-1])
+        window.last_positions[0] = last
+        window.total_length[...] = last + 1
+        window.logit_rows[:] = inputs.logit_rows.numpy()
+        self._session.run_with_iobinding(window.binding)
+        return torch.from_numpy(window.logits.copy())
+
+    def _decode(self, inputs: StepInput) -> Tensor:
+        row_of = {int(slot): row for row, slot in enumerate(inputs.states)}
+        wanted = {int(row): index for index, row in enumerate(inputs.logit_rows)}
+        logits = torch.empty(len(wanted), self.vocab_size)
+        for first, last in plan_windows(sorted(row_of), _MAX_GAP):
+            rows = [row_of.get(slot) for slot in range(first, last)]
+            shown = [at for at, row in enumerate(rows) if row in wanted]
+            window = self._window(first, last, 1, len(shown))
+            for at, row in enumerate(rows):
+                window.tokens[at, 0] = 0 if row is None else inputs.tokens[row]
+                place = self._lengths[first + at] if row is None else inputs.positions[row]
+                window.last_positions[at] = place
+            window.total_length[...] = window.last_positions.max() + 1
+            window.logit_rows[:] = shown
+            self._session.run_with_iobinding(window.binding)
+            targets = [wanted[row] for at in shown if (row := rows[at]) is not None]
+            logits[targets] = torch.from_numpy(window.logits)
+        return logits
+
+    def _window(self, first: int, last: int, length: int, num_logits: int) -> Window:
+        """A prepared call; decode reuses the last few, so a step binds nothing anew."""
+        key = (first, last, length, num_logits)
+        if key in self._windows:
+            self._windows.move_to_end(key)
+            return self._windows[key]
+        num_rows = last - first
+        window = Window(
+            binding=self._session.io_binding(),
+            tokens=np.zeros((num_rows, length), dtype=np.int64),
+            last_positions=np.zeros(num_rows, dtype=np.int32),
+            total_length=np.zeros((), dtype=np.int32),
+            logit_rows=np.zeros(num_logits, dtype=np.int64),
+            logits=np.zeros((num_logits, self.vocab_size), dtype=np.float32),
+        )
+        binding = window.binding
+        for name in ("tokens", "last_positions", "total_length", "logit_rows"):
+            array = getattr(window, name)
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+        logits = window.logits
+        binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        for name, shape, address in self._caches.bindings(first, last):
+            binding.bind_input(name, "cpu", 0, np.float32, shape, address)
+            binding.bind_output(f"{name}.out", "cpu", 0, np.float32, shape, address)
+        self._windows[key] = window
+        if len(self._windows) > _MAX_BINDINGS:
+            self._windows.popitem(last=False)
+        return window
+
+    def reserve(self, num_positions: int) -> StateHandle:
+        handle = self._slots.reserve(num_positions)
+        self._lengths[handle] = 0
+        return handle
+
+    def free(self, handle: StateHandle) -> None:
+        self._slots.free(handle)
+        self._lengths[handle] = 0
+        self._caches.release(handle)
+
+    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
+        fresh = self._slots.reserve(max(1, num_positions))
+        self._caches.copy(handle, fresh, num_positions)
+        self._lengths[fresh] = num_positions
+        return fresh
+
+    def num_free(self) -> int:
+        return self._slots.num_free()
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(self._weight_bytes, self._caches.num_bytes(sum(self._lengths)))
+
+    def state_bytes(self, num_positions: int) -> int:
+        return self._caches.num_bytes(num_positions)
+
+    def close(self) -> None:
+        self._windows.clear()
+        del self._session, self._caches
+
+
+@contextmanager
+def _single_torch_thread() -> Iterator[None]:
+    """Keep torch's own threads asleep: awake, they fight the session's for the cores, and a decode
+    step takes twice as long.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def plan_windows(slots: list[int], max_gap: int) -> list[tuple[int, int]]:
+    """Half-open ranges over the sorted ``slots``, none with more than ``max_gap`` idle in a row."""
+    windows: list[tuple[int, int]] = []
+    for slot in slots:
+        if windows and slot - windows[-1][1] <= max_gap:
+            windows[-1] = (windows[-1][0], slot + 1)
+        else:
+            windows.append((slot, slot + 1))
+    return windows
+
+
+def _session(emitted: EmittedModel, folder: Path, options: CompileOptions) -> ort.InferenceSession:
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.num_threads or describe_cpu().num_cores
+    settings.inter_op_num_threads = 1
+    settings.log_severity_level = 3
+    path = folder / "model.onnx"
+    path.write_bytes(emitted.proto.SerializeToString())
+    return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])

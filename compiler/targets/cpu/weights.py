@@ -1,0 +1,134 @@
+"""Weights as ONNX Runtime's operators read them, streamed into one external-data file.
+
+A bfp8 or bfp4 block becomes 16 codes with zero point 128 or 8 and a power-of-two scale: the same
+values, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import onnx
+import torch
+from torch import Tensor
+
+from compiler.formats import BlockFloat, get_format
+from compiler.ir.recipe import WeightRecipe, load_dense
+from compiler.targets.cpu.numerics import BLOCK_BITS
+
+BLOCK = 16
+_ALIGNMENT = 4096  # external data is mapped into memory page by page
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWeight:
+    """Initializer names of a MatMulNBits weight."""
+
+    codes: str
+    scales: str
+    bits: int
+    num_rows: int
+    num_columns: int
+
+
+class WeightFile:
+    """Writes tensors one after another and remembers where; equal recipes are written once."""
+
+    def __init__(self, path: Path, get_weight: Callable[[str], Tensor]) -> None:
+        self.path = path
+        self.num_bytes = 0
+        self.initializers: list[onnx.TensorProto] = []
+        self._get_weight = get_weight
+        self._file: BinaryIO = path.open("wb")
+        self._written: dict[tuple[WeightRecipe, str], str | BlockWeight] = {}
+
+    def close(self) -> None:
+        self._file.close()
+
+    def dense(self, recipe: WeightRecipe, *, transposed: bool = False) -> str:
+        """The name of the recipe's values as float32, ``[out, in]`` or ``[in, out]``."""
+        kind = "transposed" if transposed else "dense"
+        if (recipe, kind) not in self._written:
+            values = self.values(recipe).numpy()
+            array = np.ascontiguousarray(values.T) if transposed else values
+            self._written[recipe, kind] = self._add(recipe, kind, array, onnx.TensorProto.FLOAT)
+        name = self._written[recipe, kind]
+        assert isinstance(name, str)
+        return name
+
+    def bfloat16(self, recipe: WeightRecipe) -> str:
+        """The values of a bf16 recipe in two bytes each: the initializer's name."""
+        if (recipe, "bfloat16") not in self._written:
+            array = self.values(recipe).bfloat16().view(torch.int16).numpy()
+            name = self._add(recipe, "bfloat16", array, onnx.TensorProto.BFLOAT16)
+            self._written[recipe, "bfloat16"] = name
+        name = self._written[recipe, "bfloat16"]  # type: ignore[assignment]
+        assert isinstance(name, str)
+        return name
+
+    def blocks(self, recipe: WeightRecipe) -> BlockWeight:
+        """A bfp8 or bfp4 recipe as codes ``[out, in / 16, 16 * bits / 8]`` and scales."""
+        if (recipe, "blocks") not in self._written:
+            assert recipe.format is not None and recipe.block_axis == "in"
+            bits = BLOCK_BITS[recipe.format]
+            codes, scales = block_codes(load_dense(recipe, self._get_weight), recipe.format)
+            self._written[recipe, "blocks"] = BlockWeight(
+                self._add(recipe, "codes", codes, onnx.TensorProto.UINT8),
+                self._add(recipe, "scales", scales, onnx.TensorProto.FLOAT),
+                bits,
+                *recipe.shape,
+            )
+        entry = self._written[recipe, "blocks"]
+        assert isinstance(entry, BlockWeight)
+        return entry
+
+    def values(self, recipe: WeightRecipe) -> Tensor:
+        """The float32 values of a recipe in its format."""
+        assert recipe.format is not None
+        axis = -1 if recipe.block_axis == "in" or len(recipe.shape) == 1 else 0
+        dense = load_dense(recipe, self._get_weight)
+        return get_format(recipe.format).round_trip(dense, axis=axis).contiguous()
+
+    def _add(self, recipe: WeightRecipe, kind: str, array: np.ndarray, data_type: int) -> str:
+        position = self._file.tell()
+        self._file.write(b"\0" * (-position % _ALIGNMENT))
+        offset = self._file.tell()
+        self._file.write(array.data)
+        self.num_bytes += array.nbytes
+        # numbered: other rows of the same tensor, or blocks along out, have the same names
+        number = len(self.initializers)
+        name = f"{'+'.join(recipe.names)}.{recipe.format}.{kind}.{number}"
+        tensor = onnx.TensorProto(name=name, data_type=data_type, dims=array.shape)
+        tensor.data_location = onnx.TensorProto.EXTERNAL
+        for key, value in (
+            ("location", self.path.name),
+            ("offset", str(offset)),
+            ("length", str(array.nbytes)),
+        ):
+            tensor.external_data.add(key=key, value=value)
+        self.initializers.append(tensor)
+        return name
+
+
+def block_codes(dense: Tensor, format_name: str) -> tuple[np.ndarray, np.ndarray]:
+    """MatMulNBits' codes and scales of a dense ``[out, in]`` weight in a block format.
+
+    The last block of a row is padded with zeros when ``in`` is no multiple of 16.
+    """
+    block_format = get_format(format_name)
+    assert isinstance(block_format, BlockFloat) and block_format.block == BLOCK
+    encoded = block_format.quantise(dense, axis=-1)
+    bits = BLOCK_BITS[format_name]
+    zero = 1 << (bits - 1)
+    num_rows, num_columns = dense.shape
+    num_blocks = -(-num_columns // BLOCK)
+    codes: np.ndarray = np.full((num_rows, num_blocks * BLOCK), zero, dtype=np.uint8)
+    codes[:, :num_columns] = encoded.mantissas.numpy().astype(np.int16)[:, :num_columns] + zero
+    if bits == 4:
+        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    scales = block_format.scales(encoded).numpy().reshape(-1)
+    return codes.reshape(num_rows, num_blocks, BLOCK * bits // 8), scales

@@ -1,0 +1,40 @@
+"""The stages every target begins with: a traced graph becomes our op set with its precision."""
+
+from __future__ import annotations
+
+from compiler.ir.verify import verify_lowered, verify_matched, verify_precision
+from compiler.passes.assign_precision import assign_precision
+from compiler.passes.canonicalize_graph import canonicalize_graph
+from compiler.passes.gather_logit_rows import gather_logit_rows
+from compiler.passes.insert_state import insert_state
+from compiler.passes.match_embedding import match_embedding
+from compiler.passes.match_linear import match_linear
+from compiler.passes.match_rms_norm import match_rms_norm
+from compiler.passes.match_rope import match_rope
+from compiler.passes.match_swiglu import match_swiglu
+from compiler.passes.runner import Pass
+from compiler.targets.base import Stage
+
+MATCH = Stage(
+    "match",
+    (
+        canonicalize_graph,
+        match_embedding,
+        match_linear,
+        match_rms_norm,
+        match_rope,
+        match_swiglu,
+    ),
+    verify_matched,
+)
+PRECISION = Stage("precision", (assign_precision,), verify_precision)
+
+
+def fuse(*passes: Pass) -> Stage:
+    """A target's own list of fusions."""
+    return Stage("fuse", passes, verify_precision)
+
+
+def lower(*passes: Pass) -> Stage:
+    """State and the rows that want logits, then the target's own passes on them."""
+    return Stage("lower", (insert_state, gather_logit_rows, *passes), verify_lowered)

@@ -1,0 +1,144 @@
+"""nn.Module to one FX graph through torch.export: flat tokens, dynamic length, lifted weights.
+
+Every node learns which module it came from; nothing is lowered or decomposed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, fx, nn
+
+from compiler import ops
+from compiler.ir.info import COMPUTE, CONSTANT, INPUT, WEIGHT, NodeInfo, set_info
+from compiler.ir.recipe import Segment, WeightRecipe
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
+_GROUPED = {
+    torch.ops.aten.linear.default,
+    torch.ops.aten.embedding.default,
+    ops.attention.overload,
+}
+_EXAMPLE_LENGTH = 7  # above 1, or torch.export would make the length a constant
+
+
+class TraceableModel(Protocol):
+    """What the compiler asks of a model: an ``nn.Module`` on the meta device that
+
+    maps ``tokens [T]`` and ``positions [T]`` to ``logits [T, vocab]``; ``tensor_groups`` maps globs
+    of module paths to tensor groups; ``constants()`` gives the values of its buffers.
+    """
+
+    tensor_groups: Mapping[str, str]
+
+    def constants(self) -> dict[str, Tensor]: ...
+
+
+def trace(module: TraceableModel) -> fx.GraphModule:
+    """The module's graph: inputs ``tokens``, ``positions``, then every weight and constant.
+
+    A weight that two modules share (tied embeddings) becomes one input per use, so that each use
+    can have its own format; their recipes name the same checkpoint tensor.
+    """
+    assert isinstance(module, nn.Module)
+    # two tensors: export takes one passed twice for one input
+    tokens, positions = torch.empty((2, _EXAMPLE_LENGTH), dtype=torch.int64, device="meta").clone()
+    length = torch.export.Dim("length", min=2, max=1 << 24)
+    exported = torch.export.export(
+        module, (tokens, positions), dynamic_shapes=({0: length}, {0: length}), strict=False
+    )
+    return _copy_with_info(exported, module)
+
+
+def _copy_with_info(exported: Any, module: nn.Module) -> fx.GraphModule:
+    """Copy the exported graph, inputs first, the calling convention of torch.export left behind."""
+    specs = {spec.arg.name: spec for spec in exported.graph_signature.input_specs}
+    facts_of = _input_facts(specs, module)
+    group_of = _group_finder(module.tensor_groups)  # type: ignore[arg-type]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    users_first = [node for node in placeholders if facts_of[node.name].role == INPUT]
+    for node in users_first:
+        copies[node] = _copy_input(graph, node, facts_of[node.name])
+    rest = [node for node in placeholders if node not in copies]
+    shared: dict[fx.Node, list[fx.Node]] = {}
+    for node in rest:
+        uses = 1 if facts_of[node.name].role == CONSTANT else len(node.users)
+        shared[node] = [_copy_input(graph, node, facts_of[node.name], use) for use in range(uses)]
+
+    def lookup(argument: fx.Node) -> fx.Node:
+        if argument not in shared:
+            return copies[argument]
+        left = shared[argument]
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    for node in exported.graph.nodes:
+        if node.op == "call_function":
+            copies[node] = copy = graph.node_copy(node, lookup)
+            copy.meta = {"val": node.meta.get("val")}
+            set_info(copy, _node_facts(node, group_of))
+        elif node.op == "output":
+            (logits,) = node.args[0]
+            graph.output(copies[logits])
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def _copy_input(graph: fx.Graph, node: fx.Node, facts: NodeInfo, use: int = 0) -> fx.Node:
+    name = facts.fqn.replace(".", "_")
+    copy = graph.placeholder(name if use == 0 else f"{name}_use{use}")
+    copy.meta = {"val": node.meta["val"]}
+    set_info(copy, facts if facts.role != INPUT else NodeInfo(role=INPUT))
+    return copy
+
+
+def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeInfo]:
+    """NodeInfo of every placeholder, by its name in the exported graph."""
+    first_name: dict[int, str] = {}
+    canonical: dict[str, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        canonical[name] = first_name.setdefault(id(parameter), name)
+    facts: dict[str, NodeInfo] = {}
+    inputs = iter(("tokens", "positions"))
+    for name, spec in specs.items():
+        if spec.target is None:
+            facts[name] = NodeInfo(fqn=next(inputs), role=INPUT)
+        elif spec.target in canonical:
+            fqn = canonical[spec.target]
+            shape = tuple(module.get_parameter(spec.target).shape)
+            recipe = WeightRecipe((Segment(fqn, shape[0], part=_part(fqn)),), shape)
+            facts[name] = NodeInfo(fqn=fqn, role=WEIGHT, layer=_layer(fqn), recipe=recipe)
+        else:
+            shape = tuple(module.get_buffer(spec.target).shape)
+            recipe = WeightRecipe((Segment(spec.target, shape[0]),), shape, format="fp32")
+            facts[name] = NodeInfo(fqn=spec.target, role=CONSTANT, recipe=recipe)
+    return facts
+
+
+def _part(fqn: str) -> str:
+    """``q`` for ``...q_proj.weight``: what the tensor's rows are to the op that reads them."""
+    module_path = fqn.rpartition(".")[0]
+    return module_path.rpartition(".")[2].removesuffix("_proj")
+
+
+def _layer(fqn: str) -> int | None:
+    found = _LAYER.search(fqn)
+    return int(found.group(1)) if found else None
+
+
+def _group_finder(groups: Mapping[str, str]) -> Callable[[str], str | None]:
+    def find(fqn: str) -> str | None:
+        return next((group for glob, group in groups.items() if fnmatchcase(fqn, glob)), None)
+
+    return find
+
+
+def _node_facts(node: fx.Node, group_of: Callable[[str], str | None]) -> NodeInfo:
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    fqn = stack[-1][0] if stack else ""
+    group = group_of(fqn) if node.target in _GROUPED else None
+    return NodeInfo(fqn=fqn, role=COMPUTE, layer=_layer(fqn), tensor_group=group)

@@ -1,0 +1,35 @@
+"""Which architectures exist: Hugging Face's `model_type` -> the class, imported when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from compiler.errors import CheckpointError, allowed
+
+if TYPE_CHECKING:
+    from torch import nn
+
+ARCHITECTURES: Mapping[str, str] = {"llama": "models.llama:LlamaForCausalLM"}
+
+
+def check_model_type(model_type: object, where: str) -> str:
+    """``model_type`` if it is one that is read; ``where`` names file and key in the message.
+
+    Raises:
+        CheckpointError: an unknown architecture, with the known ones.
+    """
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{where} = {model_type!r} is not an architecture that is read; "
+            + allowed(ARCHITECTURES)
+        )
+    return model_type
+
+
+def architecture_class(model_type: str) -> type[nn.Module]:
+    """The module class of a known ``model_type``; its constructor takes a `ModelConfig`."""
+    module_name, _, class_name = ARCHITECTURES[model_type].partition(":")
+    architecture: type[nn.Module] = getattr(importlib.import_module(module_name), class_name)
+    return architecture

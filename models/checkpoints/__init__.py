@@ -1,0 +1,29 @@
+"""Checkpoint containers: which one a path holds, and opening it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from models.checkpoints.base import (
+    Checkpoint,
+    TensorMeta,
+    TokenizerSource,
+    check_tensors,
+)
+
+__all__ = ["Checkpoint", "TensorMeta", "TokenizerSource", "check_tensors", "open_checkpoint"]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a ``.gguf`` file or a Hugging Face folder, as `models.find_model` returns them.
+
+    Raises:
+        CheckpointError: files that are missing, cut short, corrupt or of a kind that is not read.
+    """
+    if path.is_dir():
+        from models.checkpoints.safetensors import SafetensorsCheckpoint
+
+        return SafetensorsCheckpoint(path)
+    from models.checkpoints.gguf import GGUFCheckpoint
+
+    return GGUFCheckpoint(path)

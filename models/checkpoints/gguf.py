@@ -1,0 +1,232 @@
+"""A GGUF file as a checkpoint: Hugging Face names, half-split rope rows, exact dequantisation.
+
+It knows the layout of the llama architecture in GGUF; what the tokenizer's keys mean it does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import mmap
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from compiler.errors import CheckpointError
+from models.checkpoints.base import (
+    TensorMeta,
+    TokenizerSource,
+    content_hash,
+    row_range,
+    shown,
+    unknown_tensor,
+)
+from models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
+from models.config import ModelConfig
+
+_ROPE_FACTORS = "rope_freqs.weight"
+_IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
+_WHOLE_MODEL = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_PER_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
+_TYPE_SUFFIX = re.compile(r"[.-](?:B?F16|F32|Q\d\w*)$", re.IGNORECASE)
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+
+class GGUFCheckpoint:
+    """An opened ``.gguf`` file; see `models.checkpoints.base.Checkpoint`.
+
+    Raises:
+        CheckpointError: a file that is cut short or corrupt, or of a kind that is not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._map = _map_file(path)
+        header = read_header(memoryview(self._map), path)
+        self._metadata = header.metadata
+        self._header_bytes = header.nbytes
+        self._tensors: dict[str, GGUFTensor] = {}
+        for name, tensor in header.tensors.items():
+            if name == _ROPE_FACTORS or _IGNORED.fullmatch(name):
+                continue
+            if hf_name(name) in self._tensors:
+                raise CheckpointError(f"{path}: tensor {shown(hf_name(name))} stands twice")
+            self._tensors[hf_name(name)] = tensor
+        self.names: Mapping[str, TensorMeta] = {
+            name: TensorMeta(tensor.shape, tensor.dtype, tensor.nbytes)
+            for name, tensor in self._tensors.items()
+        }
+        self.config = self._read_config(header.tensors.get(_ROPE_FACTORS))
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        return TokenizerSource(self.path, self._metadata)
+
+    def get(self, name: str, rows: slice | None = None) -> Tensor:
+        if name not in self._tensors:
+            raise unknown_tensor(self.path, name, self._tensors)
+        tensor = self._tensors[name]
+        start, stop = row_range(rows, tensor.shape[0])
+        shape = (stop - start, *tensor.shape[1:])
+        order = self._file_rows(name, tensor)
+        blocks = self._rows(tensor, start, stop, order)
+        return dequantise(blocks, tensor.dtype).reshape(shape)
+
+    def content_hash(self) -> str:
+        tensors = [
+            (name, tensor.nbytes, functools.partial(self._stored, tensor.start))
+            for name, tensor in self._tensors.items()
+        ]
+        digest = content_hash([(len(self._map), self._map[: self._header_bytes])], tensors)
+        self._release(0, len(self._map))
+        return digest
+
+    def _stored(self, at: int, low: int, high: int) -> bytes:
+        return self._map[at + low : at + high]
+
+    def _read_config(self, rope_factors: GGUFTensor | None) -> ModelConfig:
+        config = ModelConfig.from_gguf(self._metadata, where=self.path)
+        rope = config.rope
+        if rope_factors is not None:
+            rope = dataclasses.replace(rope, freq_factors=self._factors(rope_factors, config))
+        embedding = self.names.get("model.embed_tokens.weight")
+        vocab_key = f"{config.model_type}.vocab_size"
+        vocab_size = config.vocab_size
+        if embedding is not None and vocab_key not in self._metadata:
+            vocab_size = embedding.shape[0]
+        layer = "model.layers.0."
+        return dataclasses.replace(
+            config,
+            name=_TYPE_SUFFIX.sub("", self.path.stem),
+            vocab_size=vocab_size,
+            rope=rope,
+            tie_embeddings="lm_head.weight" not in self.names,
+            attention_bias=f"{layer}self_attn.q_proj.bias" in self.names,
+            mlp_bias=f"{layer}mlp.gate_proj.bias" in self.names,
+        )
+
+    def _factors(self, tensor: GGUFTensor, config: ModelConfig) -> tuple[float, ...]:
+        expected = (config.head_dim // 2,)
+        if tensor.shape != expected or tensor.dtype != "F32":
+            raise CheckpointError(
+                f"{self.path}: tensor {_ROPE_FACTORS} is {tensor.dtype} {list(tensor.shape)}; "
+                f"allowed: F32 {list(expected)}"
+            )
+        raw = self._map[tensor.start : tensor.start + tensor.nbytes]
+        factors = np.frombuffer(raw, "<f4")
+        if not (np.isfinite(factors) & (factors > 0)).all():
+            raise CheckpointError(
+                f"{self.path}: tensor {_ROPE_FACTORS} has a factor that is not above 0"
+            )
+        return tuple(factors.tolist())
+
+    def _file_rows(self, name: str, tensor: GGUFTensor) -> npt.NDArray[np.int64] | None:
+        """Which row of the file each Hugging Face row is, for q and k; None where they agree.
+
+        GGUF's llama has rotation pairs adjacent (2i, 2i + 1 within a head), Hugging Face has them
+        half a head apart (i, i + D / 2); the converter moves weights and biases alike.
+        """
+        if ".self_attn.q_proj." in name:
+            num_heads = self.config.num_heads
+        elif ".self_attn.k_proj." in name:
+            num_heads = self.config.num_kv_heads
+        else:
+            return None
+        num_rows = tensor.shape[0]
+        if num_rows % (2 * num_heads):
+            raise CheckpointError(
+                f"{self.path}: tensor {shown(name)} has {num_rows} rows; "
+                f"allowed: a multiple of 2 x {num_heads} heads"
+            )
+        file_rows = np.arange(num_rows, dtype=np.int64).reshape(num_heads, -1, 2)
+        return file_rows.swapaxes(1, 2).reshape(-1)
+
+    def _rows(
+        self, tensor: GGUFTensor, start: int, stop: int, order: npt.NDArray[np.int64] | None
+    ) -> Bytes:
+        """The stored bytes of rows [start, stop), ``[rows, bytes of a row]``, copied."""
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        stored = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start)
+        table = stored.reshape(tensor.shape[0], row_bytes)
+        taken = table[start:stop].copy() if order is None else table[order[start:stop]]
+        del stored, table
+        self._release(tensor.start, tensor.nbytes)
+        return taken
+
+    def _release(self, start: int, nbytes: int) -> None:
+        """Let the kernel drop these pages: what was read has been copied, so it need not stay."""
+        if not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        start -= start % mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, start, min(nbytes, len(self._map) - start))
+
+
+def hf_name(name: str) -> str:
+    """Hugging Face's name of a GGUF tensor; a name that is not known is returned as it is."""
+    stem, _, kind = name.rpartition(".")
+    if kind == "weight" and stem in _WHOLE_MODEL:
+        return f"{_WHOLE_MODEL[stem]}.weight"
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _PER_LAYER:
+        return name
+    return f"model.layers.{match[1]}.{_PER_LAYER[match[2]]}.{match[3]}"
+
+
+def dequantise(blocks: Bytes, dtype: str) -> Tensor:
+    """Stored bytes to a flat tensor; the float32 operations are those of ``gguf.quants``."""
+    if dtype == "F32":
+        return torch.from_numpy(blocks.reshape(-1).view("<f4"))
+    if dtype == "F16":
+        return torch.from_numpy(blocks.reshape(-1).view("<f2"))
+    if dtype == "BF16":
+        return torch.from_numpy(blocks.reshape(-1).view("<i2")).view(torch.bfloat16)
+    blocks = blocks.reshape(-1, TENSOR_TYPES[dtype][2])
+    scales = blocks[:, 0:2].copy().view("<f2").astype(np.float32)
+    values: Floats
+    # A corrupt scale may be inf or NaN: the values then are too, as the reference's.
+    with np.errstate(all="ignore"):
+        if dtype == "Q8_0":
+            values = blocks[:, 2:].view(np.int8).astype(np.float32) * scales
+        elif dtype == "Q4_0":
+            values = (_nibbles(blocks[:, 2:]) - np.float32(8)) * scales
+        else:
+            assert dtype == "Q4_1", dtype
+            minimums = blocks[:, 2:4].copy().view("<f2").astype(np.float32)
+            values = _nibbles(blocks[:, 4:]) * scales + minimums
+    return torch.from_numpy(values)
+
+
+def _nibbles(packed: Bytes) -> Floats:
+    """``[blocks, 16]`` bytes to ``[blocks, 32]``: the low nibbles first, then the high ones."""
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=1).astype(np.float32)
+
+
+def _map_file(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is empty"
+        raise CheckpointError(f"{path}: cannot be read: {reason}") from None

@@ -1,0 +1,27 @@
+"""Reading a JSON object from a file, with errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from compiler.errors import CheckpointError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        CheckpointError: the file is missing, is not JSON, or holds something other than an object.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: not JSON: {reason}") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: holds a {type(values).__name__}; allowed: a JSON object")
+    return values

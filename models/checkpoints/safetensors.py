@@ -1,0 +1,200 @@
+"""A Hugging Face folder as a checkpoint: config.json and safetensors, in one file or in shards.
+
+It does not know architectures beyond what config.json says, nor tokenizers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from compiler.errors import CheckpointError, allowed
+from models.checkpoints.base import (
+    TensorMeta,
+    TokenizerSource,
+    content_hash,
+    row_range,
+    shown,
+    unknown_tensor,
+)
+from models.checkpoints.json_file import read_json
+from models.config import ModelConfig
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_COMPARED_ROWS = 4096
+
+
+class SafetensorsCheckpoint:
+    """An opened folder; see `models.checkpoints.base.Checkpoint`.
+
+    Raises:
+        CheckpointError: a file that is missing, cut short or corrupt, or of a kind not read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        values = read_json(path / "config.json")
+        self.config = ModelConfig.from_hf(values, where=path / "config.json")
+        self._shards, expected = _find_shards(path)
+        self._files = {shard: _open_shard(path / shard) for shard in self._shards}
+        self._shard_of: dict[str, str] = {}
+        self.names: dict[str, TensorMeta] = {}
+        for shard in self._shards:
+            self._read_names(shard)
+        for name, shard in expected.items():
+            if self._shard_of.get(name, shard) != shard or (
+                name not in self._shard_of and not name.endswith(_IGNORED_SUFFIX)
+            ):
+                raise CheckpointError(
+                    f"{path / shard}: tensor {shown(name)}, which {INDEX} lists, is missing"
+                )
+        self._settle_head(says="tie_word_embeddings" in values)
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        return TokenizerSource(self.path)
+
+    def get(self, name: str, rows: slice | None = None) -> Tensor:
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        file = self._files[self._shard_of[name]]
+        shape = self.names[name].shape
+        try:
+            if not shape:
+                return _owned(file.get_tensor(name))
+            start, stop = row_range(rows, shape[0])
+            return _owned(file.get_slice(name)[start:stop])
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(self.path / self._shard_of[name], error) from None
+
+    def content_hash(self) -> str:
+        headers = [_header_of(self.path / "config.json", whole=True)]
+        headers += [_header_of(self.path / shard) for shard in self._shards]
+        tensors = []
+        for shard in self._shards:
+            tensors += _stored_tensors(self.path / shard, self.names)
+        return content_hash(headers, tensors)
+
+    def _read_names(self, shard: str) -> None:
+        file = self._files[shard]
+        for name in sorted(file.keys()):
+            if name.endswith(_IGNORED_SUFFIX):
+                continue
+            if name in self.names:
+                raise CheckpointError(
+                    f"{self.path / shard}: tensor {shown(name)} is in {self._shard_of[name]} too"
+                )
+            view = file.get_slice(name)
+            shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
+            if dtype not in _ELEMENT_BYTES:
+                raise CheckpointError(
+                    f"{self.path / shard}: tensor {shown(name)} has type {dtype}, "
+                    "which is not read; " + allowed(_ELEMENT_BYTES)
+                )
+            nbytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
+            self.names[name] = TensorMeta(shape, dtype, nbytes)
+            self._shard_of[name] = shard
+
+    def _settle_head(self, says: bool) -> None:
+        """Decide whether the head is tied, where config.json is silent or the file has it twice."""
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        if head not in self.names:
+            if not says:
+                self.config = dataclasses.replace(self.config, tie_embeddings=True)
+            return
+        if not self.config.tie_embeddings:
+            return
+        same = embedding in self.names and self.names[head] == self.names[embedding]
+        for start in range(0, self.names[head].shape[0] if same else 0, _COMPARED_ROWS):
+            rows = slice(start, start + _COMPARED_ROWS)
+            same = same and torch.equal(self.get(head, rows), self.get(embedding, rows))
+        if not same:
+            raise CheckpointError(
+                f"{self.path}: {head} differs from {embedding}, but config.json has "
+                "tie_word_embeddings = true; allowed: equal tensors, no lm_head.weight, or false"
+            )
+        del self.names[head], self._shard_of[head]
+
+
+def _find_shards(path: Path) -> tuple[list[str], dict[str, str]]:
+    """Shard file names, and which shard the index says each tensor is in (empty without index)."""
+    if (path / SINGLE).is_file():
+        return [SINGLE], {}
+    if (path / INDEX).is_file():
+        weight_map = read_json(path / INDEX).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
+        for name, shard in weight_map.items():
+            if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard:
+                raise CheckpointError(
+                    f"{path / INDEX}: weight_map[{name!r}] = {shard!r}; "
+                    "allowed: the name of a file in the same folder"
+                )
+        return sorted(set(weight_map.values())), weight_map
+    found = sorted(file.name for file in path.glob("*.safetensors"))
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{path}: holds {len(found)} .safetensors files and neither {SINGLE} nor {INDEX}; "
+            f"{allowed((SINGLE, INDEX, 'exactly one .safetensors file'))}"
+        )
+    return found, {}
+
+
+def _open_shard(path: Path) -> Any:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: the shard is missing")
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    reason = " ".join(str(error).split())[:200]
+    return CheckpointError(f"{path}: cut short or corrupt safetensors file: {reason}")
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """A copy when the library hands out a view of the mapped file."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _header_of(path: Path, whole: bool = False) -> tuple[int, bytes]:
+    """File size, and the safetensors header (length and JSON) or the ``whole`` file."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        if whole:
+            return size, file.read()
+        prefix = file.read(8)
+        return size, prefix + file.read(int.from_bytes(prefix, "little"))
+
+
+def _stored_tensors(path: Path, names: Mapping[str, TensorMeta]) -> list[Any]:
+    """Name, bytes and byte reader of each tensor of an opened, hence valid, shard."""
+    _, header = _header_of(path)
+
+    def reader(start: int) -> Any:
+        def read(low: int, high: int) -> bytes:
+            with path.open("rb") as file:
+                file.seek(start + low)
+                return file.read(high - low)
+
+        return read
+
+    stored = []
+    for name, entry in json.loads(header[8:]).items():
+        if name != "__metadata__" and name in names:
+            start, stop = entry["data_offsets"]
+            stored.append((name, stop - start, reader(len(header) + start)))
+    return stored

@@ -1,0 +1,100 @@
+"""The layers decoder models are made of, in plain torch over flat tokens.
+
+Legend: T tokens of one sequence, H query heads, G key/value heads, D head size, R = D / 2 pairs.
+They know nothing of precision, parallelism, caches or batches: passes add those to the graph.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from compiler import ops
+from models.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dimension, in fp32 (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (wide * scale).to(x.dtype) * self.weight
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles of rotary position embedding (Su et al., 2021): cos and sin ``[T, 1, R]``."""
+
+    inv_freq: Tensor
+
+    def __init__(self, num_pairs: int) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.empty(num_pairs), persistent=False)
+
+    def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        angles_TR = positions_T.float().unsqueeze(-1) * self.inv_freq
+        return angles_TR.cos().unsqueeze(1), angles_TR.sin().unsqueeze(1)
+
+
+def rotate_half_split(x_THD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + D / 2) of every head: Hugging Face's order of q's and k's rows."""
+    first, second = x_THD.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key/value heads (Ainslie et al., 2023)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, bias = config.hidden_size, config.attention_bias
+        q_width = config.num_heads * config.head_dim
+        kv_width = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, q_width, bias=bias)
+        self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
+        self.v_proj = nn.Linear(hidden, kv_width, bias=bias)
+        self.o_proj = nn.Linear(q_width, hidden, bias=bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q_THD = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        k_TGD = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        v_TGD = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        q_THD = rotate_half_split(q_THD, cos, sin)
+        k_TGD = rotate_half_split(k_TGD, cos, sin)
+        o_THD = ops.attention(q_THD, k_TGD, v_TGD, self.head_dim**-0.5)
+        return self.o_proj(o_THD.flatten(-2))
+
+
+class MLP(nn.Module):
+    """The gated feed-forward block: down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
+        self.up_proj = nn.Linear(hidden, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -1,0 +1,75 @@
+"""Llama (Touvron et al., 2023) and the models that share its architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from models.config import ModelConfig, inverse_frequencies
+from models.layers import DecoderLayer, RMSNorm, RotaryEmbedding
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and final norm: tokens ``[T]`` to hidden states ``[T, hidden]``."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.rotary = RotaryEmbedding(config.head_dim // 2)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens_T)
+        cos, sin = self.rotary(positions_T)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.norm(x)
+
+
+class LlamaForCausalLM(nn.Module):
+    """A Llama with its language-model head: tokens, positions ``[T]`` to logits ``[T, vocab]``."""
+
+    tensor_groups: Mapping[str, str] = {
+        "model.embed_tokens": "embedding",
+        "model.layers.*.self_attn.[qkv]_proj": "wqkv",
+        "model.layers.*.self_attn.o_proj": "wo",
+        "model.layers.*.self_attn": "kv_cache",
+        "model.layers.*.mlp.gate_proj": "ff1_3",
+        "model.layers.*.mlp.up_proj": "ff1_3",
+        "model.layers.*.mlp.down_proj": "ff2",
+        "lm_head": "lm_head",
+    }
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
+        return self.lm_head(self.model(tokens_T, positions_T))
+
+    def constants(self) -> dict[str, Tensor]:
+        """The values of buffers that no checkpoint holds, by name."""
+        inv_freq = inverse_frequencies(self.config.rope, self.config.head_dim)
+        return {"model.rotary.inv_freq": torch.tensor(inv_freq, dtype=torch.float32)}
+
+    def expected_rewrites(self) -> dict[str, int]:
+        """How often each pass must fire on this architecture; tests hold the pipeline to it."""
+        num_layers = self.config.num_layers
+        return {
+            "match_rms_norm": 2 * num_layers + 1,
+            "match_rope": 2 * num_layers,
+            "match_swiglu": num_layers,
+            "match_linear": 7 * num_layers + 1,
+            "match_embedding": 1,
+            "fuse_add_rms_norm": 2 * num_layers,
+            "insert_state": num_layers,
+            "fuse_rope_attention": num_layers,
+            "gather_logit_rows": 1,
+        }

@@ -1,0 +1,207 @@
+"""The named cases, their prompts and texts, and the strict reading of a user's prompts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiler.bench.cases import (
+    ACCURACY_CONTEXT,
+    CASES,
+    DEFAULT_CASE,
+    PRECISIONS,
+    Case,
+    Requirements,
+    check_case,
+    requirements,
+)
+from compiler.bench.prompts import (
+    MAX_FILE_BYTES,
+    Prompt,
+    bench_text,
+    cut_prompts,
+    read_prompts,
+    sample_prompts,
+    sample_prompts_dir,
+)
+from compiler.errors import ConfigError
+
+SUFFIXES = (
+    *("batch-1", "batch-32", "ci-1", "ci-32", "dp-4", "dp-8", "reasoning", "stress"),
+    *("long-context-2k", "long-context-16k", "long-context-32k", "long-context-64k"),
+    *("token-matching", "eval-repeat", "device-perf"),
+)
+
+
+def complaint(path: Path) -> str:
+    """The one-line message that reading `path` ends with."""
+    with pytest.raises(ConfigError) as caught:
+        read_prompts(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def written(tmp_path: Path, content: object) -> Path:
+    path = tmp_path / "prompts.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_every_case_exists_in_every_precision() -> None:
+    assert set(CASES) == {
+        f"{precision}-{suffix}" for precision in PRECISIONS for suffix in SUFFIXES
+    }
+    for name, case in CASES.items():
+        assert case.name == name == name.lower()
+        assert name.startswith(case.precision + "-")
+
+
+def test_default_case_answers_one_question() -> None:
+    case = CASES[DEFAULT_CASE]
+    assert (case.batch_size, case.max_generated_tokens, case.is_natural) == (1, 200, True)
+
+
+def test_descriptions_tell_cases_apart() -> None:
+    descriptions = [case.description for case in CASES.values() if case.precision == "accuracy"]
+    assert len(set(descriptions)) == len(SUFFIXES)
+
+
+def test_unknown_case_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"unknown case 'batch-2'; allowed: .*performance-ci-32"):
+        CASES["batch-2"]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+def test_prompts_of_a_case_exist(case: Case) -> None:
+    if case.is_natural:
+        assert sample_prompts(case.prompts)
+    else:
+        assert bench_text(case.prompts)
+
+
+@pytest.mark.parametrize(
+    "field", ["batch_size", "max_generated_tokens", "num_repeats", "data_parallel", "prompt_length"]
+)
+def test_counts_below_one_are_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field} 0; allowed: 1 or more"):
+        replace(CASES["performance-ci-1"], **{field: 0})
+
+
+def test_requirements() -> None:
+    assert requirements(CASES["performance-ci-1"]) == Requirements(328, 1)
+    assert requirements(CASES["performance-long-context-2k"]) == Requirements(2248, 1)
+    assert requirements(CASES["accuracy-token-matching"]) == Requirements(ACCURACY_CONTEXT, 1)
+    assert requirements(CASES["accuracy-dp-8"]).data_parallel == 8
+    assert requirements(CASES[DEFAULT_CASE]).context > 200
+
+
+def test_a_case_that_does_not_fit_is_refused() -> None:
+    check_case(CASES["performance-long-context-2k"], max_context=2248, max_data_parallel=1)
+    with pytest.raises(ConfigError, match=r"needs a context of 2248 tokens; allowed .* 2247"):
+        check_case(CASES["performance-long-context-2k"], max_context=2247, max_data_parallel=1)
+    with pytest.raises(ConfigError, match=r"'performance-dp-4' needs 4 replicas .* 3 or fewer"):
+        check_case(CASES["performance-dp-4"], max_context=8192, max_data_parallel=3)
+
+
+def test_texts_are_long_enough() -> None:
+    # A word is at least one token, with any tokenizer in use.
+    assert len(bench_text("accuracy.txt").split()) >= ACCURACY_CONTEXT + 1
+    assert len(bench_text("long.txt").split()) >= 2048
+
+
+def test_unknown_sample_or_text_lists_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"'riddles.json'; allowed: .*questions.json"):
+        sample_prompts("riddles.json")
+    with pytest.raises(ConfigError, match=r"'../cases.py'; allowed: accuracy.txt, long.txt"):
+        bench_text("../cases.py")
+
+
+def test_samples_are_distinct() -> None:
+    texts = [prompt.text for prompt in sample_prompts("questions.json")]
+    assert len(texts) == len(set(texts)) == 32
+    assert len(list(sample_prompts_dir().glob("*.json"))) >= 4
+
+
+def test_cut_prompts_differ_and_repeat_the_text() -> None:
+    assert cut_prompts(range(10), num_prompts=2, prompt_length=3) == [[0, 1, 2], [5, 6, 7]]
+    assert cut_prompts(range(3), num_prompts=1, prompt_length=7) == [[0, 1, 2, 0, 1, 2, 0]]
+    prompts = cut_prompts(range(2000), num_prompts=32, prompt_length=128)
+    assert len({tuple(prompt) for prompt in prompts}) == 32
+    assert {len(prompt) for prompt in prompts} == {128}
+
+
+def test_reading_prompts(tmp_path: Path) -> None:
+    path = written(tmp_path, [{"prompt": "Grüße 🙂"}, {"prompt": "b", "max_tokens": 7}])
+    assert read_prompts(str(path)) == [Prompt("Grüße 🙂"), Prompt("b", 7)]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("", "not valid JSON at line 1, column 1"),
+        ('[{"prompt": "a"}', "not valid JSON at line 1"),
+        ("[" * 200_000, "nested too deep"),
+        ('[{"prompt": "a", "max_tokens": ' + "9" * 5000 + "}]", "number too long"),
+        ({"prompt": "a"}, "holds dict; allowed: a list"),
+        ([], "holds an empty list"),
+        ([{"prompt": "a"}, "b"], "entry 1 is str; allowed: an object"),
+        ([{}], "entry 0: prompt is missing"),
+        ([{"prompt": 3}], "prompt is int; allowed: a string"),
+        ([{"prompt": " \n"}], "prompt is empty"),
+        ([{"prompt": "\ud83d"}], "half a surrogate pair"),
+        ([{"prompt": "a", "max_token": 3}], "unknown key 'max_token'; allowed: prompt, max_tokens"),
+        ([{"prompt": "a", "max_tokens": 0}], "max_tokens 0; allowed: an integer of 1 or more"),
+        ([{"prompt": "a", "max_tokens": True}], "max_tokens True"),
+        ([{"prompt": "a", "max_tokens": None}], "max_tokens None"),
+        ([{"prompt": "a", "max_tokens": "x" * 9999}], "max_tokens 'xxx"),
+    ],
+)
+def test_bad_prompts_are_refused(tmp_path: Path, content: object, expected: str) -> None:
+    message = complaint(written(tmp_path, content))
+    assert expected in message
+    assert len(message) < 400 + len(str(tmp_path))
+
+
+def test_bad_files_are_refused(tmp_path: Path) -> None:
+    assert "does not exist" in complaint(tmp_path / "none.json")
+    assert "is not a file" in complaint(tmp_path)
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b'[{"prompt": "\xff"}]')
+    assert "not valid UTF-8 at byte 13" in complaint(binary)
+    large = tmp_path / "large.json"
+    with large.open("wb") as file:
+        file.truncate(MAX_FILE_BYTES + 1)
+    assert "is too large" in complaint(large)
+
+
+@given(
+    data=st.binary(max_size=64)
+    | st.text(alphabet='[]{}":,prompt \\u0', max_size=48).map(str.encode)
+)
+def test_any_bytes_are_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(data)
+    try:
+        prompts = read_prompts(path)
+    except ConfigError:
+        complaint(path)
+    else:
+        assert all(prompt.text.strip() for prompt in prompts)
+
+
+@given(st.lists(st.text(min_size=1).filter(str.strip), min_size=1, max_size=5))
+def test_valid_prompts_are_read_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "valid.json"
+    path.write_text(json.dumps([{"prompt": text} for text in texts]), encoding="utf-8")
+    assert [prompt.text for prompt in read_prompts(path)] == texts

@@ -1,0 +1,321 @@
+"""The generated block: which result a row comes from, what cells say, and that it reads back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiler.bench import perf_md
+from compiler.bench.markdown import merge
+from compiler.bench.perf_tables import plan_tables, render_results
+from compiler.bench.record import KINDS, Accuracy, ContractLine, Paired, Result
+from compiler.bench.selection import unplaced
+
+HEADINGS = {
+    name: f"precision_cfg = {{ff1_3: {form}}}, fidelity_cfg = {{li_ff1_3: hifi2}}"
+    for name, form in {
+        "performance": "bfp4",
+        "accuracy": "bf16",
+        "all-bfp8": "bfp8",
+        "mine": "bfp2",
+    }.items()
+}
+
+
+def make(precision: str = "performance", *, day: int = 1, **changes: Any) -> Result:
+    fields: dict[str, Any] = {
+        "case": "performance-ci-1",
+        "model": "SmolLM2-135M-Instruct",
+        "weights": "checkpoint",
+        "model_hash": "h1",
+        "device": "CPU",
+        "device_detail": "a processor | 2 threads",
+        "target": "cpu",
+        "batch": 1,
+        "prompt_length": 128,
+        "num_generated": 200,
+        "context": 328,
+        "precision_name": precision,
+        "precision_id": precision,
+        "heading": HEADINGS[precision],
+        "effective_id": precision,
+        "ttft_ms": 100.0,
+        "decode_tsu": 120.04,
+        "spread": 0.0123,
+        "peak_memory_bytes": 450_400_000,
+        "versions": {"torch": "2", "onnxruntime": "1"},
+        "timestamp": f"2026-01-{day:02}T00:00:00+00:00",
+    }
+    return Result(**{**fields, **changes})
+
+
+def accuracy(num_top1: int = 470, **changes: Any) -> Accuracy:
+    return Accuracy.from_counts(
+        "ref", num_positions=512, num_top1=num_top1, num_top5=505, **changes
+    )
+
+
+def measured_accuracy(precision: str = "performance", **changes: Any) -> Result:
+    lengths = {"case": "performance-token-matching", "prompt_length": 512, "num_generated": 512}
+    fields = {**lengths, "ttft_ms": None, "decode_tsu": None, "accuracy": accuracy(), **changes}
+    return make(precision, **fields)
+
+
+def rows(results: list[Result], kind: perf_md.SectionKind, **options: Any) -> tuple:
+    section = perf_md.parse(render_results(results)).find(kind, **options)
+    return section.rows if section else ()
+
+
+def test_a_row_has_speed_and_accuracy_of_their_own_measurements() -> None:
+    paired = Paired.from_counts("bf16", b=20, c=8)
+    exact = accuracy(kl_mean=0.012345, paired=paired)
+    (row,) = rows([measured_accuracy(accuracy=exact), make()], "performance")
+    assert (row.model, row.device, row.dp) == ("SmolLM2-135M-Instruct", "CPU", 1)
+    assert (row.top1, row.top5, row.speed, row.ttft) == (91.8, 98.6, 120.0, 100.0)
+    assert row.cells["Positions"] == "512"
+    assert row.cells["KL"] == "0.0123"
+    assert row.cells["vs base"] == "bf16 +8 -20 p=0.036"
+    assert row.cells["Top-1 95 % CI"] == "89.1-93.9"
+    assert (row.cells["Spread (%)"], row.cells["Peak (MB)"]) == ("1.2", "450")
+
+
+def test_percentages_are_rounded_not_lifted() -> None:
+    shown = accuracy(461)  # 90.04 %
+    (row,) = rows([measured_accuracy(accuracy=shown)], "performance")
+    assert row.cells["Top-1 (%)"] == "90.0"
+    assert row.speed is None
+    assert row.ttft is None
+
+
+def test_the_newest_result_counts_whatever_the_order() -> None:
+    old, new = make(day=1, decode_tsu=1.0), make(day=2, decode_tsu=2.0)
+    for results in ([old, new], [new, old]):
+        (row,) = rows(results, "performance")
+        assert row.speed == 2.0
+    # Times in different zones are compared as times, and of equal ones the last written counts.
+    later = make(timestamp="2026-01-01T23:00:00-05:00", decode_tsu=3.0)
+    (row,) = rows([later, new], "performance")
+    assert row.speed == 3.0
+    (row,) = rows([make(decode_tsu=5.0), make(decode_tsu=4.0)], "performance")
+    assert row.speed == 4.0
+
+
+def test_a_speed_run_does_not_hide_an_accuracy_of_the_same_lengths() -> None:
+    both = make(accuracy=accuracy(), decode_tsu=1.0)
+    (row,) = rows([both, make(day=2)], "performance")
+    assert (row.top1, row.speed) == (91.8, 120.0)
+
+
+def test_results_of_a_replaced_checkpoint_or_definition_are_gone() -> None:
+    stale = measured_accuracy(day=1, model_hash="h0")
+    (row,) = rows([stale, make(day=2)], "performance")
+    assert row.top1 is None
+    stale = measured_accuracy(day=1, precision_id="old", effective_id="old")
+    (row,) = rows([stale, make(day=2)], "performance")
+    assert row.top1 is None
+    old = make(prompt_length=2048, precision_id="old", effective_id="old")
+    assert rows([old, make(day=2)], "long_context", context_k=2) == ()
+
+
+def test_equal_configurations_are_one_row_that_names_all() -> None:
+    results = []
+    for name in ("all-bfp8", "accuracy"):
+        results.append(make(name, effective_id="same", prompt_length=2048))
+        results.append(make(name, effective_id="same"))
+    (row,) = rows(results, "long_context", context_k=2)
+    assert row.precision == "accuracy, all-bfp8"
+    text = render_results(results)
+    assert text.count(f"\n## {HEADINGS['accuracy']}\n") == 1
+    assert f"\n## {HEADINGS['all-bfp8']}\n" not in text
+    assert f"- `all-bfp8`: {HEADINGS['all-bfp8']}\n" in text
+    assert "`accuracy`, `all-bfp8` come to the same" in text
+    assert len(rows(results, "accuracy")) == 1
+
+
+def test_every_configuration_at_batch_1_has_its_heading() -> None:
+    results = [make(name) for name in HEADINGS]
+    document = perf_md.parse(render_results(results))
+    found = {s.title: len(s.rows) for s in document.sections if s.kind == "precision"}
+    assert found == dict.fromkeys(HEADINGS.values(), 1)
+    titles = [section.title for section in document.sections]
+    assert titles[:3] == ["Performance", "Accuracy", "Environment"]
+    assert titles[3] == "Model precision and math fidelity"
+
+
+def test_long_context_and_batch_32() -> None:
+    users: dict[str, Any] = {
+        "ttft_first_ms": 1.0,
+        "ttft_median_ms": 2.0,
+        "ttft_last_ms": 3.0,
+        "tps": 640.0,
+    }
+    results = [
+        make(prompt_length=2048),
+        make(prompt_length=65536, decode_tsu=7.0),
+        make("all-bfp8", batch=32, **users),
+        make(batch=32),
+    ]
+    document = perf_md.parse(render_results(results))
+    titles = [section.title for section in document.sections]
+    assert titles[:2] == ["Long-context (64K Tokens)", "Long-context (2K Tokens)"]
+    section = document.find("batch_32")
+    assert section is not None
+    assert [row.precision for row in section.rows] == ["all-bfp8", "performance"]
+    row = section.rows[0]
+    assert row.ttft == 100.0
+    assert row.cells["avg TTFT (ms)"] == "100.0"
+    assert row.cells["last TTFT (ms)"] == "3.0"
+    assert row.cells["Total (t/s)"] == "640.0"
+    assert document.find("performance") is None
+
+
+def test_results_that_fit_no_table_are_told_apart() -> None:
+    outside = [
+        make(target="reference"),
+        make(target="null"),
+        make(compute="exact"),
+        make(prompt_length=100),
+        make(num_generated=500),
+        make(batch=4),
+        make(prompt_length=2047),
+        make(batch=32, prompt_length=2048),
+        make(decode_tsu=None, ttft_ms=None),
+        make(batch=32, num_generated=1, accuracy=accuracy()),
+    ]
+    inside = [make(), make(batch=32), make(prompt_length=1024), measured_accuracy()]
+    assert unplaced(outside + inside) == outside
+    assert "No results yet." in render_results(outside)
+    assert "No results yet." in render_results([])
+
+
+def test_random_weights_stand_apart_and_last() -> None:
+    results = [make(model="A", weights="random"), make()]
+    first, last = rows(results, "performance")
+    assert (first.random, last.random, last.model) == (False, True, "A")
+    assert last.cells["Model"] == "A (random weights)"
+    assert perf_md.match_row([first, last], "A", "CPU") is None
+    assert perf_md.match_row([first, last], "A", "CPU", random=True) == last
+
+
+def test_kinds_of_results_never_share_a_table() -> None:
+    results = [
+        make(kind=kind, decode_tsu=float(i), device=f"D{i}", target="tenstorrent", mesh="1x8")
+        for i, kind in enumerate(KINDS)
+    ]
+    for i, kind in enumerate(KINDS):
+        (row,) = rows(results, "performance", result_kind=kind)
+        assert (row.speed, row.device, row.mesh) == (float(i), f"D{i}", None)
+
+
+def test_replicas_and_meshes_are_in_the_device_cell() -> None:
+    results = [
+        make(device="H200", target="cuda", mesh=m, dp=d) for m, d in (("1x1", 4), ("1x2", 2))
+    ]
+    found = rows(results, "performance")
+    assert [row.cells["Device"] for row in found] == ["H200 (DP=4)", "H200 (1x2) (DP=2)"]
+    assert [(row.device, row.mesh, row.dp) for row in found] == [
+        ("H200", None, 4),
+        ("H200", "1x2", 2),
+    ]
+
+
+def test_the_contract_of_a_target_is_printed_once() -> None:
+    lines = (
+        ContractLine("kv_cache", "bfp8", "not honoured", "fp32"),
+        ContractLine("ff2 | x", "bfp8", "honoured", "bfp8", "0-3"),
+    )
+    results = [make(contract=lines), make("all-bfp8", contract=lines[:1])]
+    text = render_results(results)
+    assert text.count("## Numeric contract (cpu)") == 1
+    assert text.count("| kv_cache") == 1
+    assert "| ff2 / x " in text
+
+
+def test_only_printed_results_have_their_environment_printed() -> None:
+    results = [make(commit="old"), make(day=2, commit="new")]
+    text = render_results(results)
+    assert "| new " in text
+    assert "| old " not in text
+    assert "onnxruntime 1, torch 2" in text
+
+
+plain = st.text(st.characters(exclude_characters="|()"), min_size=1, max_size=8).filter(
+    lambda text: text == text.strip() and text.isprintable()
+)
+values = st.none() | st.floats(0, 1e9)
+
+
+@st.composite
+def any_results(draw: st.DrawFn) -> list[Result]:
+    models = draw(st.lists(plain, min_size=1, max_size=2, unique=True))
+    results = []
+    for _ in range(draw(st.integers(0, 8))):
+        top = sorted(draw(st.tuples(*[st.integers(1, 1000)] * 3)))
+        found = Accuracy.from_counts(
+            "r",
+            num_top1=top[0],
+            num_top5=top[1],
+            num_positions=top[2],
+            kl_mean=draw(st.none() | st.floats(-1e-9, 1e9)),
+            paired=draw(
+                st.none() | st.builds(Paired, plain, b=st.just(1), c=st.just(2), p=st.floats(0, 1))
+            ),
+        )
+        result = make(
+            draw(st.sampled_from(sorted(HEADINGS))),
+            day=draw(st.integers(1, 28)),
+            model=draw(st.sampled_from(models)),
+            weights=draw(st.sampled_from(["checkpoint", "random"])),
+            device=draw(st.sampled_from(["CPU", "TG"])),
+            dp=draw(st.sampled_from([1, 4])),
+            mesh=draw(st.sampled_from(["1x1", "1x2"])),
+            batch=draw(st.sampled_from([1, 32])),
+            prompt_length=draw(st.sampled_from([128, 2048, 100])),
+            kind=draw(st.sampled_from(KINDS)),
+            decode_tsu=draw(values),
+            ttft_ms=draw(values),
+            tps=draw(values),
+            accuracy=draw(st.sampled_from([None, found])),
+            contract=(ContractLine(draw(plain), draw(st.text(max_size=5)), "s", "e"),),
+        )
+        same = draw(st.sampled_from([result.effective_id, "shared"]))
+        results.append(dataclasses.replace(result, effective_id=same))
+    return results
+
+
+@given(any_results())
+def test_what_is_rendered_reads_back(results: list[Result]) -> None:
+    text = merge("# Mine\n", "results", render_results(results))
+    document = perf_md.parse(text)
+    assert perf_md.render(document) == text
+    plans = [plan for plan in plan_tables(results) if plan.columns]
+    read = [section for section in document.sections if section.title in {p.title for p in plans}]
+    assert [section.title for section in read] == [plan.title for plan in plans]
+    for plan, section in zip(plans, read, strict=True):
+        is_typed = not plan.title.startswith(("Numeric contract", "Environment"))
+        assert (section.kind != "other") == is_typed
+        if is_typed:
+            cells = [tuple(row.cells.values()) for row in section.rows]
+            assert cells == list(plan.rows)
+            assert all(tuple(row.cells) == plan.columns for row in section.rows)
+
+
+@given(any_results())
+def test_every_placed_result_or_a_newer_one_has_a_row(results: list[Result]) -> None:
+    document = perf_md.parse(render_results(results))
+    for kind in KINDS:
+        wanted = [
+            result
+            for result in results
+            if result.kind == kind and result.batch == 1 and result.prompt_length == 2048
+            if result.decode_tsu is not None or result.ttft_ms is not None
+        ]
+        section = document.find("long_context", context_k=2, result_kind=kind)
+        printed = {(r.model, r.random, r.device, r.dp) for r in section.rows} if section else set()
+        assert printed <= {(r.model, r.weights == "random", r.device, r.dp) for r in wanted}
+        if wanted:
+            newest = max(r.when for r in results if r not in unplaced(results) and r.kind == kind)
+            assert printed or newest > max(r.when for r in wanted)

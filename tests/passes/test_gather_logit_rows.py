@@ -1,0 +1,49 @@
+"""Only a head that is a product is given rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiler import ops
+from compiler.ir.rewrite import find_calls
+from compiler.passes.gather_logit_rows import gather_logit_rows
+from compiler.passes.runner import run_passes
+from tests.tiny import context_of, function_graph, lowered, run_graph, step_inputs, tiny_model
+
+
+def test_an_output_that_is_no_product_is_left_alone() -> None:
+    def scaled(x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = ops.linear(x, weight)
+        return out * 2
+
+    graph_module, model = function_graph(scaled, weight=(5, 32))
+    assert gather_logit_rows(graph_module, context_of(model)) == 0
+
+
+def test_rows_are_those_asked_for_in_their_order() -> None:
+    model = tiny_model(num_layers=1, std=0.2)
+    graph_module, ctx = lowered(model, until="gather_logit_rows")
+    inputs = step_inputs(6)
+    every = run_graph(graph_module, model, **inputs)
+    run_passes(graph_module, [gather_logit_rows], ctx)
+    rows = torch.tensor([5, 0, 3])
+    some = run_graph(graph_module, model, **inputs | {"logit_rows": rows})
+    torch.testing.assert_close(some, every[rows], atol=1e-6, rtol=1e-6)
+
+
+def test_only_the_head_is_narrowed() -> None:
+    graph_module, ctx = lowered(tiny_model(num_layers=1), until="gather_logit_rows")
+    run_passes(graph_module, [gather_logit_rows], ctx)
+    *others, head = find_calls(graph_module.graph, ops.linear)
+    assert str(head.args[0]).startswith("index_select")
+    assert not any(str(node.args[0]).startswith("index_select") for node in others)
+
+
+def test_a_bias_of_the_head_is_kept() -> None:
+    graph_module, model = function_graph(
+        lambda x, positions, weight, bias: ops.linear(x, weight, bias), weight=(5, 32), bias=(5,)
+    )
+    assert gather_logit_rows(graph_module, context_of(model)) == 1
+    (head,) = find_calls(graph_module.graph, ops.linear)
+    assert str(head.args[2]) == "bias"

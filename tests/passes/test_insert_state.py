@@ -1,0 +1,59 @@
+"""Caches carry their specification; graphs without attention get none."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiler import ops
+from compiler.ir.info import STATE, info
+from compiler.ir.rewrite import find_calls
+from compiler.ir.state import PER_TOKEN, StateSpec
+from compiler.passes.insert_state import insert_state
+from compiler.passes.runner import run_passes
+from tests.tiny import context_of, function_graph, lowered, precision_of, tiny_model
+
+
+def test_a_graph_without_attention_is_left_alone() -> None:
+    graph_module, model = function_graph(lambda x, positions: x + 1)
+    before = [node.name for node in graph_module.graph.nodes]
+    assert insert_state(graph_module, context_of(model)) == 0
+    assert [node.name for node in graph_module.graph.nodes] == before
+
+
+def test_every_layer_gets_its_specification() -> None:
+    precision = precision_of("bfp8", kv_cache="bfp8", layers="1: {kv_cache: bf16}")
+    graph_module, ctx = lowered(tiny_model(), until="insert_state", precision=precision)
+    run_passes(graph_module, [insert_state], ctx)
+    states = [info(node) for node in graph_module.graph.nodes if info(node).role == STATE]
+    assert [facts.state for facts in states] == [
+        StateSpec(f"model.layers.{layer}.self_attn.kv", PER_TOKEN, (2, 2, 16), name, shard_axis=1)
+        for layer, name in enumerate(("bfp8", "bf16"))
+    ]
+    assert [facts.layer for facts in states] == [0, 1]
+
+
+def test_steps_share_their_inputs() -> None:
+    graph_module, ctx = lowered(tiny_model(), until="insert_state")
+    run_passes(graph_module, [insert_state], ctx)
+    steps = find_calls(graph_module.graph, ops.attention_step)
+    assert len(steps) == 2
+    assert [str(arg) for arg in steps[0].args[4:7]] == ["positions", "cu_seqlens", "slots"]
+    assert steps[0].args[4:7] == steps[1].args[4:7]
+    assert steps[0].args[3] is not steps[1].args[3]
+
+
+def test_a_window_reaches_the_specification_and_the_step() -> None:
+    def windowed(x: Tensor, positions: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, 16))
+        out: Tensor = ops.attention(heads, heads, heads, 0.25, 6)
+        return out.flatten(-2)
+
+    graph_module, model = function_graph(windowed)
+    assert insert_state(graph_module, context_of(model)) == 1
+    (step,) = find_calls(graph_module.graph, ops.attention_step)
+    assert step.args[-2:] == (0.25, 6)
+    facts = info(step.args[3])  # type: ignore[arg-type]
+    assert facts.state is not None
+    assert (facts.state.window, facts.state.shape) == (6, (2, 2, 16))
+    assert step.meta["val"].dtype == torch.float32

@@ -1,0 +1,213 @@
+"""What every executable that computes must do: cpu against the reference, it against transformers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiler.targets.base import Executable
+from models.config import Llama3Scaling, RopeConfig
+from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
+
+SCALED = RopeConfig(theta=500.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 16))
+SHAPES: dict[str, dict[str, Any]] = {
+    "grouped": {},
+    "one_kv_head": {"hidden_size": 48, "num_heads": 3, "num_kv_heads": 1, "tie_embeddings": False},
+    "biases": {"num_kv_heads": 4, "attention_bias": True, "mlp_bias": True, "vocab_size": 7},
+    "ragged": {"hidden_size": 40, "intermediate_size": 56, "head_dim": 48, "vocab_size": 131},
+    "wide_heads": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "num_layers": 1},
+    "scaled_rope": {"rope": SCALED, "head_dim": 32, "norm_eps": 1e-3},
+}
+FORMATS = ("fp32", "bf16", "bfp8", "bfp4")
+
+
+def shaped(name: str) -> SimpleNamespace:
+    return tiny_model(std=0.2, **SHAPES[name])
+
+
+def tokens_of(model: SimpleNamespace, count: int, seed: int = 0) -> list[int]:
+    return random_tokens(count, vocab_size=model.config.vocab_size, seed=seed)
+
+
+def assert_near(got: torch.Tensor, expected: torch.Tensor, within: float = 1e-4) -> None:
+    """The largest difference, where logits are of the order of 1."""
+    assert 0.1 < expected.std() < 30
+    torch.testing.assert_close(got, expected, atol=within, rtol=0)
+
+
+@pytest.mark.parametrize("axis", ["in", "out"])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_cpu_exact_is_the_reference(shape: str, name: str, axis: str) -> None:
+    if axis == "out" and name in ("fp32", "bf16"):
+        pytest.skip("no blocks, no axis")
+    model = shaped(shape)
+    tokens = tokens_of(model, 19)
+    precision = precision_of(name, block_axis=axis)
+    expected = prefill(compiled(model, precision=precision), tokens)
+    cpu = compiled(model, "cpu", precision=precision)
+    assert_near(prefill(cpu, tokens), expected)
+    assert_near(prefill(cpu, tokens, [17, 1]), expected)
+    cpu.close()
+
+
+def test_formats_differ() -> None:
+    """So that the agreement above means something."""
+    model = shaped("grouped")
+    tokens = tokens_of(model, 9)
+    found = [prefill(compiled(model, precision=precision_of(name)), tokens) for name in FORMATS]
+    distances = [float((logits - found[0]).abs().max()) for logits in found]
+    assert distances[0] < 1e-3 < distances[1] < distances[2] * 2 < distances[3]
+
+
+def huggingface(model: SimpleNamespace) -> transformers.LlamaForCausalLM:
+    config = model.config
+    scaling = config.rope.scaling
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope.theta}
+    if scaling is not None:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=config.tie_embeddings,
+            attention_bias=config.attention_bias,
+            mlp_bias=config.mlp_bias,
+            rope_parameters=rope,
+            attn_implementation="eager",
+        )
+    )
+    left = theirs.load_state_dict(model.checkpoint.tensors, strict=False)
+    assert left.unexpected_keys == []
+    assert left.missing_keys == (["lm_head.weight"] if config.tie_embeddings else [])
+    theirs.tie_weights()
+    return theirs.eval()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_reference_is_transformers(shape: str) -> None:
+    model = shaped(shape)
+    tokens = tokens_of(model, 40)
+    with torch.no_grad():
+        expected = huggingface(model)(torch.tensor([tokens])).logits[0]
+    assert_near(prefill(compiled(model), tokens), expected)
+
+
+EXACT, INT8 = 1e-4, 0.1
+"""Rounding to int8 turns differences in the last bit into a step of the grid, here and there."""
+
+EXECUTABLES = {
+    "reference": ("reference", "bfp8", "hifi4", "exact"),
+    "cpu_exact": ("cpu", "bfp8", "hifi4", "exact"),
+    "cpu_int8": ("cpu", "bfp8", "lofi", "fast"),
+    "cpu_int8_4_bits": ("cpu", "bfp4", "lofi", "fast"),
+}
+
+
+@pytest.fixture(scope="module", params=EXECUTABLES)
+def executable(request: pytest.FixtureRequest) -> Executable:
+    target, name, fidelity, compute = EXECUTABLES[request.param]
+    model = tiny_model(std=0.2)
+    return compiled(model, target, precision=precision_of(name, fidelity), compute=compute)
+
+
+@pytest.fixture(scope="module")
+def within(executable: Executable) -> float:
+    values = {entry.meaning.effective for entry in executable.contract.entries}
+    return INT8 if "int8 activations" in values else EXACT
+
+
+def test_prefill_is_token_by_token(executable: Executable, within: float) -> None:
+    tokens = random_tokens(13)
+    assert_near(prefill(executable, tokens, [1] * 12), prefill(executable, tokens), within)
+
+
+@settings(max_examples=6)
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=4))
+def test_chunks_of_any_size_are_the_whole(executable: Executable, within: float, sizes: list[int]) -> None:
+    tokens = random_tokens(sum(sizes) + 1, seed=sum(sizes))
+    assert_near(prefill(executable, tokens, sizes), prefill(executable, tokens), within)
+
+
+def test_mixed_lengths_are_one_at_a_time(executable: Executable, within: float) -> None:
+    """Four sequences of different lengths decode together, in any order, as each does alone."""
+    prompts = [random_tokens(count, seed=count) for count in (5, 1, 17, 9)]
+    tails = [random_tokens(4, seed=100 + index) for index in range(4)]
+    alone = [
+        prefill(executable, prompt + tail, [len(prompt)])[-4:]
+        for prompt, tail in zip(prompts, tails, strict=True)
+    ]
+    handles = [executable.reserve(40) for _ in prompts]
+    for handle, prompt in zip(handles, prompts, strict=True):
+        step(executable, [(handle, prompt, 0)])
+    for at, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0], [1, 0, 2, 3])):
+        logits = step(
+            executable,
+            [(handles[i], tails[i][at : at + 1], len(prompts[i]) + at) for i in order],
+        )
+        for row, i in enumerate(order):
+            assert_near(logits[row], alone[i][at], within)
+    for handle in handles:
+        executable.free(handle)
+
+
+def test_some_rows_only_are_asked_for(executable: Executable, within: float) -> None:
+    tokens = random_tokens(8)
+    every = prefill(executable, tokens)
+    handle = executable.reserve(8)
+    assert_near(step(executable, [(handle, tokens, 0)], rows=[7, 2]), every[[7, 2]], within)
+    executable.free(handle)
+
+
+def test_no_rows_are_asked_for(executable: Executable, within: float) -> None:
+    """A chunk in the middle of a prompt needs no logits."""
+    tokens = random_tokens(9)
+    every = prefill(executable, tokens)
+    handle = executable.reserve(9)
+    assert step(executable, [(handle, tokens[:4], 0)], rows=[]).shape == (0, 61)
+    assert step(executable, [(handle, tokens[4:5], 4)], rows=[]).shape == (0, 61)
+    assert_near(step(executable, [(handle, tokens[5:], 5)]), every[-1:], within)
+    executable.free(handle)
+
+
+def test_a_copy_shares_its_past_and_goes_its_own_way(executable: Executable, within: float) -> None:
+    prompt, left, right = random_tokens(9), random_tokens(5, seed=1), random_tokens(5, seed=2)
+    handle = executable.reserve(20)
+    step(executable, [(handle, prompt + [3, 4], 0)])
+    fresh = executable.copy(handle, len(prompt))
+    assert fresh != handle
+    for sequence, tail in ((handle, [3, 4, *left]), (fresh, right)):
+        done = 11 if sequence == handle else 9
+        logits = step(executable, [(sequence, (prompt + tail)[done:], done)])
+        assert_near(logits, prefill(executable, prompt + tail)[-1:], within)
+    executable.free(handle)
+    logits = step(executable, [(fresh, [5], 14)])
+    assert_near(logits, prefill(executable, [*prompt, *right, 5])[-1:], within)
+    executable.free(fresh)
+
+
+def test_a_slot_can_be_used_again(executable: Executable, within: float) -> None:
+    first, second = random_tokens(20), random_tokens(6, seed=5)
+    expected = prefill(executable, second)
+    prefill(executable, first)
+    assert_near(prefill(executable, second), expected, within)
+    assert executable.num_free() == 4

@@ -1,0 +1,135 @@
+"""Slots of the cache: shapes, copies, and pages that go back to the system."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiler.errors import CompileError
+from compiler.targets.cpu.cache import SlotCaches, padded_length
+from compiler.targets.cpu.emit import CacheSpec
+from compiler.targets.cpu.executable import CpuExecutable
+from tests.tiny import compiled, prefill, random_tokens, step, tiny_model
+
+SPECS = (CacheSpec("a", 2, 16), CacheSpec("b", 3, 32))
+
+
+def make(num_slots: int = 4, max_context: int = 600) -> SlotCaches:
+    return SlotCaches(SPECS, num_slots, padded_length(SPECS, max_context))
+
+
+def view(caches: SlotCaches, slot: int, index: int) -> np.ndarray:
+    """Tensor ``index`` (a.key, a.value, b.key, b.value) of one slot, writable."""
+    _, shape, address = caches.bindings(slot, slot + 1)[index]
+    offset = address - caches._address
+    count = int(np.prod(shape)) * 4
+    return caches._bytes[offset : offset + count].view(np.float32).reshape(shape)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([16, 48, 64, 80])), min_size=1),
+    st.integers(1, 5000),
+)
+def test_slots_are_whole_pages_and_longer_than_the_context(
+    sizes: list[tuple[int, int]], max_context: int
+) -> None:
+    specs = [CacheSpec("x", heads, dim) for heads, dim in sizes]
+    length = padded_length(specs, max_context)
+    assert length > max_context
+    assert all(heads * length * dim * 4 % mmap.PAGESIZE == 0 for heads, dim in sizes)
+    assert length - max_context <= mmap.PAGESIZE
+
+
+def test_windows_of_slots_are_contiguous() -> None:
+    caches = make()
+    whole = caches.bindings(0, 4)
+    assert [name for name, _, _ in whole] == ["a.key", "a.value", "b.key", "b.value"]
+    for (_, shape, address), (_, part, inside) in zip(whole, caches.bindings(2, 4), strict=True):
+        assert shape[0] == 4 and part == (2, *shape[1:])
+        assert inside - address == 2 * int(np.prod(shape[1:])) * 4
+
+
+def test_every_tensor_of_every_slot_is_its_own_memory() -> None:
+    caches = make()
+    for slot in range(4):
+        for index in range(4):
+            view(caches, slot, index)[:] = 10 * slot + index + 1
+    for slot in range(4):
+        for index in range(4):
+            assert (view(caches, slot, index) == 10 * slot + index + 1).all()
+    assert (caches._bytes.view(np.float32) != 0).all(), "and together they are all of it"
+
+
+def test_a_released_slot_reads_as_zeros_and_its_neighbours_stay() -> None:
+    caches = make()
+    caches._bytes.view(np.float32)[:] = 1.0
+    caches.release(1)
+    for slot in range(4):
+        for index in range(4):
+            assert (view(caches, slot, index) == (slot != 1)).all()
+    view(caches, 1, 0)[:] = 2.0
+    assert (view(caches, 1, 0) == 2.0).all()
+
+
+STATUS = Path("/proc/self/status")
+
+
+def resident_bytes() -> int:
+    """Private memory that the kernel holds for this process (Linux)."""
+    for line in STATUS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no RssAnon")
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="needs Linux")
+def test_pages_go_back_to_the_system() -> None:
+    before = resident_bytes()
+    caches = SlotCaches(SPECS, 4, padded_length(SPECS, 20_000))
+    slot_bytes = sum(view(caches, 0, index).nbytes for index in range(4))
+    assert resident_bytes() - before < slot_bytes / 4, "reserving touches no memory"
+    for index in range(4):
+        view(caches, 2, index)[:] = 1.0
+    assert resident_bytes() - before > slot_bytes * 3 / 4
+    caches.release(2)
+    assert resident_bytes() - before < slot_bytes / 4
+
+
+def test_a_cache_that_no_memory_holds_is_refused_in_words() -> None:
+    with pytest.raises(CompileError, match="for 1000000000 sequences of .*; allowed: fewer"):
+        SlotCaches(SPECS, 1_000_000_000, padded_length(SPECS, 600))
+
+
+def test_a_copy_is_of_the_first_positions() -> None:
+    caches = make()
+    for index in range(4):
+        source = view(caches, 0, index)
+        source[:] = np.random.default_rng(index).random(source.shape, dtype=np.float32)
+    caches.copy(0, 3, 5)
+    for index in range(4):
+        source, target = view(caches, 0, index), view(caches, 3, index)
+        assert (target[:, :, :5] == source[:, :, :5]).all()
+        assert (target[:, :, 5:] == 0).all()
+        assert (view(caches, 1, index) == 0).all()
+
+
+def test_freeing_a_sequence_clears_its_slot() -> None:
+    executable = compiled(tiny_model(std=0.2), "cpu")
+    assert isinstance(executable, CpuExecutable)
+    kept, freed = executable.reserve(30), executable.reserve(30)
+    for handle in (kept, freed):
+        step(executable, [(handle, random_tokens(30), 0)])
+    caches = executable._caches
+    assert caches._bytes.any()
+    executable.free(freed)
+    for _, shape, address in caches.bindings(freed, freed + 1):
+        offset = address - caches._address
+        assert not caches._bytes[offset : offset + int(np.prod(shape)) * 4].any()
+    executable.free(kept)
+    assert not caches._bytes.any()
+    assert prefill(executable, random_tokens(4)).shape == (4, 61)

@@ -1,0 +1,118 @@
+"""The wheel holds all that an installed Tilewright needs, nothing of the clone, and works alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
+
+
+def pip(*arguments: str | Path) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that nothing is left in the clone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, folder / "source", ignore=NOT_COPIED)
+    options = ("--no-deps", "--no-build-isolation", "--no-index")
+    pip("wheel", *options, "--wheel-dir", folder, folder / "source")
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    pip("install", "--no-deps", "--no-index", "--target", folder, wheel)
+    return folder
+
+
+def run_installed(installed: Path, code: str) -> str:
+    """What `code` prints outside the clone, where only the installed wheel provides Tilewright."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=installed.parent,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def in_clone(*patterns: str) -> set[str]:
+    found = (path for pattern in patterns for path in ROOT.glob(pattern))
+    return {path.relative_to(ROOT).as_posix() for path in found}
+
+
+def test_wheel_holds_the_sources_and_the_data(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    expected = in_clone(
+        "compiler/**/*.py",
+        "models/**/*.py",
+        "precision_cfgs/*.yaml",
+        "demo/sample_prompts/*.json",
+        "compiler/bench/texts/*.txt",
+    )
+    assert {"precision_cfgs/performance.yaml", "demo/sample_prompts/questions.json"} <= expected
+    assert expected <= names, sorted(expected - names)
+
+
+def test_wheel_holds_nothing_else(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {
+        "compiler",
+        "models",
+        "precision_cfgs",
+        "demo",
+    }
+    assert not [name for name in names if re.search(r"(^|/)(tests|__pycache__)/|/test_", name)]
+    assert all(name.startswith("demo/sample_prompts/") for name in names if "demo/" in name)
+
+
+def test_wheel_carries_the_licence_and_the_version(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
+    text = archive.read(metadata).decode()
+    assert "License-Expression: Apache-2.0" in text
+    version = wheel.name.split("-")[1]
+    assert f"Version: {version}" in text
+    assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+
+
+def test_installed_wheel_finds_its_data(installed: Path) -> None:
+    code = (
+        "import compiler\n"
+        "from compiler.precision import list_precisions\n"
+        "from compiler.bench.prompts import bench_text, sample_prompts\n"
+        "print(compiler.__file__)\n"
+        "print(len(sample_prompts('questions.json')), bench_text('accuracy.txt')[:18])\n"
+        "print(*list_precisions())\n"
+    )
+    location, prompts, precisions = run_installed(installed, code).splitlines()
+    assert Path(location).is_relative_to(installed)
+    assert prompts == "32 The Craft of Measu"
+    named = {Path(name).stem for name in in_clone("precision_cfgs/*.yaml")}
+    assert set(precisions.split()) == named
+
+
+def test_installed_command_prints_its_version(wheel: Path, installed: Path) -> None:
+    code = "from compiler.cli import main; raise SystemExit(main(['--version']))"
+    assert wheel.name.split("-")[1] in run_installed(installed, code)
+    scripts = (next(installed.glob("*.dist-info")) / "entry_points.txt").read_text()
+    assert "tilewright = compiler.cli:main" in scripts

@@ -1,0 +1,327 @@
+"""Tiny random Llamas, precisions and steps for tests of the compiler.
+
+Golden texts are written anew by ``TILEWRIGHT_UPDATE_GOLDENS=1 pytest ...``; read the difference
+before keeping it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from compiler.driver import weight_source
+from compiler.ir.info import INPUT, info
+from compiler.ir.recipe import load_dense
+from compiler.passes.canonicalize_graph import canonicalize_graph
+from compiler.passes.runner import Pass, PassContext, run_passes
+from compiler.precision import PrecisionConfig, load_precision
+from compiler.targets.base import (
+    CompileOptions,
+    Executable,
+    StateHandle,
+    StepInput,
+    get_target,
+)
+from compiler.targets.reference import dequantised
+from compiler.tracer import trace
+from models.config import ModelConfig, RopeConfig
+from models.llama import LlamaForCausalLM
+
+GOLDENS = Path(__file__).parent / "goldens"
+UPDATE_VARIABLE = "TILEWRIGHT_UPDATE_GOLDENS"
+
+_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "lm_head", "embedding")
+_OP_GROUPS = (
+    *("li_ff1_3", "li_ff2", "li_qkv_decode", "li_o_decode", "sdpa_decode"),
+    *("li_qkv_prefill", "li_o_prefill", "sdpa_prefill", "li_lm_head"),
+)
+
+
+class FakeCheckpoint:
+    """Tensors in a dictionary; ``reads`` lists the names asked for, in order."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+        self.reads: list[str] = []
+
+    def get(self, name: str) -> Tensor:
+        self.reads.append(name)
+        return self.tensors[name]
+
+
+def tiny_config(**changes: Any) -> ModelConfig:
+    """Two layers, grouped heads, tied embeddings, an odd vocabulary."""
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "model_type": "llama",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "max_positions": 256,
+        "norm_eps": 1e-5,
+        "rope": RopeConfig(theta=10000.0),
+        "tie_embeddings": True,
+    }
+    return ModelConfig(**{**values, **changes})
+
+
+def tiny_model(*, seed: int = 0, std: float = 0.05, **changes: Any) -> SimpleNamespace:
+    """What `models.load_model` returns, as far as the compiler looks: random weights, N(0, std)."""
+    config = tiny_config(**changes)
+    with torch.device("meta"):
+        module = LlamaForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in module.named_parameters():
+        values = torch.randn(weight.shape, generator=generator) * std
+        tensors[name] = 1.0 + values if "norm" in name else values
+    return SimpleNamespace(
+        name=config.name, config=config, module=module, checkpoint=FakeCheckpoint(tensors)
+    )
+
+
+def precision_of(
+    weights: str = "fp32",
+    fidelity: str = "hifi4",
+    *,
+    layers: str = "",
+    block_axis: str = "in",
+    **changes: str,
+) -> PrecisionConfig:
+    """One format and one fidelity everywhere, then ``changes`` by group.
+
+    ``layers`` is the inside of a heading's ``layer_cfg = {...}``. kv_cache is at most bfp8-like:
+    it takes ``weights`` too.
+    """
+    formats = {group: weights for group in _TENSOR_GROUPS} | {"activation": "mixed"}
+    fidelities = {group: fidelity for group in _OP_GROUPS}
+    for key, value in changes.items():
+        (fidelities if key.startswith(("li_", "sdpa_")) else formats)[key] = value
+    heading = f"precision_cfg = {_map(formats)}, fidelity_cfg = {_map(fidelities)}"
+    if layers:
+        heading += f", layer_cfg = {{{layers}}}"
+    return load_precision(f"{heading}, block_axis = {block_axis}")
+
+
+def _map(settings: dict[str, str]) -> str:
+    return "{" + ", ".join(f"{key}: {value}" for key, value in settings.items()) + "}"
+
+
+def context_of(model: SimpleNamespace, precision: PrecisionConfig | None = None) -> PassContext:
+    """A fresh context of passes; fp32 unless told otherwise."""
+    chosen = precision if precision is not None else precision_of()
+    return PassContext(chosen.resolve(model.config.num_layers, model.name))
+
+
+def pipeline(target: str = "cpu") -> list[Pass]:
+    """All passes of a target, in order, without its verification."""
+    return [current for stage in get_target(target).stages() for current in stage.passes]
+
+
+def traced(model: SimpleNamespace) -> fx.GraphModule:
+    """The model's traced graph: a copy of its own, traced once for equal configurations."""
+    if model.config not in _TRACED:
+        _TRACED[model.config] = trace(model.module)
+    return copy.deepcopy(_TRACED[model.config])
+
+
+_TRACED: dict[ModelConfig, fx.GraphModule] = {}
+
+
+def lowered(
+    model: SimpleNamespace,
+    *,
+    until: str = "",
+    target: str = "cpu",
+    precision: PrecisionConfig | None = None,
+) -> tuple[fx.GraphModule, PassContext]:
+    """The traced graph after a target's passes, stopping before the pass called ``until``.
+
+    Made once for equal configurations; every call returns a copy of its own.
+    """
+    ctx = context_of(model, precision)
+    key = (model.config, target, until, ctx.precision.id)
+    if key not in _LOWERED:
+        names = [current.name for current in pipeline(target)]
+        assert not until or until in names, until
+        passes = pipeline(target)[: names.index(until)] if until else pipeline(target)
+        graph_module = traced(model)
+        run_passes(graph_module, passes, ctx)
+        _LOWERED[key] = graph_module, ctx
+    graph_module, known = _LOWERED[key]
+    return copy.deepcopy(graph_module), dataclasses.replace(
+        known, notes=list(known.notes), reports=list(known.reports)
+    )
+
+
+_LOWERED: dict[tuple[object, ...], tuple[fx.GraphModule, PassContext]] = {}
+
+
+class _Function(nn.Module):
+    """``function(x, positions, **weights)`` on embedded tokens ``[T, 32]``, as a model.
+
+    ``inv_freq`` is a buffer, as in models; everything else a parameter.
+    """
+
+    tensor_groups: dict[str, str] = {}  # noqa: RUF012 (as models declare it)
+
+    def __init__(self, function: Callable[..., Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.function = function
+        self.embed = nn.Embedding(61, 32)
+        self.names = tuple(shapes)
+        for name, shape in shapes.items():
+            if name == "inv_freq":
+                self.register_buffer(name, torch.empty(shape))
+            else:
+                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        weights = {name: getattr(self, name) for name in self.names}
+        return self.function(self.embed(tokens), positions, **weights)
+
+    def constants(self) -> dict[str, Tensor]:
+        return {}
+
+
+def function_graph(
+    function: Callable[..., Tensor], **shapes: tuple[int, ...]
+) -> tuple[fx.GraphModule, SimpleNamespace]:
+    """A canonical graph of ``function(x [T, 32], positions [T], **weights)``, and its model.
+
+    For near-misses: graphs that a pass must leave alone.
+    """
+    with torch.device("meta"):
+        module = _Function(function, shapes)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    tensors = {name: torch.randn(weight.shape) for name, weight in named}
+    model = SimpleNamespace(
+        name="function", config=tiny_config(), module=module, checkpoint=FakeCheckpoint(tensors)
+    )
+    graph_module = trace(module)
+    run_passes(graph_module, [canonicalize_graph], context_of(model))
+    return graph_module, model
+
+
+def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: Any) -> Any:
+    """Run a graph eagerly on the values its recipes stand for; ``inputs`` by name.
+
+    States are made here: zeros of one slot and 32 positions.
+    """
+    get = weight_source(model)
+    graph_module.recompile()
+    arguments = []
+    for node in graph_module.graph.nodes:
+        facts = info(node)
+        if node.op != "placeholder":
+            continue
+        if facts.role == INPUT:
+            arguments.append(inputs[str(node.target)])
+        elif facts.recipe is not None:
+            values = dequantised if facts.recipe.format else load_dense
+            arguments.append(values(facts.recipe, get))
+        else:
+            assert facts.state is not None
+            kinds, *rest = facts.state.shape
+            arguments.append(torch.zeros(1, kinds, 32, *rest))
+    with torch.no_grad():
+        return graph_module(*arguments)
+
+
+def step_inputs(num_tokens: int, *, vocab_size: int = 61, seed: int = 0) -> dict[str, Tensor]:
+    """The inputs of a graph for one sequence of random tokens, from position 0 in slot 0."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "tokens": torch.randint(0, vocab_size, (num_tokens,), generator=generator),
+        "positions": torch.arange(num_tokens),
+        "cu_seqlens": torch.tensor([0, num_tokens]),
+        "slots": torch.tensor([0]),
+        "logit_rows": torch.arange(num_tokens),
+    }
+
+
+def compiled(
+    model: SimpleNamespace,
+    target: str = "reference",
+    *,
+    precision: PrecisionConfig | None = None,
+    **options: Any,
+) -> Executable:
+    """What `compile_model` builds, from a trace that tests share (tests/test_driver.py compares).
+
+    Small defaults: four sequences of 64 positions, float arithmetic, one thread.
+    """
+    defaults = CompileOptions(max_batch=4, max_context=64, compute="exact", num_threads=1)
+    graph_module, _ = lowered(model, target=target, precision=precision)
+    chosen = dataclasses.replace(defaults, **options)
+    return get_target(target).compile(
+        graph_module, weight_source(model), chosen, lambda what, done, total: None
+    )
+
+
+def step(
+    executable: Executable,
+    work: Sequence[tuple[StateHandle, Sequence[int], int]],
+    *,
+    rows: Sequence[int] | None = None,
+) -> Tensor:
+    """Logits of one step over (handle, tokens, first position) entries; default: last rows."""
+    tokens = [token for _, part, _ in work for token in part]
+    positions = [start + at for _, part, start in work for at in range(len(part))]
+    bounds = [0]
+    for _, part, _ in work:
+        bounds.append(bounds[-1] + len(part))
+    wanted = rows if rows is not None else [end - 1 for end in bounds[1:]]
+    output = executable.step(
+        StepInput(
+            torch.tensor(tokens),
+            torch.tensor(positions),
+            torch.tensor(bounds),
+            torch.tensor(wanted, dtype=torch.int64),
+            tuple(handle for handle, _, _ in work),
+            want_logits=True,
+        )
+    )
+    assert output.logits is not None
+    return output.logits
+
+
+def prefill(executable: Executable, tokens: Sequence[int], chunks: Iterable[int] = ()) -> Tensor:
+    """Logits at every position of a fresh sequence, run in chunks of these sizes, then freed."""
+    handle = executable.reserve(len(tokens))
+    parts, start = [], 0
+    for size in [*chunks, len(tokens)]:
+        part = tokens[start : start + size]
+        if part:
+            parts.append(step(executable, [(handle, part, start)], rows=range(len(part))))
+        start += len(part)
+    executable.free(handle)
+    return torch.cat(parts)
+
+
+def random_tokens(count: int, *, vocab_size: int = 61, seed: int = 0) -> list[int]:
+    """Token ids, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (count,), generator=generator).tolist()
+
+
+def check_golden(name: str, text: str) -> None:
+    """Compare with ``tests/goldens/<name>``; write it instead where the variable above is set."""
+    path = GOLDENS / name
+    if os.environ.get(UPDATE_VARIABLE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert path.is_file(), f"no golden {name}; write it with {UPDATE_VARIABLE}=1"
+    assert text == path.read_text(encoding="utf-8")
