@@ -129,10 +129,10 @@ def parse_mesh(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def describe_cpu() -> CpuDescription:
-    """The host's processor, from the system's own tables; unknown parts are said to be so."""
+def describe_cpu(cpuinfo: Path = _CPUINFO) -> CpuDescription:
+    """The host's processor, from the system's own table; unknown parts are said to be so."""
     try:
-        text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
         text = ""  # not Linux: the platform module knows less, but something
     fields: dict[str, str] = {}

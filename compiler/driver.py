@@ -59,7 +59,7 @@ def compile_model(
     report = progress or (lambda what, done, total: None)
     check_options(options, model.config.max_positions)
     backend = get_target(target)
-    resolved = precision.resolve(model.config.num_layers, model.name)
+    resolved = resolve_precision(model, precision)
 
     report("trace", 0, 1)
     graph_module = trace(model.module)
@@ -67,6 +67,16 @@ def compile_model(
     lower_graph(graph_module, backend, ctx, report)
     executable = backend.compile(graph_module, weight_source(model), options, report)
     return Compiled(executable, graph_module, resolved, ctx)
+
+
+def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> ResolvedPrecision:
+    """The configuration on this model; name patterns are checked against its modules.
+
+    Raises:
+        ConfigError: for a layer the model has not, or a pattern that names no module.
+    """
+    fqns = [name for name, _ in model.module.named_modules()]
+    return precision.resolve(model.config.num_layers, model.name, fqns=fqns)
 
 
 def lower_graph(

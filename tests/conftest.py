@@ -16,7 +16,16 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("tilewright")
 
-torch.set_num_threads(2)
+NUM_THREADS = 2
+torch.set_num_threads(NUM_THREADS)
+
+
+@pytest.fixture(autouse=True)
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """One for tiny tensors, on which threads only wait for each other; else what is set above."""
+    torch.set_num_threads(NUM_THREADS if "smollm2_path" in request.fixturenames else 1)
+    yield
+    torch.set_num_threads(NUM_THREADS)
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,9 @@ def test_weights_are_read_one_by_one_and_once() -> None:
 def test_constants_come_from_the_model_and_weights_from_the_checkpoint() -> None:
     model = tiny_model()
     get = weight_source(model)
-    assert torch.equal(get("model.rotary.inv_freq"), model.module.constants()["model.rotary.inv_freq"])
+    assert torch.equal(
+        get("model.rotary.inv_freq"), model.module.constants()["model.rotary.inv_freq"]
+    )
     assert model.checkpoint.reads == []
     assert get("model.norm.weight") is model.checkpoint.tensors["model.norm.weight"]
 
@@ -141,5 +143,5 @@ def test_a_tensor_with_nan_is_named(target: str, name: str) -> None:
     model = tiny_model(num_layers=1)
     tensor = model.checkpoint.tensors["model.layers.0.self_attn.k_proj.weight"]
     tensor[3, 3] = float("nan")
-    with pytest.raises(CheckpointError, match="k_proj.weight' holds NaN or inf"):
+    with pytest.raises(CheckpointError, match=r"k_proj\.weight' holds NaN or inf"):
         compile_model(model, precision_of(name), target=target, options=OPTIONS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,8 +105,8 @@ def precision_of(
     ``layers`` is the inside of a heading's ``layer_cfg = {...}``. kv_cache is at most bfp8-like:
     it takes ``weights`` too.
     """
-    formats = {group: weights for group in _TENSOR_GROUPS} | {"activation": "mixed"}
-    fidelities = {group: fidelity for group in _OP_GROUPS}
+    formats = dict.fromkeys(_TENSOR_GROUPS, weights) | {"activation": "mixed"}
+    fidelities = dict.fromkeys(_OP_GROUPS, fidelity)
     for key, value in changes.items():
         (fidelities if key.startswith(("li_", "sdpa_")) else formats)[key] = value
     heading = f"precision_cfg = {_map(formats)}, fidelity_cfg = {_map(fidelities)}"
@@ -175,7 +175,7 @@ class _Function(nn.Module):
     ``inv_freq`` is a buffer, as in models; everything else a parameter.
     """
 
-    tensor_groups: dict[str, str] = {}  # noqa: RUF012 (as models declare it)
+    tensor_groups: Mapping[str, str] = {}
 
     def __init__(self, function: Callable[..., Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
         super().__init__()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -38,14 +39,22 @@ def compile_progress(console: Console) -> Iterator[ProgressCallback]:
 
 
 def print_table(
-    console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    numbers: bool = False,
 ) -> None:
-    """A table of text cells; the first column left, the others right."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    """A table of text cells; with ``numbers``, all columns but the first are right-aligned."""
+    table = Table()
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        justify: Literal["left", "right"] = "right" if numbers and index else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     for row in rows:
         table.add_row(*row)
+    if title:
+        console.print(f"[bold]{title}[/bold]")
     console.print(table)
 
 

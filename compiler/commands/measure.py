@@ -34,6 +34,7 @@ from compiler.errors import ConfigError, RequestError
 from compiler.precision import load_precision
 from compiler.runtime.request import SamplingParams
 from compiler.targets.base import CompileOptions, Executable, Progress
+from compiler.targets.contract import NumericContract
 from models import LoadedModel
 
 
@@ -207,10 +208,9 @@ def make_result(
 ) -> Result:
     """The record of a run, without its accuracy."""
     case = options.case
-    executable = compiled.executable
     repeats = tuple(run.repeat for run in runs)
     surroundings = environment(hash_host=True)
-    contract = executable.contract
+    contract = compiled.executable.contract
     return Result(
         case=f"{case.name}*" if options.is_case_changed else case.name,
         model=model.name,
@@ -231,23 +231,28 @@ def make_result(
         compute="exact" if options.compute == "exact" else "fast",
         repeats=repeats,
         peak_memory_bytes=peak_memory,
-        resident_bytes=executable.memory().weights,
+        resident_bytes=compiled.executable.memory().weights,
         cache_bytes=cache_bytes,
-        contract=tuple(
-            ContractLine(
-                field=entry.field,
-                requested=entry.requested,
-                status=entry.meaning.status,
-                effective=entry.meaning.effective,
-                layers=entry.layers,
-            )
-            for entry in contract.entries
-        ),
+        contract=contract_lines(contract),
         versions=surroundings.versions,
         commit=surroundings.commit,
         host=surroundings.host,
         timestamp=surroundings.timestamp,
         **medians(repeats),
+    )
+
+
+def contract_lines(contract: NumericContract) -> tuple[ContractLine, ...]:
+    """A numeric contract as a record keeps it."""
+    return tuple(
+        ContractLine(
+            field=entry.field,
+            requested=entry.requested,
+            status=entry.meaning.status,
+            effective=entry.meaning.effective,
+            layers=entry.layers,
+        )
+        for entry in contract.entries
     )
 
 

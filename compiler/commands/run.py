@@ -81,10 +81,10 @@ def _report(screen: Console, options: RunOptions, result: Result, runs: list[Run
     from compiler.commands.console import print_table, repeat_rows, result_rows
 
     title = f"{result.case}: {result.model} on {result.target}, {result.precision_name}"
-    print_table(screen, title, ("", "median"), result_rows(result))
+    print_table(screen, title, ("", "median"), result_rows(result), numbers=True)
     if len(runs) > 1:
         columns = ("repeat", "TTFT (ms)", "prefill (t/s)", "decode (t/s/u)")
-        print_table(screen, "", columns, repeat_rows(result.repeats))
+        print_table(screen, "", columns, repeat_rows(result.repeats), numbers=True)
     screen.print(f"{result.device_detail}; {result.heading}", style="dim")
     if options.results is not None:
         append(options.results, result)
@@ -134,8 +134,9 @@ class _TextPrinter:
 
 def _explain(screen: Console, model: LoadedModel, options: RunOptions) -> None:
     from compiler.commands.console import print_table
+    from compiler.driver import resolve_precision
 
-    resolved = options.precision.resolve(model.config.num_layers, model.name)
+    resolved = resolve_precision(model, options.precision)
     rows = [(row.scope, row.key, row.value, row.source) for row in resolved.explain()]
     print_table(screen, f"precision {options.precision.name}", ("where", "what", "is", "by"), rows)
     screen.print(resolved.heading())
@@ -169,7 +170,8 @@ def _explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
         for cost in costs
     ]
     columns = ("group", "formats", "weights (M)", "read (MB)", "operations (M)")
-    print_table(screen, f"one decode step at a context of {context}", columns, rows)
+    title = f"one decode step at a context of {context}"
+    print_table(screen, title, columns, rows, numbers=True)
 
 
 def _print_list() -> None:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-# floats and block_float fill the registry.
-from compiler.formats import block_float, floats
 from compiler.formats.base import FORMATS, BlockEncoded, DataFormat, Encoded
-from compiler.formats.block_float import BlockFloat
+from compiler.formats.block_float import BFP2, BFP4, BFP8, BlockFloat
 from compiler.formats.fidelity import FIDELITIES, Fidelity
-from compiler.formats.floats import FloatFormat
+from compiler.formats.floats import BF16, FP16, FP32, FloatFormat
 
 __all__ = [
+    "BF16",
+    "BFP2",
+    "BFP4",
+    "BFP8",
     "FIDELITIES",
     "FORMATS",
+    "FP16",
+    "FP32",
     "BlockEncoded",
     "BlockFloat",
     "DataFormat",
     "Encoded",
     "Fidelity",
     "FloatFormat",
-    "block_float",
-    "floats",
     "get_format",
 ]
+
+for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2):
+    FORMATS.register(_format.name, _format)
 
 
 def get_format(name: str) -> DataFormat:

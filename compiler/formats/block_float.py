@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compiler.errors import CompileError
-from compiler.formats.base import FORMATS, BlockEncoded, DataFormat, Encoded
+from compiler.formats.base import BlockEncoded, DataFormat, Encoded
 
 if TYPE_CHECKING:
     import torch
@@ -196,6 +196,6 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
-BFP8 = FORMATS.register("bfp8", BlockFloat("bfp8", 8, BLOCK_SIZE))
-BFP4 = FORMATS.register("bfp4", BlockFloat("bfp4", 4, BLOCK_SIZE))
-BFP2 = FORMATS.register("bfp2", BlockFloat("bfp2", 2, BLOCK_SIZE))
+BFP8 = BlockFloat("bfp8", 8, BLOCK_SIZE)
+BFP4 = BlockFloat("bfp4", 4, BLOCK_SIZE)
+BFP2 = BlockFloat("bfp2", 2, BLOCK_SIZE)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compiler.formats.base import FORMATS, BlockEncoded, DataFormat, Encoded
+from compiler.formats.base import BlockEncoded, DataFormat, Encoded
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,6 @@ class FloatFormat(DataFormat):
         return data.reshape(-1).clone().view(self.dtype).reshape(tuple(shape)).float()
 
 
-FP32 = FORMATS.register("fp32", FloatFormat("fp32", 32, dtype_name="float32"))
-BF16 = FORMATS.register("bf16", FloatFormat("bf16", 16, dtype_name="bfloat16"))
-FP16 = FORMATS.register("fp16", FloatFormat("fp16", 16, dtype_name="float16"))
+FP32 = FloatFormat("fp32", 32, dtype_name="float32")
+BF16 = FloatFormat("bf16", 16, dtype_name="bfloat16")
+FP16 = FloatFormat("fp16", 16, dtype_name="float16")

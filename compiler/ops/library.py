@@ -29,9 +29,13 @@ CostFunction = Callable[..., Cost]
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One entry of the op set: ``overload`` stands in graphs; calling it runs the reference."""
+    """One entry of the op set: ``overload`` stands in graphs; calling it runs the reference.
+
+    ``reference`` is the plain function, for callers that want no dispatch.
+    """
 
     name: str
+    reference: Callable[..., Any]
     custom_op: Any
     cost: CostFunction
 
@@ -61,7 +65,7 @@ def operator(
         name = reference.__name__
         custom = torch.library.custom_op(f"{NAMESPACE}::{name}", reference, mutates_args=mutates)
         custom.register_fake(fake)
-        entry = Operator(name=name, custom_op=custom, cost=cost)
+        entry = Operator(name, reference, custom, cost)
         OPERATORS[entry.overload] = entry
         return entry
 

@@ -131,6 +131,8 @@ def read_rule(selector: object, raw: object, *, where: str) -> LayerRule:
     entry = as_map(raw, where=where)
     nested = {key: entry[key] for key in _MAPS if key in entry}
     flat = {key: value for key, value in entry.items() if key not in _MAPS}
+    if nested and flat:
+        raise ConfigError(f"{where}: two spellings at once; {allowed((*_MAPS, 'or plain groups'))}")
     settings = {
         **_read_maps(nested, where=where),
         **read_settings(flat, groups=TENSOR_GROUPS + OP_GROUPS, where=where),

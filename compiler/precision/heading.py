@@ -23,6 +23,7 @@ from compiler.precision.names import (
 SECTIONS = ("precision_cfg", "fidelity_cfg", "layer_cfg", "block_axis")
 MAX_HEADING_LENGTH = 1 << 20
 
+_SECTION = re.compile(rf"(^|[\s,])({'|'.join(SECTIONS)})\s*=")
 _TOKEN = re.compile(r"\s*([{}:,=]|[^\s{}:,=]+)")
 
 
@@ -38,7 +39,7 @@ class HeadingText:
 
 def looks_like_heading(text: str) -> bool:
     """Whether ``text`` is meant as a heading, and not as a name or a path."""
-    return "=" in text and any(section in text for section in SECTIONS)
+    return _SECTION.search(text) is not None
 
 
 def render_heading(
@@ -119,6 +120,8 @@ class _Splitter:
                 raise ConfigError(f"heading: {section} is given twice; allowed: once")
             self._expect("=")
             found[section] = self._section(section)
+        if not found:
+            raise ConfigError(f"heading: nothing in it; {allowed(SECTIONS)}")
         precision, fidelity = found.get("precision_cfg", {}), found.get("fidelity_cfg", {})
         layers, block_axis = found.get("layer_cfg", ()), found.get("block_axis")
         assert isinstance(precision, dict) and isinstance(fidelity, dict)

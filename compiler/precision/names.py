@@ -143,11 +143,13 @@ def check_setting(key: str, value: str, *, where: str) -> None:
 def normalise_model_name(name: str) -> str:
     """One spelling for a model's many: ``meta-llama/Llama-3.2-1B-Instruct`` is ``llama3.2-1b``.
 
-    Drops the organisation, the maker's prefix and tuning suffixes, and joins the family with its
-    version. Different sizes, versions or distillations stay different; matching is then exact.
+    Drops the organisation, the maker's prefix, tuning suffixes and the format a GGUF file is named
+    for, and joins the family with its version. Different sizes, families and distillations stay
+    different; matching is then exact.
     """
     name = name.rstrip("/").rsplit("/", 1)[-1].lower().replace("_", "-")
     name = name.removeprefix("meta-")
+    name = re.sub(r"[-.](q\d(-\d|-k(-[sml])?)?|bf16|fp?16|fp?32)$", "", name)
     name = re.sub(r"-v\d+(\.\d+)*$", "", name)
     while (short := re.sub(r"-(instruct|chat|it|hf|vision)$", "", name)) != name:
         name = short

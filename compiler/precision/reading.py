@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.resources
 import json
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,15 +31,18 @@ from compiler.precision.names import normalise_key
 BASE = "base"
 FOLDER = "precision_cfgs"
 MAX_FILE_BYTES = 1 << 18
+MAX_KEY_LENGTH = 200
+MAX_CHAIN = 32
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _YAML_SUFFIXES = (".yaml", ".yml")
 _SUFFIXES = (*_YAML_SUFFIXES, ".json")
+_PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
 
 
-def list_precisions() -> tuple[str, ...]:
-    """The names that :func:`load_precision` finds without a path, sorted."""
-    return tuple(sorted(path.stem for path in _shipped_folder().glob("*.yaml")))
+def list_precisions() -> dict[str, str]:
+    """Name and description of what :func:`load_precision` finds without a path, sorted by name."""
+    return {name: load_precision(name).description for name in _shipped_names()}
 
 
 def load_precision(spec: str) -> PrecisionConfig:
@@ -86,22 +90,33 @@ def _shipped_folder() -> Path:
         raise ConfigError(f"{FOLDER}/ is missing; allowed: a complete installation") from None
 
 
+def _shipped_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _shipped_folder().glob("*.yaml")))
+
+
 def _locate(spec: str, *, folder: Path, where: str) -> Path:
     """The file of a name, or of a path relative to ``folder``."""
     if spec.endswith(_SUFFIXES):
         path = folder / spec
-        if not path.is_file():
-            raise ConfigError(f"{where}: no file {str(path)!r}; {_what_is_allowed()}")
+        try:
+            is_file = path.is_file()
+        except OSError:  # a name too long, a folder that may not be searched
+            is_file = False
+        if not is_file:
+            raise ConfigError(f"{where}: no file {_cut(str(path))!r}; {_what_is_allowed()}")
         return path
-    names = list_precisions()
-    if not _NAME.fullmatch(spec) or spec not in names:
-        shown = spec if len(spec) <= 80 else spec[:77] + "..."
-        raise ConfigError(f"{where}: unknown precision {shown!r}; {_what_is_allowed()}")
+    if not _NAME.fullmatch(spec) or spec not in _shipped_names():
+        raise ConfigError(f"{where}: unknown precision {_cut(spec)!r}; {_what_is_allowed()}")
     return _shipped_folder() / f"{spec}.yaml"
 
 
+def _cut(text: str, length: int = 80) -> str:
+    """The end of a long text: of a path the part that tells most."""
+    return text if len(text) <= length else "..." + text[3 - length :]
+
+
 def _what_is_allowed() -> str:
-    return allowed((*list_precisions(), "a path to a .yaml or .json", "a heading"))
+    return allowed((*_shipped_names(), "a path to a .yaml or .json", "a heading"))
 
 
 def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
@@ -110,6 +125,8 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
     if path in chain:
         names = " -> ".join(_display(step) for step in (*chain, path))
         raise ConfigError(f"{source}: inherits itself: {names}; allowed: a chain that ends")
+    if len(chain) == MAX_CHAIN:
+        raise ConfigError(f"{source}: inherits too deeply; allowed: a chain of {MAX_CHAIN} files")
     text = _read_text(path, source=source)
     is_json = path.suffix == ".json"
     raw = as_map(_parse_json(text, source) if is_json else _parse_yaml(text, source), where=source)
@@ -128,8 +145,10 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
 
 
 def _display(path: Path) -> str:
-    """The short name of a file that ships with us, the whole path of any other."""
-    return f"{FOLDER}/{path.name}" if path.parent == _shipped_folder() else str(path)
+    """The short name of a file that ships with us, the whole path of any other, on one line."""
+    if path.parent == _shipped_folder():
+        return f"{FOLDER}/{path.name}"
+    return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _read_text(path: Path, *, source: str) -> str:
@@ -151,6 +170,10 @@ class _TextLoader(yaml.SafeLoader):
 
     # Merge keys go with the rest: nested ones grow exponentially, and `inherits` does their work.
     yaml_implicit_resolvers = {}  # noqa: RUF012 - a class's table, as in every loader
+    # Of tags only those that plain text has anyway; None is what refuses every other.
+    yaml_constructors = {  # noqa: RUF012
+        tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (*_PLAIN_TAGS, None)
+    }
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Hashable, Any]:
         mapping: dict[Hashable, Any] = {}
@@ -158,7 +181,7 @@ class _TextLoader(yaml.SafeLoader):
             raise yaml.constructor.ConstructorError(None, None, "not a map", node.start_mark)
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
+            if not _is_name(key):
                 raise yaml.constructor.ConstructorError(
                     None, None, "a key that is no name", key_node.start_mark
                 )
@@ -180,18 +203,23 @@ def _parse_yaml(text: str, source: str) -> object:
         raise ConfigError(f"{place}: {problem}; allowed: YAML, each key once") from None
     except RecursionError:
         raise ConfigError(f"{source}: nested too deeply; allowed: plain maps") from None
-    except (ValueError, TypeError):  # an explicit tag whose value does not fit it
-        raise ConfigError(f"{source}: a bad tagged value; allowed: plain text") from None
+    except (ValueError, OverflowError):  # an escape beyond Unicode, a version of 5,000 digits
+        raise ConfigError(f"{source}: a number out of range; allowed: plain text") from None
+
+
+def _is_name(key: object) -> bool:
+    """Keys are quoted in messages, which are one line."""
+    return isinstance(key, str) and key.isprintable() and len(key) <= MAX_KEY_LENGTH
 
 
 def _parse_json(text: str, source: str) -> object:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        mapping = dict(pairs)
-        if len(mapping) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ConfigError(f"{source}: {twice!r} is given twice; allowed: once")
-        return mapping
+        for key, count in Counter(key for key, _ in pairs).items():
+            if not _is_name(key):
+                raise ConfigError(f"{source}: {_cut(key)!r} is no name; allowed: printable keys")
+            if count > 1:
+                raise ConfigError(f"{source}: {key!r} is given twice; allowed: once")
+        return dict(pairs)
 
     try:
         return json.loads(text, object_pairs_hook=unique)
@@ -209,7 +237,7 @@ def _read_parent(raw: Mapping[str, object], *, path: Path, source: str) -> str |
 
 def _read_line(raw: Mapping[str, object], key: str, *, source: str) -> str:
     value = raw.get(key, "")
-    if not isinstance(value, str) or "\n" in value.strip():
+    if not isinstance(value, str) or not value.strip().isprintable():
         raise ConfigError(f"{source}: {key} is not one line; allowed: one line of text")
     return value.strip()
 

@@ -44,7 +44,7 @@ class ExplainRow(NamedTuple):
     scope: str
     key: str
     value: str
-    set_by: str
+    source: str
 
 
 class _Set(NamedTuple):
@@ -131,11 +131,11 @@ class ResolvedPrecision:
 
     def _look_up(self, keys: Sequence[str], layer: int | None, fqn: str | None) -> str:
         if fqn is not None:
-            for rule in reversed(self.patterns):
-                if rule.matches(fqn):
-                    for key in keys:
-                        if key in rule.settings:
-                            return rule.settings[key]
+            matching = [rule.settings for rule in reversed(self.patterns) if rule.matches(fqn)]
+            for key in keys:
+                for settings in matching:
+                    if key in settings:
+                        return settings[key]
         if layer is not None:
             assert 0 <= layer < self.num_layers, f"layer {layer} of {self.num_layers}"
             if keys[0] in self.layers[layer]:

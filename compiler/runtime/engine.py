@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compiler.errors import RequestError
 from compiler.runtime.batch import Piece, build_step, split_by_capability
+from compiler.runtime.request import check_tokens
 from compiler.runtime.scheduler import PREFILL_CHUNK
 from compiler.targets.base import Executable, StateHandle
 
@@ -73,7 +74,7 @@ class Engine:
         """
         tokens = token_ids.tolist()
         self._check_ids(request_ids, len(tokens))
-        self._check_tokens(tokens)
+        check_tokens(tokens, self.executable.vocab_size)
         for request_id in request_ids:
             if request_id not in self._states:
                 raise UnknownRequestError(f"request {request_id} is not known; prefill it first")
@@ -131,7 +132,7 @@ class Engine:
                 raise RequestError(
                     f"request {request_id} has {len(prompt)} tokens; allowed: 1 to {context}"
                 )
-            self._check_tokens(prompt)
+            check_tokens(prompt, self.executable.vocab_size)
         fresh = sum(request_id not in self._states for request_id in request_ids)
         if fresh > self.executable.num_free():
             raise RequestError(
@@ -147,9 +148,3 @@ class Engine:
             if request_id in seen:
                 raise DuplicateRequestError(f"request {request_id} is named twice in one call")
             seen.add(request_id)
-
-    def _check_tokens(self, tokens: Sequence[int]) -> None:
-        vocab_size = self.executable.vocab_size
-        for token in tokens:
-            if not 0 <= token < vocab_size:
-                raise RequestError(f"token {token}; allowed: 0 to {vocab_size - 1}")

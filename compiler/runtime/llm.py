@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from compiler.errors import RequestError
 from compiler.runtime.batch import Piece, build_step, sampling_batch
-from compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request
+from compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, check_tokens
 from compiler.runtime.scheduler import PREFILL_CHUNK, Scheduled, Scheduler
 from compiler.targets.base import Executable, StepOutput
 
@@ -29,6 +29,7 @@ class LLM:
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError where it can never be served."""
+        check_tokens(request.prompt, self.executable.vocab_size)
         request.arrived_at = time.perf_counter()
         self.scheduler.add(request)
 

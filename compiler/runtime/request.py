@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compiler.errors import RequestError
@@ -78,3 +79,10 @@ class Request:
         if self.is_prefill:
             return list(self.prompt[start : start + limit])
         return [self.output[start - len(self.prompt)]]
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    """Refuse ids that are not in the vocabulary; RequestError names the first."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise RequestError(f"token {token}; allowed: 0 to {vocab_size - 1}")

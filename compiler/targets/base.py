@@ -209,7 +209,7 @@ def finish_step(logits: Tensor, inputs: StepInput) -> StepOutput:
     token_ids = finished = None
     if inputs.sampling is not None:
         batch = inputs.sampling
-        token_ids = sample(
+        token_ids = sample.reference(
             logits, batch.temperature, batch.top_k, batch.top_p, batch.seeds, batch.positions
         )
         finished = (token_ids.unsqueeze(-1) == batch.end_tokens).any(-1)

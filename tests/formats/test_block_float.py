@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiler.errors import CompileError
-from compiler.formats import FORMATS, BlockFloat
+from compiler.formats import FORMATS, BlockEncoded, BlockFloat
+from tests.formats.slow_blocks import slow_pack, slow_unpack
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 BLOCK_FORMATS = ("bfp8", "bfp4", "bfp2")
@@ -34,38 +35,6 @@ def to_bits(value: float) -> int:
 
 def tensor_bits(x: torch.Tensor) -> list[int]:
     return [bits & 0xFFFFFFFF for bits in x.contiguous().view(torch.int32).reshape(-1).tolist()]
-
-
-def slow_pack(words: list[int], mantissa_bits: int) -> tuple[int, list[int]]:
-    """One block, bit by bit, from the words of 16 float32 values."""
-    shared = max((word >> 23) & 0xFF for word in words)
-    signed = []
-    for word in words:
-        exponent = (word >> 23) & 0xFF
-        significand = 0 if exponent == 0 else (1 << 23) + (word & 0x7FFFFF)
-        for _ in range(shared - exponent):
-            significand //= 2
-        kept, rest = divmod(significand, 1 << (24 - mantissa_bits))
-        half = 1 << (23 - mantissa_bits)
-        if rest > half or (rest == half and kept % 2 == 1):
-            kept += 1
-        kept = min(kept, (1 << mantissa_bits) - 1)
-        signed.append(-kept if word >> 31 else kept)
-    return shared, signed
-
-
-def slow_unpack(shared: int, signed: int, mantissa_bits: int) -> int:
-    """The float32 word of one element."""
-    if signed == 0:
-        return 0
-    magnitude, exponent = abs(signed), shared
-    while magnitude < 1 << (mantissa_bits - 1):
-        magnitude *= 2
-        exponent -= 1
-    if exponent < 1:
-        return 0
-    fraction = (magnitude - (1 << (mantissa_bits - 1))) << (24 - mantissa_bits)
-    return (1 << 31 if signed < 0 else 0) | exponent << 23 | fraction
 
 
 def mantissas_of(name: str, *values: float) -> list[int]:
@@ -137,7 +106,7 @@ def test_inf_takes_the_exponent(name: str) -> None:
     assert values.tolist() == [math.inf, -math.inf, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ("bfp8", "bfp4"))
+@pytest.mark.parametrize("name", ["bfp8", "bfp4"])
 def test_nan_stays_nan(name: str) -> None:
     values = FORMATS[name].round_trip(torch.tensor([math.nan, 1.0]))
     assert math.isnan(values[0])
@@ -146,8 +115,6 @@ def test_nan_stays_nan(name: str) -> None:
 
 
 def test_underflow_flushes_when_unpacking() -> None:
-    from compiler.formats import BlockEncoded
-
     encoded = BlockEncoded(
         exponents=torch.tensor([1, 2], dtype=torch.uint8),
         mantissas=torch.tensor([64, 32, -1] + [0] * 13 + [32, 16], dtype=torch.int8),

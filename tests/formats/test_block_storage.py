@@ -30,7 +30,7 @@ def test_pack_and_unpack(name: str, shape: tuple[int, ...], axis: int) -> None:
     assert torch.equal(values, FORMATS[name].round_trip(x, axis=axis))
 
 
-@pytest.mark.parametrize("name", (*BLOCK_FORMATS, "fp32", "bf16"))
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS, "fp32", "bf16"])
 def test_unpack_refuses_another_size(name: str) -> None:
     packed = FORMATS[name].pack(torch.randn(2, 32))
     with pytest.raises(CheckpointError, match=rf"bytes of {name} for shape \[2, 32\]; allowed: "):

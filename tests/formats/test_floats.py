@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def test_fp32_keeps_everything() -> None:
     assert torch.equal(FORMATS["fp32"].round_trip(x), x)
 
 
-@pytest.mark.parametrize("name", ("fp32", "bf16", "fp16"))
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_pack_and_unpack(name: str) -> None:
     x = torch.randn(3, 5)
     packed = FORMATS[name].pack(x.T)
@@ -62,3 +63,32 @@ def test_metadata_needs_no_torch() -> None:
     )
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0
+
+
+def test_fp16_has_denormals_and_a_small_range() -> None:
+    x = torch.tensor([65504.0, 65520.0, -1e9, 2.0**-24, 2.0**-26, 1 + 2.0**-11, math.nan])
+    values = FORMATS["fp16"].round_trip(x)
+    expected = [65504.0, math.inf, -math.inf, 2.0**-24, 0.0, 1.0]
+    assert values[:-1].tolist() == expected
+    assert math.isnan(values[-1])
+
+
+def test_bf16_keeps_denormals_and_the_range_of_fp32() -> None:
+    x = torch.tensor([2.0**-133, -(2.0**-126), 3.3e38, 3.4028e38])
+    values = FORMATS["bf16"].round_trip(x)
+    assert values[:2].tolist() == [2.0**-133, -(2.0**-126)]
+    assert math.isfinite(values[2])
+    assert math.isinf(values[3])
+
+
+def test_bytes_are_little_endian() -> None:
+    x = torch.tensor([1.0, -2.0])
+    assert FORMATS["fp32"].pack(x).tolist() == [0, 0, 0x80, 0x3F, 0, 0, 0, 0xC0]
+    assert FORMATS["bf16"].pack(x).tolist() == [0x80, 0x3F, 0, 0xC0]
+    assert FORMATS["fp16"].pack(x).tolist() == [0, 0x3C, 0, 0xC0]
+
+
+def test_formats_do_not_change() -> None:
+    for data_format in FORMATS.values():
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            data_format.name = "other"  # type: ignore[misc]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -26,9 +28,9 @@ def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int = 0) -
     at = torch.arange(len(q))
     distance = at[:, None] - at
     seen = (distance >= 0) & (distance < (window or len(q)))
-    heads_first = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    q_HTD, k_GTD, v_GTD = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = F.scaled_dot_product_attention(
-        *heads_first, attn_mask=seen, scale=SCALE, enable_gqa=True
+        q_HTD, k_GTD, v_GTD, attn_mask=seen, scale=SCALE, enable_gqa=True
     )
     return out[0].transpose(0, 1)
 
@@ -77,7 +79,7 @@ def test_a_step_of_several_sequences_is_each_alone() -> None:
     got = ops.attention_step(
         q, k, v, cache, positions, torch.tensor(bounds), torch.tensor(slots), SCALE
     )
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         alone = ops.attention(q[first:last], k[first:last], v[first:last], SCALE)
         torch.testing.assert_close(got[first:last], alone)
 
@@ -93,8 +95,6 @@ def test_the_fused_form_is_its_parts(packed: bool, interleaved: bool) -> None:
     expected = ops.attention_step(*turned, v, caches[0], *step, SCALE, 3)
     flat = [x.flatten(1) for x in (q, k, v)]
     first = (torch.cat(flat, dim=-1), None, None) if packed else flat
-    got = ops.rope_attention_step(
-        *first, caches[1], *step, inv_freq, 4, SCALE, 3, interleaved
-    )
+    got = ops.rope_attention_step(*first, caches[1], *step, inv_freq, 4, SCALE, 3, interleaved)
     torch.testing.assert_close(got, expected.flatten(1))
     torch.testing.assert_close(caches[1], caches[0])

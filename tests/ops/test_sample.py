@@ -1,4 +1,4 @@
-"""What a sample is: the generator, the filters, the distribution, and what it does not depend on."""
+"""What a sample is: generator, filters, distribution, and what it does not depend on."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def slow_support(logits: list[float], temperature: float, top_k: int, top_p: flo
         ranked = ranked[:top_k]
     largest = logits[ranked[0]]
     weights = [math.exp((logits[token] - largest) / temperature) for token in ranked]
-    kept, mass = set(), 0.0
+    kept: set[int] = set()
+    mass = 0.0
     for token, weight in zip(ranked, weights, strict=True):
         if kept and mass / sum(weights) >= top_p:
             break
@@ -167,7 +168,9 @@ def test_frequencies_match_probabilities(temperature: float, top_k: int, top_p: 
         )
     )
     assert set(found) <= set(support)
-    chi = sum((found[t] - count * w) ** 2 / (count * w) for t, w in zip(support, weights, strict=True))
+    chi = sum(
+        (found[t] - count * w) ** 2 / (count * w) for t, w in zip(support, weights, strict=True)
+    )
     degrees = len(support) - 1
     assert chi < degrees + 5 * math.sqrt(2 * degrees)
 

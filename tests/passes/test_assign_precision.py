@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from torch.fx import GraphModule
 
 from compiler import ops
 from compiler.driver import weight_source
@@ -15,11 +19,14 @@ from compiler.ir.rewrite import find_calls
 from compiler.ir.text import graph_text
 from compiler.passes.assign_precision import assign_precision
 from compiler.passes.runner import run_passes
+from compiler.precision import PrecisionConfig
 from compiler.targets.reference import dequantised
-from tests.tiny import context_of, lowered, precision_of, tiny_model, traced
+from compiler.tracer import trace
+from tests.tiny import context_of, lowered, pipeline, precision_of, tiny_model, traced
 
 
-def assigned(precision, **changes):  # type: ignore[no-untyped-def]
+def assigned(precision: PrecisionConfig, **changes: Any) -> tuple[GraphModule, SimpleNamespace]:
+    """The graph just after the pass, and its model."""
     model = tiny_model(**changes)
     graph_module, ctx = lowered(model, until="assign_precision", precision=precision)
     run_passes(graph_module, [assign_precision], ctx)
@@ -121,9 +128,6 @@ def test_a_product_of_no_tensor_group_is_refused_by_name() -> None:
     model.module.tensor_groups = {
         name: group for name, group in model.module.tensor_groups.items() if group != "wo"
     }
-    from compiler.tracer import trace
-    from tests.tiny import pipeline
-
     ctx = context_of(model)
     graph_module = trace(model.module)
     with pytest.raises(CompileError, match=r"model\.layers\.0\.self_attn\.o_proj.*no tensor group"):
@@ -133,9 +137,6 @@ def test_a_product_of_no_tensor_group_is_refused_by_name() -> None:
 def test_a_group_without_products_is_refused_by_name() -> None:
     model = tiny_model(num_layers=1)
     model.module.tensor_groups = model.module.tensor_groups | {"lm_head": "embedding"}
-    from compiler.tracer import trace
-    from tests.tiny import pipeline
-
     with pytest.raises(CompileError, match=r"'lm_head' is of tensor group 'embedding'"):
         run_passes(trace(model.module), pipeline()[:7], context_of(model))
 

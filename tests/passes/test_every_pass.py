@@ -58,10 +58,9 @@ def test_it_fires_as_often_as_expected(name: str) -> None:
     assert graph_text(graph_module.graph) != before
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize("name", sorted(PASSES.keys() - {"assign_precision", "gather_logit_rows"}))
 def test_it_finds_nothing_the_second_time(name: str) -> None:
-    if name in ("assign_precision", "gather_logit_rows"):
-        pytest.skip("describes a graph anew at every run; pipelines have it once")
+    """Those two describe a graph anew at every run; pipelines have them once."""
     graph_module, ctx = lowered(tiny_model(), until=name)
     run_passes(graph_module, [PASSES[name]], ctx)
     assert PASSES[name](graph_module, ctx) == 0
@@ -105,7 +104,7 @@ def test_only_assign_precision_changes_numbers() -> None:
     assert all(isinstance(current, Pass) for current in PASSES.values())
 
 
-@pytest.mark.parametrize("name", [name for name in PASSES if name != "match_embedding"])
+@pytest.mark.parametrize("name", sorted(PASSES.keys() - {"match_embedding", "assign_precision"}))
 def test_a_graph_without_a_decoder_is_left_alone(name: str) -> None:
     graph_module, model = function_graph(lambda x, positions: (x + 1).exp() * 2)
     before = graph_text(graph_module.graph)

@@ -23,8 +23,6 @@ from tests.tiny import (
     tiny_model,
 )
 
-Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out: Tensor = ops.attention(q, k, v, 0.25)
@@ -106,8 +104,8 @@ def test_pieces_in_another_order_are_read_one_by_one() -> None:
     def reordered(x: Tensor, positions: Tensor, inv_freq: Tensor, weight: Tensor) -> Tensor:
         product: Tensor = ops.linear(x, weight)
         k, q, v = product.split([32, 32, 32], -1)
-        turned = [ops.rope(heads(y), positions, inv_freq) for y in (q, k)]
-        return attend(*turned, heads(v))
+        q, k = (ops.rope(heads(y), positions, inv_freq) for y in (q, k))
+        return attend(q, k, heads(v))
 
     graph_module, model = function_graph(reordered, inv_freq=(8,), weight=(96, 32))
     ctx = context_of(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.fx import GraphModule
@@ -17,7 +19,7 @@ from tests.tiny import lowered, precision_of, run_graph, step_inputs, tiny_model
 NAME = "merge_parallel_linears"
 
 
-def merged(precision: PrecisionConfig, **changes: object) -> tuple[GraphModule, PassContext, int]:
+def merged(precision: PrecisionConfig, **changes: Any) -> tuple[GraphModule, PassContext, int]:
     graph_module, ctx = lowered(tiny_model(**changes), until=NAME, precision=precision)
     run_passes(graph_module, [merge_parallel_linears], ctx)
     return graph_module, ctx, ctx.reports[-1].num_rewrites
@@ -51,9 +53,6 @@ def test_biases_are_merged() -> None:
     assert bias.recipe is not None
     assert bias.recipe.shape == (128,)
     assert bias.recipe.format == "fp32"
-
-
-LAYER_0 = "model.layers.0"
 
 
 @pytest.mark.parametrize(

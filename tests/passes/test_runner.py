@@ -55,9 +55,7 @@ def test_dumps_are_numbered_and_named(
     assert (tmp_path / names[1]).read_text(encoding="utf-8") == graph_text(graph_module.graph)
 
 
-def test_nothing_is_dumped_unasked(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nothing_is_dumped_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(DUMP_VARIABLE, raising=False)
     assert dump_dir_from_environment() is None
     monkeypatch.setenv(DUMP_VARIABLE, "")
@@ -86,7 +84,7 @@ def test_a_dump_that_cannot_be_written_is_refused(
     ctx.reports.clear()
     ctx.dump_dir = tmp_path
     (tmp_path / "01_match_linear.txt").mkdir()
-    with pytest.raises(ConfigError, match="01_match_linear.txt"):
+    with pytest.raises(ConfigError, match=r"01_match_linear\.txt cannot be written"):
         run_passes(graph_module, [match_linear], ctx)
 
 

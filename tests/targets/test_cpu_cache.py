@@ -101,7 +101,7 @@ def test_pages_go_back_to_the_system() -> None:
 
 
 def test_a_cache_that_no_memory_holds_is_refused_in_words() -> None:
-    with pytest.raises(CompileError, match="for 1000000000 sequences of .*; allowed: fewer"):
+    with pytest.raises(CompileError, match=r"for 1000000000 sequences of .*; allowed: fewer"):
         SlotCaches(SPECS, 1_000_000_000, padded_length(SPECS, 600))
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import tempfile
 import weakref
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,13 +31,13 @@ def test_windows_cover_every_slot_once_with_bounded_gaps(slots: set[int], max_ga
     for first, last in windows:
         assert first in slots and last - 1 in slots, "a window starts and ends with work"
         inside = [slot for slot in ordered if first <= slot < last]
-        gaps = [b - a - 1 for a, b in zip(inside, inside[1:], strict=False)]
+        gaps = [b - a - 1 for a, b in pairwise(inside)]
         assert max(gaps, default=0) <= max_gap
-    for (_, last), (first, _) in zip(windows, windows[1:], strict=False):
+    for (_, last), (first, _) in pairwise(windows):
         assert first - last > max_gap, "two windows could have been one"
 
 
-def make(**options: object) -> Executable:
+def make(**options: Any) -> Executable:
     return compiled(tiny_model(std=0.2), "cpu", **options)
 
 

@@ -87,13 +87,14 @@ def test_onnx_runtime_dequantises_to_the_formats_values(
         "identity",
         [helper.make_tensor_value_info("x", TensorProto.FLOAT, [None, num_columns])],
         [helper.make_tensor_value_info("y", TensorProto.FLOAT, [None, 24])],
-        [onnx.numpy_helper.from_array(codes, "codes"), onnx.numpy_helper.from_array(scales, "scales")],
+        [
+            onnx.numpy_helper.from_array(codes, "codes"),
+            onnx.numpy_helper.from_array(scales, "scales"),
+        ],
     )
     imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
     model = helper.make_model(graph, ir_version=10, opset_imports=imports)
-    session = ort.InferenceSession(
-        model.SerializeToString(), providers=["CPUExecutionProvider"]
-    )
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     (got,) = session.run(None, {"x": np.eye(num_columns, dtype=np.float32)})
     assert np.array_equal(got.T, get_format(name).round_trip(dense).numpy())
 

@@ -82,7 +82,8 @@ class CpuExecutable(Executable):
                 on_node=lambda done, total: progress("weights", done, total),
             )
             try:
-                emitted = emitter.emit(graph_module)
+                with _single_torch_thread():
+                    emitted = emitter.emit(graph_module)
             finally:
                 weights.close()
             progress("session", 0, 1)
@@ -112,37 +113,44 @@ class CpuExecutable(Executable):
             logits = self._decode(inputs)
         for handle, end in zip(inputs.states, bounds[1:], strict=True):
             self._lengths[handle] = int(inputs.positions[end - 1]) + 1
-        return finish_step(logits, inputs)
+        # the buffer is used again; only a caller who asked for logits keeps them
+        return finish_step(logits.clone() if inputs.want_logits else logits, inputs)
 
     def _prefill(self, inputs: StepInput) -> Tensor:
         slot, num_tokens = inputs.states[0], len(inputs.tokens)
         window = self._window(slot, slot + 1, num_tokens, len(inputs.logit_rows))
         window.tokens[0] = inputs.tokens.numpy()
-        last = int(inputs.positions[-1])
-        window.last_positions[0] = last
-        window.total_length[...] = last + 1
+        window.last_positions[0] = int(inputs.positions[-1])
         window.logit_rows[:] = inputs.logit_rows.numpy()
-        self._session.run_with_iobinding(window.binding)
-        return torch.from_numpy(window.logits.copy())
+        return self._run(window)
 
     def _decode(self, inputs: StepInput) -> Tensor:
         row_of = {int(slot): row for row, slot in enumerate(inputs.states)}
-        wanted = {int(row): index for index, row in enumerate(inputs.logit_rows)}
-        logits = torch.empty(len(wanted), self.vocab_size)
+        tokens, positions = inputs.tokens.tolist(), inputs.positions.tolist()
+        wanted = {row: index for index, row in enumerate(inputs.logit_rows.tolist())}
+        parts, order = [], []
         for first, last in plan_windows(sorted(row_of), _MAX_GAP):
             rows = [row_of.get(slot) for slot in range(first, last)]
             shown = [at for at, row in enumerate(rows) if row in wanted]
             window = self._window(first, last, 1, len(shown))
             for at, row in enumerate(rows):
-                window.tokens[at, 0] = 0 if row is None else inputs.tokens[row]
-                place = self._lengths[first + at] if row is None else inputs.positions[row]
+                window.tokens[at, 0] = 0 if row is None else tokens[row]
+                place = self._lengths[first + at] if row is None else positions[row]
                 window.last_positions[at] = place
-            window.total_length[...] = window.last_positions.max() + 1
             window.logit_rows[:] = shown
-            self._session.run_with_iobinding(window.binding)
-            targets = [wanted[row] for at in shown if (row := rows[at]) is not None]
-            logits[targets] = torch.from_numpy(window.logits)
+            parts.append(self._run(window))
+            order += [wanted[row] for at in shown if (row := rows[at]) is not None]
+        if order == sorted(order):
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        logits = torch.empty(len(order), self.vocab_size)
+        logits[order] = torch.cat(parts)
         return logits
+
+    def _run(self, window: Window) -> Tensor:
+        """Run a prepared call; its logits are overwritten when the window runs again."""
+        window.total_length[...] = window.last_positions.max() + 1
+        self._session.run_with_iobinding(window.binding)
+        return torch.from_numpy(window.logits)
 
     def _window(self, first: int, last: int, length: int, num_logits: int) -> Window:
         """A prepared call; decode reuses the last few, so a step binds nothing anew."""
@@ -205,8 +213,10 @@ class CpuExecutable(Executable):
 
 @contextmanager
 def _single_torch_thread() -> Iterator[None]:
-    """Keep torch's own threads asleep: awake, they fight the session's for the cores, and a decode
-    step takes twice as long.
+    """Keep torch's own threads asleep.
+
+    Beside a session they fight its threads for the cores, and a decode step takes twice as long;
+    packing weights is bound by memory, and gains nothing from them.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)

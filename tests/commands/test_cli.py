@@ -1,0 +1,165 @@
+"""The command as a process: verbs, exit codes, one line for an error, and no torch before it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from compiler import __version__
+from compiler.cli import VERBS, main
+from compiler.errors import TilewrightError
+
+ROOT = Path(__file__).parents[2]
+DEMO = str(ROOT / "demo" / "simple_text_demo.py")
+
+
+def process(*argv: str | bytes, stdin: bytes = b"", cwd: Path = ROOT) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of ``python ARGV``."""
+    done = subprocess.run(
+        [sys.executable, *argv], input=stdin, capture_output=True, cwd=cwd, timeout=120, check=False
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["-h"], ["--help"]):
+        assert main(argv) == 0
+        out = capsys.readouterr().out
+        assert all(verb in out for verb in VERBS)
+    assert main([]) == 2
+    assert "usage: tilewright COMMAND" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tilewright {__version__}\n"
+
+
+@pytest.mark.parametrize("verb", ["walk", "", "--verbose", "ru\nn"])
+def test_an_unknown_verb_lists_the_known_ones(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb]) == 2
+    error = capsys.readouterr().err
+    assert error == f"tilewright: unknown command {verb!r}; allowed: run, perf, reference\n"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([verb, "--help"])
+    assert left.value.code == 0
+    assert f"usage: tilewright {verb}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_refuses_an_unknown_option(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([verb, "--wrong"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert f"--wrong (see tilewright {verb} --help)" in error
+
+
+def test_an_error_of_many_lines_is_printed_as_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise TilewrightError("one\n  two\r\nthree")
+
+    monkeypatch.setattr("compiler.commands.run.main", fail)
+    assert main(["run"]) == 2
+    assert capsys.readouterr().err == "tilewright: one two three\n"
+
+
+def test_a_keyboard_interrupt_has_its_own_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compiler.commands.run.main", interrupted)
+    assert main(["run"]) == 130
+
+
+def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str]) -> int:
+        raise ValueError("ours")
+
+    monkeypatch.setattr("compiler.commands.run.main", fail)
+    with pytest.raises(ValueError, match="ours"):
+        main(["run"])
+
+
+BAD = {
+    "batch": (["--batch-size", "0"], "--batch-size: '0'; allowed: integers, 1 to 256"),
+    "case": (["--case", "quick"], "unknown case 'quick'; allowed: performance-batch-1, "),
+    "model": (["--model", "/no/such"], "/no/such: no such file or folder; allowed: a folder"),
+    "target": (["--target", "gpu"], "unknown target 'gpu'; allowed: reference, null, cpu"),
+    "precision": (["--precision", "bfp9"], "bfp9"),
+    "prompt": (["--prompt", " \n"], "the prompt is empty; allowed: some text"),
+    "file": (["--input-prompts", "/no/such"], "prompts file '/no/such' does not exist"),
+    "results": (["--results", "/proc/1/x"], "results file /proc/1/x: "),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_demo_refuses_in_one_line(name: str) -> None:
+    argv, message = BAD[name]
+    code, out, error = process(DEMO, *argv)
+    assert (code, out) == (2, "")
+    assert error.startswith("tilewright: ") and error.count("\n") == 1
+    assert message in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "message"),
+    [
+        (["--prompt", b"a\xff"], b"", "the prompt is not valid UTF-8; allowed: UTF-8 text"),
+        (["--prompt", "-"], b"ab\xff\n", "standard input is not valid UTF-8 at byte 2"),
+        (["--prompt", "-"], b"", "the prompt is empty"),
+        (["--prompt", "-"], b" \n\t", "the prompt is empty"),
+        (["--case", b"\xff"], b"", "unknown case '\\udcff'"),
+        (["--model", b"/\xff"], b"", "no such file or folder"),
+        (["--precision", b"\xff"], b"", "\\udcff"),
+        (["--input-prompts", b"/\xff"], b"", "does not exist"),
+    ],
+)
+def test_bytes_that_are_no_text(argv: list[str | bytes], stdin: bytes, message: str) -> None:
+    code, out, error = process(DEMO, *argv, stdin=stdin)
+    assert (code, out, error.count("\n")) == (2, "", 1), error
+    assert message in error
+
+
+_WITHOUT = """
+import sys
+from compiler.cli import main
+code = main(sys.argv[1:])
+heavy = {name.partition(".")[0] for name in sys.modules} & set(
+    ["torch", "onnxruntime", "onnx", "transformers", "numpy", "tokenizers", "safetensors", "rich"])
+print("heavy:", *sorted(heavy))
+sys.exit(code)
+"""
+
+
+def test_arguments_are_checked_before_torch_is_imported() -> None:
+    """All of them in one process: none must have imported it."""
+    for argv, _ in BAD.values():
+        code, out, error = process("-c", _WITHOUT, "run", *argv)
+        assert (code, out) == (2, "heavy:\n"), error
+
+
+def test_the_demo_runs_from_any_folder_and_lists_its_cases(tmp_path: Path) -> None:
+    code, out, error = process(DEMO, "--list", cwd=tmp_path)
+    assert (code, error) == (0, "")
+    assert "performance-batch-1" in out and "all-bfp8" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    script = f"{sys.executable} {DEMO} --list | head -1 > /dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, timeout=120, check=True)
+    assert done.stdout == b"0\n"
+    assert done.stderr == b""
