@@ -37,11 +37,12 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format test-gpu clean
+.PHONY: help demo perf test lint format test-gpu clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
 	@echo "make test      ruff, mypy and the tests that need no GPU"
+	@echo "make perf      measure PERF.md's CPU rows again and render them"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make lint      ruff and mypy only"
 	@echo "make format    let ruff rewrite the sources"
@@ -52,6 +53,18 @@ demo: $(WITH_DEMO)
 
 test: lint
 	"$(BIN)/python" -m pytest --quiet $(ARGS)
+
+# Every row of PERF.md's CPU tables, measured and rendered; about 20 minutes on two quiet cores.
+PERF_RESULTS := results/cpu.jsonl
+PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4
+PERF_CASES := ci-1 token-matching ci-32 long-context-2k
+
+perf: $(WITH_DEMO)
+	for precision in $(PERF_PRECISIONS); do for case in $(PERF_CASES); do \
+	    "$(BIN)/tilewright" run --case performance-$$case --precision $$precision \
+	        --results $(PERF_RESULTS) || exit $$?; \
+	done; done
+	"$(BIN)/tilewright" perf --results $(PERF_RESULTS)
 
 test-gpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -m gpu $(ARGS)

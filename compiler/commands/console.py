@@ -15,21 +15,31 @@ from compiler.bench.record import Repeat, Result
 from compiler.targets.base import Progress as ProgressCallback
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Leave it to `cli.main`; rich itself would exit with 1."""
+        raise BrokenPipeError
+
+
 def out() -> Console:
     """Standard output: texts and tables."""
-    return Console(file=sys.stdout, highlight=False)
+    return _Console(file=sys.stdout, highlight=False)
 
 
 def err() -> Console:
     """Standard error: progress and notes."""
-    return Console(file=sys.stderr, highlight=False)
+    return _Console(file=sys.stderr, highlight=False)
 
 
 @contextmanager
 def compile_progress(console: Console) -> Iterator[ProgressCallback]:
-    """A bar that follows ``(what, done, total)`` reports; gone when finished."""
+    """A bar that follows ``(what, done, total)`` reports; gone when finished.
+
+    Nothing where there is no terminal: rich would leave a blank line in a log.
+    """
     columns = (TextColumn("{task.description:<12}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task("compile", total=None)
 
         def report(what: str, done: int, total: int) -> None:

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from compiler import __version__
+from compiler.bench.cases import CASES
 from compiler.cli import VERBS, main
 from compiler.errors import TilewrightError
+from compiler.precision import list_precisions
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "demo" / "simple_text_demo.py")
@@ -145,7 +147,6 @@ sys.exit(code)
 
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:
-    """All of them in one process: none must have imported it."""
     for argv, _ in BAD.values():
         code, out, error = process("-c", _WITHOUT, "run", *argv)
         assert (code, out) == (2, "heavy:\n"), error
@@ -154,7 +155,8 @@ def test_arguments_are_checked_before_torch_is_imported() -> None:
 def test_the_demo_runs_from_any_folder_and_lists_its_cases(tmp_path: Path) -> None:
     code, out, error = process(DEMO, "--list", cwd=tmp_path)
     assert (code, error) == (0, "")
-    assert "performance-batch-1" in out and "all-bfp8" in out
+    assert all(name in out for name in CASES)
+    assert all(name in out for name in list_precisions())
     assert list(tmp_path.iterdir()) == []
 
 

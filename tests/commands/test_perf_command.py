@@ -1,0 +1,55 @@
+"""``tilewright perf``: results become tables, hand-written text stays, errors are one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compiler.bench.results import Repeat, append, medians
+from compiler.cli import main
+from tests.bench.test_results import make
+from tests.commands.conftest import Refused
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    path = tmp_path / "results.jsonl"
+    for rate in (100.0, 120.0):
+        repeats = (Repeat(ttft_ms=50.0, prefill_tps=2560.0, decode_tsu=rate, tps=rate),)
+        append(path, make(repeats=repeats, **medians(repeats)))
+    return path
+
+
+def test_results_become_a_table(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "PERF.md"
+    output.write_text("# Mine\n\nText above.\n\n<!-- begin results -->\n<!-- end results -->\n")
+    assert main(["perf", "--results", str(recorded), "--output", str(output)]) == 0
+    assert "of 2 results have a table" in capsys.readouterr().out
+    text = output.read_text()
+    assert "# Mine" in text and "Text above." in text
+    assert "SmolLM2-135M-Instruct" in text and "120" in text
+    assert main(["perf", "--results", str(recorded), "--output", str(output)]) == 0
+    assert output.read_text() == text, "rendering again changes nothing"
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n\n", b"{}\n", b"nonsense\n{}\n", b"\xff\n"])
+def test_results_that_are_none_are_refused(
+    refused: Refused, tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "some.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    argv = ("--results", str(path), "--output", str(tmp_path / "PERF.md"))
+    assert str(path) in refused(*argv, verb="perf")
+
+
+def test_an_output_that_cannot_be_written_is_refused(
+    refused: Refused, recorded: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    target = tmp_path / "file" / "PERF.md"
+    said = refused("--results", str(recorded), "--output", str(target), verb="perf")
+    assert str(target) in said

@@ -1,0 +1,300 @@
+"""The default model against transformers, the CPU against the reference, and the issue's bars.
+
+What is measured on one machine stands beside each bar; the bar is what fails.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from compiler.bench.accuracy import divergence
+from compiler.bench.prompts import bench_text, sample_prompts
+from compiler.bench.results import Result, loads
+from compiler.ir.info import info
+from compiler.precision import load_precision
+from compiler.runtime.engine import Engine
+from compiler.runtime.llm import LLM
+from compiler.runtime.request import Request, SamplingParams
+from compiler.targets.base import Executable
+from models import LoadedModel, load_model
+from tests.tiny import compiled, lowered, prefill
+
+pytestmark = pytest.mark.weights
+
+ROOT = Path(__file__).parents[1]
+CONTEXT = 512
+NUM_LAYERS = 30
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> Iterator[None]:
+    """One for torch, the fixtures included: two on a busy machine wait for each other, and tests
+    take twenty times as long.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_path: Path) -> LoadedModel:
+    return load_model(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def tokens(model: LoadedModel) -> list[int]:
+    return model.tokenizer.encode(bench_text("accuracy.txt"))[:320]
+
+
+@pytest.fixture(scope="module")
+def reference(model: LoadedModel) -> Executable:
+    """``--precision reference --target reference``."""
+    return build(model, "reference", "reference", max_batch=5)
+
+
+def build(
+    model: LoadedModel, target: str, precision: str, *, compute: str = "exact", max_batch: int = 1
+) -> Executable:
+    return compiled(
+        model,
+        target,
+        precision=load_precision(precision),
+        compute=compute,
+        max_batch=max_batch,
+        max_context=CONTEXT,
+        num_threads=2,
+    )
+
+
+@pytest.fixture(scope="module")
+def theirs(model: LoadedModel) -> transformers.LlamaForCausalLM:
+    """transformers' own Llama, with its own rope, on the dequantised tensors of the same file."""
+    config = model.config
+    assert config.rope.scaling is None
+    found = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            num_key_value_heads=config.num_kv_heads,
+            max_position_embeddings=config.max_positions,
+            rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=config.tie_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+            attn_implementation="eager",
+        )
+    )
+    tensors = {name: model.checkpoint.get(name) for name, _ in model.module.named_parameters()}
+    left = found.load_state_dict(tensors, strict=False)
+    assert (left.missing_keys, left.unexpected_keys) == (["lm_head.weight"], [])
+    found.tie_weights()
+    return found.eval()
+
+
+def test_the_reference_is_transformers(
+    reference: Executable, theirs: transformers.LlamaForCausalLM, tokens: list[int]
+) -> None:
+    """Measured over 320 positions: 5.5e-5, on logits of up to 30."""
+    with torch.no_grad():
+        expected = theirs(torch.tensor([tokens])).logits[0]
+    difference = (prefill(reference, tokens, [256]) - expected).abs().max()
+    assert expected.std() > 1
+    assert float(difference) <= 1e-4
+
+
+def chats(model: LoadedModel) -> list[tuple[int, ...]]:
+    """Five of the sample questions as the demo asks them."""
+    questions = [prompt.text for prompt in sample_prompts("questions.json")[:5]]
+    return [
+        tuple(
+            model.tokenizer.encode(
+                model.tokenizer.apply_chat_template([{"role": "user", "content": text}]),
+                add_special=False,
+            )
+        )
+        for text in questions
+    ]
+
+
+@pytest.fixture(scope="module")
+def answered(model: LoadedModel, reference: Executable) -> list[Request]:
+    """The greedy answers of the reference, all five at once, 64 tokens at most."""
+    params = SamplingParams(max_tokens=64, end_tokens=tuple(model.tokenizer.eos_ids))
+    requests = [Request(index, prompt, params) for index, prompt in enumerate(chats(model))]
+    LLM(reference).generate(requests)
+    assert len({tuple(request.output) for request in requests}) == 5
+    assert max(len(request.output) for request in requests) == 64
+    return requests
+
+
+def test_greedy_text_is_transformers_likeliest(
+    answered: list[Request], theirs: transformers.LlamaForCausalLM
+) -> None:
+    """Every token is transformers' argmax after the ones before it: its greedy text, by induction.
+
+    `generate` itself, one token after another, is the slow test below.
+    """
+    for request in answered:
+        fed = torch.tensor([[*request.prompt, *request.output[:-1]]])
+        with torch.no_grad():
+            logits = theirs(fed).logits[0, len(request.prompt) - 1 :]
+        assert request.output == logits.argmax(-1).tolist()
+
+
+@pytest.mark.slow
+def test_greedy_text_is_transformers_generate(
+    model: LoadedModel, answered: list[Request], theirs: transformers.LlamaForCausalLM
+) -> None:
+    ends = list(model.tokenizer.eos_ids)
+    for request in answered:
+        prompt = torch.tensor([request.prompt])
+        with torch.no_grad():
+            generated = theirs.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=64,
+                do_sample=False,
+                eos_token_id=ends,
+                pad_token_id=ends[0],
+            )
+        assert request.output == generated[0, len(request.prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16",
+        "performance",
+        "all-bfp8",
+        "all-bfp4",
+        pytest.param("accuracy", marks=pytest.mark.slow),
+    ],
+)
+def test_the_exact_cpu_is_the_reference_on_the_same_weights(
+    model: LoadedModel, tokens: list[int], name: str
+) -> None:
+    """256 positions prefilled, 64 decoded; measured: all agree, KL 2e-11 at most, logits 9e-5."""
+    oracle = build(model, "reference", name)
+    expected = prefill(oracle, tokens)
+    del oracle
+    cpu = build(model, "cpu", name)
+    found = prefill(cpu, tokens, [256] + [1] * 64)
+    cpu.close()
+    agreement = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
+    rows = zip(expected, found, strict=True)
+    kl = sum(divergence(wanted, row) for wanted, row in rows) / len(tokens)
+    assert len(found) == len(tokens) >= 200
+    assert agreement >= 0.995
+    assert kl <= 1e-4
+
+
+@pytest.fixture(scope="module")
+def fast(model: LoadedModel) -> Iterator[Executable]:
+    made = build(model, "cpu", "all-bfp8", compute="fast", max_batch=8)
+    yield made
+    made.close()
+
+
+def test_rows_of_the_fast_mode_are_what_they_are_alone(
+    model: LoadedModel, fast: Executable, tokens: list[int]
+) -> None:
+    """Eight sequences decoded together and each alone, int8 activations. Measured: equal."""
+    engine = Engine(fast)
+    prompts = [torch.tensor(tokens[10 * n : 17 * n + 3]) for n in range(1, 9)]
+    steps = torch.tensor(tokens[-8:])
+    engine.prefill(range(8), prompts)
+    together = engine.decode(range(8), steps)
+    engine.remove(range(8))
+
+    def alone(index: int) -> Tensor:
+        engine.prefill([0], [prompts[index]])
+        return engine.decode([0], steps[index : index + 1])[0]
+
+    expected = torch.stack([alone(index) for index in range(8)])
+    engine.remove([0])
+    difference = float((together - expected).abs().max())
+    assert expected.std() > 1
+    assert difference <= 1e-4
+
+
+def test_the_fast_cpu_answers_a_question(model: LoadedModel, fast: Executable) -> None:
+    """Teacher forcing can pass while real output is garbage."""
+    text = model.tokenizer.apply_chat_template([{"role": "user", "content": "What is gravity?"}])
+    ends = tuple(model.tokenizer.eos_ids)
+    prompt = tuple(model.tokenizer.encode(text, add_special=False))
+    request = Request(0, prompt, SamplingParams(max_tokens=40, end_tokens=ends))
+    LLM(fast).generate([request])
+    assert model.tokenizer.decode(request.output).startswith("Gravity is a fundamental concept")
+
+
+EXPECTED = {
+    "match_embedding": 1,
+    "match_linear": 7 * NUM_LAYERS + 1,
+    "match_rms_norm": 2 * NUM_LAYERS + 1,
+    "match_rope": 2 * NUM_LAYERS,
+    "match_swiglu": NUM_LAYERS,
+    "merge_parallel_linears": 2 * NUM_LAYERS,
+    "fuse_swiglu_packed": NUM_LAYERS,
+    "fuse_add_rms_norm": 2 * NUM_LAYERS,
+    "insert_state": NUM_LAYERS,
+    "gather_logit_rows": 1,
+    "fuse_rope_attention": NUM_LAYERS,
+}
+
+
+@pytest.mark.parametrize("name", ["performance", "bf16"])
+def test_every_fusion_fires_its_expected_count(model: LoadedModel, name: str) -> None:
+    graph_module, ctx = lowered(model, precision=load_precision(name))
+    counts = {report.name: report.num_rewrites for report in ctx.reports}
+    assert {each: counts.get(each) for each in EXPECTED} == EXPECTED
+    layers = Counter(
+        fqn.split(".")[2]
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and (fqn := info(node).fqn).startswith("model.layers.")
+    )
+    assert len(layers) == NUM_LAYERS
+    assert max(layers.values()) <= 12
+
+
+def run_alone(path: Path, name: str) -> tuple[Result, float]:
+    """128 tokens in and one out in a process of its own: its result and all its seconds."""
+    argv = ["--case", "performance-ci-1", "--precision", name, "--no-results", "--json"]
+    short = ["--max-generated-tokens", "1", "--repeat-batches", "1"]
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "compiler.cli", "run", "--model", str(path), *argv, *short],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=300,
+        check=True,
+    )
+    return loads(done.stdout.decode()), time.perf_counter() - started
+
+
+@pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
+def test_peak_memory(smollm2_path: Path, name: str) -> None:
+    """Weights as held, cache, and 700 MB. Measured beyond the first two: 503 and 499 MB."""
+    result, _ = run_alone(smollm2_path, name)
+    assert result.peak_memory_bytes and result.resident_bytes and result.cache_bytes
+    assert result.peak_memory_bytes <= result.resident_bytes + result.cache_bytes + 700e6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
+def test_start_to_first_token(smollm2_path: Path, name: str) -> None:
+    """Slow, because a busy machine fails it. Measured on two idle cores: 12 and 14 s."""
+    _, seconds = run_alone(smollm2_path, name)
+    assert seconds <= 20
