@@ -55,8 +55,10 @@ def find_model(path: str | Path | None = None) -> Path:
     """
     if path is None or path == DEFAULT_MODEL:
         return _default_model()
-    found = Path(path).expanduser()
+    if not str(path).strip():
+        raise CheckpointError(f"the path is empty; {_ACCEPTED}")
     try:
+        found = Path(path).expanduser()
         if found.is_dir():
             return _in_folder(found)
         if not found.exists():
@@ -66,7 +68,7 @@ def find_model(path: str | Path | None = None) -> Path:
             raise CheckpointError(f"{found}: not a model; {_ACCEPTED}")
         if not found.is_file() or found.stat().st_size == 0:
             raise CheckpointError(f"{found}: the file is empty; {_ACCEPTED}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"{str(path)[:200]!r}: {reason}; {_ACCEPTED}") from None
     return found

@@ -9,7 +9,7 @@ import torch
 
 from compiler.driver import check_options, compile_model, weight_source
 from compiler.errors import CheckpointError, CompileError, ConfigError
-from compiler.targets.base import CompileOptions, get_target, pass_names, target_names
+from compiler.targets.base import CompileOptions, get_target, target_names
 from tests.tiny import compiled, pipeline, precision_of, prefill, random_tokens, tiny_model
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, compute="exact", num_threads=1)
@@ -120,12 +120,6 @@ def test_an_unknown_target_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown target 'gpu'; allowed: reference, null, cpu"):
         compile_model(tiny_model(), precision_of(), target="gpu", options=OPTIONS)
     assert [get_target(name).name for name in target_names()] == list(target_names())
-
-
-def test_pass_names_are_the_pipeline_in_order() -> None:
-    names = pass_names(get_target("cpu").stages())
-    assert names == [current.name for current in pipeline("cpu")]
-    assert names[0] == "canonicalize_graph"
 
 
 @pytest.mark.parametrize("target", ["reference", "cpu"])

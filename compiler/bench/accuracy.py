@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiler.bench.record import Accuracy, Paired
-from compiler.bench.reference import Reference, cache_dir
+from compiler.bench.reference import Reference, cache_dir, write_cache
 from compiler.runtime.engine import Engine
 from compiler.targets.base import Executable
 
@@ -97,9 +97,7 @@ def score(
 
 def remember(predictions: Predictions, reference: Reference, key: str) -> None:
     """Keep predictions in the cache, so that later runs can be compared with them."""
-    path = _predictions_path(reference, key)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(predictions.guesses), encoding="utf-8")
+    write_cache(_predictions_path(reference, key), json.dumps(predictions.guesses).encode())
 
 
 def recall(reference: Reference, key: str) -> Predictions | None:

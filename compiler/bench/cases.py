@@ -219,7 +219,6 @@ _TEMPLATES = (
         prompts="accuracy.txt",
         prompt_length=ACCURACY_PREFILL,
         max_generated_tokens=ACCURACY_CONTEXT - ACCURACY_PREFILL,
-        num_repeats=1,
         stop_at_eos=False,
         token_accuracy=True,
     ),

@@ -62,7 +62,9 @@ def commit(checkout: Path = _CHECKOUT) -> str | None:
     head = _git(checkout, "rev-parse", "--verify", "HEAD")
     if head is None:
         return None
-    status = _git(checkout, "status", "--porcelain", "--untracked-files=no")
+    # measuring writes these two; they do not change what is measured
+    outputs = (":!results", ":!PERF.md")
+    status = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", ".", *outputs)
     return f"{head}-dirty" if status or status is None else head
 
 

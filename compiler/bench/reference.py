@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,10 @@ from compiler.targets.base import Executable
 NUM_GUESSES = 5
 _FOLDER = Path(__file__).parent / "references"
 _CACHE_VARIABLE = "TILEWRIGHT_CACHE"
+
+
+class ReferenceMismatchError(ConfigError):
+    """A reference file is sound, and of something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,15 +119,21 @@ def reference_path(model: str, folder: Path = _FOLDER) -> Path:
 def save_reference(reference: Reference, path: Path) -> None:
     """Write a reference file."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    _write_whole(path, reference_bytes(reference))
+
+
+def reference_bytes(reference: Reference) -> bytes:
+    """A reference as its file holds it."""
     body = {"id": reference.id, **dataclasses.asdict(reference)}
-    _write_whole(path, (json.dumps(body, separators=(",", ":")) + "\n").encode())
+    return (json.dumps(body, separators=(",", ":")) + "\n").encode()
 
 
 def load_reference(path: Path, subject: Subject) -> Reference:
     """Read a reference file.
 
     Raises:
-        ConfigError: when it is damaged, or of another model, tokenizer or text.
+        ReferenceMismatchError: when it is of another model, tokenizer or text.
+        ConfigError: when it is damaged.
     """
     try:
         body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -141,7 +153,7 @@ def load_reference(path: Path, subject: Subject) -> Reference:
     for field in dataclasses.fields(Subject):
         found, wanted = getattr(reference.subject, field.name), getattr(subject, field.name)
         if found != wanted:
-            raise ConfigError(
+            raise ReferenceMismatchError(
                 f"{path}: the reference is of another {field.name.removesuffix('_hash')} "
                 f"({found[:12]}); allowed: {wanted[:12]}"
             )
@@ -159,12 +171,19 @@ def cached_logits(reference: Reference, build: Callable[[], Tensor]) -> Tensor:
     except (OSError, ValueError, EOFError):
         pass  # absent or cut short: built anew
     logits = build().float()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".npy")
-    with os.fdopen(handle, "wb") as file:
-        np.save(file, logits.numpy())
-    Path(temporary).replace(path)
+    buffer = io.BytesIO()
+    np.save(buffer, logits.numpy())
+    write_cache(path, buffer.getvalue())
     return logits
+
+
+def write_cache(path: Path, data: bytes) -> None:
+    """Put something into the cache, whole or not at all; a cache that cannot be written is none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_whole(path, data)
+    except OSError as error:
+        warnings.warn(f"{path}: not kept ({error.strerror})", stacklevel=2)
 
 
 def cache_dir() -> Path:

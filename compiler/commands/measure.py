@@ -18,22 +18,24 @@ from compiler.bench.prompts import bench_text, cut_prompts
 from compiler.bench.record import Accuracy, ContractLine, Result, medians
 from compiler.bench.reference import (
     Reference,
+    ReferenceMismatchError,
     Subject,
     build_reference,
     cache_dir,
     cached_logits,
     load_reference,
+    reference_bytes,
     reference_path,
-    save_reference,
     text_hash,
     text_tokens,
+    write_cache,
 )
 from compiler.bench.timing import Job, Run
 from compiler.commands.options import RunOptions
 from compiler.devices import describe_cpu
-from compiler.driver import Compiled, compile_model
-from compiler.errors import ConfigError, RequestError
-from compiler.precision import load_precision
+from compiler.driver import Compiled, compile_model, resolve_precision
+from compiler.errors import RequestError
+from compiler.precision import effective_id, load_precision
 from compiler.runtime.request import SamplingParams
 from compiler.targets.base import CompileOptions, Executable, Progress
 from compiler.targets.contract import NumericContract
@@ -131,13 +133,18 @@ def measure_accuracy(
         logits,
         on_step=lambda done, total: progress("accuracy", done, total),
     )
-    prefix = f"{options.target}-{options.compute}"
-    name = options.precision.name
-    remember(predictions, reference, f"{prefix}-{compiled.precision.id}")
-    if name == BASE:
-        remember(predictions, reference, f"{prefix}-{BASE}")
-    base = None if name == BASE else recall(reference, f"{prefix}-{BASE}")
+    base_id = resolve_precision(model, load_precision(BASE)).id
+    base = None
+    if compiled.precision.id != base_id:
+        base = recall(reference, _predictions_key(options, base_id))
+    remember(predictions, reference, _predictions_key(options, compiled.precision.id))
     return score(predictions, reference, base=base)
+
+
+def _predictions_key(options: RunOptions, precision_id: str) -> str:
+    """What predictions depend on besides the reference: another key is another arithmetic."""
+    versions = effective_id(environment(hash_host=True).versions)
+    return f"{options.target}-{options.compute}-{precision_id}-{versions}"
 
 
 def subject_of(model: LoadedModel) -> tuple[Subject, list[int]]:
@@ -172,11 +179,11 @@ def find_reference(model: LoadedModel, progress: Progress) -> tuple[Reference, T
         if path.is_file():
             try:
                 reference = load_reference(path, subject)
-            except ConfigError:
+            except ReferenceMismatchError:
                 continue  # of another checkpoint with this name: ours is kept under its own hash
             return reference, cached_logits(reference, lambda: build()[1])
     reference, logits = build()
-    save_reference(reference, kept)
+    write_cache(kept, reference_bytes(reference))
     return reference, cached_logits(reference, lambda: logits)
 
 

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--max-generated-tokens", type=integer(1, 1 << 20), metavar="N")
     choice = found.add_argument_group("sampling")
     choice.add_argument("--temperature", type=real(0, 100), default=0.0, help="0: greedy")
-    choice.add_argument("--top-k", type=integer(0), default=0, help="0: off")
+    choice.add_argument("--top-k", type=integer(0, (1 << 31) - 1), default=0, help="0: off")
     choice.add_argument("--top-p", type=real(0, 1, above=True), default=1.0)
     choice.add_argument("--seed", type=integer(0, (1 << 63) - 1), default=0)
     choice.add_argument("--stop-at-eos", action=argparse.BooleanOptionalAction, default=None)
@@ -153,6 +153,11 @@ def _changed_case(named: Case, arguments: argparse.Namespace, prompts: tuple[Pro
     }
     if prompts:
         wanted["batch_size"] = arguments.batch_size or len(prompts)
+        if not len(prompts) <= wanted["batch_size"] <= _MAX_BATCH:
+            raise ConfigError(
+                f"{len(prompts)} prompts and a batch size of {wanted['batch_size']}; allowed: "
+                f"at most one prompt a user, and {_MAX_BATCH} users"
+            )
         if not named.is_natural:
             return replace(
                 named,

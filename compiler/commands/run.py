@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from models import LoadedModel
 
 EXIT_TEXTS_DIFFER = 1
+_SHOWN_CHARACTERS = 160
+"""Of each answer of a batch; a single user's is streamed whole."""
 
 
 def main(argv: list[str]) -> int:
@@ -125,7 +127,10 @@ class _TextPrinter:
         elif self._shown:
             for user, output in enumerate(run.outputs):
                 text = " ".join(self._model.tokenizer.decode(output).split())
-                self._write(f"[{user}] {text[:160]}\n")
+                shown = (
+                    text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
+                )
+                self._write(f"[{user}] {shown}\n")
 
     def _write(self, text: str) -> None:
         self._screen.file.write(text)

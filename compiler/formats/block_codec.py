@@ -61,7 +61,7 @@ def _encode_plain(
 def encode_device(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`encode_host`, rounded as a Wormhole packer does on its way out of Dst.
 
-    First to 6 mantissa bits, half away from zero (denormal to 0, NaN to inf), then, aligned to the
+    Twice: to bf16 less one bit, ties away from zero, where NaN counts as inf; then, aligned to the
     block exponent, to a 7-bit magnitude, half away again; narrower formats truncate that magnitude.
     """
     bits = _block_bits(x_RK)

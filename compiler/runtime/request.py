@@ -11,6 +11,7 @@ from compiler.targets.base import StateHandle
 
 STOPPED, LENGTH, CANCELLED = "stop", "length", "cancelled"
 _MAX_SEED = 1 << 63
+_MAX_COUNT = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,8 @@ class SamplingParams:
             raise RequestError(f"temperature {self.temperature}; allowed: 0 to 100")
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
             raise RequestError(f"top_p {self.top_p}; allowed: above 0 and up to 1")
-        if self.top_k < 0:
-            raise RequestError(f"top_k {self.top_k}; allowed: 0 (off) or more")
+        if not 0 <= self.top_k < _MAX_COUNT:
+            raise RequestError(f"top_k {self.top_k}; allowed: 0 (off) to {_MAX_COUNT - 1}")
         if self.max_tokens < 1:
             raise RequestError(f"max_tokens {self.max_tokens}; allowed: 1 or more")
         if not -_MAX_SEED <= self.seed < _MAX_SEED:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NewType
@@ -127,7 +127,10 @@ class Executable(ABC):
 
     @abstractmethod
     def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        """A new sequence that shares the first ``num_positions`` of this one's history."""
+        """A new sequence with the first ``num_positions`` of this one's history.
+
+        Also how a state is kept to be returned to (a snapshot): a copy nobody steps.
+        """
 
     @abstractmethod
     def num_free(self) -> int:
@@ -216,11 +219,6 @@ def finish_step(logits: Tensor, inputs: StepInput) -> StepOutput:
     return StepOutput(token_ids, finished, logits if inputs.want_logits else None)
 
 
-def pass_names(stages: Sequence[Stage]) -> list[str]:
-    """The passes of a pipeline, in order."""
-    return [current.name for stage in stages for current in stage.passes]
-
-
 __all__ = [
     "Capabilities",
     "CompileOptions",
@@ -235,6 +233,5 @@ __all__ = [
     "Target",
     "finish_step",
     "get_target",
-    "pass_names",
     "target_names",
 ]

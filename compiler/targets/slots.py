@@ -41,8 +41,5 @@ class SlotPool:
     def num_free(self) -> int:
         return len(self._free)
 
-    def num_used(self) -> int:
-        return len(self._taken)
-
     def __contains__(self, handle: object) -> bool:
         return handle in self._taken

@@ -130,7 +130,7 @@ def test_a_prompt_from_standard_input(tiny_gguf: Path, monkeypatch: pytest.Monke
         (["--temperature", "hot"], "'hot'; allowed: numbers, 0 to 100"),
         (["--top-p", "0"], "'0'; allowed: numbers, above 0 to 1"),
         (["--top-p", "1.01"], "'1.01'; allowed: numbers, above 0 to 1"),
-        (["--top-k", "-1"], "'-1'; allowed: integers, 0 or more"),
+        (["--top-k", "-1"], "'-1'; allowed: integers, 0 to 2147483647"),
         (["--seed", "-1"], "'-1'; allowed: integers, 0 to 9223372036854775807"),
         (["--seed", str(1 << 63)], "allowed: integers, 0 to 9223372036854775807"),
         (["--compute", "quick"], "'quick' (choose from"),

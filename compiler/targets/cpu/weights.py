@@ -16,6 +16,7 @@ import onnx
 import torch
 from torch import Tensor
 
+from compiler.errors import CompileError
 from compiler.formats import BlockFloat, get_format
 from compiler.ir.recipe import WeightRecipe, load_dense
 from compiler.targets.cpu.numerics import BLOCK_BITS
@@ -95,9 +96,15 @@ class WeightFile:
 
     def _add(self, recipe: WeightRecipe, kind: str, array: np.ndarray, data_type: int) -> str:
         position = self._file.tell()
-        self._file.write(b"\0" * (-position % _ALIGNMENT))
-        offset = self._file.tell()
-        self._file.write(array.data)
+        offset = position + -position % _ALIGNMENT
+        try:
+            self._file.write(b"\0" * (offset - position))
+            self._file.write(array.data)
+        except OSError as error:
+            raise CompileError(
+                f"{self.path.parent}: the packed weights cannot be written ({error.strerror}); "
+                "allowed: a TMPDIR with room for them"
+            ) from None
         self.num_bytes += array.nbytes
         # numbered: other rows of the same tensor, or blocks along out, have the same names
         number = len(self.initializers)
