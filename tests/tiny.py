@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 
 from compiler.driver import weight_source
 from compiler.ir.info import INPUT, info
-from compiler.ir.recipe import load_dense
+from compiler.ir.recipe import load_dense, load_values
 from compiler.passes.canonicalize_graph import canonicalize_graph
 from compiler.passes.runner import Pass, PassContext, run_passes
 from compiler.precision import PrecisionConfig, load_precision
@@ -30,7 +30,6 @@ from compiler.targets.base import (
     StepInput,
     get_target,
 )
-from compiler.targets.reference import dequantised
 from compiler.tracer import trace
 from models.config import ModelConfig, RopeConfig
 from models.llama import LlamaForCausalLM
@@ -230,7 +229,7 @@ def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: An
         if facts.role == INPUT:
             arguments.append(inputs[str(node.target)])
         elif facts.recipe is not None:
-            values = dequantised if facts.recipe.format else load_dense
+            values = load_values if facts.recipe.format else load_dense
             arguments.append(values(facts.recipe, get))
         else:
             assert facts.state is not None

@@ -22,13 +22,13 @@ class _Console(Console):
 
 
 def out() -> Console:
-    """Standard output: texts and tables."""
-    return _Console(file=sys.stdout, highlight=False)
+    """Standard output: texts and tables. No markup: names of models and files may hold brackets."""
+    return _Console(file=sys.stdout, highlight=False, markup=False)
 
 
 def err() -> Console:
     """Standard error: progress and notes."""
-    return _Console(file=sys.stderr, highlight=False)
+    return _Console(file=sys.stderr, highlight=False, markup=False)
 
 
 @contextmanager
@@ -64,7 +64,7 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     if title:
-        console.print(f"[bold]{title}[/bold]")
+        console.print(title, style="bold")
     console.print(table)
 
 

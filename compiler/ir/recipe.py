@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compiler.errors import CheckpointError
+from compiler.formats import get_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,13 @@ def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     if recipe.pad_rows:
         dense = torch.cat((dense, dense.new_zeros((recipe.pad_rows, *dense.shape[1:]))))
     return dense.contiguous()
+
+
+def load_values(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
+    """:func:`load_dense`, then the float32 values that the recipe's format has for it."""
+    assert recipe.format is not None
+    axis = -1 if recipe.block_axis == "in" or len(recipe.shape) == 1 else 0
+    return get_format(recipe.format).round_trip(load_dense(recipe, get), axis=axis).contiguous()
 
 
 def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:

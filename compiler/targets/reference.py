@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.formats import get_format
 from compiler.ir.info import CONSTANT, INPUT, STATE, WEIGHT, info
-from compiler.ir.recipe import WeightRecipe, load_dense
+from compiler.ir.recipe import WeightRecipe, load_values
 from compiler.targets.base import (
     Capabilities,
     CompileOptions,
@@ -48,13 +47,6 @@ _MEANINGS = Meanings(
     kv_cache=lambda name: _FLOAT,
     activation=lambda name: _FLOAT,
 )
-
-
-def dequantised(recipe: WeightRecipe, get_weight: Callable[[str], Tensor]) -> Tensor:
-    """The float32 values that a weight has in its recipe's format."""
-    assert recipe.format is not None
-    axis = -1 if recipe.block_axis == "in" or len(recipe.shape) == 1 else 0
-    return get_format(recipe.format).round_trip(load_dense(recipe, get_weight), axis=axis)
 
 
 class ReferenceTarget(Target):
@@ -108,7 +100,7 @@ class ReferenceExecutable(Executable):
             if facts.role in (WEIGHT, CONSTANT):
                 assert facts.recipe is not None
                 if facts.recipe not in cache:
-                    cache[facts.recipe] = dequantised(facts.recipe, get_weight)
+                    cache[facts.recipe] = load_values(facts.recipe, get_weight)
                 self._values[node.name] = cache[facts.recipe]
             elif facts.role == STATE:
                 assert facts.state is not None

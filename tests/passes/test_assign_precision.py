@@ -14,13 +14,12 @@ from compiler.driver import weight_source
 from compiler.errors import CompileError
 from compiler.formats import get_format
 from compiler.ir.info import WEIGHT, info
-from compiler.ir.recipe import load_dense
+from compiler.ir.recipe import load_dense, load_values
 from compiler.ir.rewrite import find_calls
 from compiler.ir.text import graph_text
 from compiler.passes.assign_precision import assign_precision
 from compiler.passes.runner import run_passes
 from compiler.precision import PrecisionConfig
-from compiler.targets.reference import dequantised
 from compiler.tracer import trace
 from tests.tiny import context_of, lowered, pipeline, precision_of, tiny_model, traced
 
@@ -43,7 +42,7 @@ def test_weights_hold_the_values_of_their_format(name: str, axis: str) -> None:
         if facts.recipe is None:
             continue
         dense = load_dense(facts.recipe, get)
-        values = dequantised(facts.recipe, get)
+        values = load_values(facts.recipe, get)
         if facts.role != WEIGHT or dense.ndim == 1:
             assert facts.recipe.format == "fp32"
             assert torch.equal(values, dense)
@@ -61,7 +60,7 @@ def test_blocks_along_out_are_not_blocks_along_in() -> None:
         node = next(n for n in graph_module.graph.nodes if info(n).tensor_group == "ff2")
         recipe = info(node).recipe
         assert recipe is not None and recipe.block_axis == axis
-        by_axis.append(dequantised(recipe, weight_source(model)))
+        by_axis.append(load_values(recipe, weight_source(model)))
     assert not torch.equal(*by_axis)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiler.errors import CompileError
 from compiler.formats import BlockFloat, get_format
-from compiler.ir.recipe import WeightRecipe, load_dense
+from compiler.ir.recipe import WeightRecipe, load_dense, load_values
 from compiler.targets.cpu.numerics import BLOCK_BITS
 
 BLOCK = 16
@@ -89,10 +89,7 @@ class WeightFile:
 
     def values(self, recipe: WeightRecipe) -> Tensor:
         """The float32 values of a recipe in its format."""
-        assert recipe.format is not None
-        axis = -1 if recipe.block_axis == "in" or len(recipe.shape) == 1 else 0
-        dense = load_dense(recipe, self._get_weight)
-        return get_format(recipe.format).round_trip(dense, axis=axis).contiguous()
+        return load_values(recipe, self._get_weight)
 
     def _add(self, recipe: WeightRecipe, kind: str, array: np.ndarray, data_type: int) -> str:
         position = self._file.tell()
