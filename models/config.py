@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiler.errors import CheckpointError, allowed
-from models.architectures import check_model_type
+from models.architectures import ARCHITECTURES, check_model_type
+from models.hub import repository_name
 
 MAX_VOCAB = 1 << 24
 MAX_WIDTH = 1 << 20
@@ -48,7 +49,10 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The sizes and switches of a dense decoder; sizes are counts of elements."""
+    """The sizes and switches of a dense decoder; sizes are counts of elements.
+
+    ``attention_bias`` is that of the q, k and v products, ``output_bias`` that of o.
+    """
 
     name: str
     model_type: str
@@ -64,6 +68,7 @@ class ModelConfig:
     rope: RopeConfig
     tie_embeddings: bool
     attention_bias: bool = False
+    output_bias: bool = False
     mlp_bias: bool = False
 
     @classmethod
@@ -82,14 +87,18 @@ class ModelConfig:
         keys.choice("hidden_act", ("silu",), default="silu")
         hidden = keys.integer("hidden_size", 1, MAX_WIDTH)
         num_heads = keys.integer("num_attention_heads", 1, MAX_HEADS)
+        num_layers = keys.integer("num_hidden_layers", 1, MAX_LAYERS)
         max_positions = keys.integer("max_position_embeddings", 1, MAX_POSITIONS, default=2048)
+        _refuse_sliding_window(keys, num_layers, max_positions)
+        fixed_bias = ARCHITECTURES[model_type].has_qkv_bias
+        bias = keys.boolean("attention_bias", default=False)
         return cls(
             name=_hf_name(values, where),
             model_type=model_type,
             vocab_size=keys.integer("vocab_size", 1, MAX_VOCAB),
             hidden_size=hidden,
             intermediate_size=keys.integer("intermediate_size", 1, MAX_WIDTH),
-            num_layers=keys.integer("num_hidden_layers", 1, MAX_LAYERS),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=_kv_heads(keys, "num_key_value_heads", num_heads),
             head_dim=_head_dim(keys, "head_dim", hidden, num_heads),
@@ -97,7 +106,8 @@ class ModelConfig:
             norm_eps=keys.real("rms_norm_eps", 0.0, 1.0, default=1e-6),
             rope=_hf_rope(keys, max_positions),
             tie_embeddings=keys.boolean("tie_word_embeddings", default=False),
-            attention_bias=keys.boolean("attention_bias", default=False),
+            attention_bias=bias or fixed_bias,
+            output_bias=bias and not fixed_bias,
             mlp_bias=keys.boolean("mlp_bias", default=False),
         )
 
@@ -106,7 +116,7 @@ class ModelConfig:
         """From the key-value part of the GGUF file at ``where``.
 
         Tied embeddings, biases and frequency factors are tensors in a GGUF file, so the reader
-        fills them in; here the embeddings are taken as tied.
+        fills them in; here the embeddings are taken as tied, and only fixed biases are there.
 
         Raises:
             CheckpointError: a key that is missing, out of range, or of a kind that is not read.
@@ -138,6 +148,7 @@ class ModelConfig:
             norm_eps=keys.real("attention.layer_norm_rms_epsilon", 0.0, 1.0),
             rope=RopeConfig(theta=keys.real("rope.freq_base", 1.0, 1e15, default=10000.0)),
             tie_embeddings=True,
+            attention_bias=ARCHITECTURES[model_type].has_qkv_bias,
         )
 
 
@@ -229,9 +240,10 @@ class _Keys:
 
 
 def _hf_name(values: Mapping[str, object], where: Path | str) -> str:
-    folder = Path(where).parent.name
+    folder = Path(where).parent
     name = values.get("_name_or_path")
-    return folder or (name if isinstance(name, str) and name else "model")
+    written = name if isinstance(name, str) and name else "model"
+    return repository_name(folder) or folder.name or written
 
 
 def _kv_heads(keys: _Keys, key: str, num_heads: int) -> int:
@@ -290,6 +302,21 @@ def _llama3_scaling(rope: _Keys, max_positions: int) -> Llama3Scaling:
         high_freq_factor=high,
         original_max_positions=rope.integer(key, 1, MAX_POSITIONS, default=max_positions),
     )
+
+
+def _refuse_sliding_window(keys: _Keys, num_layers: int, max_positions: int) -> None:
+    """Windows that would cut some layer's attention short of the whole context."""
+    if not keys.boolean("use_sliding_window", default=False):
+        return
+    window = keys.integer("sliding_window", 1, MAX_POSITIONS, default=max_positions)
+    kinds = keys.get("layer_types")
+    if isinstance(kinds, list):
+        has_windows = any(kind != "full_attention" for kind in kinds)
+    else:
+        has_windows = keys.integer("max_window_layers", 0, MAX_POSITIONS, default=0) < num_layers
+    if has_windows and window < max_positions:
+        tail = f"allowed: false, or a sliding_window of all {max_positions} positions"
+        raise keys.error("use_sliding_window", True, tail)
 
 
 def _refuse_gguf_extras(keys: _Keys) -> None:

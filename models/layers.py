@@ -13,6 +13,22 @@ from compiler import ops
 from models.config import ModelConfig
 
 
+class Linear(nn.Linear):
+    """Left uninitialised: weights come from a checkpoint, and torch's own initialisation imports
+    more than a second's worth of modules on the meta device.
+    """
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
+class Embedding(nn.Embedding):
+    """Left uninitialised, as :class:`Linear`."""
+
+    def reset_parameters(self) -> None:
+        """Nothing."""
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension, in fp32 (Zhang and Sennrich, 2019)."""
 
@@ -56,10 +72,10 @@ class Attention(nn.Module):
         hidden, bias = config.hidden_size, config.attention_bias
         q_width = config.num_heads * config.head_dim
         kv_width = config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(hidden, q_width, bias=bias)
-        self.k_proj = nn.Linear(hidden, kv_width, bias=bias)
-        self.v_proj = nn.Linear(hidden, kv_width, bias=bias)
-        self.o_proj = nn.Linear(q_width, hidden, bias=bias)
+        self.q_proj = Linear(hidden, q_width, bias=bias)
+        self.k_proj = Linear(hidden, kv_width, bias=bias)
+        self.v_proj = Linear(hidden, kv_width, bias=bias)
+        self.o_proj = Linear(q_width, hidden, bias=config.output_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q_THD = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -77,9 +93,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = Linear(hidden, inner, bias=bias)
+        self.up_proj = Linear(hidden, inner, bias=bias)
+        self.down_proj = Linear(inner, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models.config import ModelConfig, inverse_frequencies
-from models.layers import DecoderLayer, RMSNorm, RotaryEmbedding
+from models.layers import DecoderLayer, Embedding, Linear, RMSNorm, RotaryEmbedding
 
 
 class LlamaModel(nn.Module):
@@ -16,7 +16,7 @@ class LlamaModel(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(config.head_dim // 2)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -47,7 +47,7 @@ class LlamaForCausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.model = LlamaModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

@@ -11,12 +11,13 @@ import hashlib
 import json
 import operator
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from compiler.errors import CheckpointError, RequestError, allowed
 from models.chat_template import ChatTemplate, Message
 from models.checkpoints.base import TokenizerSource
-from models.vocabulary import Vocabulary, read_folder
+from models.vocabulary import Vocabulary, read_folder, write_folder
 
 _BYTE_LEVEL = ("ByteLevel",)
 _PIECES = ("Replace", "ByteFallback", "Fuse")
@@ -136,6 +137,14 @@ class Tokenizer:
         flags = (parts.chat_template, parts.add_bos, parts.add_eos)
         digest.update(json.dumps([rest, flags]).encode())
         return digest.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write the files of which `load_tokenizer` makes this tokenizer again, of equal hash.
+
+        Raises:
+            CheckpointError: a folder that is not new or empty, or cannot be written.
+        """
+        write_folder(self._vocabulary, folder)
 
     def checked_id(self, index: int) -> int:
         """``index`` as a plain int, whatever kind of whole number it is.

@@ -1,10 +1,12 @@
-"""What a tokenizer is made of, and reading it from a Hugging Face folder.
+"""What a tokenizer is made of, and reading it from a Hugging Face folder or writing one.
 
 It does not encode, and knows no GGUF.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,47 @@ def read_folder(folder: Path) -> Vocabulary:
         add_bos=_flag(config, "add_bos_token", "add_eos_token"),
         add_eos=_flag(config, "add_eos_token", "add_bos_token"),
     )
+
+
+def write_folder(vocabulary: Vocabulary, folder: Path) -> None:
+    """Write what `read_folder` reads, and transformers too, into a new or empty ``folder``.
+
+    ``tokenizer.json``, without which a folder is refused, comes last; a failure leaves no file.
+
+    Raises:
+        CheckpointError: a folder that is not empty, or cannot be written.
+    """
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **vocabulary.special_tokens,
+    }
+    if vocabulary.add_bos is not None or vocabulary.add_eos is not None:
+        config["add_bos_token"] = bool(vocabulary.add_bos)
+        config["add_eos_token"] = bool(vocabulary.add_eos)
+    if vocabulary.chat_template is not None:
+        config["chat_template"] = vocabulary.chat_template
+    files = {
+        "tokenizer_config.json": json.dumps(config, indent=2),
+        "generation_config.json": json.dumps({"eos_token_id": list(vocabulary.eos_ids)}),
+        "tokenizer.json": vocabulary.backend.to_str(),
+    }
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise CheckpointError(f"{folder}: holds files; allowed: a new or empty folder")
+        for name, text in files.items():
+            written.append(folder / name)
+            written[-1].write_text(text, encoding="utf-8")
+    except BaseException as error:
+        for path in written:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            reason = error.strerror or type(error).__name__
+            raise CheckpointError(f"{folder}: cannot be written: {reason}") from None
+        raise
 
 
 def collect_eos(

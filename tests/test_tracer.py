@@ -67,7 +67,7 @@ def test_positions_turn_heads_and_tokens_choose_rows() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_the_length_stays_dynamic(bias: bool) -> None:
-    model = tiny_model(std=0.2, attention_bias=bias, mlp_bias=bias)
+    model = tiny_model(std=0.2, attention_bias=bias, output_bias=bias, mlp_bias=bias)
     graph_module, _ = lowered(model, until="assign_precision")
     weights = model.checkpoint.tensors | model.module.constants()
     for length in (1, 2, 7, 33):
@@ -134,7 +134,7 @@ def test_only_what_takes_part_has_a_tensor_group() -> None:
 
 
 def test_biases_are_inputs_with_recipes_of_their_own() -> None:
-    graph_module = traced(tiny_model(num_layers=1, attention_bias=True))
+    graph_module = traced(tiny_model(num_layers=1, attention_bias=True, output_bias=True))
     biases = [name for _, name in roles(graph_module) if name.endswith("bias")]
     attention = "model.layers.0.self_attn"
     assert sorted(biases) == sorted(f"{attention}.{part}_proj.bias" for part in "qkvo")

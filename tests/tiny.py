@@ -1,4 +1,4 @@
-"""Tiny random Llamas, precisions and steps for tests of the compiler.
+"""Tiny random models, precisions and steps for tests of the compiler.
 
 Golden texts are written anew by ``TILEWRIGHT_UPDATE_GOLDENS=1 pytest ...``; read the difference
 before keeping it.
@@ -31,11 +31,14 @@ from compiler.targets.base import (
     get_target,
 )
 from compiler.tracer import trace
+from models.architectures import architecture_class
 from models.config import ModelConfig, RopeConfig
-from models.llama import LlamaForCausalLM
 
 GOLDENS = Path(__file__).parent / "goldens"
 UPDATE_VARIABLE = "TILEWRIGHT_UPDATE_GOLDENS"
+
+QWEN2 = {"model_type": "qwen2", "attention_bias": True}
+"""What makes a tiny configuration one of Qwen2; without it, it is one of Llama."""
 
 _TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "lm_head", "embedding")
 _OP_GROUPS = (
@@ -80,7 +83,7 @@ def tiny_model(*, seed: int = 0, std: float = 0.05, **changes: Any) -> SimpleNam
     """What `models.load_model` returns, as far as the compiler looks: random weights, N(0, std)."""
     config = tiny_config(**changes)
     with torch.device("meta"):
-        module = LlamaForCausalLM(config)
+        module: Any = architecture_class(config.model_type)(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in module.named_parameters():

@@ -48,6 +48,10 @@ class Checkpoint(Protocol):
         """The file or folder that was opened."""
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """Every file that configuration and weights are read from."""
+
+    @property
     def config(self) -> ModelConfig:
         """The model's configuration, checked."""
 

@@ -1,6 +1,6 @@
 """A GGUF file as a checkpoint: Hugging Face names, half-split rope rows, exact dequantisation.
 
-It knows the layout of the llama architecture in GGUF; what the tokenizer's keys mean it does not.
+It knows the names of dense decoders' tensors in GGUF; what the tokenizer's keys mean it does not.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from compiler.errors import CheckpointError
+from models.architectures import ARCHITECTURES
 from models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
@@ -26,7 +26,8 @@ from models.checkpoints.base import (
     shown,
     unknown_tensor,
 )
-from models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
+from models.checkpoints.gguf_blocks import Bytes, dequantise
+from models.checkpoints.gguf_header import GGUFTensor, read_header
 from models.config import ModelConfig
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -49,9 +50,6 @@ _PER_LAYER = {
 }
 _LAYER_NAME = re.compile(r"blk\.(0|[1-9]\d{0,5})\.(\w+)\.(weight|bias)")
 _TYPE_SUFFIX = re.compile(r"[.-](?:B?F16|F32|Q\d\w*)$", re.IGNORECASE)
-
-Bytes = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
 
 
 class GGUFCheckpoint:
@@ -79,6 +77,10 @@ class GGUFCheckpoint:
             for name, tensor in self._tensors.items()
         }
         self.config = self._read_config(header.tensors.get(_ROPE_FACTORS))
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path,)
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -123,7 +125,8 @@ class GGUFCheckpoint:
             vocab_size=vocab_size,
             rope=rope,
             tie_embeddings="lm_head.weight" not in self.names,
-            attention_bias=f"{layer}self_attn.q_proj.bias" in self.names,
+            attention_bias=config.attention_bias or f"{layer}self_attn.q_proj.bias" in self.names,
+            output_bias=f"{layer}self_attn.o_proj.bias" in self.names,
             mlp_bias=f"{layer}mlp.gate_proj.bias" in self.names,
         )
 
@@ -145,9 +148,11 @@ class GGUFCheckpoint:
     def _file_rows(self, name: str, tensor: GGUFTensor) -> npt.NDArray[np.int64] | None:
         """Which row of the file each Hugging Face row is, for q and k; None where they agree.
 
-        GGUF's llama has rotation pairs adjacent (2i, 2i + 1 within a head), Hugging Face has them
+        Where GGUF has rotation pairs adjacent (2i, 2i + 1 within a head), Hugging Face has them
         half a head apart (i, i + D / 2); the converter moves weights and biases alike.
         """
+        if not ARCHITECTURES[self.config.model_type].gguf_pairs_adjacent:
+            return None
         if ".self_attn.q_proj." in name:
             num_heads = self.config.num_heads
         elif ".self_attn.k_proj." in name:
@@ -192,35 +197,6 @@ def hf_name(name: str) -> str:
     if match is None or match[2] not in _PER_LAYER:
         return name
     return f"model.layers.{match[1]}.{_PER_LAYER[match[2]]}.{match[3]}"
-
-
-def dequantise(blocks: Bytes, dtype: str) -> Tensor:
-    """Stored bytes to a flat tensor; the float32 operations are those of ``gguf.quants``."""
-    if dtype == "F32":
-        return torch.from_numpy(blocks.reshape(-1).view("<f4"))
-    if dtype == "F16":
-        return torch.from_numpy(blocks.reshape(-1).view("<f2"))
-    if dtype == "BF16":
-        return torch.from_numpy(blocks.reshape(-1).view("<i2")).view(torch.bfloat16)
-    blocks = blocks.reshape(-1, TENSOR_TYPES[dtype][2])
-    scales = blocks[:, 0:2].copy().view("<f2").astype(np.float32)
-    values: Floats
-    # A corrupt scale may be inf or NaN: the values then are too, as the reference's.
-    with np.errstate(all="ignore"):
-        if dtype == "Q8_0":
-            values = blocks[:, 2:].view(np.int8).astype(np.float32) * scales
-        elif dtype == "Q4_0":
-            values = (_nibbles(blocks[:, 2:]) - np.float32(8)) * scales
-        else:
-            assert dtype == "Q4_1", dtype
-            minimums = blocks[:, 2:4].copy().view("<f2").astype(np.float32)
-            values = _nibbles(blocks[:, 4:]) * scales + minimums
-    return torch.from_numpy(values)
-
-
-def _nibbles(packed: Bytes) -> Floats:
-    """``[blocks, 16]`` bytes to ``[blocks, 32]``: the low nibbles first, then the high ones."""
-    return np.concatenate([packed & 0x0F, packed >> 4], axis=1).astype(np.float32)
 
 
 def _map_file(path: Path) -> mmap.mmap:

@@ -26,10 +26,9 @@ from models.checkpoints.base import (
     unknown_tensor,
 )
 from models.checkpoints.json_file import read_json
+from models.checkpoints.shards import INDEX, find_shards
 from models.config import ModelConfig
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _COMPARED_ROWS = 4096
@@ -46,7 +45,7 @@ class SafetensorsCheckpoint:
         self.path = path
         values = read_json(path / "config.json")
         self.config = ModelConfig.from_hf(values, where=path / "config.json")
-        self._shards, expected = _find_shards(path)
+        self._shards, expected = find_shards(path)
         self._files = {shard: _open_shard(path / shard) for shard in self._shards}
         self._shard_of: dict[str, str] = {}
         self.names: dict[str, TensorMeta] = {}
@@ -60,6 +59,11 @@ class SafetensorsCheckpoint:
                     f"{path / shard}: tensor {shown(name)}, which {INDEX} lists, is missing"
                 )
         self._settle_head(says="tie_word_embeddings" in values)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        names = ("config.json", *([INDEX] if (self.path / INDEX).is_file() else []), *self._shards)
+        return tuple(self.path / name for name in names)
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -125,30 +129,6 @@ class SafetensorsCheckpoint:
                 "tie_word_embeddings = true; allowed: equal tensors, no lm_head.weight, or false"
             )
         del self.names[head], self._shard_of[head]
-
-
-def _find_shards(path: Path) -> tuple[list[str], dict[str, str]]:
-    """Shard file names, and which shard the index says each tensor is in (empty without index)."""
-    if (path / SINGLE).is_file():
-        return [SINGLE], {}
-    if (path / INDEX).is_file():
-        weight_map = read_json(path / INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
-        for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard:
-                raise CheckpointError(
-                    f"{path / INDEX}: weight_map[{name!r}] = {shard!r}; "
-                    "allowed: the name of a file in the same folder"
-                )
-        return sorted(set(weight_map.values())), weight_map
-    found = sorted(file.name for file in path.glob("*.safetensors"))
-    if len(found) != 1:
-        raise CheckpointError(
-            f"{path}: holds {len(found)} .safetensors files and neither {SINGLE} nor {INDEX}; "
-            f"{allowed((SINGLE, INDEX, 'exactly one .safetensors file'))}"
-        )
-    return found, {}
 
 
 def _open_shard(path: Path) -> Any:

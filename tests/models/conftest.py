@@ -1,4 +1,4 @@
-"""Tiny Llamas in both containers, written with the formats' own libraries."""
+"""Tiny Llamas and Qwen2s in both containers, written with the formats' own libraries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def permute(weights: np.ndarray, num_heads: int) -> np.ndarray:
     )
 
 
-def tiny_hf_config(**changes: Any) -> transformers.LlamaConfig:
+def tiny_hf_config(config_class: Any = transformers.LlamaConfig, **changes: Any) -> Any:
     values: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": HIDDEN,
@@ -66,7 +66,15 @@ def tiny_hf_config(**changes: Any) -> transformers.LlamaConfig:
         "bos_token_id": 0,
         "eos_token_id": 1,
     }
-    return transformers.LlamaConfig(**{**values, **changes})
+    return config_class(**{**values, **changes})
+
+
+def with_random_norms(model: Any) -> Any:
+    """Norms and biases too, which transformers makes ones and zeros."""
+    for name, weight in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(weight, mean=1.0)
+    return model
 
 
 @pytest.fixture
@@ -75,11 +83,19 @@ def make_llama() -> Callable[..., transformers.LlamaForCausalLM]:
 
     def make(**changes: Any) -> transformers.LlamaForCausalLM:
         torch.manual_seed(1)
-        model = transformers.LlamaForCausalLM(tiny_hf_config(**changes))
-        for name, weight in model.named_parameters():
-            if name.endswith("bias") or "norm" in name:
-                torch.nn.init.normal_(weight, mean=1.0)
-        return model
+        return with_random_norms(transformers.LlamaForCausalLM(tiny_hf_config(**changes)))
+
+    return make
+
+
+@pytest.fixture
+def make_qwen2() -> Callable[..., transformers.Qwen2ForCausalLM]:
+    """As `make_llama`, a Qwen2; its head size is hidden size / heads."""
+
+    def make(**changes: Any) -> transformers.Qwen2ForCausalLM:
+        torch.manual_seed(1)
+        config = tiny_hf_config(transformers.Qwen2Config, **changes)
+        return with_random_norms(transformers.Qwen2ForCausalLM(config))
 
     return make
 
@@ -100,16 +116,20 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
 
 @pytest.fixture
 def write_gguf() -> Callable[..., Path]:
-    """Writes a transformers Llama as GGUF: ``write(path, model, dtype, extra=callable)``."""
+    """Writes a transformers model as GGUF: ``write(path, model, dtype, extra=callable)``.
+
+    ``tokenizer`` writes the vocabulary's keys.
+    """
 
     def write(
         path: Path,
-        model: transformers.LlamaForCausalLM,
+        model: Any,
         dtype: str = "F32",
         extra: Callable[[gguf.GGUFWriter], None] | None = None,
+        tokenizer: Callable[[gguf.GGUFWriter], None] = add_tokenizer,
     ) -> Path:
         config = model.config
-        writer = gguf.GGUFWriter(path, "llama")
+        writer = gguf.GGUFWriter(path, config.model_type)
         writer.add_block_count(config.num_hidden_layers)
         writer.add_context_length(config.max_position_embeddings)
         writer.add_embedding_length(config.hidden_size)
@@ -117,13 +137,13 @@ def write_gguf() -> Callable[..., Path]:
         writer.add_head_count(config.num_attention_heads)
         writer.add_head_count_kv(config.num_key_value_heads)
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_dimension_count(config.head_dim)
-        add_tokenizer(writer)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        tokenizer(writer)
         for name, weight in model.named_parameters():
             values = weight.detach().numpy()
-            if ".q_proj." in name:
+            if config.model_type == "llama" and ".q_proj." in name:
                 values = permute(values, config.num_attention_heads)
-            if ".k_proj." in name:
+            if config.model_type == "llama" and ".k_proj." in name:
                 values = permute(values, config.num_key_value_heads)
             kind = gguf.GGMLQuantizationType[dtype if values.ndim == 2 else "F32"]
             stored = gguf.quants.quantize(np.ascontiguousarray(values), kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -93,7 +94,39 @@ def test_defaults_of_llama() -> None:
 
 def test_biases_and_head_dim_are_read() -> None:
     config = from_hf(attention_bias=True, mlp_bias=True, head_dim=128, hidden_size=577)
-    assert (config.attention_bias, config.mlp_bias, config.head_dim) == (True, True, 128)
+    assert (config.attention_bias, config.output_bias, config.mlp_bias) == (True, True, True)
+    assert config.head_dim == 128
+
+
+def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
+    qwen2 = from_hf(model_type="qwen2", attention_bias=None)
+    assert qwen2 == dataclasses.replace(from_hf(), model_type="qwen2", attention_bias=True)
+    assert not qwen2.output_bias
+    renamed = {key.replace("llama.", "qwen2."): value for key, value in GGUF.items()}
+    renamed["general.architecture"] = "qwen2"
+    assert ModelConfig.from_gguf(renamed, where="smol.gguf") == qwen2
+
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {**WINDOW, "use_sliding_window": False},
+        {**WINDOW, "sliding_window": None},
+        {**WINDOW, "sliding_window": 8192},
+        {**WINDOW, "max_window_layers": 30},
+        {**WINDOW, "layer_types": ["full_attention"] * 30},
+    ],
+)
+def test_a_window_that_changes_nothing_is_read(changes: dict[str, Any]) -> None:
+    assert from_hf(model_type="qwen2", **changes) == from_hf(model_type="qwen2")
+
+
+def test_a_snapshot_of_the_hub_is_called_as_its_repository() -> None:
+    where = "/cache/models--Qwen--Qwen2.5-0.5B-Instruct/snapshots/0123abcd/config.json"
+    assert ModelConfig.from_hf(HF, where=where).name == "Qwen2.5-0.5B-Instruct"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +172,10 @@ def test_default_rope_parameters_carry_theta() -> None:
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings = 1", "true, false"]),
         ({"rope_theta": "big"}, ["rope_theta = 'big'"]),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, ["yarn", "default, llama3"]),
+        ({"model_type": "qwen2", **WINDOW}, ["use_sliding_window = True", "8192 positions"]),
+        ({**WINDOW, "layer_types": ["sliding_attention"] * 30}, ["use_sliding_window = True"]),
+        ({**WINDOW, "sliding_window": -1}, ["sliding_window = -1"]),
+        ({"use_sliding_window": "yes"}, ["use_sliding_window = 'yes'", "true, false"]),
         ({"rope_scaling": 7}, ["rope_scaling = 7"]),
         ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling.low_freq_factor is missing"]),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor = 1.0"]),
@@ -160,7 +197,7 @@ def test_hf_refusals_name_file_key_value_and_range(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"general__architecture": "qwen2"}, ["general.architecture", "'qwen2'", "llama"]),
+        ({"general__architecture": "qwen3"}, ["general.architecture", "'qwen3'", "llama, qwen2"]),
         ({"llama__block_count": None}, ["llama.block_count is missing"]),
         ({"llama__attention__head_count": [9] * 30}, ["llama.attention.head_count"]),
         ({"llama__rope__scaling__type": "yarn"}, ["llama.rope.scaling.type = 'yarn'", "none"]),

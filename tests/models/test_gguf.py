@@ -22,7 +22,7 @@ from models.checkpoints.gguf_header import read_header
 from models.config import inverse_frequencies
 from models.tokenizer import load_tokenizer
 
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MINIMAL = b"GGUF" + struct.pack("<IQQ", 3, 0, 0)
 
@@ -138,14 +138,16 @@ def test_bad_rope_factors(
 def test_refused_type_is_named_with_the_allowed_ones(
     tmp_path: Path, make_llama: Callable[..., Any], write_gguf: Callable[..., Path]
 ) -> None:
-    stored = np.zeros((2, 22), np.uint8)
-    kind = gguf.GGMLQuantizationType.Q5_0
+    stored = np.zeros((2, 84), np.uint8)
+    kind = gguf.GGMLQuantizationType.Q2_K
     path = write_gguf(
         tmp_path / "m.gguf",
         make_llama(),
         extra=lambda writer: writer.add_tensor("odd.weight", stored, raw_dtype=kind),
     )
-    with pytest.raises(CheckpointError, match=r"'odd\.weight' has type Q5_0.*allowed: F32, F16"):
+    with pytest.raises(
+        CheckpointError, match=r"'odd\.weight' has type Q2_K.*allowed: F32, F16.*, Q6_K"
+    ):
         GGUFCheckpoint(path)
 
 

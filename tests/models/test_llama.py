@@ -2,49 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import transformers
 
-from models.config import Llama3Scaling, ModelConfig, RopeConfig
+from models.config import Llama3Scaling, RopeConfig
 from models.llama import LlamaForCausalLM
 from tests.tiny import random_tokens, tiny_config, tiny_model
+from tests.twins import twin_of
 
 LLAMA3 = RopeConfig(theta=500000.0, scaling=Llama3Scaling(32.0, 1.0, 4.0, 64))
-
-
-def transformers_config(config: ModelConfig, rope: dict[str, Any]) -> transformers.LlamaConfig:
-    return transformers.LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=config.num_heads,
-        num_key_value_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_positions,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tie_embeddings,
-        attention_bias=config.attention_bias,
-        mlp_bias=config.mlp_bias,
-        rope_parameters=rope,
-    )
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 128])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_eager_logits_and_names_are_transformers(head_dim: int, tied: bool, bias: bool) -> None:
-    model = tiny_model(
-        std=0.2, head_dim=head_dim, tie_embeddings=tied, attention_bias=bias, mlp_bias=bias
-    )
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    theirs = transformers.LlamaForCausalLM(transformers_config(model.config, rope)).eval()
+    biases = dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), bias)
+    model = tiny_model(std=0.2, head_dim=head_dim, tie_embeddings=tied, **biases)
+    theirs = twin_of(model.config, model.checkpoint.tensors)
     names = {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
     assert names == {n: tuple(w.shape) for n, w in model.module.named_parameters()}
-    theirs.load_state_dict(model.checkpoint.tensors, strict=not tied)
     tokens = torch.tensor(random_tokens(23))
     weights = model.checkpoint.tensors | model.module.constants()
     with torch.no_grad():
@@ -56,15 +33,7 @@ def test_eager_logits_and_names_are_transformers(head_dim: int, tied: bool, bias
 
 def test_scaled_frequencies_are_transformers() -> None:
     config = tiny_config(rope=LLAMA3, head_dim=64, max_positions=2048)
-    rope = {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    }
-    theirs = transformers.LlamaForCausalLM(transformers_config(config, rope))
+    theirs = twin_of(config)
     with torch.device("meta"):
         ours = LlamaForCausalLM(config)
     frequencies = ours.constants()["model.rotary.inv_freq"]

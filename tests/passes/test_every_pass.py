@@ -7,6 +7,7 @@ other graphs alone is in the file of its name.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from compiler.ir.text import graph_text
 from compiler.passes.runner import Pass, run_passes
 from tests.tiny import (
+    QWEN2,
     check_golden,
     context_of,
     function_graph,
@@ -44,9 +46,10 @@ def test_the_reference_pipeline_is_a_part_of_the_cpu_one() -> None:
     assert reference == [name for name in PASSES if name in reference]
 
 
+@pytest.mark.parametrize("architecture", [{}, QWEN2], ids=["llama", "qwen2"])
 @pytest.mark.parametrize("name", PASSES)
-def test_it_fires_as_often_as_expected(name: str) -> None:
-    model = tiny_model(num_layers=NUM_LAYERS)
+def test_it_fires_as_often_as_expected(name: str, architecture: dict[str, Any]) -> None:
+    model = tiny_model(num_layers=NUM_LAYERS, **architecture)
     expected = model.module.expected_rewrites() | DEPENDS_ON_PRECISION
     graph_module, ctx = lowered(model, until=name)
     before = graph_text(graph_module.graph)
@@ -70,7 +73,7 @@ def test_it_finds_nothing_the_second_time(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in PASSES if name != "canonicalize_graph"])
 def test_the_numbers_stay(name: str, bias: bool) -> None:
     """canonicalize_graph is compared with the eager module in its own file."""
-    model = tiny_model(attention_bias=bias, mlp_bias=bias, std=0.2)
+    model = tiny_model(attention_bias=bias, output_bias=bias, mlp_bias=bias, std=0.2)
     precision = precision_of("bfp8" if name != "assign_precision" else "fp32")
     graph_module, ctx = lowered(model, until=name, precision=precision)
     inputs = step_inputs(9)

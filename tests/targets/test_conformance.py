@@ -7,22 +7,31 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiler.targets.base import Executable
 from models.config import Llama3Scaling, RopeConfig
-from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
+from tests.tiny import QWEN2, compiled, precision_of, prefill, random_tokens, step, tiny_model
+from tests.twins import twin_of
 
 SCALED = RopeConfig(theta=500.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 16))
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},
     "one_kv_head": {"hidden_size": 48, "num_heads": 3, "num_kv_heads": 1, "tie_embeddings": False},
-    "biases": {"num_kv_heads": 4, "attention_bias": True, "mlp_bias": True, "vocab_size": 7},
+    "biases": {
+        **{"num_kv_heads": 4, "vocab_size": 7},
+        **{"attention_bias": True, "output_bias": True, "mlp_bias": True},
+    },
     "ragged": {"hidden_size": 40, "intermediate_size": 56, "head_dim": 48, "vocab_size": 131},
     "wide_heads": {"num_heads": 2, "num_kv_heads": 1, "head_dim": 128, "num_layers": 1},
     "scaled_rope": {"rope": SCALED, "head_dim": 32, "norm_eps": 1e-3},
+    "qwen2": QWEN2,
+    "qwen2_untied": {
+        **QWEN2,
+        **{"rope": RopeConfig(theta=1e6), "norm_eps": 1e-6, "tie_embeddings": False},
+        **{"hidden_size": 48, "num_heads": 3, "num_kv_heads": 1, "vocab_size": 131},
+    },
 }
 FORMATS = ("fp32", "bf16", "bfp8", "bfp4")
 
@@ -65,66 +74,32 @@ def test_formats_differ() -> None:
     assert distances[0] < 1e-3 < distances[1] < distances[2] * 2 < distances[3]
 
 
-def huggingface(model: SimpleNamespace) -> transformers.LlamaForCausalLM:
-    config = model.config
-    scaling = config.rope.scaling
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope.theta}
-    if scaling is not None:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_positions,
-            rms_norm_eps=config.norm_eps,
-            tie_word_embeddings=config.tie_embeddings,
-            attention_bias=config.attention_bias,
-            mlp_bias=config.mlp_bias,
-            rope_parameters=rope,
-        )
-    )
-    left = theirs.load_state_dict(model.checkpoint.tensors, strict=False)
-    assert left.unexpected_keys == []
-    assert left.missing_keys == (["lm_head.weight"] if config.tie_embeddings else [])
-    theirs.tie_weights()
-    return theirs.eval()
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_reference_is_transformers(shape: str) -> None:
     model = shaped(shape)
     tokens = tokens_of(model, 40)
     with torch.no_grad():
-        expected = huggingface(model)(torch.tensor([tokens])).logits[0]
+        expected = twin_of(model.config, model.checkpoint.tensors)(torch.tensor([tokens])).logits[0]
     assert_near(prefill(compiled(model), tokens), expected)
 
 
 EXACT, INT8 = 1e-4, 0.1
 """Rounding to int8 turns differences in the last bit into a step of the grid, here and there."""
 
-EXECUTABLES = {
-    "reference": ("reference", "bfp8", "hifi4", "exact"),
-    "cpu_exact": ("cpu", "bfp8", "hifi4", "exact"),
-    "cpu_int8": ("cpu", "bfp8", "lofi", "fast"),
-    "cpu_int8_4_bits": ("cpu", "bfp4", "lofi", "fast"),
+EXECUTABLES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
+    "reference": ("reference", "bfp8", "hifi4", "exact", {}),
+    "reference_qwen2": ("reference", "bfp8", "hifi4", "exact", QWEN2),
+    "cpu_exact": ("cpu", "bfp8", "hifi4", "exact", {}),
+    "cpu_exact_qwen2": ("cpu", "bfp8", "hifi4", "exact", QWEN2),
+    "cpu_int8": ("cpu", "bfp8", "lofi", "fast", {}),
+    "cpu_int8_4_bits": ("cpu", "bfp4", "lofi", "fast", {}),
 }
 
 
 @pytest.fixture(scope="module", params=EXECUTABLES)
 def executable(request: pytest.FixtureRequest) -> Executable:
-    target, name, fidelity, compute = EXECUTABLES[request.param]
-    model = tiny_model(std=0.2)
+    target, name, fidelity, compute, architecture = EXECUTABLES[request.param]
+    model = tiny_model(std=0.2, **architecture)
     return compiled(model, target, precision=precision_of(name, fidelity), compute=compute)
 
 

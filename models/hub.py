@@ -1,0 +1,137 @@
+"""Models by their name on the Hugging Face hub: ``owner/name``, fetched into the library's cache.
+
+It knows which files a model needs, not what is in them; huggingface_hub is imported on first use.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiler.errors import CheckpointError
+from models.checkpoints.shards import INDEX, find_shards
+
+FORM = "OWNER/NAME[@REVISION][:FILE.gguf] on the Hugging Face hub"
+_PART = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9_])?"
+_NAME = re.compile(
+    rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[\w./-]+))?(?::(?P<file>[^\\:]+))?",
+    re.ASCII,
+)
+_MAX_NAME = 96
+_FILE_ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pth", ".pt")
+_WANTED = [
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "*.safetensors", "model.safetensors.index.json"),
+]
+_UNWANTED = ["*/*", "consolidated*"]  # the same weights over again, for other programs
+_FULL = "No space left on device"  # as the download library in Rust words it
+_CACHE_PREFIX = "models--"
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository, at a ``revision`` (None: its main branch), or one GGUF ``file`` of it."""
+
+    repository: str
+    revision: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.repository}{revision}" + (f":{self.file}" if self.file else "")
+
+
+def parse_hub_name(text: str) -> HubName | None:
+    """``text`` as a name on the hub; None for what looks like a path, or is of another form."""
+    match = _NAME.fullmatch(text)
+    if match is None:
+        return None
+    repository, revision, file = match["repository"], match["revision"], match["file"]
+    if len(repository) > _MAX_NAME or "--" in repository or ".." in text or "//" in text:
+        return None
+    if repository.lower().endswith(_FILE_ENDINGS) or not text.isprintable():
+        return None
+    if revision is not None and (revision[0] in "/-." or revision[-1] in "/."):
+        return None
+    if file is not None and (file[0] == "/" or not file.lower().endswith(".gguf")):
+        return None
+    return HubName(repository, revision, file)
+
+
+def repository_name(folder: Path) -> str | None:
+    """The ``NAME`` of a repository whose snapshot in the hub's cache ``folder`` is; else None.
+
+    There the folder itself is called by a commit's hash.
+    """
+    home = folder.parent.parent.name
+    if folder.parent.name != "snapshots" or not home.startswith(_CACHE_PREFIX):
+        return None
+    return home.rpartition("--")[2] or None
+
+
+def fetch(name: HubName) -> Path:
+    """The folder or file of ``name`` in the hub's cache, complete; what is missing is downloaded.
+
+    Where the hub cannot be reached, or HF_HUB_OFFLINE is set, what is in the cache serves.
+
+    Raises:
+        CheckpointError: no network, no such repository, revision or file, no right to read it, no
+            safetensors in it, a disk that is full, a download that was cut short.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        # Single files too: unlike hf_hub_download it does not try for long where no network is.
+        folder = snapshot_download(
+            name.repository,
+            revision=name.revision,
+            allow_patterns=_WANTED if name.file is None else [glob.escape(name.file)],
+            ignore_patterns=_UNWANTED if name.file is None else None,
+        )
+    except Exception as error:  # besides its own, the library lets through those of its transport
+        where = "no such file or folder here; on the Hugging Face hub"
+        raise CheckpointError(f"{name}: {where}: {_reason(error, name)}") from None
+    found = Path(folder)
+    if name.file is None:
+        _check_complete(found, name)
+    elif not (found / name.file).is_file():
+        raise CheckpointError(f"{name}: {name.file} is neither in the repository nor in {found}")
+    return found / (name.file or "")
+
+
+def _check_complete(folder: Path, name: HubName) -> None:
+    """A snapshot found without the network may be what another program left of it."""
+    if not any(folder.glob("*.safetensors")) and not (folder / INDEX).is_file():
+        raise CheckpointError(
+            f"{name}: no safetensors in the repository; allowed: one that has them, or one GGUF "
+            f"file of it, {name.repository}:FILE.gguf"
+        )
+    shards, _ = find_shards(folder)
+    for file in ("config.json", "tokenizer.json", *shards):
+        if not (folder / file).is_file():
+            raise CheckpointError(
+                f"{name}: {file} is neither in the repository nor in {folder}; allowed: a "
+                "repository that has it, or the network to fetch it"
+            )
+
+
+def _reason(error: Exception, name: HubName) -> str:
+    """What the library's error says about ``name``, in one line."""
+    from huggingface_hub import errors
+
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError):
+        return "the repository is gated; accept its terms there and log in with `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
+        return "no such repository (or a private one; log in with `hf auth login`)"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"the repository has no revision {name.revision!r}; allowed: a branch, tag or commit"
+    if isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
+        return "not whole in the cache, and no network (or HF_HUB_OFFLINE is set)"
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or _FULL in str(error):
+        return "the disk is full; make room and run again, which goes on from there"
+    shown = " ".join(str(error).split())[:200]
+    return f"the download failed and can be run again: {type(error).__name__}: {shown}"
