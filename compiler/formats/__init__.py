@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from compiler.formats.base import FORMATS, BlockEncoded, DataFormat, Encoded
+from compiler.formats.base import FORMATS, BlockEncoded, DataFormat, Encoded, ScaledEncoded
 from compiler.formats.block_float import BFP2, BFP4, BFP8, BlockFloat
 from compiler.formats.fidelity import FIDELITIES, Fidelity
 from compiler.formats.floats import BF16, FP16, FP32, FloatFormat
+from compiler.formats.ggml import Q40, Q80, GgmlFormat
 
 __all__ = [
     "BF16",
@@ -16,16 +17,20 @@ __all__ = [
     "FORMATS",
     "FP16",
     "FP32",
+    "Q40",
+    "Q80",
     "BlockEncoded",
     "BlockFloat",
     "DataFormat",
     "Encoded",
     "Fidelity",
     "FloatFormat",
+    "GgmlFormat",
+    "ScaledEncoded",
     "get_format",
 ]
 
-for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2):
+for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80):
     FORMATS.register(_format.name, _format)
 
 

@@ -31,24 +31,39 @@ class BlockEncoded:
     axis: int
 
 
-Encoded: TypeAlias = "torch.Tensor | BlockEncoded"
+@dataclass(frozen=True, slots=True)
+class ScaledEncoded:
+    """A tensor of small integers with one float16 scale a block; the blocked axis is the last one.
+
+    ``codes`` is uint8 or int8 ``[..., K]`` (which, and where zero lies, is the format's),
+    ``scales`` float16 ``[..., ceil(K / block)]``. ``axis`` is as in :class:`BlockEncoded`.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    axis: int
+
+
+Encoded: TypeAlias = "torch.Tensor | BlockEncoded | ScaledEncoded"
 
 
 @dataclass(frozen=True, slots=True)
 class DataFormat(ABC):
-    """One number format. ``block`` elements along an axis share one 8-bit exponent (1: none).
+    """One number format. ``block`` elements along an axis share an exponent or a scale (1: none).
 
-    ``element_bits`` is what an element takes by itself, ``bits`` includes its shared part.
+    ``element_bits`` is what an element takes by itself, ``shared_bits`` what its block takes
+    besides; ``bits`` includes both. A block is a whole number of bytes.
     """
 
     name: str
     element_bits: int
     block: int = 1
+    shared_bits: int = 0
 
     @property
     def bits(self) -> float:
-        """Bits per element, shared exponent included (bfp8: 8.5)."""
-        return self.element_bits + (8 / self.block if self.block > 1 else 0)
+        """Bits per element, its part of the shared ones included (bfp8: 8.5)."""
+        return self.element_bits + self.shared_bits / self.block
 
     def nbytes(self, shape: Sequence[int], *, axis: int = -1) -> int:
         """Bytes of a packed tensor; a partial block along ``axis`` counts as a whole one."""
@@ -57,7 +72,7 @@ class DataFormat(ABC):
             return num_elements * self.element_bits // 8
         length = shape[axis]
         num_blocks = num_elements // length * -(-length // self.block)
-        return num_blocks * (self.block * self.element_bits // 8 + 1)
+        return num_blocks * (self.block * self.element_bits + self.shared_bits) // 8
 
     def check_nbytes(self, num_bytes: int, expected: int, shape: Sequence[int]) -> None:
         """Refuse packed data of the wrong size.

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from compiler.formats.rows import pad_blocks, row_chunks
+
 BLOCK = 16
 EXPONENT_BIAS = 127
-# Rows are walked in pieces of about this many elements, so that temporaries stay in cache.
-CHUNK_ELEMENTS = 1 << 17
 
 # Shared exponents for which float arithmetic is exact: a denormal in such a block truncates to 0,
 # and neither inf nor NaN is in it.
@@ -108,8 +108,8 @@ def map_rows(
     num_blocks = -(-length // BLOCK)
     exponents = x_RK.new_empty(num_rows, num_blocks, dtype=torch.uint8)
     mantissas = x_RK.new_empty(num_rows, length, dtype=torch.int8)
-    for rows in _row_chunks(num_rows, length):
-        chunk = pad_blocks(x_RK[rows].float()).contiguous()
+    for rows in row_chunks(num_rows, length):
+        chunk = pad_blocks(x_RK[rows].float(), BLOCK).contiguous()
         exponents[rows], padded = encoder(chunk, mantissa_bits)
         mantissas[rows] = padded[:, :length]
     return exponents, mantissas
@@ -121,8 +121,8 @@ def decode_rows(
     """:func:`decode` for rows of any length, chunk by chunk."""
     num_rows, length = mantissas.shape
     values = mantissas.new_empty(num_rows, length, dtype=torch.float32)
-    for rows in _row_chunks(num_rows, length):
-        chunk = pad_blocks(mantissas[rows])
+    for rows in row_chunks(num_rows, length):
+        chunk = pad_blocks(mantissas[rows], BLOCK)
         values[rows] = decode(exponents[rows], chunk, mantissa_bits)[:, :length]
     return values
 
@@ -131,24 +131,11 @@ def round_trip_rows(x_RK: torch.Tensor, mantissa_bits: int, encoder: RowEncoder)
     """Encode and decode chunk by chunk, without ever holding the encoded tensor."""
     num_rows, length = x_RK.shape
     values = x_RK.new_empty(num_rows, length, dtype=torch.float32)
-    for rows in _row_chunks(num_rows, length):
-        chunk = pad_blocks(x_RK[rows].float()).contiguous()
+    for rows in row_chunks(num_rows, length):
+        chunk = pad_blocks(x_RK[rows].float(), BLOCK).contiguous()
         encoded = encoder(chunk, mantissa_bits)
         values[rows] = decode(*encoded, mantissa_bits)[:, :length]
     return values
-
-
-def pad_blocks(x_RK: torch.Tensor) -> torch.Tensor:
-    """Zeros up to a whole number of blocks in the last dimension; a full one passes untouched."""
-    missing = -x_RK.shape[-1] % BLOCK
-    return torch.nn.functional.pad(x_RK, (0, missing)) if missing else x_RK
-
-
-def _row_chunks(num_rows: int, length: int) -> list[slice]:
-    if length == 0:
-        return []
-    step = max(1, CHUNK_ELEMENTS // length)
-    return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
 def _block_bits(x_RK: torch.Tensor) -> torch.Tensor:

@@ -38,10 +38,11 @@ class BlockFloat(DataFormat):
         A block that holds inf or NaN gets exponent 255. In bfp2 a NaN cannot be told from inf.
         """
         from compiler.formats import block_codec
+        from compiler.formats.rows import as_rows
 
         moved = x.movedim(axis, -1)
         exponents, mantissas = block_codec.map_rows(
-            _as_rows(moved), self.mantissa_bits, block_codec.encode_host
+            as_rows(moved), self.mantissa_bits, block_codec.encode_host
         )
         return BlockEncoded(
             exponents=exponents.view(*moved.shape[:-1], exponents.shape[-1]),
@@ -52,11 +53,12 @@ class BlockFloat(DataFormat):
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
         """float32 in the original axis order; exact in bf16 wherever finite."""
         from compiler.formats import block_codec
+        from compiler.formats.rows import as_rows
 
         assert isinstance(encoded, BlockEncoded), f"{self.name} is encoded in blocks"
         mantissas = encoded.mantissas
         values = block_codec.decode_rows(
-            _as_rows(encoded.exponents), _as_rows(mantissas), self.mantissa_bits
+            as_rows(encoded.exponents), as_rows(mantissas), self.mantissa_bits
         )
         return values.view(mantissas.shape).movedim(-1, encoded.axis)
 
@@ -74,9 +76,10 @@ class BlockFloat(DataFormat):
 
     def _round_trip(self, x: torch.Tensor, axis: int, encoder: RowEncoder) -> torch.Tensor:
         from compiler.formats import block_codec
+        from compiler.formats.rows import as_rows
 
         moved = x.movedim(axis, -1)
-        values = block_codec.round_trip_rows(_as_rows(moved), self.mantissa_bits, encoder)
+        values = block_codec.round_trip_rows(as_rows(moved), self.mantissa_bits, encoder)
         return values.view(moved.shape).movedim(-1, axis).contiguous()
 
     def scales(self, encoded: BlockEncoded) -> torch.Tensor:
@@ -162,9 +165,9 @@ class BlockFloat(DataFormat):
         """Sign above magnitude, one element a byte, whole blocks."""
         import torch
 
-        from compiler.formats import block_codec
+        from compiler.formats.rows import pad_blocks
 
-        padded = block_codec.pad_blocks(mantissas)
+        padded = pad_blocks(mantissas, BLOCK_SIZE)
         sign = (padded < 0).to(torch.uint8) << self.mantissa_bits
         return padded.abs().to(torch.uint8) | sign
 
@@ -191,11 +194,6 @@ class BlockFloat(DataFormat):
         return torch.stack(parts, dim=-1).reshape(-1)
 
 
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """``[..., K]`` as ``[R, K]``, a view where strides allow."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-BFP8 = BlockFloat("bfp8", 8, BLOCK_SIZE)
-BFP4 = BlockFloat("bfp4", 4, BLOCK_SIZE)
-BFP2 = BlockFloat("bfp2", 2, BLOCK_SIZE)
+BFP8 = BlockFloat("bfp8", 8, BLOCK_SIZE, shared_bits=8)
+BFP4 = BlockFloat("bfp4", 4, BLOCK_SIZE, shared_bits=8)
+BFP2 = BlockFloat("bfp2", 2, BLOCK_SIZE, shared_bits=8)

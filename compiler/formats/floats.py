@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compiler.formats.base import BlockEncoded, DataFormat, Encoded
+from compiler.formats.base import BlockEncoded, DataFormat, Encoded, ScaledEncoded
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,7 @@ class FloatFormat(DataFormat):
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
         """The same values as float32."""
-        assert not isinstance(encoded, BlockEncoded), f"{self.name} has no blocks"
+        assert not isinstance(encoded, BlockEncoded | ScaledEncoded), f"{self.name} has no blocks"
         return encoded.float()
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:

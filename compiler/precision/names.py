@@ -69,10 +69,11 @@ ALLOWED_FORMATS = MappingProxyType(
         "ff2": _WEIGHT_FORMATS,
         "wqkv": _WEIGHT_FORMATS,
         "wo": _WEIGHT_FORMATS,
+        # bfp2, q40 and q80 are for weights alone.
         "kv_cache": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
         "activation": ("fp32", "bf16", "fp16", "bfp8", "bfp4", MIXED),
         "lm_head": _WEIGHT_FORMATS,
-        "embedding": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
+        "embedding": ("fp32", "bf16", "fp16", "bfp8", "bfp4", "q40", "q80"),
         "experts_ff1_3": _WEIGHT_FORMATS,
         "experts_ff2": _WEIGHT_FORMATS,
         # Routing decides which weights are used at all: it stays high, as the norms do.
@@ -125,7 +126,7 @@ def normalise_key(key: str) -> str:
 
 
 def normalise_value(value: str) -> str:
-    """A format or fidelity from either spelling: ``hifi2na``, ``HIFI2_NA``, ``BFP8``."""
+    """A format or fidelity from either spelling: ``hifi2na``, ``HIFI2_NA``, ``BFP8``, ``Q4_0``."""
     return value.strip().lower().replace("_", "")
 
 

@@ -149,7 +149,7 @@ def test_axis_chooses_where_blocks_run() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(50, 64)
     whole = block_format("bfp4").quantise(x)
-    monkeypatch.setattr("compiler.formats.block_codec.CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr("compiler.formats.rows.CHUNK_ELEMENTS", 200)
     parts = block_format("bfp4").quantise(x)
     assert torch.equal(whole.exponents, parts.exponents)
     assert torch.equal(whole.mantissas, parts.mantissas)

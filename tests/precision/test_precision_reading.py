@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,18 @@ from compiler.errors import ConfigError
 from compiler.precision import list_precisions, load_precision, parse_heading, reading
 
 WEIGHT_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "lm_head")
+# The published headings in their order, as configurations of their own.
+PUBLISHED = (
+    *(f"mlp-{ff1_3}-{ff2}" for ff1_3, ff2 in product(("bfp4", "bfp8", "bf16"), repeat=2)),
+    *(f"wo-bfp4-activation-{activation}" for activation in ("bf16", "bfp8", "mixed")),
+)
+HEADINGS = (Path(__file__).parents[1] / "goldens" / "seed_headings.txt").read_text().splitlines()
 
 
 def test_names() -> None:
-    expected = ("accuracy", "all-bfp4", "all-bfp8", "base", "bf16", "performance", "reference")
-    assert tuple(list_precisions()) == expected
+    expected = ("accuracy", "base", "bf16", "performance", "reference")
+    expected += ("all-bfp4", "all-bfp8", "all-q40", "all-q80")
+    assert tuple(list_precisions()) == tuple(sorted((*expected, *PUBLISHED)))
 
 
 @pytest.mark.parametrize("name", list_precisions())
@@ -31,6 +39,23 @@ def test_shipped_configurations(name: str) -> None:
     assert parse_heading(resolved.heading()).resolve(4).id == resolved.id
 
 
+@pytest.mark.parametrize(("name", "heading"), list(zip(PUBLISHED, HEADINGS, strict=True)))
+def test_published_headings_have_names(name: str, heading: str) -> None:
+    """Character for character, for every model, and back to the same configuration."""
+    config = load_precision(name)
+    for num_layers, model in product((1, 28, 80), (None, "Qwen2.5-7B", "Llama-3.1-8B")):
+        resolved = config.resolve(num_layers, model)
+        assert resolved.heading() == heading
+        assert parse_heading(heading).resolve(num_layers, model).id == resolved.id
+
+
+def test_published_configurations_differ() -> None:
+    ids = [load_precision(name).resolve(28).id for name in PUBLISHED]
+    assert len(set(ids)) == 12
+    for named, same in (("base", "mlp-bfp8-bfp8"), ("performance", "mlp-bfp4-bfp8")):
+        assert load_precision(named).resolve(28).id == load_precision(same).resolve(28).id
+
+
 @pytest.mark.parametrize(
     ("name", "weight", "kv", "activation", "embedding", "fidelity"),
     [
@@ -38,6 +63,8 @@ def test_shipped_configurations(name: str) -> None:
         ("bf16", "bf16", "bf16", "bf16", "bf16", "hifi4"),
         ("all-bfp8", "bfp8", "bfp8", "mixed", "bf16", "hifi2"),
         ("all-bfp4", "bfp4", "bfp8", "mixed", "bf16", "lofi"),
+        ("all-q80", "q80", "bfp8", "mixed", "bf16", "hifi2"),
+        ("all-q40", "q40", "bfp8", "mixed", "bf16", "lofi"),
     ],
 )
 def test_uniform_configurations(
@@ -75,7 +102,7 @@ def test_unknown_name_or_path(spec: str) -> None:
     with pytest.raises(ConfigError, match=r"allowed: accuracy, all-bfp4, .*, a heading") as caught:
         load_precision(spec)
     assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 300
+    assert len(str(caught.value)) < 500
 
 
 def refused(folder: Path, text: str | bytes, message: str, suffix: str = "yaml") -> None:
@@ -97,6 +124,10 @@ def refused(folder: Path, text: str | bytes, message: str, suffix: str = "yaml")
         ("precision: {ff2: mixed}", "precision: ff2 = 'mixed'; allowed: fp32, bf16, fp16, bfp8"),
         ("precision: {router: bfp4}", "router = 'bfp4'; allowed: fp32, bf16, fp16"),
         ("precision: {kv_cache: bfp2}", "kv_cache = 'bfp2'; allowed: fp32, bf16, fp16, bfp8, bfp4"),
+        ("precision: {kv_cache: q80}", "kv_cache = 'q80'; allowed: fp32, bf16, fp16, bfp8, bfp4"),
+        ("precision: {activation: q80}", "activation = 'q80'; allowed: fp32, bf16, fp16, bfp8, b"),
+        ("precision: {router: q40}", "router = 'q40'; allowed: fp32, bf16, fp16"),
+        ("precision: {ff2: q41}", "ff2 = 'q41'; allowed: .*, bfp2, q40, q80"),
         ("precision: {ff2: ''}", "ff2 = ''; allowed: "),
         ("precision: {ff2: [bf16]}", "ff2 has a list; allowed: a name"),
         ("precision: [ff2]", "precision: a list; allowed: a map"),
@@ -199,6 +230,36 @@ def test_upper_case_and_empty_maps_in_yaml(tmp_path: Path) -> None:
     resolved = load_precision(str(path)).resolve(2)
     assert resolved.format("ff1_3", layer=0) == "bfp4"
     assert resolved.fidelity("li_ff1_3", "prefill", layer=0) == "hifi2fp16"
+
+
+def test_block_axis_in_every_spelling(tmp_path: Path) -> None:
+    path = tmp_path / "columns.yaml"
+    path.write_text("inherits: all-q40\nblock_axis: out")
+    resolved = load_precision(str(path)).resolve(3)
+    assert resolved.block_axis == "out"
+    assert resolved.heading().endswith(", block_axis = out")
+    assert load_precision(resolved.heading()).resolve(3).id == resolved.id
+    along_in = load_precision("all-q40").resolve(3)
+    assert along_in.heading() + ", block_axis = out" == resolved.heading()
+    assert along_in.id != resolved.id
+    child = tmp_path / "back.yaml"
+    child.write_text("inherits: columns.yaml\nblock_axis: in")
+    assert load_precision(str(child)).resolve(3).id == along_in.id
+
+
+def test_ggml_formats_in_every_spelling(tmp_path: Path) -> None:
+    groups = ("FF1_FF3", "WQKV", "LM_HEAD", "EMBEDDING", "EXPERTS_FF2")
+    spelled = ", ".join(f"{group}: Q4_0" for group in groups)
+    path = tmp_path / "ggml.yaml"
+    path.write_text(f"precision: {{{spelled}, wo: q80}}")
+    resolved = load_precision(str(path)).resolve(2)
+    for group in ("ff1_3", "wqkv", "lm_head", "embedding", "experts_ff2"):
+        assert resolved.format(group, layer=0) == "q40"
+    assert "wqkv: q40, wo: q80" in resolved.heading()
+    decoder = {"precision_cfg": {"FF2": "Q8_0", "WO": "Q40"}}
+    config = load_precision(write_json(tmp_path, {"decoders": {"0": decoder}}))
+    assert config.resolve(2).format("ff2", layer=0) == "q80"
+    assert config.resolve(2).format("wo", layer=0) == "q40"
 
 
 UPPER = {
