@@ -1,0 +1,297 @@
+"""A stateless graph as MLIR text, through torch-mlir; weights are arguments of its function.
+
+Our operators are replaced by their eager references first, since torch-mlir refuses custom ones. It
+knows neither checkpoints nor files: what every argument stands for is said beside the text.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compiler.errors import CompileError, ConfigError, allowed
+from compiler.ir.info import CONSTANT, INPUT, STATE, info
+from compiler.ir.recipe import WeightRecipe
+from compiler.ops import OPERATORS
+
+DIALECTS = ("torch", "linalg")
+FUNCTION = "main"
+
+_PIPELINES = {
+    "torch": ("torchdynamo-export-to-torch-backend-pipeline",),
+    "linalg": (
+        "torchdynamo-export-to-torch-backend-pipeline",
+        "torch-backend-to-linalg-on-tensors-backend-pipeline",
+    ),
+}
+_HEADER = """\
+// A language model without state: tokens [T], positions [T], weights to logits [T, vocabulary].
+// Arguments are named after the checkpoint tensors whose float32 values they take.
+"""
+_EXAMPLE_LENGTH = 7  # above 1, or torch.export would make the length a constant
+
+
+@dataclass(frozen=True, slots=True)
+class MlirArgument:
+    """One argument of the function: a step's input, a weight or a constant.
+
+    ``shape``: None for the length. ``recipe`` (None for inputs) makes the float32 values from the
+    checkpoint: `load_dense(recipe, get)`, or `load_values` for those of the recipe's format.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int | None, ...]
+    dtype: str
+    recipe: WeightRecipe | None = None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The checkpoint tensors it holds, stacked along the first axis; none for inputs."""
+        return () if self.recipe is None else self.recipe.names
+
+
+@dataclass(frozen=True, slots=True)
+class MlirModule:
+    """The text of one module, whose function ``main`` maps ``arguments`` to logits."""
+
+    dialect: str
+    text: str
+    arguments: tuple[MlirArgument, ...]
+    result: MlirArgument
+
+    def arguments_json(self) -> str:
+        """What to feed, in order, as JSON: one line an argument, and one for the result."""
+        lines = [
+            json.dumps({"index": index, **_described(argument)})
+            for index, argument in enumerate(self.arguments)
+        ]
+        head = f'{{"dialect": "{self.dialect}", "function": "{FUNCTION}", "arguments": ['
+        tail = f'], "result": {json.dumps(_described(self.result))}}}'
+        return "\n".join((head, ",\n".join(lines), tail)) + "\n"
+
+
+def _described(argument: MlirArgument) -> dict[str, Any]:
+    return {
+        "name": argument.name,
+        "role": argument.role,
+        "shape": ["length" if size is None else size for size in argument.shape],
+        "dtype": argument.dtype,
+        "tensors": list(argument.tensors),
+    }
+
+
+def emit_mlir(
+    graph_module: GraphModule,
+    dialect: str = "linalg",
+    *,
+    length: int | None = None,
+    constants: Mapping[str, Tensor] | None = None,
+) -> MlirModule:
+    """The graph in fp32: ``tokens [T]``, ``positions [T]``, weights to ``logits [T, vocab]``.
+
+    Args:
+        graph_module: traced and matched (targets/pipeline.MATCH), before state is inserted; it
+            is left as it was.
+        dialect: one of DIALECTS.
+        length: T of the emitted function; None leaves it to the caller.
+        constants: values of buffers that no checkpoint holds, written into the text; buffers not
+            named here become arguments. Weights are always arguments, tied ones a single one.
+
+    Raises:
+        ConfigError: for another dialect or a length below 1.
+        CompileError: where torch-mlir is missing, or cannot lower an operator of the model.
+    """
+    if dialect not in DIALECTS:
+        raise ConfigError(f"dialect {dialect!r} is not emitted; {allowed(DIALECTS)}")
+    if length is not None and length < 1:
+        raise ConfigError(f"length of {length} tokens; allowed: 1 or more, or none for any")
+    _require_torch_mlir()
+    plain = copy.deepcopy(graph_module)
+    _call_references(plain)
+    _share_equal_arguments(plain)
+    _embed_constants(plain, constants or {})
+    inputs = [node for node in plain.graph.nodes if node.op == "placeholder"]
+    arguments = tuple(_argument(node, length) for node in inputs)
+    (output,) = plain.graph.find_nodes(op="output")
+    result = _argument(output.args[0], length, name="logits", role="output")
+    program = _export(plain, inputs, length)
+    text = _HEADER + _lower(program, dialect, [argument.name for argument in arguments])
+    return MlirModule(dialect, text, arguments, result)
+
+
+def _require_torch_mlir() -> None:
+    try:
+        import torch_mlir.fx  # noqa: F401
+    except ImportError as error:
+        raise CompileError(
+            f"MLIR needs torch-mlir, which cannot be imported ({error}); install it with: "
+            "pip install torch-mlir (Linux)"
+        ) from None
+
+
+def _call_references(graph_module: GraphModule) -> None:
+    for node in graph_module.graph.nodes:
+        assert info(node).role != STATE, f"{node.name}: MLIR is made of graphs without state"
+        if node.op == "call_function" and node.target in OPERATORS:
+            node.target = OPERATORS[node.target].reference
+    graph_module.recompile()
+
+
+def _share_equal_arguments(graph_module: GraphModule) -> None:
+    """One argument for placeholders of equal recipes: a tied weight is fed once."""
+    first: dict[WeightRecipe, Node] = {}
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        recipe = info(node).recipe
+        if recipe is not None and first.setdefault(recipe, node) is not node:
+            node.replace_all_uses_with(first[recipe])
+            graph_module.graph.erase_node(node)
+    graph_module.recompile()
+
+
+def _embed_constants(graph_module: GraphModule, constants: Mapping[str, Tensor]) -> None:
+    graph = graph_module.graph
+    for index, node in enumerate(graph.find_nodes(op="placeholder")):
+        facts = info(node)
+        if facts.role != CONSTANT or facts.fqn not in constants:
+            continue
+        value = constants[facts.fqn]
+        assert value.shape == node.meta["val"].shape, f"{facts.fqn}: shape {list(value.shape)}"
+        name = f"constant_{index}"
+        graph_module.register_buffer(name, value.to(node.meta["val"].dtype))
+        with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+            node.replace_all_uses_with(graph.get_attr(name))
+        graph.erase_node(node)
+    graph_module.recompile()
+
+
+def _argument(node: Node, length: int | None, *, name: str = "", role: str = "") -> MlirArgument:
+    """What stands for a node in the function's signature; a recipe must name whole tensors."""
+    facts, fake = info(node), node.meta["val"]
+    if facts.recipe is not None:
+        parts = facts.recipe.segments
+        whole = all(part.rows is None and part.permutation is None for part in parts)
+        assert whole and not facts.recipe.pad_rows and facts.recipe.shard is None, facts.fqn
+    return MlirArgument(
+        name=name or facts.fqn or str(node.target),
+        role=role or facts.role,
+        shape=tuple(size if isinstance(size, int) else length for size in fake.shape),
+        dtype=str(fake.dtype).removeprefix("torch."),
+        recipe=facts.recipe,
+    )
+
+
+def _export(graph_module: GraphModule, inputs: list[Node], length: int | None) -> Any:
+    """The graph of the references as an ExportedProgram; arguments are fake and hold nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    size = length or _EXAMPLE_LENGTH
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        fakes = [node.meta["val"] for node in inputs]
+        shapes = [[d if isinstance(d, int) else size for d in fake.shape] for fake in fakes]
+        examples = tuple(
+            torch.empty(shape, dtype=fake.dtype) for shape, fake in zip(shapes, fakes, strict=True)
+        )
+    any_length = torch.export.Dim("length", min=2, max=1 << 24)
+    dynamic = tuple({0: any_length} if info(node).role == INPUT else None for node in inputs)
+    try:
+        with _quiet():
+            return torch.export.export(
+                graph_module, examples, dynamic_shapes=None if length else dynamic, strict=False
+            )
+    except Exception as error:  # torch.export raises whatever a reference stumbles over
+        where = _reference_in(error) or "the graph"
+        raise CompileError(f"{where} has no MLIR: {_first_line(error)}") from None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.export prints whole graphs before it raises; a user gets one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _reference_in(error: Exception) -> str | None:
+    """The operator whose reference raised."""
+    names = {entry.reference.__code__: entry.name for entry in OPERATORS.values()}
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code in names:
+            return f"operator {names[trace.tb_frame.f_code]!r}"
+        trace = trace.tb_next
+    return None
+
+
+def _mutates(program: Any) -> bool:
+    """Whether it must be made functional first, which traces it again: 5 times slower."""
+    schemas = [getattr(node.target, "_schema", None) for node in program.graph.nodes]
+    return any(schema is not None and schema.is_mutable for schema in schemas)
+
+
+def _lower(program: Any, dialect: str, names: list[str]) -> str:
+    """Import the program and run the dialect's pipelines; diagnostics become the error's text."""
+    from torch_mlir import fx, ir
+    from torch_mlir.passmanager import PassManager
+
+    problems: list[str] = []
+
+    def note(diagnostic: Any) -> bool:
+        if diagnostic.severity == ir.DiagnosticSeverity.ERROR:
+            problems.append(diagnostic.message)
+        return True  # handled: nothing is printed
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of torch, when it copies a program
+            module = fx.export_and_import(
+                program,
+                output_type="raw",
+                func_name=FUNCTION,
+                decomposition_table=None if _mutates(program) else {},
+            )
+        with module.context as context:
+            handler = context.attach_diagnostic_handler(note)
+            context.emit_error_diagnostics = True  # else a pass that reports and succeeds aborts
+            for pipeline in _PIPELINES[dialect]:
+                PassManager.parse(f"builtin.module({pipeline})").run(module.operation)
+            handler.detach()
+    except Exception as error:  # torch-mlir raises whatever it stumbles over
+        problems.append(_first_line(error))
+    if problems:
+        culprit = _culprit(problems[0])
+        raise CompileError(f"torch-mlir cannot lower {culprit} to dialect {dialect!r}")
+    (function,) = module.body.operations
+    with module.context:
+        for argument, name in zip(function.arguments, names, strict=True):
+            argument.set_location(ir.Location.name(name))
+    return str(module.operation.get_asm(use_name_loc_as_prefix=True))
+
+
+def _culprit(reason: str) -> str:
+    """The operator that a diagnostic is about, or its first words."""
+    named = re.search(r'name = "(?:torch\.)?([\w.]+)"', reason)
+    named = named or re.search(r"operation '([\w.]+)'", reason)
+    return named.group(1) if named else f"the graph ({reason.strip()[:200]})"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
