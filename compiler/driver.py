@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compiler.errors import CompileError, ConfigError, allowed
-from compiler.passes.runner import PassContext, dump_dir_from_environment, run_passes
-from compiler.precision import PrecisionConfig, ResolvedPrecision
+from compiler.passes.dumps import dump_folder
+from compiler.passes.runner import PassContext, run_passes
+from compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
 from compiler.targets.base import CompileOptions, Executable, Progress, Target, get_target
 from compiler.tracer import trace
 
@@ -33,12 +35,17 @@ class CompilableModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """An executable, and what the passes did on the way to it."""
+    """An executable, what it was asked to be, and what the passes had to say.
+
+    ``graph`` gives the lowered graph; it is read from disk where the program came from there.
+    """
 
     executable: Executable
-    graph_module: GraphModule
-    precision: ResolvedPrecision
-    context: PassContext
+    target: str
+    compute: str
+    precision: PrecisionSummary
+    notes: tuple[str, ...]
+    graph: Callable[[], GraphModule]
 
 
 def compile_model(
@@ -48,25 +55,31 @@ def compile_model(
     target: str = "cpu",
     options: CompileOptions | None = None,
     progress: Progress | None = None,
+    dump_dir: Path | None = None,
 ) -> Compiled:
     """Trace, rewrite, lower and build ``model`` for a target.
+
+    Nothing is kept (`compiler.artifacts` does that), but ``dump_dir`` receives the graph after
+    every pass.
 
     Raises:
         CompileError: where model, precision and target do not fit together.
         CheckpointError: where a tensor is missing or of another shape.
     """
-    options = options or CompileOptions()
-    report = progress or (lambda what, done, total: None)
+    options, report = options or CompileOptions(), progress or silent
     check_options(options, model.config.max_positions)
     backend = get_target(target)
     resolved = resolve_precision(model, precision)
-
-    report("trace", 0, 1)
-    graph_module = trace(model.module)
-    ctx = PassContext(precision=resolved, dump_dir=dump_dir_from_environment())
-    lower_graph(graph_module, backend, ctx, report)
+    graph_module, ctx = lower_model(model, resolved, backend, report, dump_dir=dump_dir)
     executable = backend.compile(graph_module, weight_source(model), options, report)
-    return Compiled(executable, graph_module, resolved, ctx)
+    return Compiled(
+        executable=executable,
+        target=target,
+        compute=options.compute,
+        precision=resolved.summary(precision.name),
+        notes=tuple(ctx.notes),
+        graph=lambda: graph_module,
+    )
 
 
 def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> ResolvedPrecision:
@@ -79,14 +92,26 @@ def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> Res
     return precision.resolve(model.config.num_layers, model.name, fqns=fqns)
 
 
-def lower_graph(
-    graph_module: GraphModule, backend: Target, ctx: PassContext, report: Progress
-) -> None:
-    """Run the target's stages, each followed by its verification."""
+def lower_model(
+    model: CompilableModel,
+    precision: ResolvedPrecision,
+    backend: Target,
+    report: Progress,
+    *,
+    dump_dir: Path | None = None,
+) -> tuple[GraphModule, PassContext]:
+    """Trace the model and run the target's stages, each followed by its verification.
+
+    ``dump_dir``, else what ``TILEWRIGHT_DUMP`` names, receives the graph after every pass.
+    """
+    report("trace", 0, 1)
+    graph_module = trace(model.module)
+    ctx = PassContext(precision, dump_dir=dump_folder(dump_dir))
     stages = backend.stages()
     for index, stage in enumerate(stages):
         report(stage.name, index, len(stages))
         run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
+    return graph_module, ctx
 
 
 def weight_source(model: CompilableModel) -> Callable[[str], Tensor]:
@@ -117,3 +142,7 @@ def check_options(options: CompileOptions, max_positions: int) -> None:
         raise CompileError(
             f"context of {options.max_context} positions; the model allows 1 to {max_positions}"
         )
+
+
+def silent(what: str, done: int, total: int) -> None:
+    """A `Progress` that reports nothing."""

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom to the top; a module imports from its own layer and from those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "registry"),
+    ("errors", "registry", "environment"),
     ("formats",),
     ("devices",),
     ("precision",),
@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("passes",),
     ("targets",),
     ("driver",),
+    ("artifacts",),
     ("runtime",),
     ("serve",),
     ("bench",),
@@ -52,6 +53,8 @@ WITHOUT_TORCH = (
     "compiler",
     "compiler.errors",
     "compiler.registry",
+    "compiler.environment",
+    "compiler.artifacts.places",
     "compiler.devices",
     "compiler.precision",
     "compiler.bench.cases",

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from compiler.artifacts.places import cache_dir
 from compiler.bench.record import Accuracy, Paired
-from compiler.bench.reference import Reference, cache_dir, write_cache
+from compiler.bench.reference import Reference, write_cache
 from compiler.runtime.engine import Engine
 from compiler.targets.base import Executable
 

@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiler.artifacts.places import cache_dir
 from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from compiler.bench.environment import environment
+from compiler.environment import environment
 from compiler.errors import ConfigError
 from compiler.runtime.batch import Piece, build_step
 from compiler.targets.base import Executable
 
 NUM_GUESSES = 5
 _FOLDER = Path(__file__).parent / "references"
-_CACHE_VARIABLE = "TILEWRIGHT_CACHE"
 
 
 class ReferenceMismatchError(ConfigError):
@@ -160,21 +160,29 @@ def load_reference(path: Path, subject: Subject) -> Reference:
     return reference
 
 
-def cached_logits(reference: Reference, build: Callable[[], Tensor]) -> Tensor:
-    """The fp32 logits of a reference, from the cache or built and put there."""
-    path = cache_dir() / "references" / f"{_slug(reference.subject.model)}-{reference.id}.npy"
+def cached_logits(reference: Reference) -> Tensor | None:
+    """The fp32 logits of a reference, if the cache has them."""
     shape = (len(reference.guesses),)
     try:
-        stored = np.load(path, allow_pickle=False)
-        if stored.dtype == np.float32 and stored.ndim == 2 and stored.shape[:1] == shape:
-            return torch.from_numpy(stored)
+        stored = np.load(_logits_path(reference), allow_pickle=False)
     except (OSError, ValueError, EOFError):
-        pass  # absent or cut short: built anew
-    logits = build().float()
+        return None  # absent or cut short
+    if stored.dtype == np.float32 and stored.ndim == 2 and stored.shape[:1] == shape:
+        return torch.from_numpy(stored)
+    return None
+
+
+def keep_logits(reference: Reference, logits: Tensor) -> Tensor:
+    """Put the fp32 logits of a reference into the cache; returns them."""
+    logits = logits.float()
     buffer = io.BytesIO()
     np.save(buffer, logits.numpy())
-    write_cache(path, buffer.getvalue())
+    write_cache(_logits_path(reference), buffer.getvalue())
     return logits
+
+
+def _logits_path(reference: Reference) -> Path:
+    return cache_dir() / "references" / f"{_slug(reference.subject.model)}-{reference.id}.npy"
 
 
 def write_cache(path: Path, data: bytes) -> None:
@@ -184,12 +192,6 @@ def write_cache(path: Path, data: bytes) -> None:
         _write_whole(path, data)
     except OSError as error:
         warnings.warn(f"{path}: not kept ({error.strerror})", stacklevel=2)
-
-
-def cache_dir() -> Path:
-    """Where Tilewright keeps what it can compute again (``TILEWRIGHT_CACHE``)."""
-    named = os.environ.get(_CACHE_VARIABLE)
-    return Path(named) if named else Path.home() / ".cache" / "tilewright"
 
 
 def _slug(name: str) -> str:

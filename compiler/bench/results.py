@@ -17,7 +17,6 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from compiler.bench.environment import Environment, environment
 from compiler.bench.record import (
     KINDS,
     SCHEMA,
@@ -30,6 +29,7 @@ from compiler.bench.record import (
     Result,
     medians,
 )
+from compiler.environment import Environment, environment
 from compiler.errors import ConfigError, allowed
 
 __all__ = [

@@ -5,9 +5,17 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
+from compiler.artifacts.places import is_compiled
 from compiler.errors import ConfigError
+from compiler.passes.dumps import dump_folder
+from compiler.precision import PrecisionConfig, load_precision
+from models import find_model
+
+_TARGETS = ("reference", "null", "cpu")
 
 
 class Parser(argparse.ArgumentParser):
@@ -56,9 +64,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--model",
         metavar="PATH",
-        help="a Hugging Face folder, a GGUF file, or smollm2 (default: smollm2)",
+        help="a Hugging Face folder, a GGUF file, a name on the Hugging Face hub "
+        "(OWNER/NAME[@REVISION][:FILE.gguf]), or smollm2 (default: smollm2)",
     )
-    group.add_argument("--target", help="reference, null or cpu (default: cpu)", default="cpu")
+    group.add_argument("--target", help="reference, null or cpu (default: cpu)")
     group.add_argument(
         "--precision",
         metavar="NAME",
@@ -67,7 +76,55 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compute",
         choices=("fast", "exact"),
-        default="fast",
         help="exact: float arithmetic everywhere, no speed claim (default: fast)",
     )
+    group.add_argument("--dump", metavar="DIR", help="write the graph after every pass here")
     group.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: all cores)")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """The checked options of :func:`add_model_options`.
+
+    ``precision`` is None for a compiled folder, which has its own.
+    """
+
+    path: Path
+    target: str
+    compute: str
+    precision: PrecisionConfig | None
+    threads: int | None
+    dump_dir: Path | None
+
+
+def read_model_options(arguments: argparse.Namespace, default_precision: str) -> ModelOptions:
+    """Check them without the model; a hub name is fetched.
+
+    Raises:
+        TilewrightError: an unknown target or configuration, no model, or choices that a compiled
+            folder has already made.
+    """
+    target = arguments.target or "cpu"
+    if target not in _TARGETS:
+        raise ConfigError(f"unknown target {target!r}; allowed: {', '.join(_TARGETS)}")
+    dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
+    precision: PrecisionConfig | None = None
+    if arguments.model is not None and is_compiled(arguments.model):
+        path = Path(arguments.model).expanduser()
+        for option in ("target", "precision", "compute", "dump"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(
+                    f"--{option} with the compiled folder {path}, which was compiled with its own; "
+                    f"allowed: without --{option}, or compile the checkpoint again"
+                )
+    else:
+        precision = load_precision(arguments.precision or default_precision)
+        path = find_model(arguments.model)
+    return ModelOptions(
+        path=path,
+        target=target,
+        compute=arguments.compute or "fast",
+        precision=precision,
+        threads=arguments.threads,
+        dump_dir=dump_dir,
+    )

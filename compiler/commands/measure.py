@@ -11,9 +11,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from compiler.artifacts.places import cache_dir
 from compiler.bench.accuracy import BASE, recall, remember, score, teacher_force
 from compiler.bench.cases import ACCURACY_CONTEXT, check_case
-from compiler.bench.environment import environment
 from compiler.bench.prompts import bench_text, cut_prompts
 from compiler.bench.record import Accuracy, ContractLine, Result, medians
 from compiler.bench.reference import (
@@ -21,8 +21,8 @@ from compiler.bench.reference import (
     ReferenceMismatchError,
     Subject,
     build_reference,
-    cache_dir,
     cached_logits,
+    keep_logits,
     load_reference,
     reference_bytes,
     reference_path,
@@ -32,8 +32,11 @@ from compiler.bench.reference import (
 )
 from compiler.bench.timing import Job, Run
 from compiler.commands.options import RunOptions
+from compiler.commands.source import Source, compile_source
 from compiler.devices import describe_cpu
-from compiler.driver import Compiled, compile_model, resolve_precision
+from compiler.driver import Compiled, compile_model
+from compiler.environment import environment
+from compiler.environment import versions as installed_versions
 from compiler.errors import RequestError
 from compiler.precision import effective_id, load_precision
 from compiler.runtime.request import SamplingParams
@@ -50,18 +53,18 @@ class Plan:
     context: int
 
 
-def plan_jobs(model: LoadedModel, options: RunOptions) -> Plan:
+def plan_jobs(source: Source, options: RunOptions) -> Plan:
     """Prompts as token ids, one job a user.
 
     Raises:
         ConfigError: where the case does not fit the model or the device.
         RequestError: where a prompt and its answer do not fit the context.
     """
-    case, limit = options.case, model.config.max_positions
+    case, limit = options.case, source.max_positions
     if not case.is_natural or case.data_parallel > 1:
         check_case(case, max_context=limit, max_data_parallel=1)
-    prompts = _prompt_tokens(model, options)
-    end_tokens = tuple(model.tokenizer.eos_ids) if case.stop_at_eos else ()
+    prompts = _prompt_tokens(source, options)
+    end_tokens = tuple(source.tokenizer.eos_ids) if case.stop_at_eos else ()
     jobs = []
     for index, (tokens, wanted) in enumerate(prompts):
         if len(tokens) + wanted > limit:
@@ -84,9 +87,9 @@ def plan_jobs(model: LoadedModel, options: RunOptions) -> Plan:
     return Plan(tuple(jobs), context)
 
 
-def _prompt_tokens(model: LoadedModel, options: RunOptions) -> list[tuple[list[int], int]]:
+def _prompt_tokens(source: Source, options: RunOptions) -> list[tuple[list[int], int]]:
     """Token ids and the number to generate, for every user."""
-    case, tokenizer = options.case, model.tokenizer
+    case, tokenizer = options.case, source.tokenizer
     most = case.max_generated_tokens
     if case.prompt_length is not None:
         tokens = tokenizer.encode(options.text)
@@ -103,88 +106,87 @@ def _prompt_tokens(model: LoadedModel, options: RunOptions) -> list[tuple[list[i
     return found
 
 
-def compile_for(
-    model: LoadedModel, options: RunOptions, plan: Plan, progress: Progress
-) -> Compiled:
-    """The model, compiled for the plan's batch and context."""
+def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progress) -> Compiled:
+    """The executable for the plan's batch and context."""
     compile_options = CompileOptions(
         max_batch=options.case.batch_size,
         max_context=plan.context,
-        compute=options.compute,
-        num_threads=options.threads,
+        compute=options.model.compute,
+        num_threads=options.model.threads,
     )
-    return compile_model(
-        model,
-        options.precision,
-        target=options.target,
-        options=compile_options,
-        progress=progress,
+    return compile_source(
+        source, options.model, compile_options, progress, use_cache=options.use_cache
     )
 
 
-def measure_accuracy(
-    model: LoadedModel, options: RunOptions, compiled: Compiled, progress: Progress
-) -> Accuracy:
-    """Teacher-forced accuracy against the model's fp32 reference, and against the base."""
-    reference, logits = find_reference(model, progress)
+def measure_accuracy(source: Source, compiled: Compiled, progress: Progress) -> Accuracy:
+    """Teacher-forced accuracy against the model's fp32 reference, and against the base.
+
+    Raises:
+        CheckpointError: when the reference has to be made and there is no checkpoint.
+    """
+    reference, logits = find_reference(source, progress)
     predictions = teacher_force(
         compiled.executable,
         reference,
         logits,
         on_step=lambda done, total: progress("accuracy", done, total),
     )
-    base_id = resolve_precision(model, load_precision(BASE)).id
+    base_id = load_precision(BASE).resolve(source.num_layers, source.name).id
     base = None
     if compiled.precision.id != base_id:
-        base = recall(reference, _predictions_key(options, base_id))
-    remember(predictions, reference, _predictions_key(options, compiled.precision.id))
+        base = recall(reference, _predictions_key(compiled, base_id))
+    remember(predictions, reference, _predictions_key(compiled, compiled.precision.id))
     return score(predictions, reference, base=base)
 
 
-def _predictions_key(options: RunOptions, precision_id: str) -> str:
+def _predictions_key(compiled: Compiled, precision_id: str) -> str:
     """What predictions depend on besides the reference: another key is another arithmetic."""
-    versions = effective_id(environment(hash_host=True).versions)
-    return f"{options.target}-{options.compute}-{precision_id}-{versions}"
+    versions = effective_id(installed_versions())
+    return f"{compiled.target}-{compiled.compute}-{precision_id}-{versions}"
 
 
-def subject_of(model: LoadedModel) -> tuple[Subject, list[int]]:
+def subject_of(source: Source) -> tuple[Subject, list[int]]:
     """What a reference of this model must be of, and the tokens of the accuracy text."""
-    tokens = text_tokens(model.tokenizer.encode, bench_text("accuracy.txt"))
-    subject = Subject(
-        model.name,
-        model.checkpoint.content_hash(),
-        model.tokenizer.content_hash(),
-        text_hash(tokens),
-    )
+    tokens = text_tokens(source.tokenizer.encode, bench_text("accuracy.txt"))
+    tokenizer_hash = source.tokenizer.content_hash()
+    subject = Subject(source.name, source.content_hash, tokenizer_hash, text_hash(tokens))
     return subject, tokens
 
 
-def find_reference(model: LoadedModel, progress: Progress) -> tuple[Reference, Tensor]:
+def find_reference(source: Source, progress: Progress) -> tuple[Reference, Tensor | None]:
     """The model's versioned reference, else the one in the cache, else a new one, and its logits.
 
-    A versioned file of another model, tokenizer or text is not used.
+    A versioned file of another model, tokenizer or text is not used. A compiled folder has no
+    weights to compute logits from: None where the cache has not kept them.
+
+    Raises:
+        CheckpointError: when a reference has to be made of a compiled folder.
     """
-    subject, tokens = subject_of(model)
+    subject, tokens = subject_of(source)
 
     def build() -> tuple[Reference, Tensor]:
-        executable = compile_reference(model, progress)
+        executable = compile_reference(source.checkpoint_model(), progress)
         progress("reference", 0, 1)
         built = build_reference(executable, subject, tokens)
         executable.close()
         return built
 
-    versioned = reference_path(model.name)
-    kept = reference_path(f"{model.name}-{subject.model_hash[:12]}", cache_dir() / "references")
+    versioned = reference_path(source.name)
+    kept = reference_path(f"{source.name}-{subject.model_hash[:12]}", cache_dir() / "references")
     for path in (versioned, kept):
         if path.is_file():
             try:
                 reference = load_reference(path, subject)
             except ReferenceMismatchError:
                 continue  # of another checkpoint with this name: ours is kept under its own hash
-            return reference, cached_logits(reference, lambda: build()[1])
+            found = cached_logits(reference)
+            if found is None and source.model is not None:
+                found = keep_logits(reference, build()[1])
+            return reference, found
     reference, logits = build()
     write_cache(kept, reference_bytes(reference))
-    return reference, cached_logits(reference, lambda: logits)
+    return reference, keep_logits(reference, logits)
 
 
 def compile_reference(model: LoadedModel, progress: Progress) -> Executable:
@@ -212,7 +214,7 @@ def peak_memory_bytes() -> int:
 
 
 def make_result(
-    model: LoadedModel,
+    source: Source,
     options: RunOptions,
     compiled: Compiled,
     runs: Sequence[Run],
@@ -228,22 +230,22 @@ def make_result(
     contract = compiled.executable.contract
     return Result(
         case=f"{case.name}*" if options.is_case_changed else case.name,
-        model=model.name,
+        model=source.name,
         weights="checkpoint",
-        model_hash=model.checkpoint.content_hash(),
+        model_hash=source.content_hash,
         device="CPU",
-        device_detail=device_detail(options.threads),
-        target=options.target,
+        device_detail=device_detail(options.model.threads),
+        target=compiled.target,
         dp=case.data_parallel,
         batch=case.batch_size,
         prompt_length=max(len(job.prompt) for job in plan.jobs),
         num_generated=max((len(output) for run in runs for output in run.outputs), default=0),
         context=plan.context,
-        precision_name=options.precision.name,
+        precision_name=compiled.precision.name,
         precision_id=compiled.precision.id,
-        heading=compiled.precision.heading(),
+        heading=compiled.precision.heading,
         effective_id=contract.effective_id,
-        compute="exact" if options.compute == "exact" else "fast",
+        compute="exact" if compiled.compute == "exact" else "fast",
         repeats=repeats,
         peak_memory_bytes=peak_memory,
         resident_bytes=compiled.executable.memory().weights,

@@ -11,14 +11,18 @@ from pathlib import Path
 from compiler.bench.cases import CASES, DEFAULT_CASE, Case
 from compiler.bench.prompts import Prompt, bench_text, read_prompts, sample_prompts
 from compiler.bench.results import check_writable
-from compiler.commands.arguments import Parser, add_model_options, integer, real
+from compiler.commands.arguments import (
+    ModelOptions,
+    Parser,
+    add_model_options,
+    integer,
+    read_model_options,
+    real,
+)
 from compiler.errors import ConfigError
-from compiler.precision import PrecisionConfig, load_precision
-from models import find_model
 
 DEFAULT_RESULTS = "results/results.jsonl"
 _MAX_BATCH = 256
-_TARGETS = ("reference", "null", "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +31,14 @@ class RunOptions:
 
     case: Case
     is_case_changed: bool
-    model_path: Path
-    target: str
-    compute: str
-    precision: PrecisionConfig
+    model: ModelOptions
     prompts: tuple[Prompt, ...]
     text: str
     temperature: float
     top_k: int
     top_p: float
     seed: int
-    threads: int | None
+    use_cache: bool
     results: Path | None
     explain: bool
     as_json: bool
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--list", action="store_true", help="list the cases and configurations")
     found.add_argument("--explain", action="store_true", help="print the effective precision")
     add_model_options(found)
+    found.add_argument("--no-cache", action="store_true", help="compile anew and keep nothing")
     asked = found.add_argument_group("prompts")
     asked.add_argument("--prompt", help="one prompt; - reads it from standard input")
     asked.add_argument("--input-prompts", metavar="FILE", help="a JSON list of {prompt: ...}")
@@ -85,9 +87,6 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
     if arguments.list:
         return None
     named = CASES[arguments.case]
-    if arguments.target not in _TARGETS:
-        raise ConfigError(f"unknown target {arguments.target!r}; allowed: {', '.join(_TARGETS)}")
-    precision = load_precision(arguments.precision or named.precision)
     prompts = _user_prompts(arguments)
     case = _changed_case(named, arguments, prompts)
     text = "" if case.is_natural else bench_text(case.prompts)
@@ -99,17 +98,14 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
     return RunOptions(
         case=case,
         is_case_changed=case != named,
-        model_path=find_model(arguments.model),
-        target=arguments.target,
-        compute=arguments.compute,
-        precision=precision,
+        model=read_model_options(arguments, named.precision),
         prompts=prompts,
         text=text,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
-        threads=arguments.threads,
+        use_cache=not arguments.no_cache,
         results=results,
         explain=arguments.explain,
         as_json=arguments.json,

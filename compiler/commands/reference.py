@@ -16,10 +16,11 @@ def main(argv: list[str]) -> int:
     from compiler.bench.reference import build_reference, reference_path, save_reference
     from compiler.commands.console import compile_progress, err
     from compiler.commands.measure import compile_reference, subject_of
+    from compiler.commands.source import source_of
     from models import load_model
 
     model = load_model(path)
-    subject, tokens = subject_of(model)
+    subject, tokens = subject_of(source_of(model, path))
     with compile_progress(err()) as progress:
         executable = compile_reference(model, progress)
     reference, _ = build_reference(executable, subject, tokens)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from compiler.bench.cases import CASES
 from compiler.bench.results import append, dumps
 from compiler.commands.options import RunOptions, read_options
-from compiler.precision import list_precisions
+from compiler.precision import PrecisionSummary, list_precisions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from compiler.bench.record import Result
     from compiler.bench.timing import Run
     from compiler.driver import Compiled
-    from models import LoadedModel
+    from models.tokenizer import Tokenizer
 
 EXIT_TEXTS_DIFFER = 1
 _SHOWN_CHARACTERS = 160
@@ -39,21 +39,21 @@ def run(options: RunOptions) -> int:
     from compiler.bench.timing import time_jobs
     from compiler.commands import measure
     from compiler.commands.console import compile_progress, err, out
-    from models import load_model
+    from compiler.commands.source import open_source, precision_of
 
     screen = err() if options.as_json else out()
-    model = load_model(options.model_path)
+    source = open_source(options.model.path)
     if options.explain:
-        _explain(screen, model, options)
-    plan = measure.plan_jobs(model, options)
+        _explain(screen, precision_of(source, options.model.precision))
+    plan = measure.plan_jobs(source, options)
     with compile_progress(err()) as progress:
-        compiled = measure.compile_for(model, options, plan, progress)
-    for note in compiled.context.notes:
+        compiled = measure.compile_for(source, options, plan, progress)
+    for note in compiled.notes:
         screen.print(note, style="dim")
     if options.explain:
         _explain_contract(screen, compiled)
         _explain_cost(screen, compiled, plan.context)
-    printer = _TextPrinter(model, screen, options)
+    printer = _TextPrinter(source.tokenizer, screen, options)
     runs = time_jobs(
         compiled.executable,
         plan.jobs,
@@ -63,7 +63,7 @@ def run(options: RunOptions) -> int:
     )
     printer.close(runs[0])
     result = measure.make_result(
-        model,
+        source,
         options,
         compiled,
         runs,
@@ -73,7 +73,7 @@ def run(options: RunOptions) -> int:
     )
     if options.case.token_accuracy:
         with compile_progress(err()) as progress:
-            accuracy = measure.measure_accuracy(model, options, compiled, progress)
+            accuracy = measure.measure_accuracy(source, compiled, progress)
         result = replace(result, accuracy=accuracy)
     compiled.executable.close()
     return _report(screen, options, result, runs)
@@ -108,12 +108,12 @@ def _report(screen: Console, options: RunOptions, result: Result, runs: list[Run
 class _TextPrinter:
     """Streams the answer of a single user; prints those of a batch when they are complete."""
 
-    def __init__(self, model: LoadedModel, screen: Console, options: RunOptions) -> None:
-        self._model = model
+    def __init__(self, tokenizer: Tokenizer, screen: Console, options: RunOptions) -> None:
+        self._tokenizer = tokenizer
         self._screen = screen
         self._shown = options.case.is_natural
         self._streams = self._shown and options.case.batch_size == 1
-        self._stream = model.tokenizer.stream()
+        self._stream = tokenizer.stream()
 
     def hear(self, repeat: int, request: object, token: int) -> None:
         """One token of a measured run; only the first repeat's are shown."""
@@ -126,7 +126,7 @@ class _TextPrinter:
             self._write(self._stream.flush() + "\n\n")
         elif self._shown:
             for user, output in enumerate(run.outputs):
-                text = " ".join(self._model.tokenizer.decode(output).split())
+                text = " ".join(self._tokenizer.decode(output).split())
                 shown = (
                     text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
                 )
@@ -137,14 +137,12 @@ class _TextPrinter:
         self._screen.file.flush()
 
 
-def _explain(screen: Console, model: LoadedModel, options: RunOptions) -> None:
+def _explain(screen: Console, precision: PrecisionSummary) -> None:
     from compiler.commands.console import print_table
-    from compiler.driver import resolve_precision
 
-    resolved = resolve_precision(model, options.precision)
-    rows = [(row.scope, row.key, row.value, row.source) for row in resolved.explain()]
-    print_table(screen, f"precision {options.precision.name}", ("where", "what", "is", "by"), rows)
-    screen.print(resolved.heading())
+    title = f"precision {precision.name}"
+    print_table(screen, title, ("where", "what", "is", "by"), precision.rows)
+    screen.print(precision.heading)
 
 
 def _explain_contract(screen: Console, compiled: Compiled) -> None:
@@ -163,7 +161,7 @@ def _explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
     from compiler.commands.console import print_table
     from compiler.ir.cost import step_costs
 
-    costs = step_costs(compiled.graph_module, num_tokens=1, context=context)
+    costs = step_costs(compiled.graph(), num_tokens=1, context=context)
     rows = [
         (
             cost.group,

@@ -136,16 +136,24 @@ def add_input(graph: Graph, name: str, value: Any, facts: NodeInfo) -> Node:
 
 def fake_input(like: Node, sizes: Sequence[int | str], dtype: torch.dtype) -> Any:
     """A fake tensor of the graph's fake mode; string sizes are new dynamic dimensions."""
+    mode = like.meta["val"].fake_mode
+    shape = [
+        size if isinstance(size, int) else dynamic_size(mode, f"tilewright_{size}", 7 + index)
+        for index, size in enumerate(sizes)
+    ]
+    with mode:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def dynamic_size(mode: Any, name: str, hint: int) -> Any:
+    """A new dynamic dimension of a fake mode; equal names may be asked for more than once."""
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-    mode = like.meta["val"].fake_mode
-    concrete = [size if isinstance(size, int) else 7 + index for index, size in enumerate(sizes)]
-    dynamic = [DimDynamic.STATIC if isinstance(size, int) else DimDynamic.DYNAMIC for size in sizes]
-    tensor = torch.empty(concrete, dtype=dtype, device="meta")
-    name = "_".join(["tilewright", *map(str, sizes)])
-    context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
-    return mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+    tensor = torch.empty(hint, device="meta")
+    fake = mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
+    return fake.shape[0]
 
 
 def find_calls(graph: Graph, *targets: Any) -> list[Node]:

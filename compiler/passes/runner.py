@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,8 +14,6 @@ from compiler.errors import ConfigError
 from compiler.ir.info import CONSTANT, WEIGHT, info
 from compiler.ir.text import graph_text, operator_name
 from compiler.precision import ResolvedPrecision
-
-DUMP_VARIABLE = "TILEWRIGHT_DUMP"
 
 
 @dataclass(slots=True)
@@ -91,21 +88,6 @@ def run_passes(
     graph_module.recompile()
 
 
-def dump_dir_from_environment() -> Path | None:
-    """The folder that ``TILEWRIGHT_DUMP`` names, created; None where it is not set."""
-    named = os.environ.get(DUMP_VARIABLE)
-    if not named:
-        return None
-    folder = Path(named)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{DUMP_VARIABLE}={named}: not a folder that can be written ({error.strerror})"
-        ) from None
-    return folder
-
-
 def _is_impure(node: object) -> bool:
     """Inputs and the output stay; everything else lives by its users (state writes have users)."""
     return getattr(node, "op", "") in ("placeholder", "output")
@@ -129,4 +111,4 @@ def _dump(folder: Path, number: int, name: str, graph_module: GraphModule) -> No
     try:
         path.write_text(graph_text(graph_module.graph), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{DUMP_VARIABLE}: {path} cannot be written ({error.strerror})") from None
+        raise ConfigError(f"{path}: the dump cannot be written ({error.strerror})") from None

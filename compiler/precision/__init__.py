@@ -15,7 +15,12 @@ from compiler.precision.names import (
     normalise_model_name,
 )
 from compiler.precision.reading import list_precisions, load_precision, parse_heading
-from compiler.precision.resolve import ExplainRow, ResolvedPrecision, effective_id
+from compiler.precision.resolve import (
+    ExplainRow,
+    PrecisionSummary,
+    ResolvedPrecision,
+    effective_id,
+)
 
 __all__ = [
     "MIXED",
@@ -29,6 +34,7 @@ __all__ = [
     "LayerRule",
     "Phase",
     "PrecisionConfig",
+    "PrecisionSummary",
     "ResolvedPrecision",
     "effective_id",
     "list_precisions",

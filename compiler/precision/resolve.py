@@ -47,6 +47,16 @@ class ExplainRow(NamedTuple):
     source: str
 
 
+@dataclass(frozen=True, slots=True)
+class PrecisionSummary:
+    """A configuration on a model, as records and people are told of it."""
+
+    name: str
+    id: str
+    heading: str
+    rows: tuple[ExplainRow, ...]
+
+
 class _Set(NamedTuple):
     """A value and the source that set it."""
 
@@ -128,6 +138,10 @@ class ResolvedPrecision:
     def explain(self) -> tuple[ExplainRow, ...]:
         """Every setting as it was configured, and who set it: global, layers, patterns."""
         return self.rows
+
+    def summary(self, name: str) -> PrecisionSummary:
+        """All of this that is kept with a compiled model; ``name`` is the configuration's."""
+        return PrecisionSummary(name, self.id, self.heading(), self.rows)
 
     def _look_up(self, keys: Sequence[str], layer: int | None, fqn: str | None) -> str:
         if fqn is not None:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NewType
 
 import torch
@@ -14,7 +16,7 @@ from torch.fx import GraphModule
 
 from compiler.errors import ConfigError, allowed
 from compiler.ops import SamplingBatch, sample
-from compiler.passes.runner import Pass, PassContext
+from compiler.passes.runner import Pass
 from compiler.targets.contract import NumericContract
 
 StateHandle = NewType("StateHandle", int)
@@ -157,10 +159,24 @@ class Stage:
     verify: Callable[[GraphModule], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A target's files in ``folder``; ``graph`` reads the lowered graph they were made of."""
+
+    folder: Path
+    contract: NumericContract
+    graph: Callable[[], GraphModule]
+
+
 class Target(ABC):
-    """A kind of device: which passes prepare a graph for it, and how that becomes an executable."""
+    """A kind of device: which passes prepare a graph for it, and how that becomes an executable.
+
+    ``is_cached``: whether building a program is so much more work than loading it that the cache
+    keeps programs of this target.
+    """
 
     name: str
+    is_cached: bool = False
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
@@ -171,6 +187,31 @@ class Target(ABC):
         """What this target makes of every format and fidelity in the graph."""
 
     @abstractmethod
+    def build(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        folder: Path,
+        options: CompileOptions,
+        progress: Progress,
+    ) -> None:
+        """Stream the weights, one tensor at a time, into a program in ``folder``.
+
+        The program serves contexts up to ``options.max_context``, in ``options.compute``; the
+        batch and the threads are chosen when it is loaded.
+
+        Raises:
+            CompileError: for a graph this target cannot run, or a folder without room.
+        """
+
+    @abstractmethod
+    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        """The executable of a program that :meth:`build` wrote.
+
+        Raises:
+            CheckpointError: for files that are not what :meth:`build` writes.
+        """
+
     def compile(
         self,
         graph_module: GraphModule,
@@ -178,7 +219,12 @@ class Target(ABC):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """Stream the weights in, one tensor at a time, and build the executable."""
+        """Build and load in one go, keeping nothing."""
+        contract = self.contract(graph_module, options)
+        with TemporaryDirectory(prefix="tilewright-") as name:
+            folder = Path(name)
+            self.build(graph_module, get_weight, folder, options, progress)
+            return self.load(Program(folder, contract, lambda: graph_module), options, progress)
 
 
 _TARGETS = {
@@ -207,6 +253,12 @@ def get_target(name: str) -> Target:
     return found
 
 
+def vocab_size(graph_module: GraphModule) -> int:
+    """How many logits a row of the graph's result has."""
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    return int(output.args[0].meta["val"].shape[-1])
+
+
 def finish_step(logits: Tensor, inputs: StepInput) -> StepOutput:
     """The end of a step where tokens are chosen on the host: ``logits [R, vocab]`` float32."""
     token_ids = finished = None
@@ -224,7 +276,7 @@ __all__ = [
     "CompileOptions",
     "Executable",
     "MemoryUse",
-    "PassContext",
+    "Program",
     "Progress",
     "Stage",
     "StateHandle",
@@ -234,4 +286,5 @@ __all__ = [
     "finish_step",
     "get_target",
     "target_names",
+    "vocab_size",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from compiler.targets.base import (
     CompileOptions,
     Executable,
     MemoryUse,
+    Program,
     Progress,
     Stage,
     StateHandle,
@@ -20,6 +22,7 @@ from compiler.targets.base import (
     StepOutput,
     Target,
     finish_step,
+    vocab_size,
 )
 from compiler.targets.contract import (
     NOT_HONOURED,
@@ -52,16 +55,18 @@ class NullTarget(Target):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)
 
-    def compile(
+    def build(
         self,
         graph_module: GraphModule,
         get_weight: Callable[[str], Tensor],
+        folder: Path,
         options: CompileOptions,
         progress: Progress,
-    ) -> Executable:
-        output = next(node for node in graph_module.graph.nodes if node.op == "output")
-        vocab_size = int(output.args[0].meta["val"].shape[-1])
-        return NullExecutable(vocab_size, options, self.contract(graph_module, options))
+    ) -> None:
+        """Nothing: the graph says all there is to know."""
+
+    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        return NullExecutable(vocab_size(program.graph()), options, program.contract)
 
 
 class NullExecutable(Executable):

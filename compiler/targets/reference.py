@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.ir.info import CONSTANT, INPUT, STATE, WEIGHT, info
+from compiler.errors import CheckpointError
+from compiler.ir.info import INPUT, info
 from compiler.ir.recipe import WeightRecipe, load_values
 from compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
     MemoryUse,
+    Program,
     Progress,
     Stage,
     StateHandle,
@@ -23,6 +28,7 @@ from compiler.targets.base import (
     StepOutput,
     Target,
     finish_step,
+    vocab_size,
 )
 from compiler.targets.contract import (
     EMULATED,
@@ -36,6 +42,7 @@ from compiler.targets.contract import (
 from compiler.targets.pipeline import MATCH, PRECISION, lower
 from compiler.targets.slots import SlotPool
 
+_WEIGHTS = "weights.safetensors"
 _FLOAT = Meaning(NOT_HONOURED, "fp32")
 
 _MEANINGS = Meanings(
@@ -60,6 +67,31 @@ class ReferenceTarget(Target):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)
 
+    def build(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        folder: Path,
+        options: CompileOptions,
+        progress: Progress,
+    ) -> None:
+        recipes = _recipes(graph_module)
+        values = {}
+        for done, recipe in enumerate(recipes):
+            values[_key(done)] = load_values(recipe, get_weight)
+            progress("weights", done + 1, len(recipes))
+        save_file(values, folder / _WEIGHTS)
+
+    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        graph_module, path = program.graph(), program.folder / _WEIGHTS
+        recipes = _recipes(graph_module)
+        try:
+            values = load_file(path)
+            stored = {recipe: values[_key(index)] for index, recipe in enumerate(recipes)}
+        except (OSError, SafetensorError, KeyError) as error:
+            raise CheckpointError(f"{path}: not the weights of this graph: {error}") from None
+        return ReferenceExecutable(graph_module, stored.__getitem__, options, program.contract)
+
     def compile(
         self,
         graph_module: GraphModule,
@@ -67,8 +99,24 @@ class ReferenceTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
+        """Without the way over a folder: the values are float32, and as many bytes."""
+        recipes = _recipes(graph_module)
+        values = {}
+        for done, recipe in enumerate(recipes):
+            values[recipe] = load_values(recipe, get_weight)
+            progress("weights", done + 1, len(recipes))
         contract = self.contract(graph_module, options)
-        return ReferenceExecutable(graph_module, get_weight, options, progress, contract)
+        return ReferenceExecutable(graph_module, values.__getitem__, options, contract)
+
+
+def _recipes(graph_module: GraphModule) -> list[WeightRecipe]:
+    """Every recipe of the graph once, in the order of its inputs."""
+    found = [info(node).recipe for node in graph_module.graph.nodes if node.op == "placeholder"]
+    return list(dict.fromkeys(recipe for recipe in found if recipe is not None))
+
+
+def _key(index: int) -> str:
+    return f"recipe_{index}"
 
 
 class ReferenceExecutable(Executable):
@@ -77,9 +125,8 @@ class ReferenceExecutable(Executable):
     def __init__(
         self,
         graph_module: GraphModule,
-        get_weight: Callable[[str], Tensor],
+        get_values: Callable[[WeightRecipe], Tensor],
         options: CompileOptions,
-        progress: Progress,
         contract: NumericContract,
     ) -> None:
         self.contract = contract
@@ -94,24 +141,18 @@ class ReferenceExecutable(Executable):
         self._inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._values: dict[str, Tensor] = {}
         self._caches: list[Tensor] = []
-        cache: dict[WeightRecipe, Tensor] = {}
-        for done, node in enumerate(self._inputs):
+        for node in self._inputs:
             facts = info(node)
-            if facts.role in (WEIGHT, CONSTANT):
-                assert facts.recipe is not None
-                if facts.recipe not in cache:
-                    cache[facts.recipe] = load_values(facts.recipe, get_weight)
-                self._values[node.name] = cache[facts.recipe]
-            elif facts.role == STATE:
-                assert facts.state is not None
+            if facts.recipe is not None:
+                self._values[node.name] = get_values(facts.recipe)
+            elif facts.state is not None:
                 kind, *rest = facts.state.shape
                 shape = (options.max_batch, kind, options.max_context, *rest)
                 self._values[node.name] = torch.zeros(shape)
                 self._caches.append(self._values[node.name])
-            progress("weights", done + 1, len(self._inputs))
-        self._weight_bytes = sum(tensor.nbytes for tensor in cache.values())
-        output = next(node for node in graph_module.graph.nodes if node.op == "output")
-        self.vocab_size = int(output.args[0].meta["val"].shape[-1])
+        weights = {id(tensor): tensor.nbytes for tensor in self._values.values()}
+        self._weight_bytes = sum(weights.values()) - sum(cache.nbytes for cache in self._caches)
+        self.vocab_size = vocab_size(graph_module)
 
     @torch.no_grad()
     def step(self, inputs: StepInput) -> StepOutput:

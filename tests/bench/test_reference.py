@@ -18,6 +18,7 @@ from compiler.bench.reference import (
     Subject,
     build_reference,
     cached_logits,
+    keep_logits,
     load_reference,
     reference_path,
     save_reference,
@@ -191,22 +192,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "references"
 
 
-def test_logits_are_built_once_and_again_when_cut_short(cache: Path) -> None:
-    built: list[int] = []
-
-    def build() -> torch.Tensor:
-        built.append(1)
-        return torch.arange(14.0).view(2, 7)
-
-    expected = build()
-    for _ in range(3):
-        assert torch.equal(cached_logits(make(), build), expected)
-    assert len(built) == 2
+def test_logits_are_kept_and_forgotten_when_cut_short(cache: Path) -> None:
+    logits = torch.arange(14.0).view(2, 7)
+    assert cached_logits(make()) is None
+    assert torch.equal(keep_logits(make(), logits.double()), logits)
+    found = cached_logits(make())
+    assert found is not None and torch.equal(found, logits)
+    assert cached_logits(make(prefill=3)) is None, "another reference has logits of its own"
     (path,) = cache.iterdir()
     for kept in (path.read_bytes()[:-1], b"", b"no array"):
         path.write_bytes(kept)
-        assert torch.equal(cached_logits(make(), build), expected)
-        assert torch.equal(cached_logits(make(), build), expected)
-    assert len(built) == 5
-    assert torch.equal(cached_logits(make(prefill=3), build), expected)
-    assert len(built) == 6, "another reference has logits of its own"
+        assert cached_logits(make()) is None

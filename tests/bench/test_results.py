@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiler.bench import results
-from compiler.bench.environment import commit
 from compiler.bench.results import Accuracy, ContractLine, Paired, Repeat, Result
+from compiler.environment import commit
 from compiler.errors import ConfigError, TilewrightError
 
 HEADING = "precision_cfg = {ff1_3: bfp8, ff2: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"

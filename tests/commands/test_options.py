@@ -13,7 +13,7 @@ import pytest
 
 from compiler.bench.cases import CASES
 from compiler.bench.prompts import sample_prompts
-from compiler.commands import options
+from compiler.commands import arguments
 from compiler.commands.options import RunOptions, read_options
 from compiler.errors import ConfigError, TilewrightError
 from compiler.targets.base import target_names
@@ -31,18 +31,18 @@ def test_the_defaults_are_the_default_case(tiny_gguf: Path) -> None:
     assert found is not None
     assert found.case == CASES["performance-batch-1"]
     assert not found.is_case_changed
-    assert (found.target, found.compute) == ("cpu", "fast")
-    assert found.precision.name == "performance"
-    assert found.model_path == tiny_gguf
+    assert (found.model.target, found.model.compute) == ("cpu", "fast")
+    assert found.model.precision.name == "performance"
+    assert found.model.path == tiny_gguf
     assert (found.temperature, found.top_k, found.top_p, found.seed) == (0.0, 0, 1.0, 0)
     assert found.prompts == tuple(sample_prompts("questions.json"))
     assert found.results == Path("results/results.jsonl")
-    assert not found.explain and not found.as_json and found.threads is None
+    assert not found.explain and not found.as_json and found.model.threads is None
 
 
 def test_the_targets_named_here_are_the_targets() -> None:
     """Written down twice, because asking the targets imports torch."""
-    assert target_names() == options._TARGETS
+    assert target_names() == arguments._TARGETS
 
 
 def test_a_list_needs_no_model() -> None:
@@ -53,7 +53,7 @@ def test_a_list_needs_no_model() -> None:
 def test_every_case_is_read_as_it_stands(tiny_gguf: Path, name: str) -> None:
     found = read(tiny_gguf, "--case", name)
     assert found.case == CASES[name] and not found.is_case_changed
-    assert found.precision.name == CASES[name].precision
+    assert found.model.precision.name == CASES[name].precision
     assert bool(found.text) == (not found.case.is_natural)
     assert bool(found.prompts) == found.case.is_natural
 

@@ -16,9 +16,7 @@ from compiler.ir.text import graph_text
 from compiler.passes.match_linear import match_linear
 from compiler.passes.match_swiglu import match_swiglu
 from compiler.passes.runner import (
-    DUMP_VARIABLE,
     PassContext,
-    dump_dir_from_environment,
     graph_pass,
     numerics_changing_pass,
     run_passes,
@@ -55,28 +53,6 @@ def test_dumps_are_numbered_and_named(
     assert (tmp_path / names[1]).read_text(encoding="utf-8") == graph_text(graph_module.graph)
 
 
-def test_nothing_is_dumped_unasked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv(DUMP_VARIABLE, raising=False)
-    assert dump_dir_from_environment() is None
-    monkeypatch.setenv(DUMP_VARIABLE, "")
-    assert dump_dir_from_environment() is None
-    monkeypatch.setenv(DUMP_VARIABLE, str(tmp_path / "a" / "b"))
-    assert dump_dir_from_environment() == tmp_path / "a" / "b"
-    assert (tmp_path / "a" / "b").is_dir()
-
-
-def test_a_dump_folder_that_cannot_be_made_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    for named in (file, file / "below"):
-        monkeypatch.setenv(DUMP_VARIABLE, str(named))
-        with pytest.raises(ConfigError, match=f"TILEWRIGHT_DUMP={named}") as caught:
-            dump_dir_from_environment()
-        assert "\n" not in str(caught.value)
-
-
 def test_a_dump_that_cannot_be_written_is_refused(
     graph: tuple[GraphModule, PassContext], tmp_path: Path
 ) -> None:
@@ -84,7 +60,7 @@ def test_a_dump_that_cannot_be_written_is_refused(
     ctx.reports.clear()
     ctx.dump_dir = tmp_path
     (tmp_path / "01_match_linear.txt").mkdir()
-    with pytest.raises(ConfigError, match=r"01_match_linear\.txt cannot be written"):
+    with pytest.raises(ConfigError, match=r"01_match_linear\.txt: the dump cannot be written"):
         run_passes(graph_module, [match_linear], ctx)
 
 

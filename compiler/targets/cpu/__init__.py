@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -11,7 +12,7 @@ from compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from compiler.passes.fuse_rope_attention import fuse_rope_attention
 from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from compiler.passes.merge_parallel_linears import merge_parallel_linears
-from compiler.targets.base import CompileOptions, Executable, Progress, Stage, Target
+from compiler.targets.base import CompileOptions, Executable, Program, Progress, Stage, Target
 from compiler.targets.contract import NumericContract, build_contract
 from compiler.targets.cpu.numerics import check_fidelities, meanings
 from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
@@ -21,6 +22,7 @@ class CpuTarget(Target):
     """Fusions after what ONNX Runtime has fused operators for."""
 
     name = "cpu"
+    is_cached = True
 
     def stages(self) -> tuple[Stage, ...]:
         return (
@@ -33,15 +35,24 @@ class CpuTarget(Target):
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, meanings(options.compute == "exact"))
 
-    def compile(
+    def build(
         self,
         graph_module: GraphModule,
         get_weight: Callable[[str], Tensor],
+        folder: Path,
         options: CompileOptions,
         progress: Progress,
-    ) -> Executable:
-        from compiler.targets.cpu.executable import CpuExecutable
+    ) -> None:
+        from compiler.targets.cpu.model_file import write_model
 
         check_fidelities(graph_module, exact=options.compute == "exact")
-        contract = self.contract(graph_module, options)
-        return CpuExecutable(graph_module, get_weight, options, progress, contract)
+        write_model(graph_module, get_weight, folder, options, progress)
+
+    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        from compiler.targets.cpu.executable import CpuExecutable
+        from compiler.targets.cpu.model_file import open_model
+
+        progress("session", 0, 1)
+        model = open_model(program.folder, options)
+        progress("session", 1, 1)
+        return CpuExecutable(model, options, program.contract)

@@ -22,9 +22,10 @@ from compiler.ir.info import CONSTANT, STATE, WEIGHT, info
 from compiler.ir.recipe import WeightRecipe
 from compiler.ir.text import operator_name
 from compiler.targets.cpu.numerics import INT8_LEVEL, is_native
-from compiler.targets.cpu.weights import BLOCK, WeightFile
+from compiler.targets.cpu.weights import WeightFile
 
 CONTRIB = "com.microsoft"
+KEY_SUFFIX, VALUE_SUFFIX = ".key", ".value"
 HEAD_DIM_MULTIPLE = 16
 """What GroupQueryAttention asks of head sizes when it rotates inside."""
 
@@ -42,15 +43,6 @@ class CacheSpec:
     head_dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class EmittedModel:
-    """The model (weights outside, in the file they were streamed to) and its caches."""
-
-    proto: onnx.ModelProto
-    caches: tuple[CacheSpec, ...]
-    vocab_size: int
-
-
 class Emitter:
     """Turns nodes into ONNX nodes; values keep the names of the graph's nodes."""
 
@@ -60,19 +52,21 @@ class Emitter:
         *,
         exact: bool,
         max_context: int,
+        vocab_size: int,
         on_node: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         self.weights = weights
         self.exact = exact
         self.max_context = max_context
+        self.vocab_size = vocab_size
         self.caches: list[CacheSpec] = []
         self._on_node = on_node
         self._nodes: list[onnx.NodeProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
         self._rotary: dict[WeightRecipe, tuple[str, str]] = {}
 
-    def emit(self, graph_module: GraphModule) -> EmittedModel:
-        """The whole graph.
+    def emit(self, graph_module: GraphModule) -> onnx.ModelProto:
+        """The whole graph; the weights are outside, in the file they were streamed to.
 
         Raises:
             CompileError: for a node that ONNX Runtime's operators cannot express.
@@ -90,9 +84,8 @@ class Emitter:
                 emitter(self, node)
             elif node.op == "output":
                 logits = node.args[0].name
-                vocab_size = int(node.args[0].meta["val"].shape[-1])
             self._on_node(done + 1, len(nodes))
-        return EmittedModel(self._model(logits), tuple(self.caches), vocab_size)
+        return self._model(logits)
 
     def add(
         self,
@@ -130,8 +123,8 @@ class Emitter:
             angles = np.outer(np.arange(self.max_context + 1, dtype=np.float64), frequencies)
             index = len(self._rotary)
             self._rotary[inv_freq] = (
-                self.constant(f"rotary_cos_{index}", np.cos(angles).astype(np.float32)),
-                self.constant(f"rotary_sin_{index}", np.sin(angles).astype(np.float32)),
+                self.weights.table(f"rotary_cos_{index}", np.cos(angles).astype(np.float32)),
+                self.weights.table(f"rotary_sin_{index}", np.sin(angles).astype(np.float32)),
             )
         return self._rotary[inv_freq]
 
@@ -143,11 +136,12 @@ class Emitter:
             helper.make_tensor_value_info("logit_rows", TensorProto.INT64, ["R"]),
         ]
         self.add("Identity", [logits], ["logits"])
-        outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["R", "V"])]
+        rows: list[str | int | None] = ["R", self.vocab_size]
+        outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, rows)]
         for cache in self.caches:
             shape: list[str | int | None] = ["B", cache.num_kv_heads, "L", cache.head_dim]
-            for part in ("key", "value"):
-                name = f"{cache.name}.{part}"
+            for suffix in (KEY_SUFFIX, VALUE_SUFFIX):
+                name = f"{cache.name}{suffix}"
                 inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, shape))
                 outputs.append(
                     helper.make_tensor_value_info(f"{name}.out", TensorProto.FLOAT, shape)
@@ -196,7 +190,7 @@ def _emit_linear(emitter: Emitter, node: Node) -> None:
             K=blocks.num_columns,
             N=blocks.num_rows,
             bits=blocks.bits,
-            block_size=BLOCK,
+            block_size=blocks.block,
             accuracy_level=INT8_LEVEL,
         )
     else:
@@ -281,7 +275,7 @@ def _emit_attention(emitter: Emitter, node: Node) -> None:
             f"allowed: multiples of {HEAD_DIM_MULTIPLE}"
         )
     emitter.caches.append(CacheSpec(facts.state.name, num_kv_heads, head_dim))
-    names = [f"{facts.state.name}.{part}" for part in ("key", "value")]
+    names = [f"{facts.state.name}{suffix}" for suffix in (KEY_SUFFIX, VALUE_SUFFIX)]
     separate = [part.name if isinstance(part, Node) else "" for part in (key, value)]
     cos, sin = emitter.rotary_tables(emitter.recipe(inv_freq))
     emitter.add(

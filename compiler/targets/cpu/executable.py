@@ -6,27 +6,20 @@ dummy row, whose write behind its last position is overwritten by its next real 
 
 from __future__ import annotations
 
-import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
-from compiler.devices import describe_cpu
 from compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
     MemoryUse,
-    Progress,
     StateHandle,
     StepInput,
     StepOutput,
@@ -34,8 +27,7 @@ from compiler.targets.base import (
 )
 from compiler.targets.contract import NumericContract
 from compiler.targets.cpu.cache import SlotCaches, padded_length
-from compiler.targets.cpu.emit import EmittedModel, Emitter
-from compiler.targets.cpu.weights import WeightFile
+from compiler.targets.cpu.model_file import OpenModel, single_torch_thread
 from compiler.targets.slots import SlotPool
 
 _MAX_GAP = 4
@@ -59,12 +51,7 @@ class CpuExecutable(Executable):
     """One session, one graph, both phases."""
 
     def __init__(
-        self,
-        graph_module: GraphModule,
-        get_weight: Callable[[str], Tensor],
-        options: CompileOptions,
-        progress: Progress,
-        contract: NumericContract,
+        self, model: OpenModel, options: CompileOptions, contract: NumericContract
     ) -> None:
         self.contract = contract
         self.capabilities = Capabilities(
@@ -73,32 +60,17 @@ class CpuExecutable(Executable):
             max_prefill_sequences=1,
             mixed_steps=False,
         )
-        with tempfile.TemporaryDirectory(prefix="tilewright-") as folder:
-            weights = WeightFile(Path(folder) / "weights.bin", get_weight)
-            emitter = Emitter(
-                weights,
-                exact=options.compute == "exact",
-                max_context=options.max_context,
-                on_node=lambda done, total: progress("weights", done, total),
-            )
-            try:
-                with _single_torch_thread():
-                    emitted = emitter.emit(graph_module)
-            finally:
-                weights.close()
-            progress("session", 0, 1)
-            self._session = _session(emitted, Path(folder), options)
-            progress("session", 1, 1)
-        self.vocab_size = emitted.vocab_size
-        self._weight_bytes = weights.num_bytes
-        length = padded_length(emitted.caches, options.max_context)
-        self._caches = SlotCaches(emitted.caches, options.max_batch, length)
+        self.vocab_size = model.vocab_size
+        self._session = model.session
+        self._weight_bytes = model.weight_bytes
+        length = padded_length(model.caches, options.max_context)
+        self._caches = SlotCaches(model.caches, options.max_batch, length)
         self._slots = SlotPool(options.max_batch, options.max_context)
         self._lengths = [0] * options.max_batch
         self._windows: OrderedDict[tuple[int, int, int, int], Window] = OrderedDict()
 
     def step(self, inputs: StepInput) -> StepOutput:
-        with _single_torch_thread():
+        with single_torch_thread():
             return self._step(inputs)
 
     def _step(self, inputs: StepInput) -> StepOutput:
@@ -211,21 +183,6 @@ class CpuExecutable(Executable):
         del self._session, self._caches
 
 
-@contextmanager
-def _single_torch_thread() -> Iterator[None]:
-    """Keep torch's own threads asleep.
-
-    Beside a session they fight its threads for the cores, and a decode step takes twice as long;
-    packing weights is bound by memory, and gains nothing from them.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)
-
-
 def plan_windows(slots: list[int], max_gap: int) -> list[tuple[int, int]]:
     """Half-open ranges over the sorted ``slots``, none with more than ``max_gap`` idle in a row."""
     windows: list[tuple[int, int]] = []
@@ -235,13 +192,3 @@ def plan_windows(slots: list[int], max_gap: int) -> list[tuple[int, int]]:
         else:
             windows.append((slot, slot + 1))
     return windows
-
-
-def _session(emitted: EmittedModel, folder: Path, options: CompileOptions) -> ort.InferenceSession:
-    settings = ort.SessionOptions()
-    settings.intra_op_num_threads = options.num_threads or describe_cpu().num_cores
-    settings.inter_op_num_threads = 1
-    settings.log_severity_level = 3
-    path = folder / "model.onnx"
-    path.write_bytes(emitted.proto.SerializeToString())
-    return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])

@@ -11,8 +11,8 @@ from compiler.ir.info import info
 from compiler.ir.rewrite import find_calls
 from compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
 
-BLOCK_BITS = {"bfp8": 8, "bfp4": 4}
-"""Formats that MatMulNBits holds as blocks of 16, exactly."""
+NATIVE_BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
+"""Formats that MatMulNBits holds in blocks, exactly, with the bits of a code."""
 
 INT8_LEVEL = 4
 """MatMulNBits accuracy level that rounds activations to int8 by block."""
@@ -26,7 +26,7 @@ def is_native(format_name: str, block_axis: str, fidelity: str, *, exact: bool) 
     """
     if exact or FIDELITIES[fidelity].num_phases >= 3:
         return False
-    return format_name in BLOCK_BITS and block_axis == "in"
+    return format_name in NATIVE_BITS and block_axis == "in"
 
 
 def check_fidelities(graph_module: GraphModule, *, exact: bool) -> None:

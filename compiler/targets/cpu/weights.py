@@ -1,7 +1,7 @@
 """Weights as ONNX Runtime's operators read them, streamed into one external-data file.
 
-A bfp8 or bfp4 block becomes 16 codes with zero point 128 or 8 and a power-of-two scale: the same
-values, bit for bit.
+A block becomes unsigned codes with zero point 128 or 8 and a float scale: the same values, bit for
+bit, for bfp8 and bfp4 (16 codes, a power of two) and for q80 and q40 (32 codes, a float16).
 """
 
 from __future__ import annotations
@@ -17,11 +17,17 @@ import torch
 from torch import Tensor
 
 from compiler.errors import CompileError
-from compiler.formats import BlockFloat, get_format
+from compiler.formats import (
+    BlockEncoded,
+    BlockFloat,
+    DataFormat,
+    GgmlFormat,
+    ScaledEncoded,
+    get_format,
+)
 from compiler.ir.recipe import WeightRecipe, load_dense, load_values
-from compiler.targets.cpu.numerics import BLOCK_BITS
+from compiler.targets.cpu.numerics import NATIVE_BITS
 
-BLOCK = 16
 _ALIGNMENT = 4096  # external data is mapped into memory page by page
 
 
@@ -32,6 +38,7 @@ class BlockWeight:
     codes: str
     scales: str
     bits: int
+    block: int
     num_rows: int
     num_columns: int
 
@@ -72,26 +79,39 @@ class WeightFile:
         return name
 
     def blocks(self, recipe: WeightRecipe) -> BlockWeight:
-        """A bfp8 or bfp4 recipe as codes ``[out, in / 16, 16 * bits / 8]`` and scales."""
+        """A recipe in a native format: codes ``[out, in / block, block * bits / 8]``, scales."""
         if (recipe, "blocks") not in self._written:
             assert recipe.format is not None and recipe.block_axis == "in"
-            bits = BLOCK_BITS[recipe.format]
             codes, scales = block_codes(load_dense(recipe, self._get_weight), recipe.format)
             self._written[recipe, "blocks"] = BlockWeight(
                 self._add(recipe, "codes", codes, onnx.TensorProto.UINT8),
                 self._add(recipe, "scales", scales, onnx.TensorProto.FLOAT),
-                bits,
+                NATIVE_BITS[recipe.format],
+                get_format(recipe.format).block,
                 *recipe.shape,
             )
         entry = self._written[recipe, "blocks"]
         assert isinstance(entry, BlockWeight)
         return entry
 
+    def table(self, name: str, array: np.ndarray) -> str:
+        """A float32 constant that is no weight, kept outside the model for its size: its name."""
+        self._write(name, array, onnx.TensorProto.FLOAT)
+        return name
+
     def values(self, recipe: WeightRecipe) -> Tensor:
         """The float32 values of a recipe in its format."""
         return load_values(recipe, self._get_weight)
 
     def _add(self, recipe: WeightRecipe, kind: str, array: np.ndarray, data_type: int) -> str:
+        # numbered: other rows of the same tensor, or blocks along out, have the same names
+        number = len(self.initializers)
+        name = f"{'+'.join(recipe.names)}.{recipe.format}.{kind}.{number}"
+        self.num_bytes += array.nbytes
+        self._write(name, array, data_type)
+        return name
+
+    def _write(self, name: str, array: np.ndarray, data_type: int) -> None:
         position = self._file.tell()
         offset = position + -position % _ALIGNMENT
         try:
@@ -100,12 +120,8 @@ class WeightFile:
         except OSError as error:
             raise CompileError(
                 f"{self.path.parent}: the packed weights cannot be written ({error.strerror}); "
-                "allowed: a TMPDIR with room for them"
+                "allowed: a folder with room for them (TMPDIR, TILEWRIGHT_CACHE)"
             ) from None
-        self.num_bytes += array.nbytes
-        # numbered: other rows of the same tensor, or blocks along out, have the same names
-        number = len(self.initializers)
-        name = f"{'+'.join(recipe.names)}.{recipe.format}.{kind}.{number}"
         tensor = onnx.TensorProto(name=name, data_type=data_type, dims=array.shape)
         tensor.data_location = onnx.TensorProto.EXTERNAL
         for key, value in (
@@ -115,24 +131,32 @@ class WeightFile:
         ):
             tensor.external_data.add(key=key, value=value)
         self.initializers.append(tensor)
-        return name
 
 
 def block_codes(dense: Tensor, format_name: str) -> tuple[np.ndarray, np.ndarray]:
-    """MatMulNBits' codes and scales of a dense ``[out, in]`` weight in a block format.
+    """MatMulNBits' codes and scales of a dense ``[out, in]`` weight in a native format.
 
-    The last block of a row is padded with zeros when ``in`` is no multiple of 16.
+    The last block of a row is padded with zeros when ``in`` is no multiple of the block.
     """
-    block_format = get_format(format_name)
-    assert isinstance(block_format, BlockFloat) and block_format.block == BLOCK
-    encoded = block_format.quantise(dense, axis=-1)
-    bits = BLOCK_BITS[format_name]
+    number_format = get_format(format_name)
+    signed, scales = _signed_codes(dense, number_format)
+    bits, block = NATIVE_BITS[format_name], number_format.block
     zero = 1 << (bits - 1)
     num_rows, num_columns = dense.shape
-    num_blocks = -(-num_columns // BLOCK)
-    codes: np.ndarray = np.full((num_rows, num_blocks * BLOCK), zero, dtype=np.uint8)
-    codes[:, :num_columns] = encoded.mantissas.numpy().astype(np.int16)[:, :num_columns] + zero
+    num_blocks = -(-num_columns // block)
+    codes: np.ndarray = np.full((num_rows, num_blocks * block), zero, dtype=np.uint8)
+    codes[:, :num_columns] = signed.numpy().astype(np.int16) + zero
     if bits == 4:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    scales = block_format.scales(encoded).numpy().reshape(-1)
-    return codes.reshape(num_rows, num_blocks, BLOCK * bits // 8), scales
+    return codes.reshape(num_rows, num_blocks, block * bits // 8), scales.numpy().reshape(-1)
+
+
+def _signed_codes(dense: Tensor, number_format: DataFormat) -> tuple[Tensor, Tensor]:
+    """int8 codes ``[out, in]`` around zero, and the float32 scale of each block."""
+    encoded = number_format.quantise(dense, axis=-1)
+    if isinstance(encoded, ScaledEncoded):
+        assert isinstance(number_format, GgmlFormat)
+        codes = encoded.codes.to(torch.int8) - number_format.zero_point
+        return codes, number_format.scales(encoded)
+    assert isinstance(number_format, BlockFloat) and isinstance(encoded, BlockEncoded)
+    return encoded.mantissas[:, : dense.shape[1]], number_format.scales(encoded)

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 PACKAGES = ("tilewright", "torch", "onnx", "onnxruntime", "numpy", "tokenizers", "triton")
-_CHECKOUT = Path(__file__).resolve().parents[2]
+_CHECKOUT = Path(__file__).resolve().parents[1]
 _GIT_SECONDS = 10
 
 
@@ -37,17 +37,22 @@ def environment(packages: Sequence[str] = PACKAGES, *, hash_host: bool = False) 
         packages: distributions whose versions are noted; one that is not installed is left out.
         hash_host: keep twelve hex digits of the host name's SHA-256 instead of the name.
     """
-    versions = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     host = socket.gethostname()
     if hash_host:
         host = hashlib.sha256(host.encode()).hexdigest()[:12]
     timestamp = datetime.now(UTC).isoformat(timespec="microseconds")
-    return Environment(versions=versions, commit=commit(), host=host, timestamp=timestamp)
+    return Environment(versions=versions(packages), commit=commit(), host=host, timestamp=timestamp)
+
+
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Python's version and those of the packages that are installed."""
+    found = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def commit(checkout: Path = _CHECKOUT) -> str | None:

@@ -1,0 +1,169 @@
+"""The cache of compiled programs: entries named by what they are made of, never stale.
+
+One process builds an entry while others wait for its lock; a damaged entry is built again; the
+least recently used ones make room.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiler.artifacts.digests import file_digest, sources_digest
+from compiler.artifacts.folder import open_folder
+from compiler.artifacts.manifest import FORMAT, Manifest, read_manifest
+from compiler.artifacts.places import MANIFEST, cache_dir
+from compiler.environment import versions
+from compiler.errors import CheckpointError, ConfigError, TilewrightError
+
+SIZE_VARIABLE = "TILEWRIGHT_CACHE_GB"
+DEFAULT_GB = 20.0
+_KEY_DIGITS = 32
+_PARTIAL, _LOCK = ".partial", ".lock"
+
+
+class CacheUnusableError(TilewrightError):
+    """The cache's folder cannot be made, locked or written."""
+
+
+def program_key(
+    files: Sequence[Path], *, target: str, compute: str, precision_id: str, memory: Path
+) -> str:
+    """What a program depends on, as one name: the checkpoint's bytes, the choices, the code.
+
+    Raises:
+        OSError: when a file cannot be read.
+    """
+    parts = {
+        "format": FORMAT,
+        "files": [[path.name, file_digest(path, memory)] for path in files],
+        "target": target,
+        "compute": compute,
+        "precision": precision_id,
+        "sources": sources_digest(),
+        "versions": versions(),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:_KEY_DIGITS]
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramCache:
+    """Programs under ``root``; ``max_bytes`` is what all of them may take together."""
+
+    root: Path
+    max_bytes: int
+
+    @classmethod
+    def default(cls) -> ProgramCache:
+        """The one in :func:`cache_dir`, of ``TILEWRIGHT_CACHE_GB`` gigabytes.
+
+        Raises:
+            ConfigError: when the variable is no size.
+        """
+        text = os.environ.get(SIZE_VARIABLE, str(DEFAULT_GB))
+        try:
+            size = float(text)
+        except ValueError:
+            size = -1.0
+        if not 0 <= size < 1e9:
+            raise ConfigError(f"{SIZE_VARIABLE}={text!r}; allowed: gigabytes, 0 or more")
+        return cls(cache_dir(), int(size * 1e9))
+
+    @property
+    def memory(self) -> Path:
+        """The folder of remembered file digests."""
+        return self.root / "digests"
+
+    @contextmanager
+    def entry(
+        self, key: str, build: Callable[[Path], None], *, wait: Callable[[], None]
+    ) -> Iterator[tuple[Path, Manifest]]:
+        """The entry called ``key``: built by ``build(folder)`` unless a sound one is there.
+
+        No other process builds or removes it inside the block; ``wait`` is told when one is at it.
+
+        Raises:
+            CacheUnusableError: when there is no writing to the cache.
+        """
+        entry = self._programs / key
+        partial = self._path(key, _PARTIAL)
+        with contextlib.ExitStack() as stack:
+            with _unusable(self.root):
+                self._programs.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(_locked(self._path(key, _LOCK), wait))
+            manifest = self._sound(entry)
+            if manifest is None:
+                with _unusable(self.root):
+                    for leftover in (partial, entry):
+                        shutil.rmtree(leftover, ignore_errors=True)
+                    partial.mkdir()
+                try:
+                    build(partial)
+                    partial.rename(entry)
+                finally:
+                    shutil.rmtree(partial, ignore_errors=True)
+                self._make_room(key)
+                manifest = read_manifest(entry)
+            yield entry, manifest
+
+    def _sound(self, entry: Path) -> Manifest | None:
+        try:
+            manifest = open_folder(entry, self.memory)
+            os.utime(entry / MANIFEST)
+        except (CheckpointError, OSError):
+            return None
+        return manifest
+
+    @property
+    def _programs(self) -> Path:
+        return self.root / "programs"
+
+    def _path(self, key: str, suffix: str) -> Path:
+        return self._programs / f"{key}{suffix}"
+
+    def _make_room(self, newest: str) -> None:
+        """Remove the least recently used entries beyond ``max_bytes``, but not ``newest``."""
+        entries = []
+        for entry in self._programs.iterdir():
+            with contextlib.suppress(OSError):
+                if entry.is_dir() and entry.suffix != _PARTIAL:
+                    size = sum(path.stat().st_size for path in entry.rglob("*"))
+                    entries.append(((entry / MANIFEST).stat().st_mtime, entry, size))
+        total = sum(size for _, _, size in entries)
+        for _, entry, size in sorted(entries):
+            if total <= self.max_bytes:
+                break
+            if entry.name != newest:
+                with contextlib.suppress(OSError), _locked(self._path(entry.name, _LOCK)):
+                    shutil.rmtree(entry)
+                    total -= size
+
+
+@contextmanager
+def _unusable(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CacheUnusableError(f"the cache {root} cannot be used ({error.strerror})") from None
+
+
+@contextmanager
+def _locked(path: Path, wait: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on ``path``; without ``wait``, a held one is a BlockingIOError."""
+    with path.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if wait is None:
+                raise
+            wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

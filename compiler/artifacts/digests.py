@@ -1,0 +1,73 @@
+"""SHA-256 of whole files, remembered while the file system says that nothing was written to them.
+
+A file's change time cannot be set by a program, so a remembered digest is never that of other
+bytes; digests of files changed within the last seconds are not remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+_SETTLED_NS = 3_000_000_000
+"""Beyond the coarsest clock of a common file system, so that a later write is seen."""
+
+
+def file_digest(path: Path, memory: Path) -> str:
+    """SHA-256 of ``path``, 64 hexadecimal digits; ``memory`` is the folder of remembered ones.
+
+    Raises:
+        OSError: when the file cannot be read, or changes while it is.
+    """
+    before = _state(path)
+    kept = memory / f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.json"
+    try:
+        state, digest = json.loads(kept.read_text(encoding="ascii"))
+        if state == before and isinstance(digest, str) and len(digest) == 64:
+            return digest
+    except (OSError, ValueError, TypeError):
+        pass
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if _state(path) != before:
+        raise OSError(f"{path} changes while it is read")
+    if time.time_ns() - max(before[3:]) > _SETTLED_NS:
+        write_whole(kept, json.dumps([before, digest]).encode())
+    return digest
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file, whole or not at all; one that cannot be written is left out."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(data)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+
+
+@functools.cache
+def sources_digest() -> str:
+    """SHA-256 over Tilewright's own sources, so that no program outlives the code that made it."""
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in _sources(root):
+        digest.update(f"{path.relative_to(root)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _sources(root: Path) -> Iterable[Path]:
+    for package in ("compiler", "models"):
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def _state(path: Path) -> list[int]:
+    found = path.stat()
+    return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]

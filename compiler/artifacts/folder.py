@@ -1,0 +1,104 @@
+"""Compiled folders: made beside their place and moved there whole, checked before they are used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from compiler.artifacts.digests import file_digest
+from compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
+from compiler.artifacts.places import MANIFEST
+from compiler.errors import CheckpointError, CompileError, ConfigError
+
+
+def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:
+    """Hash every file in ``folder`` and write the manifest, last."""
+    files = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            facts = FileFacts(path.stat().st_size, file_digest(path, memory))
+            files[path.relative_to(folder).as_posix()] = facts
+    write_file(folder / MANIFEST, manifest_json(replace(manifest, files=files)))
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write one file of a folder.
+
+    Raises:
+        CompileError: when there is no room.
+    """
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise CompileError(
+            f"{path}: cannot be written ({error.strerror}); allowed: a folder with room for it"
+        ) from None
+
+
+def read_file(path: Path) -> bytes:
+    """The bytes of one file of a folder.
+
+    Raises:
+        CheckpointError: when it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def open_folder(folder: Path, memory: Path) -> Manifest:
+    """The manifest of a compiled folder whose files are all as they were written.
+
+    Raises:
+        CheckpointError: for a folder that is none, or one with a missing or changed file.
+    """
+    manifest = read_manifest(folder)
+    for name, facts in manifest.files.items():
+        path = folder / name
+        try:
+            sound = path.stat().st_size == facts.num_bytes
+            sound = sound and file_digest(path, memory) == facts.sha256
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from None
+        if not sound:
+            raise CheckpointError(
+                f"{path}: not the file that was compiled (its hash differs); compile again"
+            )
+    return manifest
+
+
+@contextmanager
+def fresh_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes ``path`` when the block ends well and is removed otherwise.
+
+    Raises:
+        ConfigError: when ``path`` exists and is not an empty folder, or cannot be made.
+    """
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ConfigError(f"{path}: exists and is not empty; allowed: a new or empty folder")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be made ({error.strerror})") from None
+    try:
+        yield partial
+        partial.chmod(0o777 & ~_umask())
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _umask() -> int:
+    """What the process takes away from the permissions of new files."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,89 @@
+"""``manifest.json`` of a compiled folder: what was compiled, how and by what, and every hash."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from compiler.artifacts.places import MANIFEST
+from compiler.errors import CheckpointError
+from compiler.precision import PrecisionSummary
+from compiler.targets.contract import NumericContract
+
+FORMAT = 1
+"""Raised when a folder written before can no longer be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What commands ask of a model when its checkpoint is not there."""
+
+    name: str
+    content_hash: str
+    num_layers: int
+    max_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """Size in bytes and SHA-256 of one file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """All of it; ``files`` are relative paths, the manifest itself apart.
+
+    ``notes``: what the passes had to say. ``created``: when, UTC. ``commit``: of the compiler's
+    checkout, if it was one.
+    """
+
+    model: ModelFacts
+    precision: PrecisionSummary
+    target: str
+    compute: str
+    contract: NumericContract
+    notes: tuple[str, ...]
+    versions: dict[str, str]
+    commit: str | None
+    created: str
+    files: dict[str, FileFacts] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+def manifest_json(manifest: Manifest) -> bytes:
+    """The file's contents."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in ``folder``.
+
+    Raises:
+        CheckpointError: when it is missing, not a manifest, or of another format.
+    """
+    path = folder / MANIFEST
+    try:
+        data = path.read_bytes()
+        version = msgspec.json.decode(data, type=_Version).format
+        if version != FORMAT:
+            raise CheckpointError(f"{path}: format {version}; allowed: {FORMAT}; compile again")
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a manifest: {error}") from None
+    for name in manifest.files:
+        parts = Path(name).parts
+        if not parts or Path(name).is_absolute() or ".." in parts:
+            raise CheckpointError(f"{path}: file {name[:80]!r}; allowed: paths inside the folder")
+    return manifest
+
+
+@dataclass(frozen=True, slots=True)
+class _Version:
+    format: int

@@ -1,0 +1,153 @@
+"""Compiling into a folder or through the cache, and running what lies there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from torch.fx import GraphModule
+
+from compiler.artifacts.cache import CacheUnusableError, ProgramCache, program_key
+from compiler.artifacts.folder import read_file, seal_folder, write_file
+from compiler.artifacts.manifest import Manifest, ModelFacts
+from compiler.driver import (
+    CompilableModel,
+    Compiled,
+    check_options,
+    compile_model,
+    lower_model,
+    resolve_precision,
+    silent,
+    weight_source,
+)
+from compiler.environment import environment
+from compiler.errors import CheckpointError
+from compiler.ir.serialise import graph_json, read_graph
+from compiler.precision import PrecisionConfig
+from compiler.targets.base import CompileOptions, Program, Progress, get_target
+
+GRAPH = "graph.json"
+
+
+def write_program(
+    model: CompilableModel,
+    precision: PrecisionConfig,
+    folder: Path,
+    *,
+    target: str = "cpu",
+    compute: str = "fast",
+    progress: Progress = silent,
+    dump_dir: Path | None = None,
+) -> Manifest:
+    """Compile into ``folder``, for any batch and any context of the model.
+
+    Returns the manifest; `seal_folder` completes and writes it, when the caller has added what
+    else belongs into the folder.
+
+    Raises:
+        CompileError, CheckpointError: as `compile_model`.
+    """
+    options = CompileOptions(max_context=model.config.max_positions, compute=compute)
+    check_options(options, model.config.max_positions)
+    backend = get_target(target)
+    resolved = resolve_precision(model, precision)
+    graph_module, ctx = lower_model(model, resolved, backend, progress, dump_dir=dump_dir)
+    backend.build(graph_module, weight_source(model), folder, options, progress)
+    write_file(folder / GRAPH, graph_json(graph_module))
+    surroundings = environment()
+    return Manifest(
+        model=ModelFacts(
+            model.name,
+            model.checkpoint.content_hash(),
+            model.config.num_layers,
+            model.config.max_positions,
+        ),
+        precision=resolved.summary(precision.name),
+        target=target,
+        compute=compute,
+        contract=backend.contract(graph_module, options),
+        notes=tuple(ctx.notes),
+        versions=surroundings.versions,
+        commit=surroundings.commit,
+        created=surroundings.timestamp,
+    )
+
+
+def load_program(
+    folder: Path, manifest: Manifest, options: CompileOptions, progress: Progress = silent
+) -> Compiled:
+    """The executable of a folder that `open_folder` found sound; its ``compute`` is the folder's.
+
+    Raises:
+        CheckpointError: for files that are not what the target wrote.
+        ConfigError, CompileError: for options that the program does not serve.
+    """
+    options = replace(options, compute=manifest.compute)
+    check_options(options, manifest.model.max_positions)
+
+    path = folder / GRAPH
+    data = read_file(path)  # now: an entry of the cache may be gone when the graph is asked for
+
+    def graph() -> GraphModule:
+        return read_graph(data, path)
+
+    program = Program(folder, manifest.contract, graph)
+    executable = get_target(manifest.target).load(program, options, progress)
+    return Compiled(
+        executable=executable,
+        target=manifest.target,
+        compute=manifest.compute,
+        precision=manifest.precision,
+        notes=manifest.notes,
+        graph=graph,
+    )
+
+
+def compile_cached(
+    model: CompilableModel,
+    precision: PrecisionConfig,
+    cache: ProgramCache,
+    *,
+    target: str = "cpu",
+    options: CompileOptions | None = None,
+    progress: Progress = silent,
+) -> Compiled:
+    """`compile_model`, through a cache; where that cannot be used, a note says so.
+
+    Raises:
+        CompileError, CheckpointError: as `compile_model`.
+    """
+    options = options or CompileOptions()
+    check_options(options, model.config.max_positions)
+    get_target(target)
+    summary = resolve_precision(model, precision).summary(precision.name)
+
+    def key() -> str:
+        return program_key(
+            model.checkpoint.files,
+            target=target,
+            compute=options.compute,
+            precision_id=summary.id,
+            memory=cache.memory,
+        )
+
+    wanted = key()
+
+    def build(folder: Path) -> None:
+        manifest = write_program(
+            model, precision, folder, target=target, compute=options.compute, progress=progress
+        )
+        if key() != wanted:
+            raise CheckpointError(f"{model.checkpoint.path}: changed while it was compiled")
+        seal_folder(folder, manifest, cache.memory)
+
+    try:
+        with cache.entry(wanted, build, wait=lambda: progress("waiting", 0, 1)) as found:
+            compiled = load_program(*found, options, progress)
+    except CacheUnusableError as error:
+        compiled = compile_model(
+            model, precision, target=target, options=options, progress=progress
+        )
+        return replace(compiled, notes=(str(error), *compiled.notes))
+    # the same program may have been built under another name of the same configuration
+    return replace(compiled, precision=summary)

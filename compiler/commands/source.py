@@ -1,0 +1,126 @@
+"""What a command runs: a model from its checkpoint, or a compiled folder without one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiler.artifacts.cache import ProgramCache
+from compiler.artifacts.folder import open_folder
+from compiler.artifacts.manifest import Manifest
+from compiler.artifacts.places import digest_memory, is_compiled
+from compiler.artifacts.program import compile_cached, load_program
+from compiler.commands.arguments import ModelOptions
+from compiler.driver import Compiled, compile_model, resolve_precision
+from compiler.errors import CheckpointError
+from compiler.precision import PrecisionConfig, PrecisionSummary
+from compiler.targets.base import CompileOptions, Progress, get_target
+from models import LoadedModel, load_model
+from models.checkpoints.base import TokenizerSource
+from models.tokenizer import Tokenizer, load_tokenizer
+
+TOKENIZER = "tokenizer"
+"""The folder inside a compiled one that holds its tokenizer's files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model as commands see it; exactly one of ``model`` and ``manifest`` is there."""
+
+    name: str
+    content_hash: str
+    num_layers: int
+    max_positions: int
+    tokenizer: Tokenizer
+    path: Path
+    model: LoadedModel | None = None
+    manifest: Manifest | None = None
+
+    def checkpoint_model(self) -> LoadedModel:
+        """The model with its weights.
+
+        Raises:
+            CheckpointError: for a compiled folder, which has none.
+        """
+        if self.model is None:
+            raise CheckpointError(
+                f"{self.path}: a compiled folder has no checkpoint, and there is no fp32 reference "
+                "of its model in the cache; allowed: measure its accuracy once from the checkpoint"
+            )
+        return self.model
+
+
+def open_source(path: Path) -> Source:
+    """Open a checkpoint or a compiled folder; no weights are read.
+
+    Raises:
+        CheckpointError: for anything that is neither, or damaged.
+    """
+    if not is_compiled(path):
+        return source_of(load_model(path), path)
+    manifest = open_folder(path, digest_memory())
+    facts = manifest.model
+    return Source(
+        name=facts.name,
+        content_hash=facts.content_hash,
+        num_layers=facts.num_layers,
+        max_positions=facts.max_positions,
+        tokenizer=load_tokenizer(TokenizerSource(path / TOKENIZER)),
+        path=path,
+        manifest=manifest,
+    )
+
+
+def source_of(model: LoadedModel, path: Path) -> Source:
+    """A loaded model as a source."""
+    return Source(
+        name=model.name,
+        content_hash=model.checkpoint.content_hash(),
+        num_layers=model.config.num_layers,
+        max_positions=model.config.max_positions,
+        tokenizer=model.tokenizer,
+        path=path,
+        model=model,
+    )
+
+
+def precision_of(source: Source, precision: PrecisionConfig | None) -> PrecisionSummary:
+    """The configuration on this model: the one asked for, or the one it was compiled with."""
+    if source.manifest is not None:
+        return source.manifest.precision
+    assert source.model is not None and precision is not None
+    return resolve_precision(source.model, precision).summary(precision.name)
+
+
+def compile_source(
+    source: Source,
+    choices: ModelOptions,
+    options: CompileOptions,
+    progress: Progress,
+    *,
+    use_cache: bool,
+) -> Compiled:
+    """The executable: from the folder, through the cache, or compiled anew.
+
+    Dumps are of passes that run, so with them nothing is taken from the cache.
+
+    Raises:
+        CompileError, CheckpointError, ConfigError: where the parts do not fit together.
+    """
+    if source.manifest is not None:
+        return load_program(source.path, source.manifest, options, progress)
+    model, precision, target = source.checkpoint_model(), choices.precision, choices.target
+    assert precision is not None
+    if use_cache and choices.dump_dir is None and get_target(target).is_cached:
+        cache = ProgramCache.default()
+        return compile_cached(
+            model, precision, cache, target=target, options=options, progress=progress
+        )
+    return compile_model(
+        model,
+        precision,
+        target=target,
+        options=options,
+        progress=progress,
+        dump_dir=choices.dump_dir,
+    )

@@ -1,0 +1,176 @@
+"""A lowered graph as JSON and back, for compiled folders: structure and facts, no weights, no code.
+
+Shapes are written for inputs only; those of every other value follow from the ops' own fakes, so a
+file that contradicts itself fails to load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from compiler.errors import CheckpointError
+from compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
+from compiler.ir.rewrite import dynamic_size, emit
+from compiler.ir.text import dimension_names, operator_name
+from compiler.ir.verify import STRUCTURAL
+from compiler.ops import OPERATORS
+
+_DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+_MAX_SIZE = 1 << 40
+_FIRST_HINT = 7  # dynamic sizes above 1, or they become constants
+
+
+@dataclass(frozen=True, slots=True)
+class InputRecord:
+    """A placeholder: sizes are numbers, or names of dynamic dimensions (``T``, ``R``, ``L``)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    facts: NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class CallRecord:
+    """A call: arguments are literals, lists of them, or ``{"node": name}``."""
+
+    name: str
+    op: str
+    args: list[Any]
+    facts: NodeInfo
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecord:
+    """The whole graph, nodes in order; ``output`` names the node it returns."""
+
+    inputs: tuple[InputRecord, ...]
+    calls: tuple[CallRecord, ...]
+    output: str
+
+
+def graph_json(graph_module: GraphModule) -> bytes:
+    """The lowered graph as JSON."""
+    graph = graph_module.graph
+    named = dimension_names(graph)
+    inputs, calls, output = [], [], ""
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            fake = node.meta["val"]
+            shape = tuple(s if isinstance(s, int) else named[str(s)] for s in fake.shape)
+            dtype = str(fake.dtype).removeprefix("torch.")
+            inputs.append(InputRecord(str(node.target), dtype, shape, info(node)))
+        elif node.op == "call_function":
+            assert not node.kwargs, f"{node.name}: keyword arguments"
+            args = [_written(argument) for argument in node.args]
+            calls.append(CallRecord(node.name, operator_name(node), args, info(node)))
+        elif node.op == "output":
+            output = node.args[0].name
+    return msgspec.json.encode(GraphRecord(tuple(inputs), tuple(calls), output))
+
+
+def read_graph(data: bytes, where: Path) -> GraphModule:
+    """The graph that :func:`graph_json` wrote; only ops that graphs may hold are accepted.
+
+    Raises:
+        CheckpointError: for anything else, naming ``where``.
+    """
+    try:
+        record = msgspec.json.decode(data, type=GraphRecord)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{where}: not a graph: {error}") from None
+    try:
+        return _Builder(record).build()
+    except Exception as error:  # fakes run on what the file says; whatever fails is its fault
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CheckpointError(f"{where}: not a lowered graph: {reason}") from None
+
+
+def _written(argument: Any) -> Any:
+    if isinstance(argument, Node):
+        return {"node": argument.name}
+    if isinstance(argument, list | tuple):
+        return [_written(item) for item in argument]
+    assert argument is None or isinstance(argument, bool | int | float), repr(argument)
+    return argument
+
+
+def _functions() -> Mapping[str, Any]:
+    """Everything a graph may call, by the name it is written under."""
+    allowed = [*OPERATORS, *STRUCTURAL]
+    graph = Graph()
+    return {operator_name(graph.call_function(function)): function for function in allowed}
+
+
+class _Builder:
+    """Builds the graph of a record, node by node."""
+
+    def __init__(self, record: GraphRecord) -> None:
+        self._record = record
+        self._graph = Graph()
+        self._nodes: dict[str, Node] = {}
+        self._functions = _functions()
+        self._sizes: dict[str, Any] = {}
+        self._mode = FakeTensorMode(shape_env=ShapeEnv())
+
+    def build(self) -> GraphModule:
+        for each in self._record.inputs:
+            self._add_input(each)
+        if self._record.output not in {call.name for call in self._record.calls}:
+            raise ValueError(f"the output {self._record.output!r} is no call of the graph")
+        end = self._graph.output(None)
+        for call in self._record.calls:
+            self._add_call(call, end)
+        end.args = (self._nodes[self._record.output],)
+        self._graph.lint()
+        return GraphModule(torch.nn.Module(), self._graph)
+
+    def _add_input(self, each: InputRecord) -> None:
+        if each.name in self._nodes or not each.name.isidentifier():
+            raise ValueError(f"input {each.name!r} stands twice, or is no name")
+        if each.facts.role not in (INPUT, STATE) and each.facts.recipe is None:
+            raise ValueError(f"input {each.name!r} has no recipe")
+        if any(isinstance(size, int) and not 0 <= size < _MAX_SIZE for size in each.shape):
+            raise ValueError(f"input {each.name!r} has shape {list(each.shape)}")
+        node = self._graph.placeholder(each.name)
+        shape = [size if isinstance(size, int) else self._size(size) for size in each.shape]
+        with self._mode:
+            node.meta["val"] = torch.empty(shape, dtype=_DTYPES[each.dtype], device="meta")
+        set_info(node, each.facts)
+        self._nodes[each.name] = node
+
+    def _add_call(self, call: CallRecord, end: Node) -> None:
+        if call.op not in self._functions:
+            raise ValueError(f"{call.name!r} calls {call.op!r}, which no lowered graph holds")
+        arguments = [self._read(argument) for argument in call.args]
+        if call.name in self._nodes:
+            raise ValueError(f"node {call.name!r} stands twice")
+        function = self._functions[call.op]
+        node = emit(end, function, arguments, facts=call.facts)
+        node._rename(call.name)
+        self._nodes[call.name] = node
+
+    def _size(self, name: str) -> Any:
+        """The dynamic size of this name, one for all inputs that have it."""
+        if name not in self._sizes:
+            hint = _FIRST_HINT + len(self._sizes)
+            self._sizes[name] = dynamic_size(self._mode, name, hint)
+        return self._sizes[name]
+
+    def _read(self, argument: Any) -> Any:
+        if isinstance(argument, dict):
+            return self._nodes[argument["node"]]
+        if isinstance(argument, list):
+            return [self._read(item) for item in argument]
+        if isinstance(argument, str):
+            raise ValueError(f"argument {argument[:40]!r}")
+        return argument

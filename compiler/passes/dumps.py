@@ -1,0 +1,30 @@
+"""Where graphs are dumped after every pass, if anywhere; importing it does not import torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from compiler.errors import ConfigError
+
+DUMP_VARIABLE = "TILEWRIGHT_DUMP"
+
+
+def dump_folder(named: Path | None = None) -> Path | None:
+    """The folder ``named``, else the one that ``TILEWRIGHT_DUMP`` names, created; None for neither.
+
+    Raises:
+        ConfigError: when it is no folder that can be made.
+    """
+    path = named or os.environ.get(DUMP_VARIABLE)
+    if not path:
+        return None
+    folder = Path(path).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        origin = "--dump " if named else f"{DUMP_VARIABLE}="
+        raise ConfigError(
+            f"{origin}{path}: not a folder that can be written ({error.strerror})"
+        ) from None
+    return folder

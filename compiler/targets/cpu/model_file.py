@@ -1,0 +1,120 @@
+"""A cpu program on disk: one ONNX model, its weights beside it, and the session that runs both.
+
+The file says all that a session needs to be used; it knows no batches, slots or steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnxruntime as ort
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiler.devices import describe_cpu
+from compiler.errors import CheckpointError, CompileError
+from compiler.targets.base import CompileOptions, Progress, vocab_size
+from compiler.targets.cpu.emit import KEY_SUFFIX, VALUE_SUFFIX, CacheSpec, Emitter
+from compiler.targets.cpu.weights import WeightFile
+
+MODEL, WEIGHTS = "model.onnx", "weights.bin"
+_WEIGHT_BYTES, _MAX_CONTEXT = "tilewright.weight_bytes", "tilewright.max_context"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModel:
+    """A session over a program, and what its file says of it."""
+
+    session: ort.InferenceSession
+    caches: tuple[CacheSpec, ...]
+    vocab_size: int
+    weight_bytes: int
+
+
+def write_model(
+    graph_module: GraphModule,
+    get_weight: Callable[[str], Tensor],
+    folder: Path,
+    options: CompileOptions,
+    progress: Progress,
+) -> None:
+    """Stream the weights into ``folder`` and write the model that reads them.
+
+    Raises:
+        CompileError: for a graph ONNX Runtime has no operators for, or a folder without room.
+    """
+    weights = WeightFile(folder / WEIGHTS, get_weight)
+    emitter = Emitter(
+        weights,
+        exact=options.compute == "exact",
+        max_context=options.max_context,
+        vocab_size=vocab_size(graph_module),
+        on_node=lambda done, total: progress("weights", done, total),
+    )
+    try:
+        with single_torch_thread():
+            proto = emitter.emit(graph_module)
+    finally:
+        weights.close()
+    facts = {_WEIGHT_BYTES: weights.num_bytes, _MAX_CONTEXT: options.max_context}
+    for key, value in facts.items():
+        proto.metadata_props.add(key=key, value=str(value))
+    try:
+        (folder / MODEL).write_bytes(proto.SerializeToString())
+    except OSError as error:
+        raise CompileError(
+            f"{folder}: the model cannot be written ({error.strerror}); allowed: a folder with room"
+        ) from None
+
+
+def open_model(folder: Path, options: CompileOptions) -> OpenModel:
+    """A session over the program in ``folder``.
+
+    Raises:
+        CheckpointError: for files that are not such a program.
+        CompileError: for a context longer than it was built for.
+    """
+    path = folder / MODEL
+    settings = ort.SessionOptions()
+    settings.intra_op_num_threads = options.num_threads or describe_cpu().num_cores
+    settings.inter_op_num_threads = 1
+    settings.log_severity_level = 3
+    try:
+        session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
+        facts = session.get_modelmeta().custom_metadata_map
+        shape_of = {each.name: each.shape for each in session.get_inputs()}
+        caches = tuple(
+            CacheSpec(name.removesuffix(KEY_SUFFIX), shape[1], shape[3])
+            for name, shape in shape_of.items()
+            if name.endswith(KEY_SUFFIX)
+        )
+        num_logits = {each.name: each.shape for each in session.get_outputs()}["logits"][-1]
+        weight_bytes, max_context = int(facts[_WEIGHT_BYTES]), int(facts[_MAX_CONTEXT])
+        assert all(f"{cache.name}{VALUE_SUFFIX}" in shape_of for cache in caches)
+    except Exception as error:  # the library has exceptions of its own for every kind of damage
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CheckpointError(f"{path}: not a program of the cpu target: {reason}") from None
+    if options.max_context > max_context:
+        raise CompileError(
+            f"context of {options.max_context} positions; {path} was built for up to {max_context}"
+        )
+    return OpenModel(session, caches, num_logits, weight_bytes)
+
+
+@contextmanager
+def single_torch_thread() -> Iterator[None]:
+    """Keep torch's own threads asleep.
+
+    Beside a session they fight its threads for the cores, and a decode step takes twice as long;
+    packing weights is bound by memory, and gains nothing from them.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
