@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from compiler.errors import CompileError, ConfigError, allowed
 from compiler.passes.dumps import dump_folder
 from compiler.passes.runner import PassContext, run_passes
 from compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
-from compiler.targets.base import CompileOptions, Executable, Progress, Target, get_target
+from compiler.targets.base import CompileOptions, Executable, Progress, Stage, get_target
 from compiler.tracer import trace
 
 COMPUTE_MODES = ("fast", "exact")
@@ -70,7 +70,7 @@ def compile_model(
     check_options(options, model.config.max_positions)
     backend = get_target(target)
     resolved = resolve_precision(model, precision)
-    graph_module, ctx = lower_model(model, resolved, backend, report, dump_dir=dump_dir)
+    graph_module, ctx = lower_model(model, resolved, backend.stages(), report, dump_dir=dump_dir)
     executable = backend.compile(graph_module, weight_source(model), options, report)
     return Compiled(
         executable=executable,
@@ -95,28 +95,33 @@ def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> Res
 def lower_model(
     model: CompilableModel,
     precision: ResolvedPrecision,
-    backend: Target,
+    stages: Sequence[Stage],
     report: Progress,
     *,
     dump_dir: Path | None = None,
 ) -> tuple[GraphModule, PassContext]:
-    """Trace the model and run the target's stages, each followed by its verification.
+    """Trace the model and run a target's stages, each followed by its verification.
 
     ``dump_dir``, else what ``TILEWRIGHT_DUMP`` names, receives the graph after every pass.
     """
     report("trace", 0, 1)
     graph_module = trace(model.module)
     ctx = PassContext(precision, dump_dir=dump_folder(dump_dir))
-    stages = backend.stages()
     for index, stage in enumerate(stages):
         report(stage.name, index, len(stages))
         run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
     return graph_module, ctx
 
 
+def constants_of(model: CompilableModel) -> dict[str, Tensor]:
+    """The values of the model's buffers, which no checkpoint holds, by name."""
+    constants: dict[str, Tensor] = model.module.constants()
+    return constants
+
+
 def weight_source(model: CompilableModel) -> Callable[[str], Tensor]:
     """The model's tensors by name: its constants, else the checkpoint's, read when asked for."""
-    constants = model.module.constants()
+    constants = constants_of(model)
 
     def get(name: str) -> Tensor:
         tensor = constants[name] if name in constants else model.checkpoint.get(name)

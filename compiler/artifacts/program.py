@@ -51,7 +51,7 @@ def write_program(
     check_options(options, model.config.max_positions)
     backend = get_target(target)
     resolved = resolve_precision(model, precision)
-    graph_module, ctx = lower_model(model, resolved, backend, progress, dump_dir=dump_dir)
+    graph_module, ctx = lower_model(model, resolved, backend.stages(), progress, dump_dir=dump_dir)
     backend.build(graph_module, weight_source(model), folder, options, progress)
     write_file(folder / GRAPH, graph_json(graph_module))
     surroundings = environment()

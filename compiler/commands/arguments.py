@@ -79,7 +79,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="exact: float arithmetic everywhere, no speed claim (default: fast)",
     )
     group.add_argument("--dump", metavar="DIR", help="write the graph after every pass here")
-    group.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: all cores)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +92,6 @@ class ModelOptions:
     target: str
     compute: str
     precision: PrecisionConfig | None
-    threads: int | None
     dump_dir: Path | None
 
 
@@ -107,24 +105,24 @@ def read_model_options(arguments: argparse.Namespace, default_precision: str) ->
     target = arguments.target or "cpu"
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; allowed: {', '.join(_TARGETS)}")
-    dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
-    precision: PrecisionConfig | None = None
     if arguments.model is not None and is_compiled(arguments.model):
-        path = Path(arguments.model).expanduser()
-        for option in ("target", "precision", "compute", "dump"):
-            if getattr(arguments, option) is not None:
-                raise ConfigError(
-                    f"--{option} with the compiled folder {path}, which was compiled with its own; "
-                    f"allowed: without --{option}, or compile the checkpoint again"
-                )
-    else:
-        precision = load_precision(arguments.precision or default_precision)
-        path = find_model(arguments.model)
+        return _folder_options(arguments, Path(arguments.model).expanduser(), target)
+    precision = load_precision(arguments.precision or default_precision)
+    dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
     return ModelOptions(
-        path=path,
+        path=find_model(arguments.model),
         target=target,
         compute=arguments.compute or "fast",
         precision=precision,
-        threads=arguments.threads,
         dump_dir=dump_dir,
     )
+
+
+def _folder_options(arguments: argparse.Namespace, path: Path, target: str) -> ModelOptions:
+    for option in ("target", "precision", "compute", "dump"):
+        if getattr(arguments, option) is not None:
+            raise ConfigError(
+                f"--{option} with the compiled folder {path}, which was compiled with its own; "
+                f"allowed: without --{option}, or compile the checkpoint again"
+            )
+    return ModelOptions(path=path, target=target, compute="fast", precision=None, dump_dir=None)

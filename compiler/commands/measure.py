@@ -59,6 +59,7 @@ def plan_jobs(source: Source, options: RunOptions) -> Plan:
     Raises:
         ConfigError: where the case does not fit the model or the device.
         RequestError: where a prompt and its answer do not fit the context.
+        CheckpointError: where accuracy is asked of a compiled folder without a reference.
     """
     case, limit = options.case, source.max_positions
     if not case.is_natural or case.data_parallel > 1:
@@ -83,6 +84,8 @@ def plan_jobs(source: Source, options: RunOptions) -> Plan:
         jobs.append(Job(tuple(tokens), sampling))
     context = max(len(job.prompt) + job.sampling.max_tokens for job in jobs)
     if case.token_accuracy:
+        if source.model is None and known_reference(subject_of(source)[0]) is None:
+            source.checkpoint_model()
         context = max(context, ACCURACY_CONTEXT)
     return Plan(tuple(jobs), context)
 
@@ -112,7 +115,7 @@ def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progr
         max_batch=options.case.batch_size,
         max_context=plan.context,
         compute=options.model.compute,
-        num_threads=options.model.threads,
+        num_threads=options.threads,
     )
     return compile_source(
         source, options.model, compile_options, progress, use_cache=options.use_cache
@@ -155,10 +158,9 @@ def subject_of(source: Source) -> tuple[Subject, list[int]]:
 
 
 def find_reference(source: Source, progress: Progress) -> tuple[Reference, Tensor | None]:
-    """The model's versioned reference, else the one in the cache, else a new one, and its logits.
+    """The model's reference, new if there is none, and its logits.
 
-    A versioned file of another model, tokenizer or text is not used. A compiled folder has no
-    weights to compute logits from: None where the cache has not kept them.
+    A compiled folder has no weights to compute logits from: None where the cache has not kept them.
 
     Raises:
         CheckpointError: when a reference has to be made of a compiled folder.
@@ -172,21 +174,34 @@ def find_reference(source: Source, progress: Progress) -> tuple[Reference, Tenso
         executable.close()
         return built
 
-    versioned = reference_path(source.name)
-    kept = reference_path(f"{source.name}-{subject.model_hash[:12]}", cache_dir() / "references")
-    for path in (versioned, kept):
+    known = known_reference(subject)
+    if known is None:
+        reference, logits = build()
+        write_cache(_kept_path(subject), reference_bytes(reference))
+        return reference, keep_logits(reference, logits)
+    found = cached_logits(known)
+    if found is None and source.model is not None:
+        found = keep_logits(known, build()[1])
+    return known, found
+
+
+def known_reference(subject: Subject) -> Reference | None:
+    """The versioned reference of a model, else the one in the cache, if there is one.
+
+    A versioned file of another model, tokenizer or text is not used.
+    """
+    for path in (reference_path(subject.model), _kept_path(subject)):
         if path.is_file():
             try:
-                reference = load_reference(path, subject)
+                return load_reference(path, subject)
             except ReferenceMismatchError:
                 continue  # of another checkpoint with this name: ours is kept under its own hash
-            found = cached_logits(reference)
-            if found is None and source.model is not None:
-                found = keep_logits(reference, build()[1])
-            return reference, found
-    reference, logits = build()
-    write_cache(kept, reference_bytes(reference))
-    return reference, keep_logits(reference, logits)
+    return None
+
+
+def _kept_path(subject: Subject) -> Path:
+    name = f"{subject.model}-{subject.model_hash[:12]}"
+    return reference_path(name, cache_dir() / "references")
 
 
 def compile_reference(model: LoadedModel, progress: Progress) -> Executable:
@@ -234,7 +249,7 @@ def make_result(
         weights="checkpoint",
         model_hash=source.content_hash,
         device="CPU",
-        device_detail=device_detail(options.model.threads),
+        device_detail=device_detail(options.threads),
         target=compiled.target,
         dp=case.data_parallel,
         batch=case.batch_size,

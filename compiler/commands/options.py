@@ -38,6 +38,7 @@ class RunOptions:
     top_k: int
     top_p: float
     seed: int
+    threads: int | None
     use_cache: bool
     results: Path | None
     explain: bool
@@ -51,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--list", action="store_true", help="list the cases and configurations")
     found.add_argument("--explain", action="store_true", help="print the effective precision")
     add_model_options(found)
+    found.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: all cores)")
     found.add_argument("--no-cache", action="store_true", help="compile anew and keep nothing")
     asked = found.add_argument_group("prompts")
     asked.add_argument("--prompt", help="one prompt; - reads it from standard input")
@@ -105,6 +107,7 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        threads=arguments.threads,
         use_cache=not arguments.no_cache,
         results=results,
         explain=arguments.explain,

@@ -102,15 +102,20 @@ def _match_all(patterns: tuple[Any, ...], values: tuple[Any, ...], bound: Bindin
 
 
 def emit(
-    before: Node, operation: Operator | Any, args: Sequence[Any], *, facts: NodeInfo | None = None
+    before: Node,
+    operation: Operator | Any,
+    args: Sequence[Any],
+    *,
+    facts: NodeInfo | None = None,
+    name: str | None = None,
 ) -> Node:
     """Insert a call before a node, with its result's shape and its NodeInfo.
 
-    Shapes come from the op's own fake, run on the arguments' fakes.
+    Shapes come from the op's own fake, run on the arguments' fakes; ``name`` is torch's by default.
     """
     target = operation.overload if isinstance(operation, Operator) else operation
     with before.graph.inserting_before(before):
-        node = before.graph.call_function(target, tuple(args))
+        node = before.graph.create_node("call_function", target, tuple(args), name=name)
     fakes = map_arg(tuple(args), lambda argument: argument.meta["val"])
     with torch.no_grad():
         node.meta["val"] = target(*fakes)

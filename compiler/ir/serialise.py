@@ -21,7 +21,7 @@ from compiler.errors import CheckpointError
 from compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
 from compiler.ir.rewrite import dynamic_size, emit
 from compiler.ir.text import dimension_names, operator_name
-from compiler.ir.verify import STRUCTURAL
+from compiler.ir.verify import STRUCTURAL, verify_lowered
 from compiler.ops import OPERATORS
 
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
@@ -132,7 +132,9 @@ class _Builder:
             self._add_call(call, end)
         end.args = (self._nodes[self._record.output],)
         self._graph.lint()
-        return GraphModule(torch.nn.Module(), self._graph)
+        graph_module = GraphModule(torch.nn.Module(), self._graph)
+        verify_lowered(graph_module)
+        return graph_module
 
     def _add_input(self, each: InputRecord) -> None:
         if each.name in self._nodes or not each.name.isidentifier():
@@ -155,8 +157,7 @@ class _Builder:
         if call.name in self._nodes:
             raise ValueError(f"node {call.name!r} stands twice")
         function = self._functions[call.op]
-        node = emit(end, function, arguments, facts=call.facts)
-        node._rename(call.name)
+        node = emit(end, function, arguments, facts=call.facts, name=call.name)
         self._nodes[call.name] = node
 
     def _size(self, name: str) -> Any:

@@ -1,0 +1,194 @@
+"""``tilewright compile``: a model becomes a folder to run without its checkpoint, ONNX or MLIR."""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compiler.artifacts.places import digest_memory, is_compiled
+from compiler.commands.arguments import (
+    ModelOptions,
+    Parser,
+    add_model_options,
+    integer,
+    read_model_options,
+)
+from compiler.errors import ConfigError
+
+if TYPE_CHECKING:
+    from compiler.targets.base import Progress
+    from models import LoadedModel
+
+DEFAULT_PRECISION = "performance"
+_FLOAT = "reference"
+_DIALECTS = ("torch", "linalg")
+_EXAMPLE = "generate.py"
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    if arguments.output is None:
+        raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
+    if arguments.path is not None and arguments.model is not None:
+        raise ConfigError("PATH and --model; allowed: one of them")
+    arguments.model = arguments.path or arguments.model
+    if arguments.model is not None and is_compiled(arguments.model):
+        raise ConfigError(f"{arguments.model}: is compiled already; allowed: a checkpoint")
+    _check_emission(arguments)
+    options = read_model_options(arguments, DEFAULT_PRECISION)
+    output = Path(arguments.output).expanduser()
+    warnings.filterwarnings("ignore", module="torch")
+    from compiler.artifacts.folder import fresh_folder
+    from compiler.commands.console import compile_progress, err, out
+    from models import load_model
+
+    with fresh_folder(output) as folder:
+        model = load_model(options.path)
+        with compile_progress(err()) as progress:
+            notes = _EMITTERS[arguments.emit](model, options, arguments, folder, progress)
+    screen = out()
+    for note in notes:
+        screen.print(note, style="dim")
+    for path in sorted(output.rglob("*")):
+        if path.is_file():
+            size = f"{path.stat().st_size / 1e6:10,.1f} MB"
+            screen.print(f"{size}  {path.relative_to(output)}", soft_wrap=True)
+    screen.print(_USES[arguments.emit].format(output), soft_wrap=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    found = Parser(prog="tilewright compile", description="Compile a model into a folder.")
+    found.add_argument("path", nargs="?", metavar="PATH", help="the same as --model")
+    found.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder")
+    add_model_options(found)
+    kind = found.add_argument_group("what is written")
+    kind.add_argument(
+        "--emit",
+        choices=tuple(_EMITTERS),
+        default="program",
+        help="program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir",
+    )
+    kind.add_argument("--dialect", help="of --emit mlir: torch or linalg (default: linalg)")
+    kind.add_argument(
+        "--length", type=integer(1, 1 << 24), help="of --emit mlir: tokens (default: any number)"
+    )
+    return found
+
+
+def _check_emission(arguments: argparse.Namespace) -> None:
+    if arguments.emit != "mlir":
+        for option in ("dialect", "length"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(f"--{option} with --emit {arguments.emit}; allowed: --emit mlir")
+    else:
+        if arguments.dialect not in (None, *_DIALECTS):
+            raise ConfigError(
+                f"dialect {arguments.dialect!r} is not emitted; allowed: {', '.join(_DIALECTS)}"
+            )
+        for option in ("target", "precision", "compute"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(
+                    f"--{option} with --emit mlir, which is the model before precision and target; "
+                    f"allowed: without --{option}"
+                )
+    if arguments.emit == "onnx" and arguments.target not in (None, "cpu"):
+        raise ConfigError(f"--emit onnx for target {arguments.target!r}; allowed: cpu")
+
+
+def _emit_program(
+    model: LoadedModel,
+    options: ModelOptions,
+    arguments: argparse.Namespace,
+    folder: Path,
+    progress: Progress,
+) -> tuple[str, ...]:
+    from compiler.artifacts.folder import seal_folder
+    from compiler.artifacts.program import write_program
+    from compiler.commands.source import TOKENIZER
+
+    assert options.precision is not None
+    manifest = write_program(
+        model,
+        options.precision,
+        folder,
+        target=options.target,
+        compute=options.compute,
+        progress=progress,
+        dump_dir=options.dump_dir,
+    )
+    model.tokenizer.save(folder / TOKENIZER)
+    seal_folder(folder, manifest, digest_memory())
+    return manifest.notes
+
+
+def _emit_onnx(
+    model: LoadedModel,
+    options: ModelOptions,
+    arguments: argparse.Namespace,
+    folder: Path,
+    progress: Progress,
+) -> tuple[str, ...]:
+    from compiler.artifacts.folder import read_file, write_file
+    from compiler.artifacts.program import GRAPH, write_program
+    from compiler.commands.source import TOKENIZER
+    from compiler.targets.cpu import generate
+
+    assert options.precision is not None
+    manifest = write_program(
+        model,
+        options.precision,
+        folder,
+        compute=options.compute,
+        progress=progress,
+        dump_dir=options.dump_dir,
+    )
+    (folder / GRAPH).unlink()
+    model.tokenizer.save(folder / TOKENIZER)
+    write_file(folder / _EXAMPLE, read_file(Path(generate.__file__)))
+    return manifest.notes
+
+
+def _emit_mlir(
+    model: LoadedModel,
+    options: ModelOptions,
+    arguments: argparse.Namespace,
+    folder: Path,
+    progress: Progress,
+) -> tuple[str, ...]:
+    from compiler.artifacts.folder import write_file
+    from compiler.driver import constants_of, lower_model, resolve_precision
+    from compiler.ir.mlir import emit_mlir
+    from compiler.precision import load_precision
+    from compiler.targets.pipeline import MATCH
+
+    precision = resolve_precision(model, load_precision(_FLOAT))
+    graph_module, _ = lower_model(model, precision, (MATCH,), progress, dump_dir=options.dump_dir)
+    emitted = emit_mlir(
+        graph_module,
+        arguments.dialect or "linalg",
+        length=arguments.length,
+        constants=constants_of(model),
+    )
+    write_file(folder / "model.mlir", emitted.text.encode())
+    write_file(folder / "arguments.json", emitted.arguments_json().encode())
+    return ()
+
+
+_Emitter = Callable[
+    ["LoadedModel", ModelOptions, argparse.Namespace, Path, "Progress"], tuple[str, ...]
+]
+_EMITTERS: Mapping[str, _Emitter] = {
+    "program": _emit_program,
+    "onnx": _emit_onnx,
+    "mlir": _emit_mlir,
+}
+_USES = {
+    "program": "run it: tilewright run --model {}",
+    "onnx": 'run it without Tilewright: python {}/generate.py "Why is the sky blue?"',
+    "mlir": "{}/arguments.json says which tensors to feed, in order",
+}

@@ -1,0 +1,63 @@
+"""A tiny model whose checkpoint is a file, and a cache of its own for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from compiler.artifacts.cache import ProgramCache
+from compiler.artifacts.places import CACHE_VARIABLE
+from tests.tiny import FakeCheckpoint, tiny_model
+
+
+class FileCheckpoint(FakeCheckpoint):
+    """Tensors in memory, and one file that stands for them."""
+
+    def __init__(self, path: Path, checkpoint: FakeCheckpoint) -> None:
+        super().__init__(checkpoint.tensors)
+        self.path = path
+        self.files = (path,)
+        path.write_bytes(b"weights" * 100)
+
+    def content_hash(self) -> str:
+        return "c" * 64
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where `cache_dir` points to during a test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv(CACHE_VARIABLE, str(folder))
+    return folder
+
+
+@pytest.fixture
+def cache(own_cache: Path) -> ProgramCache:
+    return ProgramCache(own_cache, max_bytes=10**9)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> SimpleNamespace:
+    """One layer, with weights large enough for formats to differ."""
+    found = tiny_model(num_layers=1, std=0.2)
+    found.checkpoint = FileCheckpoint(tmp_path / "model.file", found.checkpoint)
+    return found
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one whenever a model is traced, which only compiling does."""
+    import compiler.driver
+
+    seen: list[object] = []
+    trace: Callable[..., object] = compiler.driver.trace
+
+    def counted(module: object) -> object:
+        seen.append(module)
+        return trace(module)
+
+    monkeypatch.setattr(compiler.driver, "trace", counted)
+    return seen

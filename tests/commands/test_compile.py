@@ -1,0 +1,310 @@
+"""``tilewright compile``: folders that run without the checkpoint, ONNX for others, MLIR."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+
+from compiler.artifacts.manifest import FORMAT
+from compiler.bench.results import Result, loads
+from compiler.cli import main
+from compiler.driver import compile_model
+from compiler.precision import load_precision
+from compiler.targets.base import CompileOptions
+from models import load_model
+from tests.commands.conftest import Refused
+from tests.tiny import prefill
+
+ASKED = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
+
+
+@pytest.fixture
+def checkpoint(tiny_gguf: Path, tmp_path: Path) -> Path:
+    """A copy that a test may remove."""
+    return Path(shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"))
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command that must succeed; its standard output."""
+
+    def succeed(*argv: str | Path) -> str:
+        assert main([str(argument) for argument in argv]) == 0
+        return capfd.readouterr().out
+
+    return succeed
+
+
+Run = Callable[..., str]
+
+
+def result_of(run: Run, *argv: str | Path) -> Result:
+    result = loads(run("run", "--json", "--no-results", *argv))
+    assert isinstance(result, Result)
+    return result
+
+
+@pytest.mark.parametrize("target", ["cpu", "reference", "null"])
+def test_a_folder_runs_without_its_checkpoint(
+    target: str, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    choices = ("--target", target, "--precision", "all-bfp8")
+    first = result_of(run, "--model", checkpoint, *choices, *ASKED)
+    text = run("run", "--no-results", "--model", checkpoint, *choices, *ASKED).splitlines()[0]
+    out = run("compile", checkpoint, "-o", tmp_path / "out", *choices)
+    assert "manifest.json" in out and f"tilewright run --model {tmp_path / 'out'}" in out
+    checkpoint.unlink()
+    moved = (tmp_path / "out").rename(tmp_path / "moved")
+    second = result_of(run, "--model", moved, *ASKED)
+    for name in ("model", "model_hash", "target", "compute", "heading", "context", "contract"):
+        assert getattr(second, name) == getattr(first, name), name
+    for name in ("precision_name", "precision_id", "effective_id", "resident_bytes", "cache_bytes"):
+        assert getattr(second, name) == getattr(first, name), name
+    out = run("run", "--no-results", "--explain", "--model", moved, *ASKED)
+    assert text in out.splitlines()
+    assert "numeric contract" in out and "one decode step" in out and "all-bfp8" in out
+
+
+def test_a_folder_measures_accuracy_by_a_reference_in_the_cache(
+    run: Run,
+    refused: Refused,
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    run("compile", checkpoint, "-o", tmp_path / "out", "--precision", "all-bfp8")
+    accuracy = ("--token-accuracy", *ASKED)
+    message = refused("--model", str(tmp_path / "out"), *accuracy)
+    assert "a compiled folder has no checkpoint" in message
+    whole = result_of(run, "--model", checkpoint, "--precision", "all-bfp8", *accuracy)
+    checkpoint.unlink()
+    alone = result_of(run, "--model", tmp_path / "out", *accuracy)
+    assert alone.accuracy == whole.accuracy and whole.accuracy is not None
+    (logits,) = (tmp_path / "cache" / "references").glob("*.npy")
+    logits.unlink()
+    alone = result_of(run, "--model", tmp_path / "out", *accuracy)
+    assert alone.accuracy is not None and alone.accuracy.kl_mean is None
+    assert alone.accuracy.num_top1 == whole.accuracy.num_top1
+
+
+@pytest.mark.parametrize("precision", ["bf16", "all-bfp8", "all-q40"])
+def test_onnx_gives_the_same_logits_in_plain_onnxruntime(
+    precision: str, run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "onnx"
+    run("compile", "--model", checkpoint, "-o", folder, "--emit", "onnx", "--precision", precision)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *("generate.py", "model.onnx", "tokenizer", "weights.bin")
+    ]
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    caches = {
+        each.name: np.zeros((1, each.shape[1], 8, each.shape[3]), dtype=np.float32)
+        for each in session.get_inputs()
+        if each.name.endswith((".key", ".value"))
+    }
+    (logits,) = session.run(
+        ["logits"],
+        {
+            "tokens": np.array([tokens]),
+            "last_positions": np.array([7], dtype=np.int32),
+            "total_length": np.array(8, dtype=np.int32),
+            "logit_rows": np.arange(8),
+            **caches,
+        },
+    )
+    compiled = compile_model(
+        load_model(checkpoint), load_precision(precision), options=CompileOptions(max_context=8)
+    )
+    assert torch.equal(torch.from_numpy(logits), prefill(compiled.executable, tokens))
+
+
+def test_the_example_beside_it_needs_no_tilewright(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    choices = ("--precision", "bf16")
+    run("compile", checkpoint, "-o", tmp_path / "onnx", "--emit", "onnx", *choices)
+    done = subprocess.run(
+        [sys.executable, "-I", tmp_path / "onnx" / "generate.py", "hello", "--tokens", "9"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    model = load_model(checkpoint)
+    compiled = compile_model(
+        model, load_precision("bf16"), options=CompileOptions(max_context=64, num_threads=1)
+    )
+    tokens = model.tokenizer.encode("hello")
+    start = len(tokens)
+    while len(tokens) < start + 9:
+        token = int(prefill(compiled.executable, tokens)[-1].argmax())
+        if token in model.tokenizer.eos_ids:
+            break
+        tokens.append(token)
+    assert done.stdout == model.tokenizer.decode(tokens[start:]) + "\n"
+
+
+@pytest.mark.parametrize("dialect", [(), ("--dialect", "torch"), ("--length", "16")], ids=str)
+def test_mlir_without_weights(
+    dialect: tuple[str, ...], run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mlir"
+    run("compile", checkpoint, "-o", folder, "--emit", "mlir", *dialect)
+    assert sorted(path.name for path in folder.iterdir()) == ["arguments.json", "model.mlir"]
+    text = (folder / "model.mlir").read_text(encoding="utf-8")
+    assert ("torch.aten" in text) == ("torch" in dialect)
+    assert ("linalg.generic" in text) == ("torch" not in dialect)
+    assert len(text) < 200_000 < checkpoint.stat().st_size * 2
+    described = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
+    names = [argument["name"] for argument in described["arguments"]]
+    assert names[:2] == ["tokens", "positions"]
+    assert set(names[2:]) == {name for name, _ in load_model(checkpoint).module.named_parameters()}
+
+
+def test_dumps_show_every_pass(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    run("compile", checkpoint, "-o", tmp_path / "out", "--dump", tmp_path / "dump" / "it")
+    names = sorted(path.name for path in (tmp_path / "dump" / "it").iterdir())
+    assert names[0] == "01_canonicalize_graph.txt" and names[-1].endswith("fuse_rope_attention.txt")
+    run("run", "--no-results", "--model", checkpoint, *ASKED, "--dump", tmp_path / "run")
+    run("run", "--no-results", "--model", checkpoint, *ASKED, "--dump", tmp_path / "again")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names, "not cached"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--target", "gpu"], "unknown target 'gpu'; allowed: reference, null, cpu"),
+        (["--precision", "none-such"], "none-such"),
+        (["--emit", "llvm"], "--emit: invalid choice: 'llvm'"),
+        (["--emit", "mlir", "--dialect", "tosa"], "dialect 'tosa' is not emitted; allowed: torch"),
+        (["--emit", "mlir", "--length", "0"], "--length: '0'; allowed: integers"),
+        (["--emit", "mlir", "--precision", "bf16"], "--precision with --emit mlir"),
+        (["--emit", "mlir", "--target", "cpu"], "--target with --emit mlir"),
+        (["--emit", "onnx", "--target", "reference"], "--emit onnx for target 'reference'"),
+        (["--dialect", "torch"], "--dialect with --emit program; allowed: --emit mlir"),
+        (["--length", "4", "--emit", "onnx"], "--length with --emit onnx"),
+        (["--model", "x"], "PATH and --model; allowed: one of them"),
+    ],
+)
+def test_choices_that_do_not_go_together(
+    argv: list[str], message: str, refused: Refused, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    output = str(tmp_path / "new")
+    assert message in refused(str(tiny_gguf), "-o", output, *argv, verb="compile")
+    assert not (tmp_path / "new").exists()
+
+
+def test_outputs_that_cannot_be(
+    refused: Refused, tiny_gguf: Path, tiny_folder: Path, tmp_path: Path
+) -> None:
+    assert "no folder to write to; allowed: -o DIR" in refused(str(tiny_gguf), verb="compile")
+    for output in (tiny_folder, tiny_folder / "config.json"):
+        message = refused(str(tiny_gguf), "-o", str(output), verb="compile")
+        assert "exists and is not empty; allowed: a new or empty folder" in message
+    below = str(tiny_folder / "config.json" / "below")
+    assert "cannot be made" in refused(str(tiny_gguf), "-o", below, verb="compile")
+
+
+def test_a_compilation_that_fails_leaves_nothing(
+    refused: Refused, tiny_folder: Path, tmp_path: Path
+) -> None:
+    config = json.loads((tiny_folder / "config.json").read_text())
+    config["hidden_size"] += 2
+    (tiny_folder / "config.json").write_text(json.dumps(config))
+    refused(str(tiny_folder), "-o", str(tmp_path / "out"), verb="compile")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny"]
+
+
+def test_an_empty_folder_is_filled(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    run("compile", checkpoint, "-o", tmp_path / "out", "--target", "null")
+    assert (tmp_path / "out" / "manifest.json").is_file()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.fixture
+def compiled(run: Run, checkpoint: Path, tmp_path: Path) -> Path:
+    run("compile", checkpoint, "-o", tmp_path / "out", "--precision", "bf16")
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--precision", "bf16"), ("--target", "cpu"), ("--compute", "exact"), ("--dump", "dump")],
+)
+def test_choices_that_a_folder_has_made(
+    option: str, value: str, refused: Refused, compiled: Path
+) -> None:
+    message = refused("--model", str(compiled), *ASKED, option, value)
+    assert message.startswith(f"{option} with the compiled folder {compiled}")
+    assert not Path("dump").exists()
+
+
+def test_a_compiled_folder_is_not_compiled(
+    refused: Refused, compiled: Path, tmp_path: Path
+) -> None:
+    message = refused(str(compiled), "-o", str(tmp_path / "more"), verb="compile")
+    assert "is compiled already; allowed: a checkpoint" in message
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "weights.bin", "graph.json"])
+def test_a_damaged_folder_is_refused(name: str, refused: Refused, compiled: Path) -> None:
+    data = bytearray((compiled / name).read_bytes())
+    data[len(data) // 3] ^= 1
+    (compiled / name).write_bytes(data)
+    message = refused("--model", str(compiled), *ASKED)
+    assert message == (
+        f"{compiled / name}: not the file that was compiled (its hash differs); compile again"
+    )
+    (compiled / name).unlink()
+    assert "cannot be read (No such file" in refused("--model", str(compiled), *ASKED)
+
+
+def test_manifests_that_are_none(refused: Refused, compiled: Path) -> None:
+    path = compiled / "manifest.json"
+    whole = json.loads(path.read_text())
+    for text, message in (
+        ("", "not a manifest"),
+        ("[]", "not a manifest"),
+        ("[" * 100_000, "not a manifest"),
+        ('{"format": 1}', "missing required field"),
+        (json.dumps({**whole, "format": FORMAT + 1}), f"format {FORMAT + 1}; allowed: {FORMAT}"),
+        (json.dumps({**whole, "files": {"../x": whole["files"]["model.onnx"]}}), "inside the"),
+        (json.dumps({**whole, "files": {"/etc/x": whole["files"]["model.onnx"]}}), "inside the"),
+        (json.dumps({**whole, "target": "gpu"}), "unknown target 'gpu'"),
+        (json.dumps({**whole, "compute": "quick"}), "compute 'quick'"),
+    ):
+        path.write_text(text)
+        assert message in refused("--model", str(compiled), *ASKED), text[:40]
+
+
+def test_a_program_that_is_none_is_refused(
+    refused: Refused, compiled: Path, tmp_path: Path
+) -> None:
+    """Hashes that agree do not make a program of a file."""
+    manifest = json.loads((compiled / "manifest.json").read_text())
+    for data in (b"", b"no model", b"\x08\x0a" * 100):
+        (compiled / "model.onnx").write_bytes(data)
+        import hashlib
+
+        facts = {"num_bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        manifest["files"]["model.onnx"] = facts
+        (compiled / "manifest.json").write_text(json.dumps(manifest))
+        assert "not a program of the cpu target" in refused("--model", str(compiled), *ASKED)
+
+
+def test_a_folder_without_its_tokenizer(refused: Refused, compiled: Path) -> None:
+    shutil.rmtree(compiled / "tokenizer")
+    assert "tokenizer" in refused("--model", str(compiled), *ASKED)

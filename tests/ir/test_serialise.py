@@ -1,0 +1,132 @@
+"""A lowered graph survives JSON whole, and a file that lies is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.fx import GraphModule
+
+from compiler.driver import weight_source
+from compiler.errors import CheckpointError
+from compiler.ir.cost import step_costs
+from compiler.ir.info import info
+from compiler.ir.serialise import graph_json, read_graph
+from compiler.ir.text import graph_text
+from compiler.ir.verify import verify_lowered
+from compiler.targets.base import CompileOptions, get_target
+from tests.tiny import QWEN2, lowered, precision_of, prefill, random_tokens, tiny_model
+
+WHERE = Path("graph.json")
+MIXED = precision_of("bfp8", "hifi2", layers="0: {ff2: bf16, li_ff2: hifi4}", block_axis="out")
+
+
+def graph(target: str = "cpu", **changes: Any) -> GraphModule:
+    return lowered(tiny_model(**changes), target=target, precision=MIXED)[0]
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": False}, QWEN2], ids=repr)
+@pytest.mark.parametrize("target", ["cpu", "reference"])
+def test_everything_comes_back(target: str, changes: dict[str, Any]) -> None:
+    before = graph(target, **changes)
+    after = read_graph(graph_json(before), WHERE)
+    verify_lowered(after)
+    assert graph_text(after.graph) == graph_text(before.graph)
+    pairs = list(zip(before.graph.nodes, after.graph.nodes, strict=True))
+    assert all(info(one) == info(other) for one, other in pairs)
+    assert [one.name for one, _ in pairs] == [other.name for _, other in pairs]
+    for num_tokens, context in ((1, 100), (7, 7)):
+        asked = {"num_tokens": num_tokens, "context": context}
+        assert step_costs(after, **asked) == step_costs(before, **asked)
+    assert graph_json(after) == graph_json(before)
+
+
+def test_a_graph_that_came_back_computes_the_same() -> None:
+    model, tokens = tiny_model(std=0.2), random_tokens(9)
+    before = graph("reference", std=0.2)
+    options = CompileOptions(max_context=16)
+    logits = [
+        prefill(
+            get_target("reference").compile(
+                each, weight_source(model), options, lambda what, done, total: None
+            ),
+            tokens,
+        )
+        for each in (before, read_graph(graph_json(before), WHERE))
+    ]
+    assert torch.equal(*logits)
+
+
+def changed(path: list[Any], value: Any) -> bytes:
+    """The JSON of a graph with one value replaced."""
+    record = json.loads(graph_json(graph("reference", num_layers=1)))
+    place = record
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return json.dumps(record).encode()
+
+
+def call_of(op: str) -> int:
+    record = json.loads(graph_json(graph("reference", num_layers=1)))
+    return next(index for index, call in enumerate(record["calls"]) if call["op"] == op)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "reason"),
+    [
+        (["calls", 0, "op"], "aten.from_file.default", "which no lowered graph holds"),
+        (["calls", 0, "op"], "os.system", "which no lowered graph holds"),
+        (["calls", 0, "args", 0], "rm -rf", "argument 'rm -rf'"),
+        (["calls", 0, "args", 0], {"node": "nowhere"}, "nowhere"),
+        (["calls", 0, "args", 0], {"link": "tokens"}, "node"),
+        (["calls", 1, "name"], "tokens", "stands twice"),
+        (["inputs", 0, "shape"], [-1], "shape"),
+        (["inputs", 0, "shape"], [10**30], "has shape"),
+        (["inputs", 2, "shape"], [61, 1 << 50], "shape"),
+        (["inputs", 0, "dtype"], "float8", "float8"),
+        (["inputs", 1, "name"], "tokens", "stands twice"),
+        (["inputs", 1, "name"], "a b", "is no name"),
+        (["inputs", 2, "facts", "recipe"], None, "has no recipe"),
+        (["inputs", 2, "facts", "role"], 7, "Expected `str`"),
+        (["inputs"], [], "not a lowered graph"),
+        (["calls"], [], "is no call"),
+        (["output"], "tokens", "is no call"),
+    ],
+)
+def test_a_file_that_lies_is_refused(path: list[Any], value: Any, reason: str) -> None:
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        read_graph(changed(path, value), WHERE)
+    assert str(caught.value).startswith("graph.json: not a")
+    assert "\n" not in str(caught.value)
+
+
+def test_shapes_that_contradict_each_other_are_refused() -> None:
+    record = json.loads(graph_json(graph("reference", num_layers=1)))
+    at = next(i for i, each in enumerate(record["inputs"]) if "down_proj" in each["name"])
+    with pytest.raises(CheckpointError, match="not a lowered graph"):
+        read_graph(changed(["inputs", at, "shape"], [32, 47]), WHERE)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"inputs": 1}', b"null", b"9" * 9999]
+)
+def test_what_is_no_graph_is_refused(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"graph\.json: not a graph") as caught:
+        read_graph(data, WHERE)
+    assert "\n" not in str(caught.value)
+
+
+WHOLE = graph_json(graph("reference", num_layers=1))
+
+
+@given(st.integers(0, len(WHOLE) - 1), st.binary(max_size=3), st.integers(0, 5))
+def test_damaged_bytes_are_a_graph_or_refused(at: int, new: bytes, cut: int) -> None:
+    with suppress(CheckpointError):
+        read_graph(WHOLE[:at] + new + WHOLE[at + cut :], WHERE)
