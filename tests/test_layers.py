@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom to the top; a module imports from its own layer and from those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "registry", "environment"),
+    ("errors", "registry", "environment", "files"),
     ("formats",),
     ("devices",),
     ("precision",),
@@ -47,6 +47,9 @@ ONLY_IN = {
     "torch_mlir": ("compiler.ir.mlir",),
     "ttnn": ("compiler.targets.tenstorrent",),
     "transformers": (),
+    "llama_cpp": ("compiler.bench.peers",),
+    "onnxruntime_genai": ("compiler.bench.peers",),
+    "openvino_genai": ("compiler.bench.peers",),
 }
 
 WITHOUT_TORCH = (
@@ -61,6 +64,9 @@ WITHOUT_TORCH = (
     "compiler.bench.prompts",
     "compiler.bench.results",
     "compiler.bench.perf_md",
+    "compiler.commands.options",
+    "compiler.commands.compile",
+    "compiler.commands.compare",
     "compiler.cli",
 )
 

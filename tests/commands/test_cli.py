@@ -46,7 +46,8 @@ def test_an_unknown_verb_lists_the_known_ones(
 ) -> None:
     assert main([verb]) == 2
     error = capsys.readouterr().err
-    assert error == f"tilewright: unknown command {verb!r}; allowed: run, perf, reference\n"
+    known = "run, compile, compare, perf, reference"
+    assert error == f"tilewright: unknown command {verb!r}; allowed: {known}\n"
 
 
 @pytest.mark.parametrize("verb", VERBS)
