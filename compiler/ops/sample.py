@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +42,7 @@ class SamplingBatch:
     """Sampling parameters of R rows, each a tensor ``[R]`` (end_tokens ``[R, E]``, padded with -1).
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 filter nothing; ``positions`` is where
-    the sampled token will stand in its sequence.
+    the sampled token will stand in its sequence. ``is_greedy``: no temperature is above 0.
     """
 
     temperature: Tensor
@@ -50,6 +51,7 @@ class SamplingBatch:
     seeds: Tensor
     positions: Tensor
     end_tokens: Tensor
+    is_greedy: bool = False
 
 
 def _filtered(logits_V: Tensor, top_k: int, top_p: float) -> Tensor:
@@ -70,6 +72,16 @@ def _filtered(logits_V: Tensor, top_k: int, top_p: float) -> Tensor:
     return logits_V.masked_fill(~torch.zeros_like(keep).scatter(0, order, keep), float("-inf"))
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The first of the largest logits of every row: int64 ``[R]``.
+
+    NumPy's own on the CPU: several times faster than torch's between two steps.
+    """
+    if logits.device.type != "cpu" or logits.dtype != torch.float32:
+        return logits.argmax(-1)
+    return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
+
+
 @operator(
     fake=lambda logits, *_: logits.new_empty((logits.shape[0],), dtype=torch.int64),
     cost=lambda logits, *_: Cost(5.0 * logits.numel(), logits.numel(), logits.shape[0]),
@@ -83,7 +95,7 @@ def sample(
     positions: Tensor,
 ) -> Tensor:
     """Token ids ``[R]`` from ``logits [R, V]``: argmax, or inverse-CDF over ids in id order."""
-    tokens = logits.argmax(-1)
+    tokens = likeliest(logits)
     for row, heat in enumerate(temperature.tolist()):
         if heat <= 0.0:
             continue

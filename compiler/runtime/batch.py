@@ -53,6 +53,7 @@ def sampling_batch(requests: Sequence[Request]) -> SamplingBatch:
         seeds=torch.tensor([p.seed for p in params]),
         positions=torch.tensor([request.num_tokens for request in requests]),
         end_tokens=torch.tensor(padded),
+        is_greedy=all(p.temperature <= 0 for p in params),
     )
 
 

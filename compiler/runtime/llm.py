@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from compiler.errors import RequestError
 from compiler.runtime.batch import Piece, build_step, sampling_batch
 from compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, check_tokens
 from compiler.runtime.scheduler import PREFILL_CHUNK, Scheduled, Scheduler
-from compiler.targets.base import Executable, StepOutput
+from compiler.targets.base import Executable, StepInput, StepOutput
 
 OnToken = Callable[[Request, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decode:
+    """A step in which every request got one token from one token: the next may follow from it."""
+
+    requests: list[Request]
+    inputs: StepInput
+    token_ids: Tensor
 
 
 class LLM:
@@ -26,6 +38,7 @@ class LLM:
             num_free=executable.num_free,
             prefill_chunk=prefill_chunk,
         )
+        self._last: _Decode | None = None
 
     def add(self, request: Request) -> None:
         """Queue a request; raises RequestError where it can never be served."""
@@ -61,6 +74,29 @@ class LLM:
             self.scheduler.finish(request)
 
     def _run(self, scheduled: list[Scheduled]) -> tuple[StepOutput, list[Request]]:
+        requests = sampled = [item.request for item in scheduled]
+        inputs = self._following(requests)
+        if inputs is None:
+            inputs, sampled = self._build(scheduled)
+        for item in scheduled:
+            item.request.num_computed += item.num_tokens
+        output = self.executable.step(inputs)
+        self._last = None
+        if output.token_ids is not None and len(sampled) == len(inputs.tokens):
+            self._last = _Decode(requests, inputs, output.token_ids)
+        return output, sampled
+
+    def _following(self, requests: list[Request]) -> StepInput | None:
+        """The next decode step of the same requests, made of the last one; None for any other."""
+        last = self._last
+        if last is None or len(last.requests) != len(requests):
+            return None
+        if any(one is not other for one, other in zip(last.requests, requests, strict=True)):
+            return None
+        return last.inputs.following(last.token_ids)
+
+    def _build(self, scheduled: list[Scheduled]) -> tuple[StepInput, list[Request]]:
+        """A step from the requests' own tokens, and those that it chooses one for."""
         pieces, sampled = [], []
         for item in scheduled:
             request = item.request
@@ -68,11 +104,10 @@ class LLM:
             tokens = request.pending_tokens(item.num_tokens)
             complete = request.num_computed + len(tokens) == request.num_tokens
             pieces.append(Piece(request.state, tokens, request.num_computed, complete))
-            request.num_computed += len(tokens)
             if complete:
                 sampled.append(request)
         sampling = sampling_batch(sampled) if sampled else None
-        return self.executable.step(build_step(pieces, sampling=sampling)), sampled
+        return build_step(pieces, sampling=sampling), sampled
 
     def _take_tokens(self, output: StepOutput, sampled: list[Request]) -> list[Request]:
         if not sampled:

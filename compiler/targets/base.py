@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from compiler.errors import ConfigError, allowed
 from compiler.ops import SamplingBatch, sample
+from compiler.ops.sample import likeliest
 from compiler.passes.runner import Pass
 from compiler.targets.contract import NumericContract
 
@@ -47,6 +48,15 @@ class StepInput:
     @property
     def num_sequences(self) -> int:
         return len(self.states)
+
+    def following(self, token_ids: Tensor) -> StepInput:
+        """The decode step after this one of the same sequences: the tokens just chosen, one
+        position on. What stays the same is the same object, which targets may look for.
+        """
+        sampling = self.sampling
+        if sampling is not None:
+            sampling = replace(sampling, positions=sampling.positions + 1)
+        return replace(self, tokens=token_ids, positions=self.positions + 1, sampling=sampling)
 
     @property
     def sequence_index(self) -> Tensor:
@@ -261,12 +271,15 @@ def vocab_size(graph_module: GraphModule) -> int:
 
 def finish_step(logits: Tensor, inputs: StepInput) -> StepOutput:
     """The end of a step where tokens are chosen on the host: ``logits [R, vocab]`` float32."""
+    batch = inputs.sampling
     token_ids = finished = None
-    if inputs.sampling is not None:
-        batch = inputs.sampling
+    if batch is not None and batch.is_greedy:
+        token_ids = likeliest(logits)
+    elif batch is not None:
         token_ids = sample.reference(
             logits, batch.temperature, batch.top_k, batch.top_p, batch.seeds, batch.positions
         )
+    if batch is not None and token_ids is not None:
         finished = (token_ids.unsqueeze(-1) == batch.end_tokens).any(-1)
     return StepOutput(token_ids, finished, logits if inputs.want_logits else None)
 

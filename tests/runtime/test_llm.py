@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from compiler.runtime.llm import LLM
 from compiler.runtime.request import LENGTH, STOPPED, Request, SamplingParams
-from compiler.targets.base import Executable
+from compiler.targets.base import Executable, StepInput, StepOutput
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
 
 BATCH, CONTEXT, COUNT = 6, 64, 14
@@ -160,3 +160,35 @@ def test_a_context_can_be_used_to_its_end(executable: Executable) -> None:
     request = Request(0, tuple(random_tokens(CONTEXT - 3)), SamplingParams(max_tokens=4))
     LLM(executable).generate([request])
     assert len(request.output) == 4
+
+
+def test_a_step_follows_the_last_one_while_the_same_requests_go_on(
+    executable: Executable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stays the same is the same object; a request that comes or ends starts anew."""
+    seen: list[StepInput] = []
+    run = executable.step
+
+    def watched(inputs: StepInput) -> StepOutput:
+        seen.append(inputs)
+        return run(inputs)
+
+    monkeypatch.setattr(executable, "step", watched)
+    llm = LLM(executable)
+    lengths = (4, 7)
+    for index, length in enumerate(lengths):
+        llm.add(Request(index, (1, 2, 3), SamplingParams(max_tokens=length, temperature=0.5)))
+    while llm.scheduler.has_work():
+        llm.step()
+    follows = [one.states is other.states for one, other in pairwise(seen)]
+    decodes = len(seen) - next(i for i, s in enumerate(seen) if s.tokens.tolist() != [1, 2, 3] * 2)
+    assert follows[-decodes:].count(False) <= 2
+    assert follows[-2:] == [True, True]
+    for one, other in pairwise(seen):
+        if one.states is other.states:
+            assert other.positions.tolist() == [at + 1 for at in one.positions.tolist()]
+            assert other.sampling is not None and one.sampling is not None
+            assert other.sampling.seeds is one.sampling.seeds
+            assert (other.sampling.positions - one.sampling.positions).tolist() == [1] * len(
+                one.states
+            )

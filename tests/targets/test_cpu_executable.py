@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import tempfile
 import weakref
@@ -242,3 +243,40 @@ def test_no_files_are_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         compiled(tiny_model(num_layers=1, head_dim=8), "cpu")
     assert list(tmp_path.iterdir()) == []
     assert prefill(executable, random_tokens(5)).shape == (5, 61)
+
+
+@pytest.mark.parametrize("states", [(0, 1), (1, 0), (0, 2), (1,)], ids=str)
+def test_steps_that_follow_are_steps(states: tuple[int, ...]) -> None:
+    """Made of the step before, or built anew: the same logits, and the same state after them."""
+    model = tiny_model(std=0.2)
+    logits = []
+    for anew in (False, True):
+        executable = compiled(model, "cpu")
+        for length in (3, 5, 4):
+            handle = executable.reserve(32)
+            step(executable, [(handle, random_tokens(length, seed=length), 0)])
+        lengths = [(3, 5, 4)[state] for state in states]
+        inputs = StepInput(
+            torch.tensor(random_tokens(len(states))),
+            torch.tensor(lengths),
+            torch.arange(len(states) + 1),
+            torch.arange(len(states)).flip(0),
+            tuple(StateHandle(state) for state in states),
+            want_logits=True,
+        )
+        found = []
+        for number in range(6):
+            if number == 3:  # another sequence goes on in between
+                step(executable, [(StateHandle(1), [7], 8 if 1 in states else 5)])
+            if anew:
+                inputs = dataclasses.replace(inputs, logit_rows=inputs.logit_rows.clone())
+            output = executable.step(inputs)
+            assert output.logits is not None
+            found.append(output.logits)
+            inputs = inputs.following(output.logits.argmax(-1).flip(0))
+            if number == 2 and 1 in states:
+                positions = inputs.positions + (torch.tensor(states) == 1)
+                inputs = dataclasses.replace(inputs, positions=positions)
+        logits.append(torch.stack(found))
+        executable.close()
+    assert torch.equal(*logits)

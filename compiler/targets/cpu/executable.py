@@ -47,6 +47,15 @@ class Window:
     logits: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class LastDecode:
+    """A decode step whose sequences filled one window, in order, all with logits."""
+
+    states: tuple[StateHandle, ...]
+    rows: Tensor
+    window: Window
+
+
 class CpuExecutable(Executable):
     """One session, one graph, both phases."""
 
@@ -68,25 +77,46 @@ class CpuExecutable(Executable):
         self._slots = SlotPool(options.max_batch, options.max_context)
         self._lengths = [0] * options.max_batch
         self._windows: OrderedDict[tuple[int, int, int, int], Window] = OrderedDict()
+        self._last: LastDecode | None = None
 
     def step(self, inputs: StepInput) -> StepOutput:
+        logits = self._continue(inputs)
+        if logits is None:
+            logits = self._start(inputs)
+        if inputs.want_logits:
+            # the buffer is used again; NumPy copies it without waking torch's threads
+            logits = torch.from_numpy(logits.numpy().copy())
+        if inputs.sampling is None or inputs.sampling.is_greedy:
+            return finish_step(logits, inputs)
         with single_torch_thread():
-            return self._step(inputs)
+            return finish_step(logits, inputs)
 
-    def _step(self, inputs: StepInput) -> StepOutput:
+    def _continue(self, inputs: StepInput) -> Tensor | None:
+        """The next decode step of the same sequences in the same window; None for any other.
+
+        A step reads its weights through every cache, so what the host does between two is slow:
+        here it does as little as it can.
+        """
+        last = self._last
+        if last is None or last.states is not inputs.states or last.rows is not inputs.logit_rows:
+            return None
+        last.window.tokens[:, 0] = inputs.tokens.numpy()
+        last.window.last_positions[:] = inputs.positions.numpy()
+        for slot, position in zip(inputs.states, inputs.positions.tolist(), strict=True):
+            self._lengths[slot] = position + 1
+        return self._run(last.window)
+
+    def _start(self, inputs: StepInput) -> Tensor:
         bounds = inputs.cu_seqlens.tolist()
         lengths = [end - start for start, end in pairwise(bounds)]
         assert len(inputs.states) == 1 or max(lengths) == 1, "phases or prefills were mixed"
         for handle in inputs.states:
             assert handle in self._slots, f"state {handle} is not reserved"
-        if lengths[0] > 1:
-            logits = self._prefill(inputs)
-        else:
-            logits = self._decode(inputs)
+        self._last = None
+        logits = self._prefill(inputs) if lengths[0] > 1 else self._decode(inputs)
         for handle, end in zip(inputs.states, bounds[1:], strict=True):
             self._lengths[handle] = int(inputs.positions[end - 1]) + 1
-        # the buffer is used again; only a caller who asked for logits keeps them
-        return finish_step(logits.clone() if inputs.want_logits else logits, inputs)
+        return logits
 
     def _prefill(self, inputs: StepInput) -> Tensor:
         slot, num_tokens = inputs.states[0], len(inputs.tokens)
@@ -112,6 +142,8 @@ class CpuExecutable(Executable):
             window.logit_rows[:] = shown
             parts.append(self._run(window))
             order += [wanted[row] for at in shown if (row := rows[at]) is not None]
+        if len(parts) == 1 and rows == order == list(range(len(rows))):
+            self._last = LastDecode(inputs.states, inputs.logit_rows, window)
         if order == sorted(order):
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         logits = torch.empty(len(order), self.vocab_size)
@@ -161,6 +193,7 @@ class CpuExecutable(Executable):
     def free(self, handle: StateHandle) -> None:
         self._slots.free(handle)
         self._lengths[handle] = 0
+        self._last = None
         self._caches.release(handle)
 
     def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
@@ -180,6 +213,7 @@ class CpuExecutable(Executable):
 
     def close(self) -> None:
         self._windows.clear()
+        self._last = None
         del self._session, self._caches
 
 

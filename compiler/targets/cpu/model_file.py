@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compiler.devices import describe_cpu
-from compiler.errors import CheckpointError, CompileError
+from compiler.errors import CheckpointError, CompileError, one_line
 from compiler.targets.base import CompileOptions, Progress, vocab_size
 from compiler.targets.cpu.emit import KEY_SUFFIX, VALUE_SUFFIX, CacheSpec, Emitter
 from compiler.targets.cpu.weights import WeightFile
 
 MODEL, WEIGHTS = "model.onnx", "weights.bin"
+_SPIN_US = 2000
+"""How long threads wait awake for the next step: longer than the host takes between two steps, and
+far shorter than ONNX Runtime's own 20 ms or more, which other work on the cores pays for."""
 _WEIGHT_BYTES, _MAX_CONTEXT = "tilewright.weight_bytes", "tilewright.max_context"
 
 
@@ -83,6 +86,7 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
     settings.intra_op_num_threads = options.num_threads or describe_cpu().num_cores
     settings.inter_op_num_threads = 1
     settings.log_severity_level = 3
+    settings.add_session_config_entry("session.intra_op.spin_duration_us", str(_SPIN_US))
     try:
         session = ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
         facts = session.get_modelmeta().custom_metadata_map
@@ -96,8 +100,9 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
         weight_bytes, max_context = int(facts[_WEIGHT_BYTES]), int(facts[_MAX_CONTEXT])
         assert all(f"{cache.name}{VALUE_SUFFIX}" in shape_of for cache in caches)
     except Exception as error:  # the library has exceptions of its own for every kind of damage
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise CheckpointError(f"{path}: not a program of the cpu target: {reason}") from None
+        raise CheckpointError(
+            f"{path}: not a program of the cpu target: {one_line(error)}"
+        ) from None
     if options.max_context > max_context:
         raise CompileError(
             f"context of {options.max_context} positions; {path} was built for up to {max_context}"
