@@ -119,7 +119,7 @@ def measure_all(
 ) -> list[float]:
     """Start every contestant, warm it up, and measure all of them in turn; fills them in.
 
-    One works at a time while the others wait. The memory's read rate is taken before the first
+    One works at a time while the others are idle. The memory's read rate is taken before the first
     round and after each; returned in bytes a second. A contestant that fails is left out from
     then on.
     """
@@ -156,6 +156,7 @@ def _load(
         contestant.loaded = worker.loaded()
         for measure, prompt in zip(plan.measures, prompts, strict=True):
             worker.generate(prompt, min(_WARM_UP_TOKENS, measure.num_tokens))
+        worker.settle()
     except WorkerError as error:
         _drop(contestant, workers, index, reason=str(error))
 
@@ -170,6 +171,7 @@ def _measure(
 ) -> None:
     try:
         rate = measure.rate(workers[index].generate(prompt, measure.num_tokens))
+        workers[index].settle()
     except WorkerError as error:
         _drop(contestant, workers, index, reason=str(error))
     except ZeroDivisionError:

@@ -47,6 +47,9 @@ class FakeWorker:
         times = [first, *(first + 1 + i / self.decode_tps for i in range(num_tokens - 1))]
         return Generated(tuple(range(num_tokens)), tuple(times))
 
+    def settle(self) -> None:
+        self.log.append((self.name, -1, -1))
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -68,8 +71,12 @@ def log() -> list[tuple[str, int, int]]:
 def test_work_goes_in_turn(log: list[tuple[str, int, int]]) -> None:
     workers = [FakeWorker(name, log, (10.0, 20.0)) for name in "AB"]
     assert run([enter(worker) for worker in workers]) == [1.0, 2.0, 3.0, 4.0]
-    warm_up = [(name, *work) for name in "AB" for work in ((0, 0), (4, 1), (8, 1), (4, 5))]
-    turn = [(name, *work) for work in ((4, 1), (8, 1), (4, 5)) for name in "AB"]
+    idle = (-1, -1)
+    loaded = ((0, 0), (4, 1), (8, 1), (4, 5), idle)
+    warm_up = [(name, *work) for name in "AB" for work in loaded]
+    turn = [
+        (name, *step) for work in ((4, 1), (8, 1), (4, 5)) for name in "AB" for step in (work, idle)
+    ]
     assert log == warm_up + 3 * turn
     assert all(worker.is_closed for worker in workers)
 

@@ -13,12 +13,17 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 from compiler.bench.peers.protocol import Generated, Loaded
 
 _CLOSING_SECONDS = 5
+_SETTLING_SECONDS = 5
+_LOOK_SECONDS = 0.05
+_STILL_LOOKS = 3
 _MOST_CHARACTERS = 300
 
 
@@ -73,6 +78,27 @@ class Worker:
             return found
 
         return self._checked(read)
+
+    def settle(self) -> None:
+        """Wait until the process is idle: thread pools spin for a second or more after their work,
+        on the very cores that the next engine needs.
+        """
+        deadline = time.monotonic() + _SETTLING_SECONDS
+        used, still = self._ticks(), 0
+        while still < _STILL_LOOKS and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            now = self._ticks()
+            still = still + 1 if now == used else 0
+            used = now
+
+    def _ticks(self) -> int:
+        """Processor time of all its threads so far, in the kernel's ticks."""
+        try:
+            stat = Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii")
+        except OSError:
+            return 0  # it has ended, or this is no Linux
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return int(user) + int(system)
 
     def close(self) -> None:
         """End the process: it ends by itself when its input does, else it is killed."""

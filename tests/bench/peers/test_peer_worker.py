@@ -108,3 +108,26 @@ def test_an_engine_that_cannot_be_opened_is_an_answer() -> None:
     answers = io.StringIO()
     assert serve(open_engine, io.StringIO(), answers) == 1  # type: ignore[arg-type]
     assert json.loads(answers.getvalue()) == {"error": "RuntimeError: no such file"}
+
+
+SPIN = """
+import threading, time
+
+def work():
+    end = time.perf_counter() + 0.6
+    while time.perf_counter() < end:
+        pass
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_settling_waits_for_threads_that_spin_after_their_work(tmp_path: Path) -> None:
+    with stub(tmp_path, body="threading.Thread(target=work).start()", before=SPIN) as worker:
+        worker.loaded()
+        worker.generate([7], 1)
+        started = time.monotonic()
+        worker.settle()
+        assert time.monotonic() - started > 0.4
+        started = time.monotonic()
+        worker.settle()
+        assert time.monotonic() - started < 0.4, "idle by now"
