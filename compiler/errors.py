@@ -25,6 +25,12 @@ class RequestError(TilewrightError):
     """A request cannot be served: a prompt too long, an unknown id, a parameter out of range."""
 
 
+def one_line(error: BaseException, length: int = 200) -> str:
+    """What an error of a library says, fit for a message of ours: one printable line, cut."""
+    text = " ".join(str(error).split())[:length] or type(error).__name__
+    return text if text.isprintable() else repr(text)
+
+
 def allowed(values: Iterable[object]) -> str:
     """The tail of a message that lists what is allowed: ``allowed: a, b, c``."""
     return "allowed: " + ", ".join(str(value) for value in values)

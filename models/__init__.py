@@ -95,6 +95,11 @@ def load_model(path: str | Path | None = None) -> LoadedModel:
 
     checkpoint = open_checkpoint(found)
     config = checkpoint.config
+    if config.num_layers > len(checkpoint.names):  # before so many modules are made
+        raise CheckpointError(
+            f"{found}: {config.num_layers} layers, but {len(checkpoint.names)} tensors; "
+            "allowed: the tensors of every layer"
+        )
     architecture = architecture_class(config.model_type)
     with torch.device("meta"):
         module = architecture(config)

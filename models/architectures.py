@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -41,7 +42,7 @@ def check_model_type(model_type: object, where: str) -> str:
     """
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise CheckpointError(
-            f"{where} = {model_type!r} is not an architecture that is read; "
+            f"{where} = {reprlib.repr(model_type)} is not an architecture that is read; "
             + allowed(ARCHITECTURES)
         )
     return model_type

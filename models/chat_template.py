@@ -1,4 +1,4 @@
-"""Renders a checkpoint's chat template, which is untrusted code, in jinja2's sandbox.
+"""Renders a checkpoint's chat template, which is untrusted code, in a sandbox with limits.
 
 What templates may use follows transformers, so the same template gives the same text. It does
 not know tokens.
@@ -16,9 +16,9 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from compiler.errors import CheckpointError, RequestError
+from compiler.errors import CheckpointError, RequestError, one_line
+from models.template_limits import BoundedEnvironment, bounded
 
 Message = Mapping[str, object]
 
@@ -34,9 +34,11 @@ class ChatTemplate:
         self.source = source
         self.where = where
         try:
-            self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise CheckpointError(f"{where}: chat template: {_one_line(error)}") from None
+            with bounded(source):
+                self._template = _environment().from_string(source)
+        # Constant parts are computed here, the rest becomes Python: both can raise anything.
+        except Exception as error:
+            raise CheckpointError(f"{where}: chat template: {one_line(error)}") from None
 
     def render(
         self,
@@ -59,16 +61,17 @@ class ChatTemplate:
             for message in messages
         ]
         try:
-            return self._template.render(
-                messages=plain,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **(special_tokens or {}),
-            )
+            with bounded(self.source, plain):
+                return self._template.render(
+                    messages=plain,
+                    tools=None,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **(special_tokens or {}),
+                )
         # Template code can raise anything that Python operators raise.
         except Exception as error:
-            raise RequestError(f"{self.where}: chat template: {_one_line(error)}") from None
+            raise RequestError(f"{self.where}: chat template: {one_line(error)}") from None
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -84,6 +87,9 @@ class _GenerationBlock(jinja2.ext.Extension):
 class _Namespace(jinja2.utils.Namespace):
     """jinja2's namespace without names that begin with an underscore."""
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # its values may hold the namespace itself
+
     def __setitem__(self, name: str, value: object) -> None:
         if name.startswith("_"):
             raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r} is not allowed")
@@ -91,8 +97,8 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 @functools.cache
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
@@ -141,7 +147,3 @@ def _plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     raise RequestError(f"a message holds a {type(value).__name__}; allowed: JSON values")
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -17,7 +17,7 @@ from typing import Any
 from compiler.errors import CheckpointError, RequestError, allowed
 from models.chat_template import ChatTemplate, Message
 from models.checkpoints.base import TokenizerSource
-from models.vocabulary import Vocabulary, read_folder, write_folder
+from models.vocabulary import Vocabulary, library_errors, read_folder, write_folder
 
 _BYTE_LEVEL = ("ByteLevel",)
 _PIECES = ("Replace", "ByteFallback", "Fuse")
@@ -61,7 +61,8 @@ class Tokenizer:
         With ``add_special`` the ids that the checkpoint puts around a text (bos ...) are added.
 
         Raises:
-            RequestError: text that is not valid Unicode (a lone surrogate).
+            RequestError: text that is not valid Unicode (a lone surrogate), or that a corrupt
+                tokenizer fails on.
         """
         try:
             text.encode("utf-8")
@@ -71,10 +72,11 @@ class Tokenizer:
                 f"U+{ord(text[error.start]):04X}; allowed: valid Unicode"
             ) from None
         parts = self._vocabulary
-        if add_special and parts.add_bos is None and parts.add_eos is None:
-            whole: list[int] = self._backend.encode(text, add_special_tokens=True).ids
-            return whole
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        by_backend = add_special and parts.add_bos is None and parts.add_eos is None
+        with library_errors(RequestError, f"{parts.where}: the tokenizer fails on this text"):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=by_backend).ids
+        if by_backend:
+            return ids
         if add_special and parts.add_bos and self.bos_id is not None:
             ids = [self.bos_id, *ids]
         if add_special and parts.add_eos and self._eos_id is not None:
@@ -88,7 +90,8 @@ class Tokenizer:
             RequestError: an id that is not a whole number from 0.
         """
         listed = [self.checked_id(index) for index in ids]
-        text: str = self._backend.decode(listed, skip_special_tokens=skip_special)
+        with library_errors(RequestError, f"{self._vocabulary.where}: decoding fails"):
+            text: str = self._backend.decode(listed, skip_special_tokens=skip_special)
         return text
 
     def token_bytes(self, index: int) -> bytes:

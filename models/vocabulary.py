@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from compiler.errors import CheckpointError
+from compiler.errors import CheckpointError, TilewrightError, one_line
 from models.checkpoints.json_file import read_json
+from models.checkpoints.regular_file import read_regular
+from models.tokenizer_limits import check_costs
 
 # Tokens with which instruction-tuned models end a turn; one counts where the template writes it.
 CHAT_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom_id|>")
@@ -40,6 +42,22 @@ class Vocabulary:
     add_eos: bool | None = None
 
 
+@contextlib.contextmanager
+def library_errors(kind: type[TilewrightError], where: str) -> Iterator[None]:
+    """Turn what the tokenizers library raises in this block into ``kind``, with ``where`` before.
+
+    It raises bare Exception, and where its Rust code panics what is not even an Exception.
+    """
+    try:
+        yield
+    except TilewrightError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{where}: {one_line(error)}") from None
+
+
 def read_folder(folder: Path) -> Vocabulary:
     """From ``tokenizer.json`` and the files beside it that transformers reads.
 
@@ -53,8 +71,10 @@ def read_folder(folder: Path) -> Vocabulary:
     backend.no_truncation()
     backend.no_padding()
     config = _optional_json(folder / "tokenizer_config.json")
-    _add_listed_tokens(backend, config, folder / "tokenizer_config.json")
-    named = _named_tokens(config)
+    where = folder / "tokenizer_config.json"
+    with library_errors(CheckpointError, f"{where}: not the tokens of a tokenizer"):
+        _add_listed_tokens(backend, config, where)
+        named = _named_tokens(backend, config)
     template = _folder_template(folder, config)
     return Vocabulary(
         where=folder,
@@ -132,12 +152,9 @@ def collect_eos(
 
 
 def _parse(path: Path) -> tokenizers.Tokenizer:
-    read_json(path)
-    try:
+    check_costs(read_json(path), path)
+    with library_errors(CheckpointError, f"{path}: not a tokenizer"):
         return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path}: not a tokenizer: {reason}") from None
 
 
 def _optional_json(path: Path) -> dict[str, Any]:
@@ -152,7 +169,8 @@ def _add_listed_tokens(
     if not isinstance(listed, Mapping):
         raise CheckpointError(f"{where}: added_tokens_decoder is not an object")
     try:
-        entries = sorted((int(index), entry["content"], entry) for index, entry in listed.items())
+        found = {int(index): (str(entry["content"]), entry) for index, entry in listed.items()}
+        entries = [(index, *found[index]) for index in sorted(found)]
     except (ValueError, TypeError, KeyError):
         raise CheckpointError(
             f"{where}: added_tokens_decoder has an entry that is not id: {{content: ...}}"
@@ -169,12 +187,13 @@ def _add_listed_tokens(
             )
 
 
-def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _named_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> dict[str, str]:
     named = {}
     for key in NAMED_TOKENS:
         value = config.get(key)
         value = value.get("content") if isinstance(value, Mapping) else value
         if isinstance(value, str):
+            backend.token_to_id(value)  # raises for what is not Unicode
             named[key] = value
     return named
 
@@ -184,7 +203,7 @@ def _folder_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            return read_regular(path).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: cannot be read: {error}") from None
     template = config.get("chat_template")

@@ -15,11 +15,11 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from compiler.errors import CheckpointError, allowed
-from models.vocabulary import Vocabulary, collect_eos
+from models.vocabulary import Vocabulary, collect_eos, library_errors
 
 _CONTROL, _USER_DEFINED = 3, 4
 _TOKEN_TYPES = range(7)
-MAX_PIECE = 512  # characters; recovering merges tries every cut of every piece
+MAX_PIECE = 128  # characters; recovering merges tries every cut of every piece
 _NUMBERED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -87,14 +87,9 @@ def read_metadata(metadata: Mapping[str, object], where: Path) -> Vocabulary:
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if not isinstance(model, str) or model not in builders:
         raise keys.error("model", model, allowed(builders))
-    try:
+    with library_errors(CheckpointError, f"{where}: not a tokenizer"):
         backend = builders[model](keys)
         _add_tokens(backend, keys)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library raises bare Exception
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{where}: not a tokenizer: {reason}") from None
     named = {
         name: keys.tokens[index]
         for name, key in _NUMBERED.items()
@@ -239,10 +234,10 @@ def recover_merges(keys: _Metadata) -> list[tuple[str, str]]:
     for piece, score in zip(keys.tokens, keys.scores(), strict=True):
         if len(piece) > MAX_PIECE:
             raise keys.error("tokens", piece, f"allowed: at most {MAX_PIECE} characters")
-        cuts = [(piece[:at], piece[at:]) for at in range(1, len(piece))]
-        pairs = [pair for pair in cuts if pair[0] in vocab and pair[1] in vocab]
-        pairs.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        found += [(score, len(left), len(right), left, right) for left, right in pairs]
+        cuts = ((vocab.get(piece[:at]), vocab.get(piece[at:])) for at in range(1, len(piece)))
+        pairs = sorted((a, b) for a, b in cuts if a is not None and b is not None)
+        texts = [(keys.tokens[a], keys.tokens[b]) for a, b in pairs]
+        found += [(score, len(left), len(right), left, right) for left, right in texts]
     found.sort(key=lambda entry: entry[:3], reverse=True)
     return [(left, right) for *_, left, right in found]
 

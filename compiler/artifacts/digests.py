@@ -14,6 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from compiler.files import open_regular
+
 _SETTLED_NS = 3_000_000_000
 """Beyond the coarsest clock of a common file system, so that a later write is seen."""
 
@@ -32,7 +34,7 @@ def file_digest(path: Path, memory: Path) -> str:
             return digest
     except (OSError, ValueError, TypeError):
         pass
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if _state(path) != before:
         raise OSError(f"{path} changes while it is read")

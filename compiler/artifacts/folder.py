@@ -14,6 +14,7 @@ from compiler.artifacts.digests import file_digest
 from compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
 from compiler.artifacts.places import MANIFEST
 from compiler.errors import CheckpointError, CompileError, ConfigError
+from compiler.files import read_regular
 
 
 def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:
@@ -47,7 +48,7 @@ def read_file(path: Path) -> bytes:
         CheckpointError: when it cannot be read.
     """
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import msgspec
 
 from compiler.artifacts.places import MANIFEST
-from compiler.errors import CheckpointError
+from compiler.errors import CheckpointError, one_line
+from compiler.files import read_regular
 from compiler.precision import PrecisionSummary
 from compiler.targets.contract import NumericContract
 
+_MAX_NAME = 255
 FORMAT = 1
 """Raised when a folder written before can no longer be read."""
 
@@ -68,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
         version = msgspec.json.decode(data, type=_Version).format
         if version != FORMAT:
             raise CheckpointError(f"{path}: format {version}; allowed: {FORMAT}; compile again")
@@ -76,10 +78,11 @@ def read_manifest(folder: Path) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a manifest: {error}") from None
+        raise CheckpointError(f"{path}: not a manifest: {one_line(error)}") from None
     for name in manifest.files:
         parts = Path(name).parts
-        if not parts or Path(name).is_absolute() or ".." in parts:
+        is_name = name.isprintable() and len(name) <= _MAX_NAME and parts
+        if not is_name or Path(name).is_absolute() or ".." in parts:
             raise CheckpointError(f"{path}: file {name[:80]!r}; allowed: paths inside the folder")
     return manifest
 

@@ -19,6 +19,7 @@ from typing import Literal
 from compiler.bench.markdown import Block, Heading, Table, TableLine, Text, merge, parse_blocks
 from compiler.bench.record import HEADING_FORM, KINDS, RANDOM_WEIGHTS, Kind, is_heading
 from compiler.errors import ConfigError, allowed
+from compiler.files import read_regular
 
 __all__ = [
     "Document",
@@ -248,7 +249,7 @@ def match_row(
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
+        return read_regular(path).decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not UTF-8 text") from None
     except (OSError, ValueError) as error:
@@ -296,10 +297,12 @@ def _section(heading: Heading, body: tuple[Block, ...], *, result_kind: Kind, na
 def _rows(table: Table, *, name: str) -> list[PerfRow]:
     place = f"{name}:{table.header.line}"
     columns = table.columns
+    listed = ", ".join(columns)[:200]
+    listed = listed if listed.isprintable() else repr(listed)
     if len(set(columns)) != len(columns):
-        raise ConfigError(f"{place}: a column stands twice in {', '.join(columns)[:200]}")
+        raise ConfigError(f"{place}: a column stands twice in {listed}")
     if missing := [column for column in (MODEL, DEVICE) if column not in columns]:
-        raise ConfigError(f"{place}: no column {missing[0]!r} among {', '.join(columns)[:200]}")
+        raise ConfigError(f"{place}: no column {missing[0]!r} among {listed}")
     if TTFT in columns and AVG_TTFT in columns:
         raise ConfigError(f"{place}: columns {TTFT!r} and {AVG_TTFT!r} exclude each other")
     return [_row(columns, line, name=name) for line in table.rows]

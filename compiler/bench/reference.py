@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import io
+import itertools
 import json
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from compiler.artifacts.places import cache_dir
 from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from compiler.environment import environment
 from compiler.errors import ConfigError
+from compiler.files import read_regular
 from compiler.runtime.batch import Piece, build_step
 from compiler.targets.base import Executable
 
@@ -136,7 +138,7 @@ def load_reference(path: Path, subject: Subject) -> Reference:
         ConfigError: when it is damaged.
     """
     try:
-        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        body: dict[str, Any] = json.loads(read_regular(path).decode("utf-8"))
         stored_id = body.pop("id")
         reference = Reference(
             subject=Subject(**body.pop("subject")),
@@ -145,6 +147,7 @@ def load_reference(path: Path, subject: Subject) -> Reference:
             margins=tuple(body.pop("margins")),
             **body,
         )
+        _check_types(reference)
         damaged = reference.id != stored_id
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a reference file ({type(error).__name__})") from None
@@ -155,20 +158,40 @@ def load_reference(path: Path, subject: Subject) -> Reference:
         if found != wanted:
             raise ReferenceMismatchError(
                 f"{path}: the reference is of another {field.name.removesuffix('_hash')} "
-                f"({found[:12]}); allowed: {wanted[:12]}"
+                f"({_short(found)}); allowed: {_short(wanted)}"
             )
     return reference
+
+
+def _short(text: str) -> str:
+    """The beginning of a name or hash, fit for a one-line message."""
+    return text[:12] if text.isprintable() else repr(text[:12])
+
+
+def _check_types(reference: Reference) -> None:
+    """Raises TypeError where JSON's values are not those of the record's annotations."""
+
+    def check(kind: type, values: Iterable[object]) -> None:
+        if not all(type(value) is kind for value in values):
+            raise TypeError
+
+    check(str, dataclasses.asdict(reference.subject).values())
+    check(int, [reference.prefill, *reference.tokens, *itertools.chain(*reference.guesses)])
+    check(float, reference.margins)
+    check(dict, [reference.versions])
+    check(str, [*reference.versions, *reference.versions.values()])
 
 
 def cached_logits(reference: Reference) -> Tensor | None:
     """The fp32 logits of a reference, if the cache has them."""
     shape = (len(reference.guesses),)
     try:
-        stored = np.load(_logits_path(reference), allow_pickle=False)
+        # mapped: a header that lies about the shape then allocates nothing
+        stored = np.load(_logits_path(reference), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None  # absent or cut short
     if stored.dtype == np.float32 and stored.ndim == 2 and stored.shape[:1] == shape:
-        return torch.from_numpy(stored)
+        return torch.from_numpy(np.array(stored))
     return None
 
 

@@ -31,6 +31,7 @@ from compiler.bench.record import (
 )
 from compiler.environment import Environment, environment
 from compiler.errors import ConfigError, allowed
+from compiler.files import read_regular
 
 __all__ = [
     "KINDS",
@@ -52,6 +53,9 @@ __all__ = [
     "medians",
     "read",
 ]
+
+
+_MAX_REASON = 1000  # characters: a line may hold values of any length
 
 
 class TornLineWarning(UserWarning):
@@ -76,7 +80,7 @@ def loads(line: str, *, place: str = "result") -> Result:
     try:
         return _from_json(line)
     except (_MalformedError, ConfigError) as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{place}: {str(error)[:_MAX_REASON]}") from None
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -139,7 +143,7 @@ def read(path: str | os.PathLike[str]) -> list[Result]:
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular(path).split(b"\n")
     except (OSError, ValueError) as error:
         raise ConfigError(f"results file {path}: {_reason(error)}") from None
     found = []
@@ -178,11 +182,12 @@ def _is_json(line: bytes) -> bool:
 def _mend_tail(handle: int, path: Path) -> bytes:
     """Make the file end where a line ends: cut a torn line, or return the newline it lacks."""
     size = end = os.fstat(handle).st_size
-    tail = b""
-    while end and b"\n" not in tail:
+    parts: list[bytes] = []
+    while end and not (parts and b"\n" in parts[-1]):
         start = max(0, end - 65536)
-        tail = os.pread(handle, end - start, start) + tail
+        parts.append(os.pread(handle, end - start, start))
         end = start
+    tail = b"".join(reversed(parts))
     torn = tail[tail.rfind(b"\n") + 1 :]
     if not torn:
         return b""

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compiler.errors import CheckpointError
+from compiler.errors import CheckpointError, one_line
 from compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
 from compiler.ir.rewrite import dynamic_size, emit
 from compiler.ir.text import dimension_names, operator_name
@@ -87,12 +87,11 @@ def read_graph(data: bytes, where: Path) -> GraphModule:
     try:
         record = msgspec.json.decode(data, type=GraphRecord)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{where}: not a graph: {error}") from None
+        raise CheckpointError(f"{where}: not a graph: {one_line(error)}") from None
     try:
         return _Builder(record).build()
     except Exception as error:  # fakes run on what the file says; whatever fails is its fault
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise CheckpointError(f"{where}: not a lowered graph: {reason}") from None
+        raise CheckpointError(f"{where}: not a lowered graph: {one_line(error)}") from None
 
 
 def _written(argument: Any) -> Any:

@@ -30,6 +30,7 @@ Settings: TypeAlias = Mapping[str, str]
 NO_SETTINGS: Settings = MappingProxyType({})
 
 _MAPS = {"precision": TENSOR_GROUPS, "fidelity": OP_GROUPS}
+MAX_MODEL_RULES = 4096
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _GLOB = re.compile(r"[A-Za-z0-9_.*?\[\]!-]{1,200}")
 
@@ -73,6 +74,7 @@ def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
     known = (*_MAPS, "layers", "models", "block_axis")
     check_keys(raw, known, where=source)
     models: dict[str, Fragment] = {}
+    num_rules = 0
     for name, entry in as_map(raw.get("models", {}), where=f"{source}: models").items():
         where = f"{source}: models.{name}"
         entry = as_map(entry, where=where)
@@ -85,6 +87,12 @@ def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
             settings=_read_maps(entry, where=where),
             rules=_read_rules(entry.get("layers", {}), where=where),
         )
+        # One map of layers may stand for many models by YAML's aliases.
+        num_rules += len(models[canonical].rules)
+        if num_rules > MAX_MODEL_RULES:
+            raise ConfigError(
+                f"{where}: too many layer rules; allowed: {MAX_MODEL_RULES} over all models"
+            )
     return Fragment(
         source=source,
         settings=_read_maps(raw, where=source),

@@ -22,9 +22,10 @@ from compiler.precision.names import (
 
 SECTIONS = ("precision_cfg", "fidelity_cfg", "layer_cfg", "block_axis")
 MAX_HEADING_LENGTH = 1 << 20
+MAX_WORD_LENGTH = 200
 
 _SECTION = re.compile(rf"(^|[\s,])({'|'.join(SECTIONS)})\s*=")
-_TOKEN = re.compile(r"\s*([{}:,=]|[^\s{}:,=]+)")
+_TOKEN = re.compile(r"[{}:,=]|[^\s{}:,=]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,12 @@ class _Splitter:
                 f"heading of {len(text)} characters; allowed: up to {MAX_HEADING_LENGTH}"
             )
         self._tokens = _TOKEN.findall(text)
+        for token in self._tokens:
+            if len(token) > MAX_WORD_LENGTH or not token.isprintable():
+                raise ConfigError(
+                    f"heading: found {token[:40]!r} of {len(token)} characters; "
+                    f"allowed: printable words of up to {MAX_WORD_LENGTH}"
+                )
         self._next = 0
 
     def split(self) -> HeadingText:

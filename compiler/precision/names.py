@@ -138,7 +138,7 @@ def check_setting(key: str, value: str, *, where: str) -> None:
     """
     choices = ALLOWED_FORMATS[key] if key in ALLOWED_FORMATS else tuple(FIDELITIES)
     if value not in choices:
-        raise ConfigError(f"{where}: {key} = {value!r}; {allowed(choices)}")
+        raise ConfigError(f"{where}: {key} = {value[:80]!r}; {allowed(choices)}")
 
 
 def normalise_model_name(name: str) -> str:

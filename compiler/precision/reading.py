@@ -33,6 +33,7 @@ FOLDER = "precision_cfgs"
 MAX_FILE_BYTES = 1 << 18
 MAX_KEY_LENGTH = 200
 MAX_CHAIN = 32
+MAX_BRACKETS = 32
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -174,6 +175,12 @@ class _TextLoader(yaml.SafeLoader):
     yaml_constructors = {  # noqa: RUF012
         tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (*_PLAIN_TAGS, None)
     }
+
+    def fetch_flow_collection_start(self, token_class: type[yaml.Token]) -> None:
+        # Each level costs time at each token that follows on its line.
+        if self.flow_level >= MAX_BRACKETS:
+            raise RecursionError
+        super().fetch_flow_collection_start(token_class)
 
     def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Hashable, Any]:
         mapping: dict[Hashable, Any] = {}

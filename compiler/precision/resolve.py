@@ -236,10 +236,9 @@ def _index_overrides(scopes: Iterable[Fragment], num_layers: int) -> list[dict[s
                     f"{scope.source}: layers.{rule.selector}: the model has {num_layers} layers;"
                     f" allowed: 0 to {num_layers - 1}"
                 )
+            changed = {key: _Set(value, scope.source) for key, value in rule.settings.items()}
             for layer in range(rule.first, rule.last + 1):
-                overrides[layer] |= {
-                    key: _Set(value, scope.source) for key, value in rule.settings.items()
-                }
+                overrides[layer] |= changed
     return overrides
 
 

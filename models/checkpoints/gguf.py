@@ -27,7 +27,8 @@ from models.checkpoints.base import (
     unknown_tensor,
 )
 from models.checkpoints.gguf_blocks import Bytes, dequantise
-from models.checkpoints.gguf_header import GGUFTensor, read_header
+from models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
+from models.checkpoints.regular_file import open_regular
 from models.config import ModelConfig
 
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -93,7 +94,11 @@ class GGUFCheckpoint:
         start, stop = row_range(rows, tensor.shape[0])
         shape = (stop - start, *tensor.shape[1:])
         order = self._file_rows(name, tensor)
-        blocks = self._rows(tensor, start, stop, order)
+        if len(shape) == 1 and TENSOR_TYPES[tensor.dtype][1] > 1:  # rows have no bytes of their own
+            whole = dequantise(self._rows(tensor, 1, slice(1)), tensor.dtype)
+            return whole[slice(start, stop) if order is None else order[start:stop]].clone()
+        taken = slice(start, stop) if order is None else order[start:stop]
+        blocks = self._rows(tensor, tensor.shape[0], taken)
         return dequantise(blocks, tensor.dtype).reshape(shape)
 
     def content_hash(self) -> str:
@@ -169,13 +174,12 @@ class GGUFCheckpoint:
         return file_rows.swapaxes(1, 2).reshape(-1)
 
     def _rows(
-        self, tensor: GGUFTensor, start: int, stop: int, order: npt.NDArray[np.int64] | None
+        self, tensor: GGUFTensor, num_rows: int, which: slice | npt.NDArray[np.int64]
     ) -> Bytes:
-        """The stored bytes of rows [start, stop), ``[rows, bytes of a row]``, copied."""
-        row_bytes = tensor.nbytes // tensor.shape[0]
+        """The stored bytes of some of the rows, ``[rows, bytes of a row]``, copied."""
         stored = np.frombuffer(self._map, np.uint8, tensor.nbytes, tensor.start)
-        table = stored.reshape(tensor.shape[0], row_bytes)
-        taken = table[start:stop].copy() if order is None else table[order[start:stop]]
+        table = stored.reshape(num_rows, tensor.nbytes // num_rows)
+        taken: Bytes = table[which].copy() if isinstance(which, slice) else table[which]
         del stored, table
         self._release(tensor.start, tensor.nbytes)
         return taken
@@ -201,7 +205,7 @@ def hf_name(name: str) -> str:
 
 def _map_file(path: Path) -> mmap.mmap:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "it is empty"

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from compiler.errors import CheckpointError
+from compiler.errors import CheckpointError, one_line
+from models.checkpoints.regular_file import read_regular
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -16,12 +17,11 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, is not JSON, or holds something other than an object.
     """
     try:
-        values = json.loads(path.read_bytes())
+        values = json.loads(read_regular(path))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{path}: not JSON: {reason}") from None
+        raise CheckpointError(f"{path}: not JSON: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds a {type(values).__name__}; allowed: a JSON object")
     return values

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compiler.errors import CheckpointError, allowed
+from compiler.errors import CheckpointError, allowed, one_line
 from models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
@@ -141,8 +141,7 @@ def _open_shard(path: Path) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> CheckpointError:
-    reason = " ".join(str(error).split())[:200]
-    return CheckpointError(f"{path}: cut short or corrupt safetensors file: {reason}")
+    return CheckpointError(f"{path}: cut short or corrupt safetensors file: {one_line(error)}")
 
 
 def _owned(tensor: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ def find_shards(path: Path) -> tuple[list[str], dict[str, str]]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path / INDEX}: weight_map is missing or empty")
         for name, shard in weight_map.items():
-            if not isinstance(shard, str) or Path(shard).name != shard or "\0" in shard:
+            is_text = isinstance(shard, str) and shard.isprintable()
+            if not is_text or Path(shard).name != shard:
                 raise CheckpointError(
                     f"{path / INDEX}: weight_map[{name!r}] = {shard!r}; "
                     "allowed: the name of a file in the same folder"

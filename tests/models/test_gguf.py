@@ -327,3 +327,24 @@ def test_smollm2_equals_the_format_library(smollm2_path: Path) -> None:
         pairs = reference(f"blk.3.{theirs}.weight").reshape(heads, 32, 2, 576)
         got = checkpoint.get(f"model.layers.3.self_attn.{ours}.weight").reshape(heads, 2, 32, 576)
         assert torch.equal(got[:, 0], pairs[:, :, 0]) and torch.equal(got[:, 1], pairs[:, :, 1])
+
+
+def test_a_quantised_tensor_of_one_axis(
+    tmp_path: Path, make_llama: Callable[..., Any], write_gguf: Callable[..., Path]
+) -> None:
+    """Its blocks run along the rows, which have no bytes of their own."""
+    values = np.linspace(-1, 1, 64, dtype=np.float32)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    stored = gguf.quants.quantize(values, kind)
+    for name in ("odd.weight", "blk.0.attn_q.bias"):
+        path = write_gguf(
+            tmp_path / "m.gguf",
+            make_llama(),
+            extra=lambda writer, name=name: writer.add_tensor(name, stored, raw_dtype=kind),
+        )
+        checkpoint = GGUFCheckpoint(path)
+        found = next(name for name in checkpoint.names if "odd" in name or "q_proj.bias" in name)
+        got = checkpoint.get(found)
+        expected = torch.from_numpy(gguf.quants.dequantize(stored, kind))
+        assert torch.equal(got.sort().values, expected.sort().values)
+        assert torch.equal(checkpoint.get(found, slice(5, 40)), got[5:40])

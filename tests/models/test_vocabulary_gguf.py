@@ -74,5 +74,5 @@ def test_bad_metadata(more: dict[str, Any], words: str) -> None:
 def test_long_piece_is_refused() -> None:
     metadata = sentencepiece_metadata()
     metadata["tokenizer.ggml.tokens"][261] = "x" * 1000
-    with pytest.raises(CheckpointError, match="at most 512 characters"):
+    with pytest.raises(CheckpointError, match="at most 128 characters"):
         read_metadata(metadata, Path("m.gguf"))

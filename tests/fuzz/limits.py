@@ -1,0 +1,106 @@
+"""What every reader of untrusted bytes is held to: our errors only, little memory, little time.
+
+`guarded` watches Python's and numpy's memory here; `guarded_apart` runs the reader in a process of
+its own, whose whole address space is limited, so that native code is held to it too.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from compiler.errors import TilewrightError
+
+CONSTANT_BYTES = 32 << 20
+APART_BYTES = 1 << 30  # threads' stacks and arenas are address space too
+MAX_MESSAGE = 1500
+_FAILED = 1
+
+
+class OvertimeError(BaseException):
+    """Not an Exception, so that no reader takes it for a bad file."""
+
+
+def message_of(read: Callable[[], object]) -> str:
+    """What ``read`` refuses its input with, a message as users may see it; nothing where it does
+    not."""
+    try:
+        read()
+    except TilewrightError as error:
+        message = str(error)
+        assert message and message.isprintable(), repr(message)
+        assert len(message) <= MAX_MESSAGE, message[:200]
+        return message
+    return ""
+
+
+def guarded(
+    read: Callable[[], object], *, file_size: int, factor: float = 64, seconds: float = 5
+) -> str:
+    """`message_of` a reader, which takes no more than ``seconds`` and ``factor`` times its file."""
+    tracemalloc.start(1)
+    try:
+        with _time_limit(seconds):
+            message = message_of(read)
+        peak = tracemalloc.get_traced_memory()[1]
+    except OvertimeError as late:  # its traceback may end anywhere
+        raise AssertionError(str(late)) from None
+    finally:
+        tracemalloc.stop()
+    limit = CONSTANT_BYTES + factor * file_size
+    assert peak <= limit, f"{peak} bytes for a file of {file_size}: {message}"
+    return message
+
+
+def guarded_apart(
+    read: Callable[[], object], *, file_size: int, factor: float = 64, seconds: int = 10
+) -> str:
+    """As `guarded`, in a forked process; native allocations and loops count."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(source)
+        _run_in_child(read, sink, int(APART_BYTES + factor * file_size), seconds)
+    os.close(sink)
+    with os.fdopen(source, "rb") as pipe:
+        said = pipe.read().decode("utf-8", "replace")
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    assert code == 0, f"the reader ended with {code}: {said}"
+    return said
+
+
+def _run_in_child(read: Callable[[], object], sink: int, num_bytes: int, seconds: int) -> None:
+    code = _FAILED
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(seconds)
+        said, code = message_of(read), 0
+    except BaseException as error:
+        said = f"{type(error).__name__}: {error}"
+    try:
+        os.write(sink, said.encode("utf-8", "backslashreplace")[:4096])
+    finally:
+        os._exit(code)
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    def late(number: int, frame: object) -> None:
+        raise OvertimeError(f"more than {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

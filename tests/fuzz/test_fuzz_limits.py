@@ -1,0 +1,56 @@
+"""The guards complain about what they are there for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from compiler.errors import ConfigError
+from tests.fuzz.limits import guarded, guarded_apart
+
+
+def fail_with(message: str) -> Callable[[], None]:
+    def read() -> None:
+        raise ConfigError(message)
+
+    return read
+
+
+def crash() -> None:
+    raise KeyError("x")
+
+
+def spin() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+GUARDS = [guarded, guarded_apart]
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_messages_come_back(guard: Callable[..., str]) -> None:
+    assert guard(fail_with("a b"), file_size=0) == "a b"
+    assert guard(lambda: None, file_size=0) == ""
+    for message in ("a\nb", "\x1b[31m", "x" * 10_000):
+        with pytest.raises(AssertionError):
+            guard(fail_with(message), file_size=0)
+
+
+def test_other_errors_and_hangs_and_numpy_are_seen() -> None:
+    with pytest.raises(KeyError):
+        guarded(crash, file_size=0)
+    with pytest.raises(AssertionError, match="more than"):
+        guarded(spin, file_size=0, seconds=0.2)
+    with pytest.raises(AssertionError, match="bytes for a file"):
+        guarded(lambda: np.ones(10**7), file_size=1000)
+
+
+@pytest.mark.parametrize("read", [crash, spin, lambda: torch.ones(10**9)])
+def test_apart_native_memory_is_seen_too(read: Callable[[], object]) -> None:
+    with pytest.raises(AssertionError, match="the reader ended with"):
+        guarded_apart(read, file_size=1000, seconds=1)
