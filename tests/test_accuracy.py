@@ -49,14 +49,15 @@ def measured() -> dict[str, Accuracy]:
 def measure(model_path: str, target: str, precision: PrecisionConfig) -> Accuracy:
     """Top-1 and top-5 against the versioned reference."""
     from compiler.commands.measure import subject_of
+    from compiler.commands.source import open_source
     from compiler.driver import compile_model
     from compiler.targets.base import CompileOptions
-    from models import load_model
+    from models import find_model
 
-    model = load_model(model_path)
-    reference = load_reference(reference_path(model.name), subject_of(model)[0])
+    source = open_source(find_model(model_path))
+    reference = load_reference(reference_path(source.name), subject_of(source)[0])
     options = CompileOptions(max_context=ACCURACY_CONTEXT)
-    compiled = compile_model(model, precision, target=target, options=options)
+    compiled = compile_model(source.checkpoint_model(), precision, target=target, options=options)
     try:
         return score(teacher_force(compiled.executable, reference), reference)
     finally:
