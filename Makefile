@@ -59,7 +59,7 @@ test: lint
 
 # Every row of PERF.md's CPU tables, measured and rendered; about 20 minutes on two quiet cores.
 PERF_RESULTS := results/cpu.jsonl
-PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4
+PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 
 perf: $(WITH_DEMO)

@@ -21,6 +21,10 @@ class CompileError(TilewrightError):
     """A model, a configuration and a target do not fit together."""
 
 
+class NoRoomError(CompileError):
+    """What was compiled cannot be written: a full disk, a limit, no temporary folder."""
+
+
 class RequestError(TilewrightError):
     """A request cannot be served: a prompt too long, an unknown id, a parameter out of range."""
 

@@ -22,7 +22,7 @@ from compiler.artifacts.folder import open_folder
 from compiler.artifacts.manifest import FORMAT, Manifest, read_manifest
 from compiler.artifacts.places import MANIFEST, cache_dir
 from compiler.environment import versions
-from compiler.errors import CheckpointError, ConfigError, TilewrightError
+from compiler.errors import CheckpointError, ConfigError, NoRoomError, TilewrightError
 
 SIZE_VARIABLE = "TILEWRIGHT_CACHE_GB"
 DEFAULT_GB = 20.0
@@ -103,13 +103,16 @@ class ProgramCache:
             if manifest is None:
                 with _unusable(self.root):
                     for leftover in (partial, entry):
-                        shutil.rmtree(leftover, ignore_errors=True)
+                        _remove(leftover)
                     partial.mkdir()
                 try:
                     build(partial)
-                    partial.rename(entry)
+                    with _unusable(self.root):
+                        partial.rename(entry)
+                except NoRoomError as error:
+                    raise CacheUnusableError(f"the cache has no room: {error}") from None
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    _remove(partial)
                 self._make_room(key)
                 manifest = read_manifest(entry)
             yield entry, manifest
@@ -130,11 +133,16 @@ class ProgramCache:
         return self._programs / f"{key}{suffix}"
 
     def _make_room(self, newest: str) -> None:
-        """Remove the least recently used entries beyond ``max_bytes``, but not ``newest``."""
+        """Remove the least recently used entries beyond ``max_bytes``, but not ``newest``, and
+        what processes that are gone have left half made.
+        """
         entries = []
         for entry in self._programs.iterdir():
             with contextlib.suppress(OSError):
-                if entry.is_dir() and entry.suffix != _PARTIAL:
+                if entry.suffix == _PARTIAL:
+                    with _locked(self._path(entry.stem, _LOCK)):
+                        _remove(entry)
+                elif entry.is_dir():
                     size = sum(path.stat().st_size for path in entry.rglob("*"))
                     entries.append(((entry / MANIFEST).stat().st_mtime, entry, size))
         total = sum(size for _, _, size in entries)
@@ -145,6 +153,15 @@ class ProgramCache:
                 with contextlib.suppress(OSError), _locked(self._path(entry.name, _LOCK)):
                     shutil.rmtree(entry)
                     total -= size
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a file in its place, if it is there."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 @contextmanager

@@ -6,6 +6,7 @@ bytes; digests of files changed within the last seconds are not remembered.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -51,7 +52,8 @@ def write_whole(path: Path, data: bytes) -> None:
         partial.write_bytes(data)
         partial.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 @functools.cache

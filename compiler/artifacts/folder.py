@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -13,7 +14,7 @@ from pathlib import Path
 from compiler.artifacts.digests import file_digest
 from compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
 from compiler.artifacts.places import MANIFEST
-from compiler.errors import CheckpointError, CompileError, ConfigError
+from compiler.errors import CheckpointError, ConfigError, NoRoomError
 from compiler.files import read_regular
 
 
@@ -31,12 +32,12 @@ def write_file(path: Path, data: bytes) -> None:
     """Write one file of a folder.
 
     Raises:
-        CompileError: when there is no room.
+        NoRoomError: when it cannot be.
     """
     try:
         path.write_bytes(data)
     except OSError as error:
-        raise CompileError(
+        raise NoRoomError(
             f"{path}: cannot be written ({error.strerror}); allowed: a folder with room for it"
         ) from None
 
@@ -57,9 +58,17 @@ def open_folder(folder: Path, memory: Path) -> Manifest:
     """The manifest of a compiled folder whose files are all as they were written.
 
     Raises:
-        CheckpointError: for a folder that is none, or one with a missing or changed file.
+        CheckpointError: for a folder that is none, or one with a missing, changed or added file.
     """
     manifest = read_manifest(folder)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_dir() and name not in (MANIFEST, *manifest.files):
+            shown = name if name.isprintable() else repr(name)
+            raise CheckpointError(
+                f"{folder}: holds {shown[:200]}, which is no file that was compiled; "
+                "allowed: the files of its manifest"
+            )
     for name, facts in manifest.files.items():
         path = folder / name
         try:
@@ -81,21 +90,29 @@ def fresh_folder(path: Path) -> Iterator[Path]:
     Raises:
         ConfigError: when ``path`` exists and is not an empty folder, or cannot be made.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ConfigError(f"{path}: exists and is not empty; allowed: a new or empty folder")
     try:
+        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+            raise ConfigError(f"{path}: exists and is not empty; allowed: a new or empty folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be made ({error.strerror})") from None
+        raise ConfigError(f"{str(path)[:200]}: cannot be made ({error.strerror})") from None
     try:
         yield partial
+        _put(partial, path)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _put(partial: Path, path: Path) -> None:
+    try:
         partial.chmod(0o777 & ~_umask())
         partial.replace(path)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        reason = error.strerror
+        if error.errno == errno.ENOTEMPTY:
+            reason = "another process has written there meanwhile"
+        raise ConfigError(f"{path}: cannot be written ({reason})") from None
 
 
 def _umask() -> int:

@@ -21,7 +21,7 @@ from compiler.driver import (
     weight_source,
 )
 from compiler.environment import environment
-from compiler.errors import CheckpointError
+from compiler.errors import CheckpointError, one_line
 from compiler.ir.serialise import graph_json, read_graph
 from compiler.precision import PrecisionConfig
 from compiler.targets.base import CompileOptions, Program, Progress, get_target
@@ -123,13 +123,7 @@ def compile_cached(
     summary = resolve_precision(model, precision).summary(precision.name)
 
     def key() -> str:
-        return program_key(
-            model.checkpoint.files,
-            target=target,
-            compute=options.compute,
-            precision_id=summary.id,
-            memory=cache.memory,
-        )
+        return _key(model, summary.id, cache, target=target, compute=options.compute)
 
     wanted = key()
 
@@ -151,3 +145,20 @@ def compile_cached(
         return replace(compiled, notes=(str(error), *compiled.notes))
     # the same program may have been built under another name of the same configuration
     return replace(compiled, precision=summary)
+
+
+def _key(
+    model: CompilableModel, precision_id: str, cache: ProgramCache, *, target: str, compute: str
+) -> str:
+    checkpoint = model.checkpoint
+    try:
+        return program_key(
+            checkpoint.files,
+            target=target,
+            compute=compute,
+            precision_id=precision_id,
+            memory=cache.memory,
+        )
+    except OSError as error:
+        reason = error.strerror or one_line(error)
+        raise CheckpointError(f"{checkpoint.path}: cannot be read ({reason})") from None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiler.artifacts.places import cache_dir
+from compiler.artifacts.places import cache_dir, is_compiled
 from compiler.bench.compare import Contestant, Plan, measure_all
 from compiler.bench.peers import PEERS
 from compiler.bench.peers.worker import Worker, WorkerError
@@ -21,7 +21,7 @@ from compiler.bench.results import check_writable
 from compiler.commands.arguments import Parser, integer, real
 from compiler.commands.compare_worker import OURS
 from compiler.devices import describe_cpu
-from compiler.errors import ConfigError, RequestError, TilewrightError, allowed
+from compiler.errors import ConfigError, RequestError, allowed, one_line
 from compiler.precision import load_precision
 from models import find_model
 
@@ -110,6 +110,11 @@ def read_options(argv: Sequence[str]) -> CompareOptions:
         )
     if arguments.json is not None:
         check_writable(arguments.json)
+    if arguments.model is not None and is_compiled(arguments.model):
+        raise ConfigError(
+            f"{arguments.model}: a compiled folder has no weights for others to run; "
+            "allowed: a checkpoint"
+        )
     model_path = find_model(arguments.model)
     return CompareOptions(
         model_path=model_path.resolve(),
@@ -204,8 +209,8 @@ class _Starts:
             raise WorkerError(missing)
         try:
             settings |= self._files(engine)(weights)
-        except (TilewrightError, OSError) as error:
-            raise WorkerError(str(error)) from None
+        except Exception as error:  # libraries of peers raise what they like
+            raise WorkerError(one_line(error)) from None
         # -P: a folder called like one of ours in the current one is not imported
         command = (sys.executable, "-P", "-m", _WORKER, json.dumps(settings))
         search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))

@@ -31,8 +31,7 @@ _EXAMPLE = "generate.py"
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    if arguments.output is None:
-        raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
+    output = _output(arguments.output)
     if arguments.path is not None and arguments.model is not None:
         raise ConfigError("PATH and --model; allowed: one of them")
     arguments.model = arguments.path or arguments.model
@@ -40,7 +39,6 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{arguments.model}: is compiled already; allowed: a checkpoint")
     _check_emission(arguments)
     options = read_model_options(arguments, DEFAULT_PRECISION)
-    output = Path(arguments.output).expanduser()
     warnings.filterwarnings("ignore", module="torch")
     from compiler.artifacts.folder import fresh_folder
     from compiler.commands.console import compile_progress, err, out
@@ -78,6 +76,15 @@ def _parser() -> argparse.ArgumentParser:
         "--length", type=integer(1, 1 << 24), help="of --emit mlir: tokens (default: any number)"
     )
     return found
+
+
+def _output(named: str | None) -> Path:
+    if not named:
+        raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
+    try:
+        return Path(named).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{named}: cannot be made ({error})") from None
 
 
 def _check_emission(arguments: argparse.Namespace) -> None:
@@ -166,6 +173,9 @@ def _emit_mlir(
     from compiler.precision import load_precision
     from compiler.targets.pipeline import MATCH
 
+    longest = model.config.max_positions
+    if arguments.length is not None and arguments.length > longest:
+        raise ConfigError(f"--length {arguments.length}; allowed by this model: 1 to {longest}")
     precision = resolve_precision(model, load_precision(_FLOAT))
     graph_module, _ = lower_model(model, precision, (MATCH,), progress, dump_dir=options.dump_dir)
     emitted = emit_mlir(

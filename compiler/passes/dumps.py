@@ -19,12 +19,11 @@ def dump_folder(named: Path | None = None) -> Path | None:
     path = named or os.environ.get(DUMP_VARIABLE)
     if not path:
         return None
-    folder = Path(path).expanduser()
     try:
+        folder = Path(path).expanduser()
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (OSError, RuntimeError, ValueError) as error:
         origin = "--dump " if named else f"{DUMP_VARIABLE}="
-        raise ConfigError(
-            f"{origin}{path}: not a folder that can be written ({error.strerror})"
-        ) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{origin}{path}: not a folder that can be written ({reason})") from None
     return folder

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.errors import ConfigError, allowed
+from compiler.errors import ConfigError, NoRoomError, allowed
 from compiler.ops import SamplingBatch, sample
 from compiler.ops.sample import likeliest
 from compiler.passes.runner import Pass
@@ -231,7 +231,13 @@ class Target(ABC):
     ) -> Executable:
         """Build and load in one go, keeping nothing."""
         contract = self.contract(graph_module, options)
-        with TemporaryDirectory(prefix="tilewright-") as name:
+        try:
+            temporary = TemporaryDirectory(prefix="tilewright-")
+        except OSError as error:
+            raise NoRoomError(
+                f"no temporary folder ({error.strerror}); allowed: a TMPDIR that can be written"
+            ) from None
+        with temporary as name:
             folder = Path(name)
             self.build(graph_module, get_weight, folder, options, progress)
             return self.load(Program(folder, contract, lambda: graph_module), options, progress)

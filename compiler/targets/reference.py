@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.errors import CheckpointError
+from compiler.errors import CheckpointError, NoRoomError, one_line
 from compiler.ir.info import INPUT, info
 from compiler.ir.recipe import WeightRecipe, load_values
 from compiler.targets.base import (
@@ -80,7 +80,13 @@ class ReferenceTarget(Target):
         for done, recipe in enumerate(recipes):
             values[_key(done)] = load_values(recipe, get_weight)
             progress("weights", done + 1, len(recipes))
-        save_file(values, folder / _WEIGHTS)
+        try:
+            save_file(values, folder / _WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise NoRoomError(
+                f"{folder}: the weights cannot be written ({one_line(error)}); "
+                "allowed: a folder with room for them"
+            ) from None
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         graph_module, path = program.graph(), program.folder / _WEIGHTS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from compiler.artifacts.cache import DEFAULT_GB, ProgramCache
-from compiler.artifacts.digests import file_digest
+from compiler.artifacts.digests import file_digest, write_whole
 from compiler.artifacts.folder import seal_folder
 from compiler.artifacts.manifest import Manifest, ModelFacts
 from compiler.errors import CompileError, ConfigError
@@ -97,6 +97,19 @@ def test_what_a_killed_process_left_is_removed(cache: ProgramCache, tmp_path: Pa
     assert names(cache) == {"key.partial"}
     get(cache, "key", builder(cache))
     assert names(cache) == {"key"}
+
+
+def test_leftovers_of_other_entries_go_too(cache: ProgramCache) -> None:
+    (cache.root / "programs" / "old.partial").mkdir(parents=True)
+    (cache.root / "programs" / "old.partial" / "weights.bin").touch()
+    get(cache, "key", builder(cache))
+    assert names(cache) == {"key"}
+
+
+def test_a_place_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEWRIGHT_CACHE", "~nobody-of-this-name/x")
+    with pytest.raises(ConfigError, match="TILEWRIGHT_CACHE"):
+        ProgramCache.default()
 
 
 def test_waiting_is_told(cache: ProgramCache, tmp_path: Path) -> None:
@@ -186,3 +199,5 @@ def test_a_memory_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "memory").touch()
     (tmp_path / "file").write_bytes(b"one")
     assert len(file_digest(tmp_path / "file", tmp_path / "memory")) == 64
+    write_whole(tmp_path / "memory" / "below" / "x.json", b"{}")
+    write_whole(tmp_path / ("x" * 300), b"{}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ import pytest
 import torch
 
 from compiler.artifacts import cache as cache_module
+from compiler.artifacts import program as program_module
 from compiler.artifacts.cache import ProgramCache
 from compiler.artifacts.folder import open_folder, seal_folder
 from compiler.artifacts.places import digest_memory, is_compiled
 from compiler.artifacts.program import compile_cached, load_program, write_program
 from compiler.driver import Compiled, compile_model
-from compiler.errors import CheckpointError, CompileError, ConfigError
+from compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
 from compiler.ir.text import graph_text
 from compiler.targets.base import CompileOptions, target_names
 from tests.tiny import precision_of, prefill, random_tokens
@@ -205,6 +207,38 @@ def test_a_damaged_entry_is_built_again(
     assert len(traces) == 2
     cached(model, cache)
     assert len(traces) == 2, "and it is sound again"
+
+
+def test_an_entry_that_is_no_folder_is_built_again(
+    model: SimpleNamespace, cache: ProgramCache, traces: list[object]
+) -> None:
+    cached(model, cache)
+    entry = entry_of(cache)
+    shutil.rmtree(entry)
+    entry.write_text("no folder")
+    cached(model, cache)
+    assert len(traces) == 2 and entry.is_dir()
+
+
+def test_a_cache_without_room_is_done_without(
+    model: SimpleNamespace, cache: ProgramCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise NoRoomError(f"{path}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(program_module, "write_file", full)
+    compiled = cached(model, cache)
+    assert compiled.notes[0].startswith("the cache has no room: ")
+    assert not [path for path in (cache.root / "programs").iterdir() if path.is_dir()]
+    logits_of(compiled)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_line(
+    model: SimpleNamespace, cache: ProgramCache
+) -> None:
+    model.checkpoint.path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.file: cannot be read \(No such file"):
+        cached(model, cache)
 
 
 def test_a_checkpoint_that_changes_meanwhile_is_not_kept(

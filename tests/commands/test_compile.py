@@ -24,6 +24,7 @@ from models import load_model
 from tests.commands.conftest import Refused
 from tests.tiny import prefill
 
+ROOT = Path(__file__).resolve().parents[2]
 ASKED = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
 
 
@@ -196,6 +197,8 @@ def test_dumps_show_every_pass(run: Run, checkpoint: Path, tmp_path: Path) -> No
         (["--dialect", "torch"], "--dialect with --emit program; allowed: --emit mlir"),
         (["--length", "4", "--emit", "onnx"], "--length with --emit onnx"),
         (["--model", "x"], "PATH and --model; allowed: one of them"),
+        (["--emit", "mlir", "--length", "5000"], "--length 5000; allowed by this model: 1 to 1536"),
+        (["--dump", "~nobody-of-this-name/x"], "not a folder that can be written"),
     ],
 )
 def test_choices_that_do_not_go_together(
@@ -214,7 +217,22 @@ def test_outputs_that_cannot_be(
         message = refused(str(tiny_gguf), "-o", str(output), verb="compile")
         assert "exists and is not empty; allowed: a new or empty folder" in message
     below = str(tiny_folder / "config.json" / "below")
-    assert "cannot be made" in refused(str(tiny_gguf), "-o", below, verb="compile")
+    for output in (below, "~nobody-of-this-name/x", str(tmp_path / ("x" * 300))):
+        assert "cannot be made" in refused(str(tiny_gguf), "-o", output, verb="compile")
+    assert "no folder to write to" in refused(str(tiny_gguf), "-o", "", verb="compile")
+
+
+@pytest.mark.parametrize("target", ["cpu", "reference"])
+def test_a_disk_that_is_full(target: str, tiny_gguf: Path, tmp_path: Path) -> None:
+    """Of a file, nothing beyond 16 kB can be written here."""
+    argv = [sys.executable, "-m", "compiler.cli", "compile", str(tiny_gguf)]
+    script = f"trap '' XFSZ; ulimit -f 16; exec {' '.join(argv)} -o {tmp_path}/o --target {target}"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("\n") == 1 and "cannot be written" in done.stderr
+    assert not (tmp_path / "o").exists()
 
 
 def test_a_compilation_that_fails_leaves_nothing(
@@ -272,6 +290,13 @@ def test_a_damaged_folder_is_refused(name: str, refused: Refused, compiled: Path
     assert "cannot be read (No such file" in refused("--model", str(compiled), *ASKED)
 
 
+@pytest.mark.parametrize("name", ["planted", "tokenizer/chat_template.jinja", "a\nb"])
+def test_a_file_that_was_added_is_refused(name: str, refused: Refused, compiled: Path) -> None:
+    (compiled / name).write_text("PLANTED")
+    message = refused("--model", str(compiled), *ASKED)
+    assert "which is no file that was compiled" in message
+
+
 def test_manifests_that_are_none(refused: Refused, compiled: Path) -> None:
     path = compiled / "manifest.json"
     whole = json.loads(path.read_text())
@@ -283,6 +308,7 @@ def test_manifests_that_are_none(refused: Refused, compiled: Path) -> None:
         (json.dumps({**whole, "format": FORMAT + 1}), f"format {FORMAT + 1}; allowed: {FORMAT}"),
         (json.dumps({**whole, "files": {"../x": whole["files"]["model.onnx"]}}), "inside the"),
         (json.dumps({**whole, "files": {"/etc/x": whole["files"]["model.onnx"]}}), "inside the"),
+        (json.dumps({**whole, "files": {}}), "which is no file that was compiled"),
         (json.dumps({**whole, "target": "gpu"}), "unknown target 'gpu'"),
         (json.dumps({**whole, "compute": "quick"}), "compute 'quick'"),
     ):

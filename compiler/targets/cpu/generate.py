@@ -50,9 +50,11 @@ def generate(session: onnxruntime.InferenceSession, prompt: list[int], count: in
 def main() -> None:
     """Print the prompt's continuation, up to an end token."""
     parser = argparse.ArgumentParser(description="Greedy text from model.onnx.")
-    parser.add_argument("prompt")
+    parser.add_argument("prompt", help="the text to go on from, as it stands")
     parser.add_argument("--tokens", type=int, default=64, help="the most to generate")
     arguments = parser.parse_args()
+    if not arguments.prompt or arguments.tokens < 1:
+        parser.error("a prompt that is not empty and at least one token are needed")
     session = onnxruntime.InferenceSession(
         FOLDER / "model.onnx", providers=["CPUExecutionProvider"]
     )
@@ -60,6 +62,9 @@ def main() -> None:
     settings = (FOLDER / "tokenizer" / "generation_config.json").read_text(encoding="utf-8")
     ends = set(json.loads(settings)["eos_token_id"])
     prompt = tokenizer.encode(arguments.prompt).ids
+    longest = int(session.get_modelmeta().custom_metadata_map["tilewright.max_context"])
+    if len(prompt) + arguments.tokens > longest:
+        parser.error(f"{len(prompt)} tokens and {arguments.tokens} more; allowed: {longest} in all")
     found: list[int] = []
     for token in generate(session, prompt, arguments.tokens):
         if token in ends:

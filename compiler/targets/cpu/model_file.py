@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compiler.devices import describe_cpu
-from compiler.errors import CheckpointError, CompileError, one_line
+from compiler.errors import CheckpointError, CompileError, NoRoomError, one_line
 from compiler.targets.base import CompileOptions, Progress, vocab_size
 from compiler.targets.cpu.emit import KEY_SUFFIX, VALUE_SUFFIX, CacheSpec, Emitter
 from compiler.targets.cpu.weights import WeightFile
@@ -69,7 +69,7 @@ def write_model(
     try:
         (folder / MODEL).write_bytes(proto.SerializeToString())
     except OSError as error:
-        raise CompileError(
+        raise NoRoomError(
             f"{folder}: the model cannot be written ({error.strerror}); allowed: a folder with room"
         ) from None
 

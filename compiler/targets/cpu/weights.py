@@ -16,7 +16,7 @@ import onnx
 import torch
 from torch import Tensor
 
-from compiler.errors import CompileError
+from compiler.errors import NoRoomError
 from compiler.formats import (
     BlockEncoded,
     BlockFloat,
@@ -55,7 +55,15 @@ class WeightFile:
         self._written: dict[tuple[WeightRecipe, str], str | BlockWeight] = {}
 
     def close(self) -> None:
-        self._file.close()
+        """Write what is left.
+
+        Raises:
+            NoRoomError: when it cannot be.
+        """
+        try:
+            self._file.close()
+        except OSError as error:
+            raise self._no_room(error) from None
 
     def dense(self, recipe: WeightRecipe, *, transposed: bool = False) -> str:
         """The name of the recipe's values as float32, ``[out, in]`` or ``[in, out]``."""
@@ -118,10 +126,7 @@ class WeightFile:
             self._file.write(b"\0" * (offset - position))
             self._file.write(array.data)
         except OSError as error:
-            raise CompileError(
-                f"{self.path.parent}: the packed weights cannot be written ({error.strerror}); "
-                "allowed: a folder with room for them (TMPDIR, TILEWRIGHT_CACHE)"
-            ) from None
+            raise self._no_room(error) from None
         tensor = onnx.TensorProto(name=name, data_type=data_type, dims=array.shape)
         tensor.data_location = onnx.TensorProto.EXTERNAL
         for key, value in (
@@ -131,6 +136,12 @@ class WeightFile:
         ):
             tensor.external_data.add(key=key, value=value)
         self.initializers.append(tensor)
+
+    def _no_room(self, error: OSError) -> NoRoomError:
+        return NoRoomError(
+            f"{self.path.parent}: the packed weights cannot be written ({error.strerror}); "
+            "allowed: a folder with room for them (TMPDIR, TILEWRIGHT_CACHE)"
+        )
 
 
 def block_codes(dense: Tensor, format_name: str) -> tuple[np.ndarray, np.ndarray]:
