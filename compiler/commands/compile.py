@@ -19,6 +19,7 @@ from compiler.commands.arguments import (
 from compiler.errors import ConfigError
 
 if TYPE_CHECKING:
+    from compiler.artifacts.manifest import Manifest
     from compiler.targets.base import Progress
     from models import LoadedModel
 
@@ -107,14 +108,8 @@ def _check_emission(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--emit onnx for target {arguments.target!r}; allowed: cpu")
 
 
-def _emit_program(
-    model: LoadedModel,
-    options: ModelOptions,
-    arguments: argparse.Namespace,
-    folder: Path,
-    progress: Progress,
-) -> tuple[str, ...]:
-    from compiler.artifacts.folder import seal_folder
+def _write(model: LoadedModel, options: ModelOptions, folder: Path, progress: Progress) -> Manifest:
+    """The program and the tokenizer; the manifest is not written yet."""
     from compiler.artifacts.program import write_program
     from compiler.commands.source import TOKENIZER
 
@@ -129,6 +124,19 @@ def _emit_program(
         dump_dir=options.dump_dir,
     )
     model.tokenizer.save(folder / TOKENIZER)
+    return manifest
+
+
+def _emit_program(
+    model: LoadedModel,
+    options: ModelOptions,
+    arguments: argparse.Namespace,
+    folder: Path,
+    progress: Progress,
+) -> tuple[str, ...]:
+    from compiler.artifacts.folder import seal_folder
+
+    manifest = _write(model, options, folder, progress)
     seal_folder(folder, manifest, digest_memory())
     return manifest.notes
 
@@ -141,21 +149,11 @@ def _emit_onnx(
     progress: Progress,
 ) -> tuple[str, ...]:
     from compiler.artifacts.folder import read_file, write_file
-    from compiler.artifacts.program import GRAPH, write_program
-    from compiler.commands.source import TOKENIZER
+    from compiler.artifacts.program import GRAPH
     from compiler.targets.cpu import generate
 
-    assert options.precision is not None
-    manifest = write_program(
-        model,
-        options.precision,
-        folder,
-        compute=options.compute,
-        progress=progress,
-        dump_dir=options.dump_dir,
-    )
+    manifest = _write(model, options, folder, progress)
     (folder / GRAPH).unlink()
-    model.tokenizer.save(folder / TOKENIZER)
     write_file(folder / _EXAMPLE, read_file(Path(generate.__file__)))
     return manifest.notes
 
