@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor
 
 from models.config import ModelConfig
+from tests.tiny import random_tokens
 
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
@@ -59,3 +62,17 @@ def _rope(config: ModelConfig) -> dict[str, Any]:
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_positions,
     }
+
+
+def assert_eager_equals_twin(model: SimpleNamespace) -> None:
+    """Names, shapes and fp32 logits of a tiny model (`tests.tiny.tiny_model`) are transformers'."""
+    theirs = twin_of(model.config, model.checkpoint.tensors)
+    names = {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
+    assert names == {n: tuple(w.shape) for n, w in model.module.named_parameters()}
+    tokens = torch.tensor(random_tokens(23))
+    weights = model.checkpoint.tensors | model.module.constants()
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+        got = torch.func.functional_call(model.module, weights, (tokens, torch.arange(23)))
+    assert expected.std() > 0.1
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)

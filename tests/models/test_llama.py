@@ -7,8 +7,8 @@ import torch
 
 from models.config import Llama3Scaling, RopeConfig
 from models.llama import LlamaForCausalLM
-from tests.tiny import random_tokens, tiny_config, tiny_model
-from tests.twins import twin_of
+from tests.tiny import tiny_config, tiny_model
+from tests.twins import assert_eager_equals_twin, twin_of
 
 LLAMA3 = RopeConfig(theta=500000.0, scaling=Llama3Scaling(32.0, 1.0, 4.0, 64))
 
@@ -19,16 +19,7 @@ LLAMA3 = RopeConfig(theta=500000.0, scaling=Llama3Scaling(32.0, 1.0, 4.0, 64))
 def test_eager_logits_and_names_are_transformers(head_dim: int, tied: bool, bias: bool) -> None:
     biases = dict.fromkeys(("attention_bias", "output_bias", "mlp_bias"), bias)
     model = tiny_model(std=0.2, head_dim=head_dim, tie_embeddings=tied, **biases)
-    theirs = twin_of(model.config, model.checkpoint.tensors)
-    names = {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
-    assert names == {n: tuple(w.shape) for n, w in model.module.named_parameters()}
-    tokens = torch.tensor(random_tokens(23))
-    weights = model.checkpoint.tensors | model.module.constants()
-    with torch.no_grad():
-        expected = theirs(tokens[None]).logits[0]
-        got = torch.func.functional_call(model.module, weights, (tokens, torch.arange(23)))
-    assert expected.std() > 0.1
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert_eager_equals_twin(model)
 
 
 def test_scaled_frequencies_are_transformers() -> None:

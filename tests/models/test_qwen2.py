@@ -22,8 +22,8 @@ from models.llama import LlamaForCausalLM
 from models.qwen2 import Qwen2ForCausalLM
 from tests.models.conftest import to_gguf_name
 from tests.models.test_tokenizer import CHATML, PIPELINES, gguf_metadata, train_byte_level
-from tests.tiny import QWEN2, precision_of, random_tokens, tiny_model
-from tests.twins import twin_of
+from tests.tiny import QWEN2, precision_of, tiny_model
+from tests.twins import assert_eager_equals_twin
 
 PROMPTS = [
     "hello world",
@@ -129,16 +129,7 @@ def their_greedy(model: Any, backend: tokenizers.Tokenizer) -> list[str]:
 def test_eager_logits_and_names_are_transformers(heads: tuple[int, int], tied: bool) -> None:
     sizes = {"num_heads": heads[0], "num_kv_heads": heads[1], "head_dim": 32 // heads[0]}
     model = tiny_model(std=0.2, tie_embeddings=tied, **sizes, **QWEN2)
-    theirs = twin_of(model.config, model.checkpoint.tensors)
-    names = {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
-    assert names == {n: tuple(w.shape) for n, w in model.module.named_parameters()}
-    tokens = torch.tensor(random_tokens(23))
-    weights = model.checkpoint.tensors | model.module.constants()
-    with torch.no_grad():
-        expected = theirs(tokens[None]).logits[0]
-        got = torch.func.functional_call(model.module, weights, (tokens, torch.arange(23)))
-    assert expected.std() > 0.1
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert_eager_equals_twin(model)
 
 
 def test_biases_are_what_differs_from_llama() -> None:
