@@ -9,13 +9,11 @@ import importlib.resources
 import json
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from compiler.errors import ConfigError, allowed
+from compiler.plain_yaml import cut, is_name, parse_yaml, read_text
 from compiler.precision.config import PrecisionConfig
 from compiler.precision.fragment import (
     Fragment,
@@ -30,15 +28,11 @@ from compiler.precision.names import normalise_key
 
 BASE = "base"
 FOLDER = "precision_cfgs"
-MAX_FILE_BYTES = 1 << 18
-MAX_KEY_LENGTH = 200
 MAX_CHAIN = 32
-MAX_BRACKETS = 32
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _YAML_SUFFIXES = (".yaml", ".yml")
 _SUFFIXES = (*_YAML_SUFFIXES, ".json")
-_PLAIN_TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "seq", "map"))
 
 
 def list_precisions() -> dict[str, str]:
@@ -104,16 +98,11 @@ def _locate(spec: str, *, folder: Path, where: str) -> Path:
         except OSError:  # a name too long, a folder that may not be searched
             is_file = False
         if not is_file:
-            raise ConfigError(f"{where}: no file {_cut(str(path))!r}; {_what_is_allowed()}")
+            raise ConfigError(f"{where}: no file {cut(str(path))!r}; {_what_is_allowed()}")
         return path
     if not _NAME.fullmatch(spec) or spec not in _shipped_names():
-        raise ConfigError(f"{where}: unknown precision {_cut(spec)!r}; {_what_is_allowed()}")
+        raise ConfigError(f"{where}: unknown precision {cut(spec)!r}; {_what_is_allowed()}")
     return _shipped_folder() / f"{spec}.yaml"
-
-
-def _cut(text: str, length: int = 80) -> str:
-    """The end of a long text: of a path the part that tells most."""
-    return text if len(text) <= length else "..." + text[3 - length :]
 
 
 def _what_is_allowed() -> str:
@@ -128,9 +117,9 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
         raise ConfigError(f"{source}: inherits itself: {names}; allowed: a chain that ends")
     if len(chain) == MAX_CHAIN:
         raise ConfigError(f"{source}: inherits too deeply; allowed: a chain of {MAX_CHAIN} files")
-    text = _read_text(path, source=source)
+    text = read_text(path, source=source)
     is_json = path.suffix == ".json"
-    raw = as_map(_parse_json(text, source) if is_json else _parse_yaml(text, source), where=source)
+    raw = as_map(_parse_json(text, source) if is_json else parse_yaml(text, source), where=source)
     parent = _read_parent(raw, path=path, source=source)
     body = {key: value for key, value in raw.items() if key not in ("inherits", "description")}
     if is_json:
@@ -152,78 +141,11 @@ def _display(path: Path) -> str:
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
-def _read_text(path: Path, *, source: str) -> str:
-    try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{source}: {error.strerror}; allowed: a readable file") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{source}: too large; allowed: up to {MAX_FILE_BYTES} bytes")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: byte {error.start} is bad; allowed: UTF-8 text") from None
-
-
-class _TextLoader(yaml.SafeLoader):
-    """Plain data with every scalar a string: ``no`` and ``1e3`` stay what was written."""
-
-    # Merge keys go with the rest: nested ones grow exponentially, and `inherits` does their work.
-    yaml_implicit_resolvers = {}  # noqa: RUF012 - a class's table, as in every loader
-    # Of tags only those that plain text has anyway; None is what refuses every other.
-    yaml_constructors = {  # noqa: RUF012
-        tag: yaml.SafeLoader.yaml_constructors[tag] for tag in (*_PLAIN_TAGS, None)
-    }
-
-    def fetch_flow_collection_start(self, token_class: type[yaml.Token]) -> None:
-        # Each level costs time at each token that follows on its line.
-        if self.flow_level >= MAX_BRACKETS:
-            raise RecursionError
-        super().fetch_flow_collection_start(token_class)
-
-    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Hashable, Any]:
-        mapping: dict[Hashable, Any] = {}
-        if not isinstance(node, yaml.MappingNode):
-            raise yaml.constructor.ConstructorError(None, None, "not a map", node.start_mark)
-        for key_node, value_node in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not _is_name(key):
-                raise yaml.constructor.ConstructorError(
-                    None, None, "a key that is no name", key_node.start_mark
-                )
-            if key in mapping:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key!r} is given twice", key_node.start_mark
-                )
-            mapping[key] = self.construct_object(value_node, deep=deep)
-        return mapping
-
-
-def _parse_yaml(text: str, source: str) -> object:
-    try:
-        return yaml.load(text, Loader=_TextLoader)
-    except yaml.YAMLError as error:
-        problem = getattr(error, "problem", None) or "not YAML"
-        mark = getattr(error, "problem_mark", None)
-        place = f"{source}:{mark.line + 1}" if mark is not None else source
-        raise ConfigError(f"{place}: {problem}; allowed: YAML, each key once") from None
-    except RecursionError:
-        raise ConfigError(f"{source}: nested too deeply; allowed: plain maps") from None
-    except (ValueError, OverflowError):  # an escape beyond Unicode, a version of 5,000 digits
-        raise ConfigError(f"{source}: a number out of range; allowed: plain text") from None
-
-
-def _is_name(key: object) -> bool:
-    """Keys are quoted in messages, which are one line."""
-    return isinstance(key, str) and key.isprintable() and len(key) <= MAX_KEY_LENGTH
-
-
 def _parse_json(text: str, source: str) -> object:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         for key, count in Counter(key for key, _ in pairs).items():
-            if not _is_name(key):
-                raise ConfigError(f"{source}: {_cut(key)!r} is no name; allowed: printable keys")
+            if not is_name(key):
+                raise ConfigError(f"{source}: {cut(key)!r} is no name; allowed: printable keys")
             if count > 1:
                 raise ConfigError(f"{source}: {key!r} is given twice; allowed: once")
         return dict(pairs)

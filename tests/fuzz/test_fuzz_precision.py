@@ -13,6 +13,7 @@ import pytest
 import yaml
 from hypothesis import example, given
 
+from compiler.plain_yaml import MAX_FILE_BYTES
 from compiler.precision import load_precision, parse_heading, reading
 from compiler.precision.heading import MAX_HEADING_LENGTH
 from tests.fuzz.limits import guarded
@@ -91,7 +92,7 @@ CYCLE = "precision: &p {ff2: *p}\nmodels: &m {a: *m}"
         ("dashes.yaml", "- " * 100_000),
         ("keys.yaml", "? " * 100_000),
         ("anchors.yaml", "".join(f"- &a{n} x\n" for n in range(15_000))),
-        ("long.yaml", "x" * (reading.MAX_FILE_BYTES + 1)),
+        ("long.yaml", "x" * (MAX_FILE_BYTES + 1)),
         ("digits.yaml", "precision: {ff2: " + "9" * 100_000 + "}"),
         ("deep.json", "[" * 200_000),
         ("digits.json", '{"decoders": ' + "9" * 100_000 + "}"),

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compiler.errors import ConfigError
+from compiler.plain_yaml import MAX_FILE_BYTES
 from compiler.precision import list_precisions, load_precision, parse_heading, reading
 
 WEIGHT_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "lm_head")
@@ -167,7 +168,7 @@ def refused(folder: Path, text: str | bytes, message: str, suffix: str = "yaml")
         ("precision: &a {ff2: *a}", "ff2 has a dict; allowed: a name"),
         ("a: " + "[" * 3000, "nested too deeply; allowed: plain maps"),
         (b"\xff\xfe", "byte 0 is bad; allowed: UTF-8 text"),
-        ("#" * (reading.MAX_FILE_BYTES + 1), r"too large; allowed: up to \d+ bytes"),
+        ("#" * (MAX_FILE_BYTES + 1), r"too large; allowed: up to \d+ bytes"),
     ],
 )
 def test_refused_yaml(tmp_path: Path, text: str | bytes, message: str) -> None:
