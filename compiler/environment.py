@@ -40,8 +40,12 @@ def environment(packages: Sequence[str] = PACKAGES, *, hash_host: bool = False) 
     host = socket.gethostname()
     if hash_host:
         host = hashlib.sha256(host.encode()).hexdigest()[:12]
-    timestamp = datetime.now(UTC).isoformat(timespec="microseconds")
-    return Environment(versions=versions(packages), commit=commit(), host=host, timestamp=timestamp)
+    return Environment(versions=versions(packages), commit=commit(), host=host, timestamp=now())
+
+
+def now() -> str:
+    """The time, ISO 8601 with an offset."""
+    return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:

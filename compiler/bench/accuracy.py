@@ -7,7 +7,8 @@ argmax is the reference's first guess; top-5: it is among the reference's five.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from compiler.artifacts.places import cache_dir
-from compiler.bench.record import Accuracy, Paired
+from compiler.bench.cases import ACCURACY_TEXT
+from compiler.bench.record import Accuracy, Paired, pack_hits
 from compiler.bench.reference import Reference, write_cache
 from compiler.runtime.engine import Engine
 from compiler.targets.base import Executable
@@ -71,9 +73,16 @@ def divergence(reference_V: Tensor, logits_V: Tensor) -> float:
 
 
 def score(
-    predictions: Predictions, reference: Reference, *, base: Predictions | None = None
+    predictions: Predictions,
+    reference: Reference,
+    *,
+    base: Predictions | None = None,
+    text: str = ACCURACY_TEXT,
 ) -> Accuracy:
-    """Counts, intervals, mean KL, and the paired comparison with ``base`` where there is one."""
+    """Hits, counts, intervals, mean KL, and the comparison with ``base`` where there is one.
+
+    ``text`` names what the reference is of.
+    """
     right = _right(predictions, reference)
     among = [
         guess in five for guess, five in zip(predictions.guesses, reference.guesses, strict=True)
@@ -93,7 +102,19 @@ def score(
         num_top5=sum(among),
         kl_mean=sum(predictions.kl) / len(predictions.kl) if predictions.kl else None,
         paired=paired,
+        hits=pack_hits(right),
+        kl_error=standard_error(predictions.kl),
+        text=text,
     )
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """Of the mean of ``values``, taken as independent; None for fewer than two."""
+    count = len(values)
+    if count < 2:
+        return None
+    mean = math.fsum(values) / count
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
 
 
 def remember(predictions: Predictions, reference: Reference, key: str) -> None:

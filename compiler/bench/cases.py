@@ -21,6 +21,8 @@ TABLE_GENERATED_TOKENS = 200
 # Token matching prefills 512 tokens and counts the 512 predictions from there on.
 ACCURACY_PREFILL = 512
 ACCURACY_CONTEXT = 1024
+ACCURACY_TEXT = "accuracy"
+"""The text of `compiler/bench/texts` that an accuracy is of unless another one is named."""
 
 # What a case with natural prompts reserves for each of them, chat template included.
 NATURAL_PROMPT_LENGTH = 256
@@ -216,9 +218,19 @@ _TEMPLATES = (
     Case(
         name="token-matching",
         description="512 tokens in, 512 predictions against the reference: top-1 and top-5",
-        prompts="accuracy.txt",
+        prompts=f"{ACCURACY_TEXT}.txt",
         prompt_length=ACCURACY_PREFILL,
         max_generated_tokens=ACCURACY_CONTEXT - ACCURACY_PREFILL,
+        stop_at_eos=False,
+        token_accuracy=True,
+    ),
+    Case(
+        name="top-1",
+        description="512 predictions against the reference and nothing else: what a sweep measures",
+        prompts=f"{ACCURACY_TEXT}.txt",
+        prompt_length=ACCURACY_PREFILL,
+        max_generated_tokens=1,
+        num_repeats=1,
         stop_at_eos=False,
         token_accuracy=True,
     ),

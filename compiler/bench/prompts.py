@@ -6,16 +6,23 @@ of tokenizers; where lengths matter it works on token ids it is handed.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
+from compiler.bench.cases import ACCURACY_TEXT
 from compiler.errors import ConfigError, allowed
+from compiler.files import open_regular
 
 MAX_FILE_BYTES = 16 * 2**20
+MAX_TEXT_BYTES = 2**20
+"""Of a user's text for accuracy: a thousand times what is read of it at the least."""
 _KEYS = ("prompt", "max_tokens")
 
 
@@ -25,6 +32,53 @@ class Prompt:
 
     text: str
     max_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AccuracyText:
+    """A text that accuracy is measured on; ``name`` stands in the record."""
+
+    name: str
+    content: str
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether tables are of this text."""
+        return self.name == ACCURACY_TEXT
+
+
+def accuracy_text(name_or_path: str = ACCURACY_TEXT) -> AccuracyText:
+    """A text of ours by name (``-`` and ``_`` alike), else a user's file.
+
+    A file's name in records is its stem and the start of its SHA-256, so that no file passes for
+    a text of ours, nor for what it was before it was changed.
+
+    Raises:
+        ConfigError: for neither, and for what is no regular file, too large, or no UTF-8.
+    """
+    files = {Path(name).stem.replace("_", "-"): name for name in _bench_texts()}
+    name = name_or_path.replace("_", "-")
+    if name in files:
+        return AccuracyText(name, bench_text(files[name]))
+    place = f"accuracy text {name_or_path[:200]!r}"
+    try:
+        with open_regular(Path(name_or_path)) as file:
+            data = file.read(MAX_TEXT_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(
+            f"{place}: {reason}; {allowed(sorted(files))}, or the path of a UTF-8 text file"
+        ) from None
+    if len(data) > MAX_TEXT_BYTES:
+        raise ConfigError(f"{place} is too large; allowed: {MAX_TEXT_BYTES} bytes or fewer")
+    try:
+        content = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{place} is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text"
+        ) from None
+    stem = re.sub(r"[^\w.-]+", "-", Path(name_or_path).stem)[:40]
+    return AccuracyText(f"{stem}-{hashlib.sha256(data).hexdigest()[:8]}", content)
 
 
 def sample_prompts_dir() -> Path:
@@ -54,11 +108,15 @@ def bench_text(name: str) -> str:
     Raises:
         ConfigError: when there is no such text, listing those there are.
     """
-    folder = resources.files("compiler.bench") / "texts"
-    texts = {entry.name: entry for entry in folder.iterdir() if entry.name.endswith(".txt")}
+    texts = _bench_texts()
     if name not in texts:
         raise ConfigError(f"unknown text {name!r}; {allowed(sorted(texts))}")
     return texts[name].read_text(encoding="utf-8")
+
+
+def _bench_texts() -> dict[str, Traversable]:
+    folder = resources.files("compiler.bench") / "texts"
+    return {entry.name: entry for entry in folder.iterdir() if entry.name.endswith(".txt")}
 
 
 def cut_prompts(tokens: Sequence[int], *, num_prompts: int, prompt_length: int) -> list[list[int]]:

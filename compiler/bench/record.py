@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, ClassVar, Literal, TypedDict
 
 from compiler.bench import stats
+from compiler.bench.cases import ACCURACY_TEXT
 from compiler.errors import ConfigError, allowed
 
 SCHEMA = 1
@@ -23,6 +25,9 @@ WEIGHTS = ("checkpoint", "random")
 COMPUTES = ("fast", "exact")
 RANDOM_WEIGHTS = "(random weights)"
 """The mark of a random-weight row in PERF.md's Model cell; no model's own name may end with it."""
+ADDED_LATER = types.MappingProxyType({"added_later": True})
+"""Metadata of a field that lines written before it do not have; every other field is required."""
+_HEX = "0123456789abcdef"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -118,6 +123,33 @@ class Paired:
         return cls(base=base, b=b, c=c, p=stats.mcnemar(b, c))
 
 
+def pack_hits(hits: Sequence[bool]) -> str:
+    """Hits as lower-case hex: position i is bit ``i % 4``, from the most significant on, of digit
+    ``i // 4``; bits behind the last position are zero.
+    """
+    digits = [hits[start : start + 4] for start in range(0, len(hits), 4)]
+    return "".join(_HEX[sum(8 >> at for at, hit in enumerate(four) if hit)] for four in digits)
+
+
+def unpack_hits(text: str, num_positions: int) -> tuple[bool, ...]:
+    """What `pack_hits` made of ``num_positions`` hits.
+
+    Raises:
+        ConfigError: for a text of another length, another character, or a hit behind the last.
+    """
+    if len(text) != -(-num_positions // 4):
+        raise ConfigError(
+            f"accuracy hits of {len(text)} digits for {num_positions} positions; "
+            f"allowed: {-(-num_positions // 4)}"
+        )
+    if wrong := next((character for character in text if character not in _HEX), ""):
+        raise ConfigError(f"accuracy hits hold {wrong!r}; allowed: the digits {_HEX}")
+    bits = [bool(_HEX.index(digit) & (8 >> at)) for digit in text for at in range(4)]
+    if any(bits[num_positions:]):
+        raise ConfigError(f"accuracy hits behind position {num_positions}; allowed: zeros there")
+    return tuple(bits[:num_positions])
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Accuracy:
     """Teacher-forced agreement with the fp32 reference.
@@ -129,6 +161,9 @@ class Accuracy:
         top1_interval, top5_interval: 95 % Wilson intervals, as fractions.
         kl_mean: mean KL divergence from the reference, in nats.
         paired: the comparison to the base, where there is one.
+        hits: which positions were top-1, as `pack_hits` writes them.
+        kl_error: standard error of ``kl_mean`` over the positions, in nats.
+        text: what was predicted: the name of a text of ours, else one made of a user's file.
     """
 
     reference_id: str
@@ -139,6 +174,9 @@ class Accuracy:
     top5_interval: tuple[float, float]
     kl_mean: float | None = None
     paired: Paired | None = None
+    hits: str | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    kl_error: float | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    text: str = dataclasses.field(default=ACCURACY_TEXT, metadata=ADDED_LATER)
 
     def __post_init__(self) -> None:
         _check_numbers(self, signed="kl_mean")  # rounding may take a mean of zeros below zero
@@ -152,6 +190,11 @@ class Accuracy:
                 f"accuracy counts {self.num_top1}, {self.num_top5} of {self.num_positions}: "
                 "need 0 <= top-1 <= top-5 <= positions, positions > 0"
             )
+        _check_plain("text", self.text)
+        if self.hits is not None:
+            num_hits = sum(unpack_hits(self.hits, self.num_positions))
+            if num_hits != self.num_top1:
+                raise ConfigError(f"accuracy hits are {num_hits}; allowed: {self.num_top1} (top-1)")
 
     @classmethod
     def from_counts(
@@ -163,6 +206,9 @@ class Accuracy:
         num_top5: int,
         kl_mean: float | None = None,
         paired: Paired | None = None,
+        hits: str | None = None,
+        kl_error: float | None = None,
+        text: str = ACCURACY_TEXT,
     ) -> Accuracy:
         """The record with its two intervals computed."""
         return cls(
@@ -174,6 +220,9 @@ class Accuracy:
             top5_interval=stats.wilson_interval(num_top5, num_positions),
             kl_mean=kl_mean,
             paired=paired,
+            hits=hits,
+            kl_error=kl_error,
+            text=text,
         )
 
 

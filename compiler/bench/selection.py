@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
+from compiler.bench.cases import ACCURACY_TEXT, TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
 from compiler.bench.record import Accuracy, Result
 
 # An oracle and a test double make no claim of speed, and the oracle's accuracy is 100 % by nature.
@@ -65,10 +65,12 @@ def _current(results: list[Result]) -> list[Result]:
 
     That is a measurement of the same case again, but also every result of an older checkpoint of
     the name, or of an older definition of a configuration: such results keep their names, so they
-    would stand beside, or mix with, what the name means now.
+    would stand beside, or mix with, what the name means now. The same holds for what a target made
+    of a configuration before it came to make something else of it, under whatever name.
     """
     results = _keep(results, _checkpoint_name, lambda r: r.model_hash)
     results = _keep(results, _configuration, lambda r: (r.precision_id, r.effective_id))
+    results = _keep(results, lambda r: (*_place(r), r.precision_id), lambda r: r.effective_id)
     return _keep(results, _measurement, id)
 
 
@@ -94,7 +96,8 @@ def _configuration(result: Result) -> tuple[object, ...]:
 def _measurement(result: Result) -> tuple[object, ...]:
     r = result
     lengths = r.batch, r.prompt_length, r.num_generated
-    return *_configuration(r), r.case, *lengths, r.accuracy is None
+    text = r.accuracy.text if r.accuracy else None
+    return *_configuration(r), r.case, *lengths, text
 
 
 def _place(result: Result) -> tuple[object, ...]:
@@ -122,7 +125,9 @@ def is_placed(result: Result) -> bool:
 
 
 def _has_accuracy(result: Result) -> bool:
-    return result.accuracy is not None and result.batch == 1
+    """Accuracies on other texts are read in the results; a table's figures are of one text."""
+    accuracy = result.accuracy
+    return accuracy is not None and accuracy.text == ACCURACY_TEXT and result.batch == 1
 
 
 def is_short(result: Result) -> bool:

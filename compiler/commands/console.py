@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from compiler.bench.cases import ACCURACY_TEXT
 from compiler.bench.record import Repeat, Result
 from compiler.targets.base import Progress as ProgressCallback
 
@@ -85,12 +86,17 @@ def result_rows(result: Result) -> list[tuple[str, str]]:
         rows.insert(1, ("first / median / last", " / ".join(map(_number, parts))))
     accuracy = result.accuracy
     if accuracy is not None:
+        if accuracy.text != ACCURACY_TEXT:
+            rows.append(("accuracy on", accuracy.text))
         rows += [
             ("top-1", _share(accuracy.num_top1, accuracy.num_positions, accuracy.top1_interval)),
             ("top-5", _share(accuracy.num_top5, accuracy.num_positions, accuracy.top5_interval)),
         ]
         if accuracy.kl_mean is not None:
-            rows.append(("KL to fp32", f"{accuracy.kl_mean:.5f}"))
+            error = (
+                "" if accuracy.kl_error is None else f"  (standard error {accuracy.kl_error:.5f})"
+            )
+            rows.append(("KL to fp32", f"{accuracy.kl_mean:.5f}{error}"))
         if accuracy.paired is not None:
             pair = accuracy.paired
             rows.append(

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiler.artifacts.places import cache_dir
 from compiler.bench.accuracy import BASE, recall, remember, score, teacher_force
 from compiler.bench.cases import ACCURACY_CONTEXT, check_case
-from compiler.bench.prompts import bench_text, cut_prompts
+from compiler.bench.prompts import AccuracyText, accuracy_text, cut_prompts
 from compiler.bench.record import Accuracy, ContractLine, Result, medians
 from compiler.bench.reference import (
     Reference,
@@ -57,7 +57,8 @@ def plan_jobs(source: Source, options: RunOptions) -> Plan:
     """Prompts as token ids, one job a user.
 
     Raises:
-        ConfigError: where the case does not fit the model or the device.
+        ConfigError: where the case does not fit the model or the device, or the accuracy text has
+            too few tokens.
         RequestError: where a prompt and its answer do not fit the context.
         CheckpointError: where accuracy is asked of a compiled folder without a reference.
     """
@@ -84,7 +85,9 @@ def plan_jobs(source: Source, options: RunOptions) -> Plan:
         jobs.append(Job(tuple(tokens), sampling))
     context = max(len(job.prompt) + job.sampling.max_tokens for job in jobs)
     if case.token_accuracy:
-        if source.model is None and known_reference(subject_of(source)[0]) is None:
+        text = options.accuracy_text
+        subject, _ = subject_of(source, text)
+        if source.model is None and known_reference(subject, text) is None:
             source.checkpoint_model()
         context = max(context, ACCURACY_CONTEXT)
     return Plan(tuple(jobs), context)
@@ -122,13 +125,18 @@ def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progr
     )
 
 
-def measure_accuracy(source: Source, compiled: Compiled, progress: Progress) -> Accuracy:
+def measure_accuracy(
+    source: Source, compiled: Compiled, progress: Progress, *, text: AccuracyText | None = None
+) -> Accuracy:
     """Teacher-forced accuracy against the model's fp32 reference, and against the base.
+
+    ``text``: what is predicted; None for the standard one.
 
     Raises:
         CheckpointError: when the reference has to be made and there is no checkpoint.
     """
-    reference, logits = find_reference(source, progress)
+    text = text or accuracy_text()
+    reference, logits = find_reference(source, progress, text=text)
     predictions = teacher_force(
         compiled.executable,
         reference,
@@ -140,7 +148,7 @@ def measure_accuracy(source: Source, compiled: Compiled, progress: Progress) -> 
     if compiled.precision.id != base_id:
         base = recall(reference, _predictions_key(compiled, base_id))
     remember(predictions, reference, _predictions_key(compiled, compiled.precision.id))
-    return score(predictions, reference, base=base)
+    return score(predictions, reference, base=base, text=text.name)
 
 
 def _predictions_key(compiled: Compiled, precision_id: str) -> str:
@@ -149,23 +157,30 @@ def _predictions_key(compiled: Compiled, precision_id: str) -> str:
     return f"{compiled.target}-{compiled.compute}-{precision_id}-{versions}"
 
 
-def subject_of(source: Source) -> tuple[Subject, list[int]]:
-    """What a reference of this model must be of, and the tokens of the accuracy text."""
-    tokens = text_tokens(source.tokenizer.encode, bench_text("accuracy.txt"))
+def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:
+    """What a reference of this model must be of, and the tokens of the accuracy text.
+
+    Raises:
+        ConfigError: for a text of too few tokens.
+    """
+    tokens = text_tokens(source.tokenizer.encode, (text or accuracy_text()).content)
     tokenizer_hash = source.tokenizer.content_hash()
     subject = Subject(source.name, source.content_hash, tokenizer_hash, text_hash(tokens))
     return subject, tokens
 
 
-def find_reference(source: Source, progress: Progress) -> tuple[Reference, Tensor | None]:
-    """The model's reference, new if there is none, and its logits.
+def find_reference(
+    source: Source, progress: Progress, *, text: AccuracyText | None = None
+) -> tuple[Reference, Tensor | None]:
+    """The model's reference on a text, new if there is none, and its logits.
 
     A compiled folder has no weights to compute logits from: None where the cache has not kept them.
 
     Raises:
         CheckpointError: when a reference has to be made of a compiled folder.
     """
-    subject, tokens = subject_of(source)
+    text = text or accuracy_text()
+    subject, tokens = subject_of(source, text)
 
     def build() -> tuple[Reference, Tensor]:
         executable = compile_reference(source.checkpoint_model(), progress)
@@ -174,10 +189,10 @@ def find_reference(source: Source, progress: Progress) -> tuple[Reference, Tenso
         executable.close()
         return built
 
-    known = known_reference(subject)
+    known = known_reference(subject, text)
     if known is None:
         reference, logits = build()
-        write_cache(_kept_path(subject), reference_bytes(reference))
+        write_cache(_kept_path(subject, text), reference_bytes(reference))
         return reference, keep_logits(reference, logits)
     found = cached_logits(known)
     if found is None and source.model is not None:
@@ -185,12 +200,12 @@ def find_reference(source: Source, progress: Progress) -> tuple[Reference, Tenso
     return known, found
 
 
-def known_reference(subject: Subject) -> Reference | None:
+def known_reference(subject: Subject, text: AccuracyText) -> Reference | None:
     """The versioned reference of a model, else the one in the cache, if there is one.
 
-    A versioned file of another model, tokenizer or text is not used.
+    A versioned file of another model or tokenizer is not used; all are of the standard text.
     """
-    for path in (reference_path(subject.model), _kept_path(subject)):
+    for path in (reference_path(subject.model), _kept_path(subject, text)):
         if path.is_file():
             try:
                 return load_reference(path, subject)
@@ -199,8 +214,10 @@ def known_reference(subject: Subject) -> Reference | None:
     return None
 
 
-def _kept_path(subject: Subject) -> Path:
+def _kept_path(subject: Subject, text: AccuracyText) -> Path:
     name = f"{subject.model}-{subject.model_hash[:12]}"
+    if not text.is_standard:
+        name += f"-{subject.text_hash[:12]}"
     return reference_path(name, cache_dir() / "references")
 
 

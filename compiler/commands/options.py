@@ -8,8 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compiler.bench.cases import CASES, DEFAULT_CASE, Case
-from compiler.bench.prompts import Prompt, bench_text, read_prompts, sample_prompts
+from compiler.bench.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
+from compiler.bench.prompts import (
+    AccuracyText,
+    Prompt,
+    accuracy_text,
+    bench_text,
+    read_prompts,
+    sample_prompts,
+)
 from compiler.bench.results import check_writable
 from compiler.commands.arguments import (
     ModelOptions,
@@ -27,13 +34,17 @@ _MAX_BATCH = 256
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """A checked command line: the case with the user's changes, and everything around it."""
+    """A checked command line: the case with the user's changes, and everything around it.
+
+    ``is_case_changed`` also where its accuracy is measured on another text.
+    """
 
     case: Case
     is_case_changed: bool
     model: ModelOptions
     prompts: tuple[Prompt, ...]
     text: str
+    accuracy_text: AccuracyText
     temperature: float
     top_k: int
     top_p: float
@@ -73,6 +84,11 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help="top-1 and top-5 against the fp32 reference, teacher-forced",
     )
+    taken.add_argument(
+        "--accuracy-text",
+        metavar="NAME|FILE",
+        help=f"what it is measured on: accuracy, held-out, long or a text file ({ACCURACY_TEXT})",
+    )
     taken.add_argument("--results", metavar="FILE", default=DEFAULT_RESULTS, help="JSON lines")
     taken.add_argument("--no-results", action="store_true", help="record nothing")
     taken.add_argument("--json", action="store_true", help="print only the result, as JSON")
@@ -94,15 +110,17 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
     text = "" if case.is_natural else bench_text(case.prompts)
     if case.is_natural and not prompts:
         prompts = tuple(sample_prompts(case.prompts))
+    accuracy_on = _accuracy_text(arguments.accuracy_text, case)
     results = None if arguments.no_results else Path(arguments.results)
     if results is not None:
         check_writable(results)
     return RunOptions(
         case=case,
-        is_case_changed=case != named,
+        is_case_changed=case != named or not accuracy_on.is_standard,
         model=read_model_options(arguments, named.precision),
         prompts=prompts,
         text=text,
+        accuracy_text=accuracy_on,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
@@ -113,6 +131,17 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
         explain=arguments.explain,
         as_json=arguments.json,
     )
+
+
+def _accuracy_text(wanted: str | None, case: Case) -> AccuracyText:
+    if wanted is None:
+        return accuracy_text()
+    if not case.token_accuracy:
+        raise ConfigError(
+            "--accuracy-text without --token-accuracy; allowed: both, or a case that measures "
+            f"accuracy, as {case.precision}-top-1"
+        )
+    return accuracy_text(wanted)
 
 
 def _user_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:

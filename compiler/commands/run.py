@@ -73,7 +73,9 @@ def run(options: RunOptions) -> int:
     )
     if options.case.token_accuracy:
         with compile_progress(err()) as progress:
-            accuracy = measure.measure_accuracy(source, compiled, progress)
+            accuracy = measure.measure_accuracy(
+                source, compiled, progress, text=options.accuracy_text
+            )
         result = replace(result, accuracy=accuracy)
     compiled.executable.close()
     return _report(screen, options, result, runs)

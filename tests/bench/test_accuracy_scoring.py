@@ -17,6 +17,7 @@ from compiler.bench.accuracy import (
     recall,
     remember,
     score,
+    standard_error,
     teacher_force,
 )
 from compiler.bench.cases import ACCURACY_CONTEXT
@@ -45,10 +46,20 @@ def test_counts_by_hand() -> None:
     assert found.kl_mean == pytest.approx(0.25)
     assert found.reference_id == reference_of(*FIVES).id
     assert found.paired is None
+    assert found.hits == "9"
+    assert found.kl_error == pytest.approx(math.sqrt(0.05 / 3 / 4))
+    assert found.text == "accuracy"
+    assert score(Predictions((1, 9, 2, 2), ()), reference_of(*FIVES), text="mine").text == "mine"
 
 
 def test_without_reference_logits_there_is_no_kl() -> None:
-    assert score(Predictions((1, 6, 3, 2), ()), reference_of(*FIVES)).kl_mean is None
+    found = score(Predictions((1, 6, 3, 2), ()), reference_of(*FIVES))
+    assert found.kl_mean is None and found.kl_error is None
+
+
+def test_one_value_shows_no_error() -> None:
+    assert standard_error([0.5]) is None
+    assert standard_error([0.5, 0.5]) == 0.0
 
 
 def test_the_paired_comparison_counts_the_positions_only_one_got_right() -> None:

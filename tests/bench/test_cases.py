@@ -22,19 +22,22 @@ from compiler.bench.cases import (
 )
 from compiler.bench.prompts import (
     MAX_FILE_BYTES,
+    MAX_TEXT_BYTES,
     Prompt,
+    accuracy_text,
     bench_text,
     cut_prompts,
     read_prompts,
     sample_prompts,
     sample_prompts_dir,
 )
+from compiler.bench.record import Accuracy
 from compiler.errors import ConfigError
 
 SUFFIXES = (
     *("batch-1", "batch-32", "ci-1", "ci-32", "dp-4", "dp-8", "reasoning", "stress"),
     *("long-context-2k", "long-context-16k", "long-context-32k", "long-context-64k"),
-    *("token-matching", "eval-repeat", "device-perf"),
+    *("token-matching", "top-1", "eval-repeat", "device-perf"),
 )
 
 
@@ -94,10 +97,19 @@ def test_counts_below_one_are_refused(field: str) -> None:
         replace(CASES["performance-ci-1"], **{field: 0})
 
 
+def test_top_1_generates_nothing_but_what_it_must() -> None:
+    """So it differs from token-matching in what is timed, and not in what accuracy is of."""
+    case, whole = CASES["accuracy-top-1"], CASES["accuracy-token-matching"]
+    assert (case.max_generated_tokens, case.num_repeats, case.stop_at_eos) == (1, 1, False)
+    assert case.token_accuracy and case.prompts == "accuracy.txt"
+    assert (case.prompts, case.prompt_length) == (whole.prompts, whole.prompt_length)
+
+
 def test_requirements() -> None:
     assert requirements(CASES["performance-ci-1"]) == Requirements(328, 1)
     assert requirements(CASES["performance-long-context-2k"]) == Requirements(2248, 1)
     assert requirements(CASES["accuracy-token-matching"]) == Requirements(ACCURACY_CONTEXT, 1)
+    assert requirements(CASES["accuracy-top-1"]) == Requirements(ACCURACY_CONTEXT, 1)
     assert requirements(CASES["accuracy-dp-8"]).data_parallel == 8
     assert requirements(CASES[DEFAULT_CASE]).context > 200
 
@@ -112,15 +124,75 @@ def test_a_case_that_does_not_fit_is_refused() -> None:
 
 def test_texts_are_long_enough() -> None:
     # A word is at least one token, with any tokenizer in use.
-    assert len(bench_text("accuracy.txt").split()) >= ACCURACY_CONTEXT + 1
+    for name in ("accuracy.txt", "held_out.txt"):
+        assert len(bench_text(name).split()) >= ACCURACY_CONTEXT + 1
     assert len(bench_text("long.txt").split()) >= 2048
 
 
 def test_unknown_sample_or_text_lists_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"'riddles.json'; allowed: .*questions.json"):
         sample_prompts("riddles.json")
-    with pytest.raises(ConfigError, match=r"'../cases.py'; allowed: accuracy.txt, long.txt"):
+    with pytest.raises(
+        ConfigError, match=r"'../cases.py'; allowed: accuracy.txt, held_out.txt, long.txt"
+    ):
         bench_text("../cases.py")
+
+
+def test_held_out_text_is_another_one() -> None:
+    """No sentence of it is in the text that configurations are chosen on, or in the long one."""
+    held_out, *others = map(bench_text, ("held_out.txt", "accuracy.txt", "long.txt"))
+    assert held_out.isascii()
+    sentences = [line.strip() for line in held_out.replace("\n", ". ").split(". ") if line.strip()]
+    assert len(sentences) > 60
+    assert not any(sentence in text for sentence in sentences for text in others)
+
+
+def test_accuracy_texts_by_name() -> None:
+    standard = accuracy_text()
+    assert standard.is_standard and standard == accuracy_text("accuracy")
+    assert standard.content == bench_text("accuracy.txt")
+    for spelling in ("held-out", "held_out"):
+        found = accuracy_text(spelling)
+        assert (found.name, found.is_standard) == ("held-out", False)
+        assert found.content == bench_text("held_out.txt")
+
+
+def test_a_user_s_accuracy_text_never_passes_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("accuracy.txt", "accuracy", "held_out", "a | b\n\udcff.txt"):
+        path = tmp_path / name
+        path.write_text("Grüße", encoding="utf-8")
+        found = accuracy_text(f"./{name}")
+        assert found.content == "Grüße" and not found.is_standard
+        Accuracy.from_counts("r", num_positions=1, num_top1=1, num_top5=1, text=found.name)
+        path.write_text("others")
+        assert accuracy_text(str(path)).name != found.name
+    assert accuracy_text("accuracy").is_standard, "a name is ours, whatever lies beside"
+
+
+def test_bad_accuracy_texts_are_refused(tmp_path: Path) -> None:
+    binary, large = tmp_path / "binary.txt", tmp_path / "large.txt"
+    binary.write_bytes(b"a\xff")
+    with large.open("wb") as file:
+        file.truncate(MAX_TEXT_BYTES + 1)
+    for path, message in (
+        (tmp_path / "none.txt", "No such file"),
+        (tmp_path, "Is a directory"),
+        ("/dev/zero", "no regular file"),
+        ("", "Is a directory"),
+        ("a\0b", "null"),
+        ("a" * 5000, "too long"),
+        (binary, "not valid UTF-8 at byte 1"),
+        (large, f"too large; allowed: {MAX_TEXT_BYTES} bytes"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            accuracy_text(str(path))
+        assert "allowed: " in str(caught.value) and len(str(caught.value).splitlines()) == 1
+        assert repr(str(path))[:100] in str(caught.value)
+    with pytest.raises(ConfigError, match="allowed: accuracy, held-out, long, or the path"):
+        accuracy_text("held-in")
 
 
 def test_samples_are_distinct() -> None:

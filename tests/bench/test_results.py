@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiler.bench import results
+from compiler.bench.record import pack_hits, unpack_hits
 from compiler.bench.results import Accuracy, ContractLine, Paired, Repeat, Result
 from compiler.environment import commit
 from compiler.errors import ConfigError, TilewrightError
@@ -62,6 +63,9 @@ def full() -> Result:
             num_top5=510,
             kl_mean=0.1 + 0.2,
             paired=Paired.from_counts("bf16", b=10, c=3),
+            hits=pack_hits([True] * 470 + [False] * 42),
+            kl_error=0.01,
+            text="held-out",
         ),
         contract=(ContractLine("ff2", "bfp8", "honoured", "bfp8"),),
         versions={"python": "3.11.7", "ünïcode": "\ud800"},
@@ -83,12 +87,18 @@ def any_results(draw: st.DrawFn) -> Result:
         Repeat(*values) for values in draw(st.lists(st.tuples(*[numbers] * 7), max_size=3))
     )
     num_top1, num_top5, num_positions = sorted(draw(st.tuples(counts, counts, counts)))
+    hits = None
+    if num_positions < 1000:
+        hits = pack_hits([at < num_top1 for at in range(num_positions)])
     accuracy = Accuracy.from_counts(
         draw(st.text(max_size=5)),
         num_positions=num_positions,
         num_top1=num_top1,
         num_top5=num_top5,
         kl_mean=draw(numbers),
+        hits=hits,
+        kl_error=draw(numbers),
+        text=draw(names),
     )
     return make(
         case=draw(names),
@@ -241,6 +251,70 @@ def test_accuracy_counts_and_intervals_are_checked() -> None:
         Accuracy("r", 10, 4, 5, (0.9, 0.1), (0, 1))
     with pytest.raises(ConfigError, match="kl_mean"):
         Accuracy("r", 10, 4, 5, (0, 1), (0, 1), kl_mean=float("nan"))
+    with pytest.raises(ConfigError, match="kl_error"):
+        Accuracy("r", 10, 4, 5, (0, 1), (0, 1), kl_error=-1e-9)
+    with pytest.raises(ConfigError, match=r"text 'a\|b'"):
+        Accuracy("r", 10, 4, 5, (0, 1), (0, 1), text="a|b")
+    assert Accuracy("r", 10, 4, 5, (0, 1), (0, 1), hits="3c0").num_top1 == 4
+    for hits, message in (("3e0", "hits are 5; allowed: 4"), ("3c", "2 digits"), ("3c1", "behind")):
+        with pytest.raises(ConfigError, match=message):
+            Accuracy("r", 10, 4, 5, (0, 1), (0, 1), hits=hits)
+
+
+def test_hits_by_hand() -> None:
+    assert pack_hits([]) == ""
+    assert pack_hits([True]) == "8"
+    assert pack_hits([False, False, False, True, True, True]) == "1c"
+    assert unpack_hits("1c", 6) == (False, False, False, True, True, True)
+
+
+@given(st.lists(st.booleans(), max_size=40))
+def test_hits_come_back(hits: list[bool]) -> None:
+    text = pack_hits(hits)
+    assert unpack_hits(text, len(hits)) == tuple(hits)
+    for length in {len(hits) + 4, max(len(hits) - 4, 0)} - {len(hits)}:
+        with pytest.raises(ConfigError, match="digits for"):
+            unpack_hits(text, length)
+
+
+@given(st.text(max_size=4), st.integers(0, 16))
+def test_any_hits_are_read_or_refused(text: str, num_positions: int) -> None:
+    try:
+        hits = unpack_hits(text, num_positions)
+    except ConfigError as error:
+        message = str(error)
+        assert "\n" not in message
+    else:
+        assert pack_hits(hits) == text
+
+
+@pytest.mark.parametrize("text", ["F0", "0x", " 8", "8_", "８0"])
+def test_hits_of_other_characters_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="hits hold"):
+        unpack_hits(text, 8)
+
+
+LATER = ("hits", "kl_error", "text")
+
+
+def test_lines_from_before_a_field_was_added_are_read() -> None:
+    values = full().to_dict()
+    for name in LATER:
+        del values["accuracy"][name]
+    found = results.loads(json.dumps(values)).accuracy
+    assert found is not None and (found.hits, found.kl_error, found.text) == (
+        None,
+        None,
+        "accuracy",
+    )
+
+
+@pytest.mark.parametrize("name", sorted({f.name for f in dataclasses.fields(Accuracy)} - {*LATER}))
+def test_every_other_field_is_required(name: str) -> None:
+    values = full().to_dict()
+    del values["accuracy"][name]
+    with pytest.raises(ConfigError, match=f"missing field 'accuracy.{name}'"):
+        results.loads(json.dumps(values))
 
 
 json_values = st.recursive(

@@ -84,6 +84,20 @@ def test_an_option_changes_its_field_and_no_other(
     assert read(tiny_gguf, "--case", name, *argv).is_case_changed == bool(changed)
 
 
+def test_the_accuracy_text_changes_what_is_measured(tiny_gguf: Path, tmp_path: Path) -> None:
+    found = read(tiny_gguf, "--case", "accuracy-top-1")
+    assert found.accuracy_text.is_standard and not found.is_case_changed
+    for argv in (["--case", "accuracy-top-1"], ["--token-accuracy"]):
+        found = read(tiny_gguf, *argv, "--accuracy-text", "held_out")
+        assert found.accuracy_text.name == "held-out" and found.is_case_changed
+    found = read(tiny_gguf, "--case", "accuracy-top-1", "--accuracy-text", "accuracy")
+    assert found.accuracy_text.is_standard and not found.is_case_changed
+    mine = tmp_path / "mine.txt"
+    mine.write_text("some words")
+    found = read(tiny_gguf, "--case", "accuracy-top-1", "--accuracy-text", str(mine))
+    assert found.accuracy_text.content == "some words" and found.is_case_changed
+
+
 def test_one_prompt_replaces_the_case_s_own(tiny_gguf: Path) -> None:
     for name in ("performance-batch-32", "performance-ci-32"):
         found = read(tiny_gguf, "--case", name, "--prompt", " Hello ")
@@ -152,6 +166,14 @@ def test_a_prompt_from_standard_input(tiny_gguf: Path, monkeypatch: pytest.Monke
         (["--model", ""], "allowed: a folder"),
         (["--model", "a\0b"], "allowed: a folder"),
         (["--model", "a" * 5000], "allowed: a folder"),
+        (
+            ["--accuracy-text", "long"],
+            "--accuracy-text without --token-accuracy; allowed: both, or a case that measures "
+            "accuracy, as performance-top-1",
+        ),
+        (["--case", "accuracy-top-1", "--no-token-accuracy", "--accuracy-text", "long"], "without"),
+        (["--token-accuracy", "--accuracy-text", "/no/such"], "accuracy text '/no/such': No such"),
+        (["--token-accuracy", "--accuracy-text", "\udcff"], r"accuracy text '\udcff': No such"),
         (["--unknown"], "--unknown"),
         (["stray"], "stray"),
     ],

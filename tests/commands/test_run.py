@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from compiler.bench.record import unpack_hits
 from compiler.bench.results import Result, loads, read
 from compiler.cli import main
 from tests.commands.conftest import CONTEXT, Refused
@@ -175,6 +176,47 @@ def test_accuracy_is_measured_and_compared_with_the_base(
     assert coarse.num_top1 < base.num_top1 <= 512
     assert coarse.paired.b - coarse.paired.c == base.num_top1 - coarse.num_top1
     assert len({each.reference_id for each in (exact, base, coarse)}) == 1
+
+
+def test_accuracy_on_another_text(
+    run: Run, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each text has a reference of its own in the cache, and the base's predictions on it."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    case = ("--case", "performance-top-1")
+    for argv in ([], ["--accuracy-text", "held-out"], []):
+        for precision in ("bf16", "all-bfp4"):
+            out, _ = run(*case, "--precision", precision, *argv)
+            assert ("accuracy on" in out and "held-out" in out) == bool(argv)
+    found = read(results)
+    assert [each.case for each in found] == [
+        *["performance-top-1"] * 2,
+        *["performance-top-1*"] * 2,
+        *["performance-top-1"] * 2,
+    ]
+    assert {(each.decode_tsu, each.tps, each.num_generated) for each in found} == {(None, None, 1)}
+    base, coarse, other_base, other_coarse, _, again = (each.accuracy for each in found)
+    assert base and coarse and other_base and other_coarse
+    assert [each.text for each in (base, coarse)] == ["accuracy"] * 2
+    assert [each.text for each in (other_base, other_coarse)] == ["held-out"] * 2
+    assert base.reference_id == coarse.reference_id != other_base.reference_id
+    assert coarse == again, "the first text's reference and predictions were kept"
+    for one, other in ((base, coarse), (other_base, other_coarse)):
+        assert one.hits is not None and other.hits is not None and other.paired is not None
+        pairs = list(zip(unpack_hits(one.hits, 512), unpack_hits(other.hits, 512), strict=True))
+        assert other.paired.b == sum(first and not second for first, second in pairs)
+        assert other.kl_mean and other.kl_error and 0 < other.kl_error < other.kl_mean
+    kept = tmp_path / "cache" / "references"
+    assert len(list(kept.glob("*.json"))) == len(list(kept.glob("*.npy"))) == 2
+
+
+def test_an_accuracy_text_of_too_few_tokens_is_refused_before_anything_runs(
+    refused: Refused, tiny_gguf: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "short.txt").write_text("one two three")
+    argv = ["--case", "performance-top-1", "--accuracy-text", str(tmp_path / "short.txt")]
+    said = refused("--model", str(tiny_gguf), *argv)
+    assert said == "the accuracy text has 13 tokens here; allowed: 1024 or more"
 
 
 def test_a_folder_is_a_model_too(tiny_folder: Path, results: Path) -> None:

@@ -24,8 +24,8 @@ QUICK_BATCH = 4
 _MANY = 32
 """Users from which on a batch is cut to `QUICK_BATCH` by default."""
 _LONG = 1024
-_LIKE_ANOTHER = ("performance-stress",)
-"""Cut short, it is `performance-ci-32`."""
+_LIKE_ANOTHER = ("performance-stress", "performance-top-1")
+"""Cut short, they are `performance-ci-32` and `performance-token-matching`."""
 
 
 def is_slow(case: Case) -> bool:

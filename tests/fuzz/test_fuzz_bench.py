@@ -41,6 +41,7 @@ RESULT: dict[str, Any] = {
         **{"reference_id": "r", "num_positions": 4, "num_top1": 2, "num_top5": 3},
         **{"top1_interval": [0.1, 0.9], "top5_interval": [0.1, 0.9], "kl_mean": 0.1},
         "paired": {"base": "b", "b": 1, "c": 2, "p": 0.5},
+        **{"hits": "c", "kl_error": 0.1, "text": "held-out"},
     },
     "contract": [
         {"field": "f", "requested": "r", "status": "s", "effective": "e", "layers": ""},

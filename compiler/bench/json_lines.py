@@ -1,0 +1,142 @@
+"""Files of JSON lines that survive their writers: appended whole, on disk, a torn tail cut off.
+
+What a line means is for those who write and read it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import stat
+import warnings
+from pathlib import Path
+
+from compiler.errors import ConfigError
+from compiler.files import read_regular
+
+_CHUNK = 1 << 16
+
+
+class TornLineWarning(UserWarning):
+    """The last line of a file was cut short, and was dropped."""
+
+
+def check_writable(path: str | os.PathLike[str], what: str = "results file") -> None:
+    """Fail early where `append_lines` would fail, before time is spent; makes nothing.
+
+    Raises:
+        ConfigError: if the path is a folder, or it or its nearest existing folder is not writable.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{what} {path}: is a folder; allowed: a file's path")
+        if path.exists():
+            writable, place = os.access(path, os.W_OK), path
+        else:
+            place = next(each for each in path.absolute().parents if each.exists())
+            writable = place.is_dir() and os.access(place, os.W_OK | os.X_OK)
+    except (OSError, ValueError) as error:
+        raise _unusable(path, what, error) from None
+    if not writable:
+        raise ConfigError(f"{what} {path}: {place} is not writable")
+
+
+def append_lines(path: str | os.PathLike[str], data: bytes, what: str = "results file") -> None:
+    """Add complete lines, all or nothing, and have them on disk on return.
+
+    Makes the folder. Writers exclude each other by a lock on the file. What an earlier writer left
+    of a line when it died is cut off, with a `TornLineWarning`.
+
+    Raises:
+        ConfigError: if the file cannot be written; what it held is then unchanged.
+    """
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    except (OSError, ValueError) as error:
+        raise _unusable(path, what, error) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        is_file = stat.S_ISREG(os.fstat(handle).st_mode)
+        if is_file:
+            data = _mend_tail(handle, path) + data
+        _write_whole(handle, data, is_file=is_file)
+    except OSError as error:
+        raise _unusable(path, what, error) from None
+    finally:
+        os.close(handle)  # gives the lock back
+
+
+def read_lines(path: str | os.PathLike[str], what: str = "results file") -> list[tuple[int, bytes]]:
+    """Number and content of every line that is not blank, from 1, in order.
+
+    A last line without its newline that is no JSON was cut short by a crash: it is dropped with a
+    `TornLineWarning`.
+
+    Raises:
+        ConfigError: if the file cannot be read.
+    """
+    path = Path(path)
+    try:
+        lines = read_regular(path).split(b"\n")
+    except (OSError, ValueError) as error:
+        raise _unusable(path, what, error) from None
+    if lines[-1].strip() and not is_json(lines[-1]):
+        _warn_torn(path, number=len(lines))
+        lines.pop()
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def is_json(line: bytes) -> bool:
+    """Whether a line is complete JSON."""
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _unusable(path: Path, what: str, error: OSError | ValueError) -> ConfigError:
+    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return ConfigError(f"{what} {path}: {reason}")
+
+
+def _warn_torn(path: Path, *, number: int | None = None) -> None:
+    place = f"{path}:{number}" if number else str(path)
+    warnings.warn(f"{place}: dropped a last line cut short", TornLineWarning, stacklevel=3)
+
+
+def _mend_tail(handle: int, path: Path) -> bytes:
+    """Make the file end where a line ends: cut a torn line, or return the newline it lacks."""
+    size = end = os.fstat(handle).st_size
+    parts: list[bytes] = []
+    while end and not (parts and b"\n" in parts[-1]):
+        start = max(0, end - _CHUNK)
+        parts.append(os.pread(handle, end - start, start))
+        end = start
+    tail = b"".join(reversed(parts))
+    torn = tail[tail.rfind(b"\n") + 1 :]
+    if not torn:
+        return b""
+    if is_json(torn):
+        return b"\n"
+    os.ftruncate(handle, size - len(torn))
+    _warn_torn(path)
+    return b""
+
+
+def _write_whole(handle: int, data: bytes, *, is_file: bool) -> None:
+    size = os.fstat(handle).st_size
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(handle, left) :]
+        if is_file:
+            os.fsync(handle)
+    except OSError:
+        if is_file:
+            os.ftruncate(handle, size)
+        raise
