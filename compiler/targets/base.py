@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compiler.errors import ConfigError, NoRoomError, allowed
+from compiler.formats import get_format
 from compiler.ops import SamplingBatch, sample
 from compiler.ops.sample import likeliest
 from compiler.passes.runner import Pass
@@ -170,6 +171,16 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Holding:
+    """How a target keeps one weight: ``kind`` names the representation (``float32``, ``bfp8
+    blocks``), ``num_bytes`` its size.
+    """
+
+    kind: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A target's files in ``folder``; ``graph`` reads the lowered graph they were made of."""
 
@@ -195,6 +206,28 @@ class Target(ABC):
     @abstractmethod
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         """What this target makes of every format and fidelity in the graph."""
+
+    def holding(
+        self,
+        shape: tuple[int, ...],
+        format: str,
+        *,
+        block_axis: str,
+        group: str,
+        compute: str,
+        fidelities: tuple[str, str],
+    ) -> Holding:
+        """What :meth:`build` makes of one weight, without building: here, the format as packed.
+
+        ``shape``: rows (out) first. ``group``: the tensor group, empty for what has none (norms,
+        biases). ``fidelities``: of its products, in prefill and in decode. A weight of two uses
+        (tied embeddings) is asked for once a use, since each may have its own format.
+
+        Raises:
+            CompileError: for a weight this target cannot hold.
+        """
+        axis = 0 if block_axis == "out" and len(shape) > 1 else -1
+        return Holding(format, get_format(format).nbytes(shape, axis=axis))
 
     @abstractmethod
     def build(
@@ -294,6 +327,7 @@ __all__ = [
     "Capabilities",
     "CompileOptions",
     "Executable",
+    "Holding",
     "MemoryUse",
     "Program",
     "Progress",

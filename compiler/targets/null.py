@@ -13,6 +13,7 @@ from compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
+    Holding,
     MemoryUse,
     Program,
     Progress,
@@ -54,6 +55,19 @@ class NullTarget(Target):
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)
+
+    def holding(
+        self,
+        shape: tuple[int, ...],
+        format: str,
+        *,
+        block_axis: str,
+        group: str,
+        compute: str,
+        fidelities: tuple[str, str],
+    ) -> Holding:
+        """Nothing of any weight."""
+        return Holding("nothing", 0)
 
     def build(
         self,

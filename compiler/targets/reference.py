@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
+    Holding,
     MemoryUse,
     Program,
     Progress,
@@ -66,6 +68,19 @@ class ReferenceTarget(Target):
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)
+
+    def holding(
+        self,
+        shape: tuple[int, ...],
+        format: str,
+        *,
+        block_axis: str,
+        group: str,
+        compute: str,
+        fidelities: tuple[str, str],
+    ) -> Holding:
+        """The format's values in float32; two uses of one weight in one format share them."""
+        return Holding("float32", 4 * math.prod(shape))
 
     def build(
         self,

@@ -12,9 +12,17 @@ from compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from compiler.passes.fuse_rope_attention import fuse_rope_attention
 from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from compiler.passes.merge_parallel_linears import merge_parallel_linears
-from compiler.targets.base import CompileOptions, Executable, Program, Progress, Stage, Target
+from compiler.targets.base import (
+    CompileOptions,
+    Executable,
+    Holding,
+    Program,
+    Progress,
+    Stage,
+    Target,
+)
 from compiler.targets.contract import NumericContract, build_contract
-from compiler.targets.cpu.numerics import check_fidelities, meanings
+from compiler.targets.cpu.numerics import check_fidelities, holding, meanings
 from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 
 
@@ -34,6 +42,26 @@ class CpuTarget(Target):
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, meanings(options.compute == "exact"))
+
+    def holding(
+        self,
+        shape: tuple[int, ...],
+        format: str,
+        *,
+        block_axis: str,
+        group: str,
+        compute: str,
+        fidelities: tuple[str, str],
+    ) -> Holding:
+        """Blocks where products take int8 activations, bfloat16 tables, else float32 values."""
+        return holding(
+            shape,
+            format,
+            block_axis=block_axis,
+            group=group,
+            exact=compute == "exact",
+            fidelities=fidelities,
+        )
 
     def build(
         self,

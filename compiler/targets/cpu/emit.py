@@ -21,7 +21,7 @@ from compiler.errors import CompileError
 from compiler.ir.info import CONSTANT, STATE, WEIGHT, info
 from compiler.ir.recipe import WeightRecipe
 from compiler.ir.text import operator_name
-from compiler.targets.cpu.numerics import INT8_LEVEL, is_native
+from compiler.targets.cpu.numerics import INT8_LEVEL, is_bfloat16_table, is_native
 from compiler.targets.cpu.weights import WeightFile
 
 CONTRIB = "com.microsoft"
@@ -163,7 +163,8 @@ def _emit_embedding(emitter: Emitter, node: Node) -> None:
     tokens, weight = node.args
     assert isinstance(weight, Node) and isinstance(tokens, Node) and tokens.target == "tokens"
     recipe = emitter.recipe(weight)
-    if recipe.format == "bf16":
+    assert recipe.format is not None
+    if is_bfloat16_table(recipe.format):
         table = emitter.weights.bfloat16(recipe)
         emitter.add("Gather", [table, "tokens"], [f"{node.name}_bf16"])
         emitter.add("Cast", [f"{node.name}_bf16"], [node.name], to=TensorProto.FLOAT)

@@ -1,18 +1,27 @@
-"""What ONNX Runtime's CPU operators make of formats and fidelities: the cpu numeric contract."""
+"""What ONNX Runtime's CPU operators make of formats and fidelities: the cpu numeric contract, and
+how weights are held for it.
+"""
 
 from __future__ import annotations
+
+import math
+from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
 from compiler import ops
 from compiler.errors import CompileError
-from compiler.formats.fidelity import FIDELITIES
+from compiler.formats import FIDELITIES, get_format
 from compiler.ir.info import info
 from compiler.ir.rewrite import find_calls
+from compiler.targets.base import Holding
 from compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
 
 NATIVE_BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
 """Formats that MatMulNBits holds in blocks, exactly, with the bits of a code."""
+
+EMBEDDING = "embedding"
+"""The tensor group whose weights are looked up, not multiplied."""
 
 INT8_LEVEL = 4
 """MatMulNBits accuracy level that rounds activations to int8 by block."""
@@ -29,6 +38,50 @@ def is_native(format_name: str, block_axis: str, fidelity: str, *, exact: bool) 
     return format_name in NATIVE_BITS and block_axis == "in"
 
 
+def is_bfloat16_table(format_name: str) -> bool:
+    """Whether an embedding table is kept in two bytes an entry: whatever ``compute``, since rows
+    are only looked up. Every other table is held as float32 values.
+    """
+    return format_name == "bf16"
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """MatMulNBits' layout of a ``[num_rows, columns]`` weight: ``num_blocks`` a row, the last one
+    padded, of ``block`` codes in ``block_bytes`` bytes, with a float32 scale each.
+    """
+
+    num_rows: int
+    num_blocks: int
+    block: int
+    block_bytes: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of codes and scales."""
+        return self.num_rows * self.num_blocks * (self.block_bytes + 4)
+
+
+def block_layout(shape: tuple[int, ...], format_name: str) -> BlockLayout:
+    """The layout of a weight ``[out, in]`` in a native format."""
+    num_rows, num_columns = shape
+    block = get_format(format_name).block
+    return BlockLayout(
+        num_rows=num_rows,
+        num_blocks=-(-num_columns // block),
+        block=block,
+        block_bytes=block * NATIVE_BITS[format_name] // 8,
+    )
+
+
+def phases_differ(
+    format_name: str, block_axis: str, fidelities: tuple[str, str], *, exact: bool
+) -> bool:
+    """Whether prefill and decode ask for different arithmetic, which one session cannot hold."""
+    native = {is_native(format_name, block_axis, each, exact=exact) for each in fidelities}
+    return len(native) > 1
+
+
 def check_fidelities(graph_module: GraphModule, *, exact: bool) -> None:
     """One session holds one copy of a product, so both phases must come to the same arithmetic.
 
@@ -41,17 +94,43 @@ def check_fidelities(graph_module: GraphModule, *, exact: bool) -> None:
         facts = info(node)
         recipe = info(node.args[1]).recipe  # type: ignore[arg-type]
         assert facts.compute is not None and recipe is not None and recipe.format is not None
-        prefill, decode = facts.compute.prefill, facts.compute.decode
-        native = {
-            is_native(recipe.format, recipe.block_axis, fidelity, exact=exact)
-            for fidelity in (prefill, decode)
-        }
-        if len(native) > 1:
-            raise CompileError(
-                f"{facts.fqn}: {facts.op_group} is {prefill} in prefill and {decode} in decode; "
-                "the cpu target holds one of float and int8 arithmetic a layer: give both phases "
-                "three or more phases (hifi3, hifi4) or both fewer"
-            )
+        fidelities = facts.compute.prefill, facts.compute.decode
+        if phases_differ(recipe.format, recipe.block_axis, fidelities, exact=exact):
+            raise CompileError(f"{facts.fqn}: {facts.op_group} is {_why_not_held(fidelities)}")
+
+
+def _why_not_held(fidelities: tuple[str, str]) -> str:
+    prefill, decode = fidelities
+    return (
+        f"{prefill} in prefill and {decode} in decode; the cpu target holds one of float and int8 "
+        "arithmetic a layer: give both phases three or more phases (hifi3, hifi4) or both fewer"
+    )
+
+
+def holding(
+    shape: tuple[int, ...],
+    format_name: str,
+    *,
+    block_axis: str,
+    group: str,
+    exact: bool,
+    fidelities: tuple[str, str],
+) -> Holding:
+    """What the emitter makes of a weight: blocks, a table in bfloat16, or float32 values.
+
+    Raises:
+        CompileError: where the phases' fidelities ask for different arithmetic.
+    """
+    num_elements = math.prod(shape)
+    if group == EMBEDDING and is_bfloat16_table(format_name):
+        return Holding("bfloat16", 2 * num_elements)
+    if group in ("", EMBEDDING):
+        return Holding("float32", 4 * num_elements)
+    if phases_differ(format_name, block_axis, fidelities, exact=exact):
+        raise CompileError(f"{group} is {_why_not_held(fidelities)}")
+    if is_native(format_name, block_axis, fidelities[1], exact=exact):
+        return Holding(f"{format_name} blocks", block_layout(shape, format_name).num_bytes)
+    return Holding("float32", 4 * num_elements)
 
 
 def meanings(exact: bool) -> Meanings:

@@ -26,7 +26,7 @@ from compiler.formats import (
     get_format,
 )
 from compiler.ir.recipe import WeightRecipe, load_dense, load_values
-from compiler.targets.cpu.numerics import NATIVE_BITS
+from compiler.targets.cpu.numerics import NATIVE_BITS, block_layout
 
 _ALIGNMENT = 4096  # external data is mapped into memory page by page
 
@@ -151,15 +151,15 @@ def block_codes(dense: Tensor, format_name: str) -> tuple[np.ndarray, np.ndarray
     """
     number_format = get_format(format_name)
     signed, scales = _signed_codes(dense, number_format)
-    bits, block = NATIVE_BITS[format_name], number_format.block
+    bits, layout = NATIVE_BITS[format_name], block_layout(tuple(dense.shape), format_name)
     zero = 1 << (bits - 1)
-    num_rows, num_columns = dense.shape
-    num_blocks = -(-num_columns // block)
-    codes: np.ndarray = np.full((num_rows, num_blocks * block), zero, dtype=np.uint8)
-    codes[:, :num_columns] = signed.numpy().astype(np.int16) + zero
+    width = layout.num_blocks * layout.block
+    codes: np.ndarray = np.full((layout.num_rows, width), zero, dtype=np.uint8)
+    codes[:, : dense.shape[1]] = signed.numpy().astype(np.int16) + zero
     if bits == 4:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
-    return codes.reshape(num_rows, num_blocks, block * bits // 8), scales.numpy().reshape(-1)
+    shape = layout.num_rows, layout.num_blocks, layout.block_bytes
+    return codes.reshape(shape), scales.numpy().reshape(-1)
 
 
 def _signed_codes(dense: Tensor, number_format: DataFormat) -> tuple[Tensor, Tensor]:

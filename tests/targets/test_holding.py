@@ -1,0 +1,165 @@
+"""What a target says a weight costs is, summed over a model, what its executable holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiler.errors import CompileError
+from compiler.formats import FORMATS
+from compiler.passes.assign_precision import OP_GROUP_OF
+from compiler.precision import PrecisionConfig, ResolvedPrecision
+from compiler.targets.base import Holding, Target, get_target
+from compiler.targets.cpu.weights import block_codes
+from tests.tiny import QWEN2, compiled, precision_of, tiny_model
+
+RAGGED = {"hidden_size": 40, "intermediate_size": 56, "head_dim": 48, "vocab_size": 131}
+BIASED = {**QWEN2, **RAGGED, "tie_embeddings": False, "output_bias": True, "mlp_bias": True}
+NOT_WEIGHTS = {"kv_cache": "fp32", "activation": "fp32", "router": "fp32"}
+FIRST_LAYER = "0: {ff2: bf16, wqkv: bfp4, wo: q80}"
+CONFIGURATIONS = {
+    "fp32": precision_of("fp32"),
+    "bf16": precision_of("bf16"),
+    "blocks in int8": precision_of("bfp8", "hifi2"),
+    "blocks in float": precision_of("bfp8", "hifi4"),
+    "blocks along out": precision_of("bfp4", "lofi", block_axis="out"),
+    "ggml": precision_of("q40", "hifi2", **NOT_WEIGHTS),
+    "bf16 table": precision_of("bfp4", "hifi2", embedding="bf16"),
+    "mixed": precision_of("bfp8", "hifi2", layers=FIRST_LAYER, li_lm_head="hifi4", ff1_3="bfp2"),
+}
+
+
+def weights_of(
+    model: SimpleNamespace, precision: ResolvedPrecision
+) -> Iterator[tuple[tuple[int, ...], str, dict[str, Any]]]:
+    """Shape, format and the rest of a question, for every use of every weight.
+
+    Norms and biases have no group and stay float32.
+    """
+    for name, weight in model.module.named_parameters(remove_duplicate=False):
+        shape, fqn = tuple(weight.shape), name.rpartition(".")[0]
+        groups = model.module.tensor_groups.items()
+        group = next((group for glob, group in groups if fnmatchcase(fqn, glob)), "")
+        if len(shape) == 1:
+            group = ""
+        found = re.search(r"layers\.(\d+)\.", fqn)
+        layer = int(found[1]) if found else None
+        form = precision.format(group, layer=layer, fqn=fqn) if group else "fp32"
+        fidelities = ("hifi4", "hifi4")
+        if op_group := OP_GROUP_OF.get(group):
+            prefill = precision.fidelity(op_group, "prefill", layer=layer, fqn=fqn)
+            fidelities = prefill, precision.fidelity(op_group, "decode", layer=layer, fqn=fqn)
+        axis = precision.block_axis
+        yield shape, form, {"block_axis": axis, "group": group, "fidelities": fidelities}
+
+
+def held(
+    model: SimpleNamespace, target: str, precision: PrecisionConfig, compute: str
+) -> list[Holding]:
+    resolved = precision.resolve(model.config.num_layers, model.name)
+    backend = get_target(target)
+    return [
+        backend.holding(shape, form, compute=compute, **rest)
+        for shape, form, rest in weights_of(model, resolved)
+    ]
+
+
+@pytest.mark.parametrize("compute", ["fast", "exact"])
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("changes", [{}, BIASED], ids=["tied", "untied with biases"])
+def test_the_cpu_holds_what_it_says(changes: dict[str, Any], name: str, compute: str) -> None:
+    """Two uses of a tied weight are two copies: looked up by rows, and multiplied, transposed.
+
+    Nothing is left over: rotary tables are no weights, and are not counted by the executable.
+    """
+    model, precision = tiny_model(**changes), CONFIGURATIONS[name]
+    executable = compiled(model, "cpu", precision=precision, compute=compute)
+    expected = executable.memory().weights
+    executable.close()
+    assert sum(each.num_bytes for each in held(model, "cpu", precision, compute)) == expected
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_the_reference_holds_float32(name: str) -> None:
+    """And the frequencies of rotary embedding, which are a constant of the graph."""
+    model, precision = tiny_model(**BIASED), CONFIGURATIONS[name]
+    found = held(model, "reference", precision, "fast")
+    assert {each.kind for each in found} == {"float32"}
+    frequencies = 4 * model.config.head_dim // 2
+    memory = compiled(model, precision=precision).memory().weights
+    assert sum(each.num_bytes for each in found) + frequencies == memory
+
+
+def test_the_reference_keeps_a_tied_weight_once_where_its_formats_are_equal() -> None:
+    model = tiny_model()
+    table = 4 * model.config.vocab_size * model.config.hidden_size
+    for precision, shared in ((precision_of("bfp8"), table), (precision_of(lm_head="bf16"), 0)):
+        found = sum(each.num_bytes for each in held(model, "reference", precision, "fast"))
+        memory = compiled(model, precision=precision).memory().weights
+        assert found - shared + 4 * model.config.head_dim // 2 == memory
+
+
+def test_the_null_target_holds_nothing() -> None:
+    found = held(tiny_model(), "null", CONFIGURATIONS["mixed"], "fast")
+    assert sum(each.num_bytes for each in found) == 0
+    assert compiled(tiny_model(), "null").memory().weights == 0
+
+
+def ask(target: str, form: str, **changes: Any) -> Holding:
+    usual = {"block_axis": "in", "group": "ff2", "compute": "fast", "fidelities": ("lofi", "lofi")}
+    return get_target(target).holding((3, 40), form, **{**usual, **changes})
+
+
+def test_the_cpu_s_kinds_by_hand() -> None:
+    assert ask("cpu", "bfp8") == Holding("bfp8 blocks", 3 * 3 * (16 + 4))
+    assert ask("cpu", "bfp4") == Holding("bfp4 blocks", 3 * 3 * (8 + 4))
+    assert ask("cpu", "q80") == Holding("q80 blocks", 3 * 2 * (32 + 4))
+    assert ask("cpu", "q40") == Holding("q40 blocks", 3 * 2 * (16 + 4))
+    dense = Holding("float32", 480)
+    assert ask("cpu", "bfp2") == ask("cpu", "bf16") == dense
+    assert ask("cpu", "bfp8", compute="exact") == dense
+    assert ask("cpu", "bfp8", block_axis="out") == dense
+    assert ask("cpu", "bfp8", fidelities=("hifi3", "hifi4")) == dense
+    assert ask("cpu", "bfp8", group="embedding") == dense
+    for compute in ("fast", "exact"):
+        assert ask("cpu", "bf16", group="embedding", compute=compute) == Holding("bfloat16", 240)
+
+
+def test_phases_the_cpu_cannot_both_hold_are_refused() -> None:
+    with pytest.raises(CompileError, match="ff2 is hifi2 in prefill and hifi4 in decode"):
+        ask("cpu", "bfp8", fidelities=("hifi2", "hifi4"))
+    assert ask("cpu", "bfp8", fidelities=("hifi2", "hifi4"), compute="exact").kind == "float32"
+    assert ask("cpu", "bf16", fidelities=("hifi2", "hifi4")).kind == "float32"
+
+
+@given(st.sampled_from(["bfp8", "bfp4", "q80", "q40"]), st.integers(1, 9), st.integers(1, 80))
+def test_blocks_are_as_many_bytes_as_are_written(name: str, rows: int, columns: int) -> None:
+    codes, scales = block_codes(torch.ones(rows, columns), name)
+    found = get_target("cpu").holding(
+        (rows, columns),
+        name,
+        block_axis="in",
+        group="wo",
+        compute="fast",
+        fidelities=("hifi2", "hifi2"),
+    )
+    assert found.num_bytes == codes.nbytes + scales.nbytes
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_target_that_says_nothing_packs_the_format(name: str) -> None:
+    """`Target`'s own answer, which device targets begin with."""
+    target: Any = None
+    rest = {"group": "wo", "compute": "fast", "fidelities": ("lofi", "lofi")}
+    for shape, axis in (((5, 48), "in"), ((5, 48), "out"), ((48,), "out")):
+        found = Target.holding(target, shape, name, block_axis=axis, **rest)  # type: ignore[arg-type]
+        at = 0 if axis == "out" and len(shape) == 2 else -1
+        assert found == Holding(name, FORMATS[name].nbytes(shape, axis=at))
