@@ -7,9 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 Z_95 = 1.959963984540054
 """The 97.5 % quantile of the standard normal distribution: a two-sided 95 % interval."""
+
+MIN_ROUNDS = 3
+"""Below three rounds `paired_ratio` gives no interval: one difference between two rounds says too
+little about the noise."""
+
+_T_95 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
 
 
 def wilson_interval(successes: int, n: int, *, z: float = Z_95) -> tuple[float, float]:
@@ -63,6 +74,129 @@ def mcnemar(b: int, c: int) -> float:
         term = term * (n - i) // (i + 1)
         tail += term
     return min(1.0, 2 * tail / 2**n)
+
+
+def t_quantile_95(num_freedoms: int) -> float:
+    """The 97.5 % quantile of Student's t distribution, good to three decimals.
+
+    Raises:
+        ValueError: below one degree of freedom.
+
+    Source: the table that every textbook prints for 1 to 30 degrees of freedom; beyond, the first
+    two terms of M. Abramowitz, I. A. Stegun, "Handbook of Mathematical Functions" (1964), 26.7.5.
+    """
+    if num_freedoms < 1:
+        raise ValueError(f"Student's t needs a degree of freedom, got {num_freedoms}")
+    if num_freedoms <= len(_T_95):
+        return _T_95[num_freedoms - 1]
+    z = Z_95
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    return z + first / num_freedoms + second / num_freedoms**2
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times larger one series is than the other, round by round.
+
+    Attributes:
+        ratio: the geometric mean of the rounds' ratios.
+        interval: 95 %, two-sided; None below `MIN_ROUNDS` rounds.
+        num_rounds: the rounds that were compared.
+        differs: whether the interval leaves out 1; False where there is no interval.
+    """
+
+    ratio: float
+    interval: tuple[float, float] | None
+    num_rounds: int
+    differs: bool
+
+
+def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """``ours / theirs`` over rounds in which both were measured close together.
+
+    A machine drifts from round to round, and takes both values of a round along; their ratio does
+    not drift. Of unequal numbers of rounds, the common first ones count.
+
+    Raises:
+        ValueError: if no round is common, or a value is not finite and above 0.
+
+    Source: Student, "The probable error of a mean", Biometrika 6 (1908), on differences in pairs,
+    here of logarithms; P. J. Fleming, J. J. Wallace, "How not to lie with statistics", CACM 29
+    (1986), for the geometric mean.
+    """
+    pairs = list(zip(ours, theirs, strict=False))
+    if not pairs:
+        raise ValueError("a ratio of no rounds")
+    for value in (*ours, *theirs):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"a ratio needs finite values above 0, got {value}")
+    logs = [math.log(mine) - math.log(other) for mine, other in pairs]
+    n = len(logs)
+    mean = math.fsum(logs) / n
+    if n < MIN_ROUNDS:
+        return Ratio(_exp(mean), None, n, False)
+    variance = math.fsum((each - mean) ** 2 for each in logs) / (n - 1)
+    half = t_quantile_95(n - 1) * math.sqrt(variance / n)
+    return Ratio(_exp(mean), (_exp(mean - half), _exp(mean + half)), n, abs(mean) > half)
+
+
+def _exp(x: float) -> float:
+    try:
+        return math.exp(x)
+    except OverflowError:  # absurd rounds of a file that was edited by hand
+        return math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """One value's place in a descending order.
+
+    Attributes:
+        index: where it stands in the values that were ranked.
+        best, worst: the ranks it may have, from 1: it is below every value that is larger beyond
+            the noise and above every value that is smaller beyond it.
+        is_tied_with_next: whether it cannot be told from the value that follows; False for the
+            last one.
+    """
+
+    index: int
+    best: int
+    worst: int
+    is_tied_with_next: bool
+
+
+def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Ranked]:
+    """The values in descending order, equal ones as given, with what that order rests on.
+
+    Two values can be told apart if they differ by more than 1.96 standard errors of their
+    difference, taken as independent. Neighbours are not enough to know: between two precise values
+    a vague one may stand that differs from neither. Hence ``best`` and ``worst``.
+
+    Args:
+        values: finite.
+        errors: their standard errors, in the same unit; infinite where unknown.
+
+    Raises:
+        ValueError: on unequal lengths, a value that is not finite, or an error that is below 0.
+    """
+    for value, error in zip(values, errors, strict=True):
+        if not math.isfinite(value) or math.isnan(error) or error < 0:
+            raise ValueError(f"cannot rank {value} with a standard error of {error}")
+    order = sorted(range(len(values)), key=lambda i: -values[i])
+
+    def is_above(i: int, j: int) -> bool:
+        return values[i] - values[j] > Z_95 * math.hypot(errors[i], errors[j])
+
+    return [
+        Ranked(
+            index=i,
+            best=1 + sum(is_above(j, i) for j in order),
+            worst=len(order) - sum(is_above(i, j) for j in order),
+            is_tied_with_next=place + 1 < len(order) and not is_above(i, order[place + 1]),
+        )
+        for place, i in enumerate(order)
+    ]
 
 
 def quantile(values: Sequence[float], q: float) -> float:
