@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom to the top; a module imports from its own layer and from those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "registry", "environment", "files"),
+    ("errors", "registry", "environment", "files", "plain_yaml"),
     ("formats",),
     ("devices",),
     ("precision",),
@@ -47,6 +47,13 @@ ONLY_IN = {
     "torch_mlir": ("compiler.ir.mlir",),
     "ttnn": ("compiler.targets.tenstorrent",),
     "transformers": (),
+    "matplotlib": (
+        "compiler.commands.sweep.report",
+        "compiler.bench.plot",
+        "compiler.bench.figures",
+        "compiler.bench.heat_map",
+    ),
+    "textual": ("compiler.commands.sweep",),
     "llama_cpp": ("compiler.bench.peers",),
     "onnxruntime_genai": ("compiler.bench.peers",),
     "openvino_genai": ("compiler.bench.peers",),
@@ -65,6 +72,9 @@ WITHOUT_TORCH = (
     "compiler.bench.results",
     "compiler.bench.perf_md",
     "compiler.commands.options",
+    "compiler.commands.sweep.main",
+    "compiler.commands.sweep.options",
+    "compiler.commands.sweep.run",
     "compiler.commands.compile",
     "compiler.commands.compare",
     "compiler.cli",
