@@ -17,6 +17,7 @@ VERBS = {
     "run": ("compiler.commands.run", "answer prompts with a model, and measure it"),
     "compile": ("compiler.commands.compile", "compile a model into a folder, ONNX or MLIR"),
     "compare": ("compiler.commands.compare", "measure the CPU target beside its peers"),
+    "sweep": ("compiler.commands.sweep.main", "measure many configurations; find the best"),
     "perf": ("compiler.commands.perf", "render PERF.md from results"),
     "reference": ("compiler.commands.reference", "write a model's fp32 reference file"),
 }

@@ -1,0 +1,83 @@
+"""One cell of a sweep: a single run of the demo, named by all that its figures depend on.
+
+Knows the demo's options; how a cell is run, kept or judged is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Literal
+
+CellKind = Literal["speed", "accuracy"]
+
+_ID_DIGITS = 12
+_NO_IDENTITY = (
+    *("model", "model_name", "heading", "precision", "part"),
+    *("weight_bytes", "is_kept"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A run of ``tilewright run`` in a process of its own.
+
+    Attributes:
+        model: what ``--model`` takes; ``model_name`` and ``model_hash`` say what it was then.
+        device: the device's name, which the target decides.
+        precision: the configuration's name; ``heading`` is its resolved one-line spelling, which
+            is what the run is given, so that a file that changes meanwhile changes nothing.
+        kind: ``speed`` cells run alone on the machine, ``accuracy`` cells may run side by side.
+        round: speed is taken again in every round, all configurations in turn.
+        text: the text that accuracy is measured on.
+        weight_bytes: of the weights as the target holds them, estimated before compiling.
+        part: what a configuration of a sensitivity plan lowers: ``ff2``, ``12.ff2``; else empty.
+        is_kept: whether its program goes through the cache: not where this is its only cell.
+    """
+
+    model: str
+    model_name: str
+    model_hash: str
+    target: str
+    device: str
+    precision: str
+    precision_id: str
+    heading: str
+    case: str
+    kind: CellKind
+    compute: Literal["fast", "exact"] = "fast"
+    round: int = 0
+    threads: int | None = None
+    text: str | None = None
+    weight_bytes: int | None = None
+    part: str = ""
+    is_kept: bool = True
+
+    @property
+    def id(self) -> str:
+        """Twelve hex digits; equal for cells that would measure the same thing the same way."""
+        identity = dataclasses.asdict(self)
+        # how things are called, and what is expected of them, changes no figure
+        for name in _NO_IDENTITY:
+            del identity[name]
+        text = json.dumps(identity, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
+
+    @property
+    def configuration(self) -> tuple[str, ...]:
+        """What is equal for all cells that sum up to one row."""
+        return self.model_hash, self.target, self.device, self.compute, self.precision_id
+
+    def arguments(self, threads: int | None = None) -> list[str]:
+        """The options of ``tilewright run``; ``threads`` where the cell itself names none."""
+        found = ["--model", self.model, "--target", self.target, "--precision", self.heading]
+        found += ["--case", self.case, "--compute", self.compute, "--json", "--no-results"]
+        if self.text is not None:
+            found += ["--accuracy-text", self.text]
+        if not self.is_kept:
+            found.append("--no-cache")
+        if (threads := self.threads or threads) is not None:
+            found += ["--threads", str(threads)]
+        return found

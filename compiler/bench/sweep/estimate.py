@@ -1,0 +1,56 @@
+"""How long cells will take: before any has run from rough rates, then from those that have.
+
+Rough on purpose: it decides whether to wait, never what a figure is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from compiler.bench import stats
+from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL, CASES, NATURAL_PROMPT_LENGTH
+from compiler.bench.sweep.cell import Cell
+from compiler.bench.sweep.journal import SweepState
+
+_START_SECONDS = 5.0
+_COMPILE_SECONDS = 10.0
+_STEP_SECONDS = 0.003
+_SCORE_SECONDS = 0.004
+_BYTES_PER_SECOND = 30e9
+_PREFILL_TOKENS_PER_SECOND = 800.0
+_UNKNOWN_BYTES = 500_000_000
+
+
+def seconds(cell: Cell, *, is_compiled: bool = True) -> float:
+    """A guess for one cell on a small CPU; ``is_compiled``: its program is in the cache."""
+    case = CASES[cell.case]
+    step = _STEP_SECONDS + (cell.weight_bytes or _UNKNOWN_BYTES) / _BYTES_PER_SECOND
+    prompt = case.batch_size * (case.prompt_length or NATURAL_PROMPT_LENGTH)
+    once = prompt / _PREFILL_TOKENS_PER_SECOND + case.max_generated_tokens * step
+    found = _START_SECONDS + (case.num_repeats + 0.5) * once
+    if case.token_accuracy:
+        found += ACCURACY_PREFILL / _PREFILL_TOKENS_PER_SECOND
+        found += (ACCURACY_CONTEXT - ACCURACY_PREFILL) * (step + _SCORE_SECONDS)
+    return found + (0.0 if is_compiled else _COMPILE_SECONDS)
+
+
+def total_seconds(cells: Iterable[Cell], *, jobs: int = 1) -> float:
+    """A guess for cells that have not begun: each configuration is compiled once."""
+    seen: set[tuple[str, ...]] = set()
+    total = 0.0
+    for cell in cells:
+        share = jobs if cell.kind == "accuracy" else 1
+        total += seconds(cell, is_compiled=cell.configuration in seen) / share
+        seen.add(cell.configuration)
+    return total
+
+
+def remaining_seconds(state: SweepState, *, jobs: int = 1) -> float:
+    """For what is open: the guess, scaled by what finished cells took beside theirs."""
+    guess = total_seconds([each.cell for each in state.open_cells()], jobs=jobs)
+    ratios = [
+        each.seconds / seconds(each.cell)
+        for each in state.cells.values()
+        if each.status == "done" and each.seconds
+    ]
+    return guess * stats.median(ratios) if ratios else guess

@@ -1,0 +1,203 @@
+"""What a sweep's cells come to: a row a configuration, its rounds and repeats brought together.
+
+Knows figures, not how they are printed or drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from compiler.bench import stats
+from compiler.bench.pareto import Point
+from compiler.bench.record import Accuracy, Paired, Result, medians, unpack_hits
+from compiler.bench.sweep.cell import Cell
+from compiler.bench.sweep.journal import CellState, SweepState
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration of one model on one target: all of its cells.
+
+    Attributes:
+        names: of the configurations that come to the same numbers here; more than one after
+            `merge_equal`.
+        results: the newest record of each case, the repeats of all rounds in it.
+        rounds: t/s/u of the case that speed is read from, one median a round.
+    """
+
+    names: tuple[str, ...]
+    states: tuple[CellState, ...]
+    results: dict[str, Result]
+    accuracies: dict[str | None, Accuracy]
+    rounds: tuple[float, ...]
+
+    @property
+    def cell(self) -> Cell:
+        """A cell of it, for what all of them share."""
+        return self.states[0].cell
+
+    @property
+    def name(self) -> str:
+        """The names, as they are printed."""
+        return ", ".join(self.names)
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """On the text that is not a special one; else on the first there is."""
+        return self.accuracies.get(None) or next(iter(self.accuracies.values()), None)
+
+    @property
+    def speed(self) -> float | None:
+        """Median t/s/u over all repeats of all rounds."""
+        found = self.speed_result
+        return None if found is None else found.decode_tsu
+
+    @property
+    def speed_result(self) -> Result | None:
+        """The record that `rounds` is of."""
+        timed = [s.cell.case for s in self.states if s.cell.kind == "speed"]
+        return next((self.results[case] for case in timed if case in self.results), None)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Of the weights as the target held them; before anything has run, as estimated."""
+        measured = (result.resident_bytes for result in self.results.values())
+        return next((size for size in measured if size is not None), self.cell.weight_bytes)
+
+    @property
+    def effective_id(self) -> str | None:
+        """What the configuration comes to on its target, once it has run."""
+        return next((result.effective_id for result in self.results.values()), None)
+
+
+def rows(state: SweepState) -> list[Row]:
+    """A row a configuration, in the order of the plan, each compared with the sweep's base."""
+    grouped: dict[tuple[str, ...], list[CellState]] = {}
+    for each in state.cells.values():
+        grouped.setdefault(each.cell.configuration, []).append(each)
+    found = [_row(states) for states in grouped.values()]
+    return _paired_with_base(found, state.planned.base)
+
+
+def merge_equal(found: Sequence[Row]) -> list[Row]:
+    """Rows that come to the same numbers on their target as one row with all their names."""
+    groups: dict[object, list[Row]] = {}
+    for index, row in enumerate(found):
+        cell, effective = row.cell, row.effective_id
+        place = cell.model_hash, cell.target, cell.device, cell.compute
+        groups.setdefault((*place, effective) if effective else index, []).append(row)
+    return [_merged(members) if len(members) > 1 else members[0] for members in groups.values()]
+
+
+def point(row: Row) -> Point | None:
+    """A row as a point of speed and top-1; None while either is missing."""
+    accuracy, speed = row.accuracy, row.speed
+    if accuracy is None or speed is None:
+        return None
+    low, high = accuracy.top1_interval
+    hits = accuracy.hits
+    return Point(
+        name=row.name,
+        speed=speed,
+        top1=100 * accuracy.num_top1 / accuracy.num_positions,
+        rounds=row.rounds,
+        hits=() if hits is None else unpack_hits(hits, accuracy.num_positions),
+        top1_interval=(100 * low, 100 * high),
+        num_bytes=row.num_bytes,
+    )
+
+
+def records(found: Sequence[Row]) -> list[Result]:
+    """The rows as results files keep them: one record a case, accuracy in its own."""
+    return [result for row in found for result in row.results.values()]
+
+
+def _row(states: Sequence[CellState]) -> Row:
+    done = [state for state in states if state.status == "done" and state.result is not None]
+    results: dict[str, Result] = {}
+    accuracies: dict[str | None, Accuracy] = {}
+    by_case: dict[str, list[Result]] = {}
+    for state in done:
+        assert state.result is not None
+        named = replace(state.result, precision_name=state.cell.precision)
+        if state.cell.text is None:
+            by_case.setdefault(state.cell.case, []).append(named)
+        if named.accuracy is not None:
+            accuracies[state.cell.text] = named.accuracy
+    for case, members in by_case.items():
+        repeats = tuple(repeat for member in members for repeat in member.repeats)
+        newest = max(members, key=lambda member: member.when)
+        results[case] = replace(newest, repeats=repeats, **medians(repeats))
+    return Row(
+        names=(states[0].cell.precision,),
+        states=tuple(states),
+        results=results,
+        accuracies=accuracies,
+        rounds=_rounds(done),
+    )
+
+
+def _rounds(done: Sequence[CellState]) -> tuple[float, ...]:
+    """The first speed case's median of every round, in order of rounds."""
+    timed = [state for state in done if state.cell.kind == "speed"]
+    first = [state for state in timed if state.cell.case == timed[0].cell.case]
+    found = {s.cell.round: s.result.decode_tsu for s in first if s.result is not None}
+    return tuple(speed for _, speed in sorted(found.items()) if speed is not None)
+
+
+def _merged(members: Sequence[Row]) -> Row:
+    """Names together; speed from the repeats of all, the rounds averaged."""
+    first = members[0]
+    results = dict(first.results)
+    for case, result in first.results.items():
+        same = [row.results[case] for row in members if case in row.results]
+        repeats = tuple(repeat for each in same for repeat in each.repeats)
+        results[case] = replace(result, repeats=repeats, **medians(repeats))
+    num_rounds = min(len(row.rounds) for row in members)
+    return Row(
+        names=tuple(name for row in members for name in row.names),
+        states=tuple(state for row in members for state in row.states),
+        results=results,
+        accuracies=first.accuracies,
+        rounds=tuple(
+            stats.median([row.rounds[number] for row in members]) for number in range(num_rounds)
+        ),
+    )
+
+
+def _paired_with_base(found: list[Row], base_id: str | None) -> list[Row]:
+    """McNemar's comparison with the base's very positions, of the same model on the same target."""
+    bases = {_place(row): row for row in found if row.cell.precision_id == base_id}
+    return [_with_pairs(row, bases.get(_place(row))) for row in found]
+
+
+def _place(row: Row) -> tuple[str, ...]:
+    return row.cell.configuration[:-1]
+
+
+def _with_pairs(row: Row, base: Row | None) -> Row:
+    def paired(accuracy: Accuracy, text: str | None) -> Accuracy:
+        theirs = None if base is None or base is row else base.accuracies.get(text)
+        if theirs is None or theirs.hits is None or accuracy.hits is None:
+            return accuracy
+        if theirs.reference_id != accuracy.reference_id:
+            return accuracy
+        assert base is not None
+        return replace(accuracy, paired=compare(theirs, accuracy, base=base.names[0]))
+
+    accuracies = {text: paired(each, text) for text, each in row.accuracies.items()}
+    results = {
+        case: result if result.accuracy is None else replace(result, accuracy=accuracies[None])
+        for case, result in row.results.items()
+    }
+    return replace(row, accuracies=accuracies, results=results)
+
+
+def compare(base_accuracy: Accuracy, other: Accuracy, *, base: str) -> Paired:
+    """McNemar's test of two accuracies on the same positions; both have their hits."""
+    assert base_accuracy.hits is not None and other.hits is not None
+    n = other.num_positions
+    pairs = zip(unpack_hits(base_accuracy.hits, n), unpack_hits(other.hits, n), strict=True)
+    differing = [one for one, two in pairs if one != two]
+    return Paired.from_counts(base, b=sum(differing), c=len(differing) - sum(differing))

@@ -1,0 +1,1 @@
+"""``tilewright sweep``: plans run and resumed, their state, their tables and plots."""

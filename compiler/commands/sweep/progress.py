@@ -1,0 +1,69 @@
+"""A running sweep on standard error: a bar on a terminal, a line a finished cell in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from compiler.bench.sweep import estimate
+from compiler.bench.sweep.journal import CellState, Journal
+from compiler.bench.sweep.runner import Report
+
+_NAME_WIDTH = 36
+
+
+@contextmanager
+def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
+    """What a runner reports to."""
+    columns = (
+        TextColumn("{task.description:<36}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
+    )
+    is_shown = console.is_terminal
+    seen: dict[str, str] = {}
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("plan", total=None, left="")
+
+        def report(journal: Journal) -> None:
+            state = journal.state
+            if {key: each.status for key, each in state.cells.items()} == seen:
+                return
+            minutes = estimate.remaining_seconds(state, jobs=jobs) / 60
+            left = f"~{minutes:.0f} min left"
+            running = next((s for s in state.cells.values() if s.status == "running"), None)
+            num_closed = len(state.cells) - len(state.open_cells())
+            name = _name(running)[:_NAME_WIDTH] if running else ""
+            total = len(state.cells)
+            progress.update(task, description=name, completed=num_closed, total=total, left=left)
+            for key, each in state.cells.items():
+                if seen and not each.is_open and seen.get(key) != each.status:
+                    console.print(f"[{num_closed}/{total}] {_line(each)}; {left}", style="dim")
+            seen.update({key: each.status for key, each in state.cells.items()})
+
+        yield report
+
+
+def _name(state: CellState) -> str:
+    cell = state.cell
+    number = f" round {cell.round + 1}" if cell.kind == "speed" else ""
+    return f"{cell.precision} {cell.kind}{number}"
+
+
+def _line(state: CellState) -> str:
+    found = f"{_name(state)}: {state.status}"
+    if state.seconds is not None:
+        found += f" in {state.seconds:.0f} s"
+    result = state.result
+    if result is None:
+        return f"{found}: {state.reason}" if state.reason else found
+    accuracy = result.accuracy
+    if accuracy is not None:
+        top1 = 100 * accuracy.num_top1 / accuracy.num_positions
+        return f"{found}: top-1 {top1:.1f} %, KL {accuracy.kl_mean or 0:.3g}"
+    return f"{found}: {result.decode_tsu or 0:.1f} t/s/u, TTFT {result.ttft_ms or 0:.0f} ms"

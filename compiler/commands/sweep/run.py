@@ -1,0 +1,219 @@
+"""A plan made, shown, run: what ``tilewright sweep PLAN`` does between its options and its file."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from compiler.bench.json_lines import TornLineWarning
+from compiler.bench.sweep import estimate
+from compiler.bench.sweep.cell import Cell
+from compiler.bench.sweep.journal import FAILURES, VERSION, Journal, Planned
+from compiler.bench.sweep.runner import Runner, RunnerOptions
+from compiler.commands.console import err, out, print_table
+from compiler.commands.sweep.options import SweepOptions, read_options
+from compiler.commands.sweep.progress import sweep_progress
+from compiler.environment import environment
+from compiler.errors import ConfigError
+
+if TYPE_CHECKING:
+    from compiler.bench.sweep.model import SweptModel
+    from compiler.bench.sweep.plans import Entry, Measures
+
+EXIT_FAILED_CELLS = 1
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    options = read_options(argv)
+    if options.resume:
+        return run_journal(open_journal(options), options)
+    cells = plan_cells(options)
+    if options.dry_run:
+        print_plan(cells, options)
+        return 0
+    journal = Journal.create(options.results, planned(options, cells), cells)
+    return run_journal(journal, options)
+
+
+def open_journal(options: SweepOptions) -> Journal:
+    """The sweep to go on with.
+
+    Raises:
+        ConfigError: when the file holds another plan than was asked for.
+    """
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TornLineWarning)
+        journal = Journal.open(options.results)
+    for each in caught:
+        err().print(f"{each.message}", style="yellow")
+    held = journal.state.planned
+    if held.plan != options.plan or (options.asked and options.asked != held.options):
+        differing = {key for key, _ in options.asked.items() ^ held.options.items()}
+        what = ", ".join(sorted(differing)) or "the plan"
+        raise ConfigError(
+            f"sweep file {options.results}: holds plan {held.plan!r} and differs in {what}; "
+            "allowed: --resume with the same options or none, or another --results"
+        )
+    return journal
+
+
+def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
+    """The header of a new sweep; the first cell is of the base."""
+    surroundings = environment(hash_host=True)
+    return Planned(
+        version=VERSION,
+        plan=options.plan,
+        options=options.asked,
+        base=cells[0].precision_id if cells else None,
+        timestamp=surroundings.timestamp,
+        commit=surroundings.commit,
+        versions=surroundings.versions,
+    )
+
+
+def swept_models(options: SweepOptions) -> list[SweptModel]:
+    """The models of a sweep, each opened. Raises CheckpointError."""
+    warnings.filterwarnings("ignore", module="torch")
+    from compiler.artifacts.places import is_compiled
+    from compiler.bench.sweep.model import swept_model
+    from models import load_model
+
+    for path in options.models:
+        if is_compiled(path):
+            raise ConfigError(f"{path}: is a compiled folder; allowed: checkpoints")
+    return [swept_model(load_model(path), path) for path in options.models]
+
+
+def plan_cells(options: SweepOptions) -> list[Cell]:
+    """Every cell of a plan, in order.
+
+    Raises:
+        TilewrightError: for a model, target, device, case or configuration that is not there or
+            does not fit, and for a plan that is very large.
+    """
+    from compiler.bench.sweep.plans import cells
+
+    check_targets(options)
+    measures = measures_of(options)
+    configurations = len(options.models) * len(options.targets) * max(1, len(options.precisions))
+    _check_size(measures.count(configurations), options)
+    found = cells(_entries(options), measures)
+    _check_size(len(found), options)
+    return found
+
+
+def check_targets(options: SweepOptions) -> None:
+    """Refuse an unknown target before a model is opened."""
+    from compiler.targets.base import get_target
+
+    for target in options.targets:
+        get_target(target)
+
+
+def measures_of(options: SweepOptions) -> Measures:
+    """How the plan measures its configurations."""
+    from compiler.bench.sweep import plans
+
+    is_table = options.plan == "table"
+    usual = (plans.SPEED_CASE, *((plans.BATCH_CASE,) if is_table else ()), plans.ACCURACY_CASE)
+    return plans.Measures(
+        cases=options.cases or usual,
+        rounds=options.rounds,
+        compute=options.compute,
+        threads=options.threads,
+        text=options.text,
+    )
+
+
+def _check_size(num_cells: int, options: SweepOptions) -> None:
+    from compiler.bench.sweep.plans import MAX_CELLS
+
+    if num_cells > MAX_CELLS and not options.yes:
+        raise ConfigError(f"a plan of {num_cells} cells; allowed: {MAX_CELLS}, or more with --yes")
+
+
+def _entries(options: SweepOptions) -> list[Entry]:
+    from compiler.bench.sweep import plans
+    from compiler.precision import load_precision
+
+    models = swept_models(options)
+    base = load_precision(options.base)
+    grid: Callable[..., list[Entry]] = plans.entries
+    if options.plan == "sensitivity":
+        level = options.levels[0]
+        if len(options.levels) > 1:
+            raise ConfigError(f"{len(options.levels)} levels; allowed in a sensitivity plan: one")
+        places = grid(models, options.targets, options.devices, [base])
+        return [
+            entry
+            for place in places
+            for entry in plans.sensitivity_entries(
+                place.model, place.target, place.device, base=base, level=level
+            )
+        ]
+    chosen = {
+        "table": plans.table_precisions,
+        "pareto": plans.published_precisions,
+        "grid": lambda: [load_precision(name) for name in options.precisions],
+    }[options.plan]()
+    if all(each.name != base.name for each in chosen):
+        chosen = [base, *chosen]
+    return grid(models, options.targets, options.devices, chosen)
+
+
+def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
+    """The cells by configuration, with estimated bytes and time."""
+    by_configuration: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in cells:
+        by_configuration.setdefault(cell.configuration, []).append(cell)
+    rows = [
+        (
+            f"{members[0].model_name} {members[0].target}",
+            members[0].precision,
+            f"{(members[0].weight_bytes or 0) / 1e6:,.0f}",
+            str(len(members)),
+            f"{estimate.total_seconds(members, jobs=options.jobs):,.0f}",
+        )
+        for members in by_configuration.values()
+    ]
+    columns = ("model, target", "precision", "weights (MB, est.)", "cells", "time (s, est.)")
+    print_table(out(), f"sweep {options.plan}", columns, rows, numbers=True)
+    total = estimate.total_seconds(cells, jobs=options.jobs)
+    out().print(f"{len(cells)} cells, about {total / 60:.0f} min (estimated); nothing was run")
+
+
+@contextmanager
+def runner_of(journal: Journal, options: SweepOptions) -> Iterator[Runner]:
+    """The one runner of a sweep, with progress. Raises ConfigError where another one is at it."""
+    chosen = RunnerOptions(jobs=options.jobs, timeout_s=options.timeout_s, max_bytes=options.memory)
+    with journal.hold(), sweep_progress(err(), jobs=options.jobs) as report:
+        yield Runner(journal, chosen, report=report)
+
+
+def run_journal(journal: Journal, options: SweepOptions) -> int:
+    """Run what is open, then say how it went; returns the exit code."""
+    with runner_of(journal, options) as runner:
+        runner.run()
+    return say_result(journal)
+
+
+def say_result(journal: Journal) -> int:
+    """One line about the end, one for each failure; the exit code."""
+    state = journal.state
+    for each in state.cells.values():
+        if each.status in FAILURES:
+            cell = each.cell
+            name = f"{cell.precision} {cell.case}"
+            err().print(f"{name}: {each.status}: {each.reason}", style="red")
+    failed = state.count(*FAILURES)
+    done, cancelled = state.count("done"), state.count("cancelled")
+    err().print(
+        f"{journal.path}: {done} of {len(state.cells)} cells done"
+        + (f", {failed} failed" if failed else "")
+        + (f", {cancelled} cancelled" if cancelled else "")
+        + f"; tables: tilewright sweep export {journal.path}"
+    )
+    return EXIT_FAILED_CELLS if failed else 0
