@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 CellKind = Literal["speed", "accuracy"]
@@ -16,7 +16,7 @@ CellKind = Literal["speed", "accuracy"]
 _ID_DIGITS = 12
 _NO_IDENTITY = (
     *("model", "model_name", "heading", "precision", "part"),
-    *("weight_bytes", "is_kept"),
+    *("weight_bytes", "step_bytes", "is_kept"),
 )
 
 
@@ -33,6 +33,8 @@ class Cell:
         round: speed is taken again in every round, all configurations in turn.
         text: the text that accuracy is measured on.
         weight_bytes: of the weights as the target holds them, estimated before compiling.
+        step_bytes: of them, what a decode step reads, by how the target holds it: an embedding's
+            rows do not count.
         part: what a configuration of a sensitivity plan lowers: ``ff2``, ``12.ff2``; else empty.
         is_kept: whether its program goes through the cache: not where this is its only cell.
     """
@@ -52,6 +54,7 @@ class Cell:
     threads: int | None = None
     text: str | None = None
     weight_bytes: int | None = None
+    step_bytes: dict[str, int] = field(default_factory=dict, hash=False)
     part: str = ""
     is_kept: bool = True
 

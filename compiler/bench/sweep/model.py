@@ -67,9 +67,19 @@ class SweptModel:
             found[weight.group, weight.layer, holding.kind] += holding.num_bytes
         return dict(found)
 
-    def weight_bytes(self, precision: ResolvedPrecision, target: str, compute: str = "fast") -> int:
-        """Bytes of all weights as a target holds them; norms and tables are not counted."""
-        return sum(self.held_bytes(precision, target, compute).values())
+
+def total_bytes(held: Mapping[tuple[str, int | None, str], int]) -> int:
+    """All of `SweptModel.held_bytes`; norms and tables are not counted."""
+    return sum(held.values())
+
+
+def step_bytes(held: Mapping[tuple[str, int | None, str], int]) -> dict[str, int]:
+    """What a decode step reads of `SweptModel.held_bytes`, by kind: of an embedding a row only."""
+    found: dict[str, int] = defaultdict(int)
+    for (group, _, kind), num_bytes in held.items():
+        if group != "embedding":
+            found[kind] += num_bytes
+    return dict(found)
 
 
 def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:

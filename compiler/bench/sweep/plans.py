@@ -13,7 +13,7 @@ from compiler.bench.accuracy import BASE
 from compiler.bench.cases import CASES, PRECISIONS, check_case
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.levels import Level, Part, assign
-from compiler.bench.sweep.model import SweptModel
+from compiler.bench.sweep.model import SweptModel, step_bytes, total_bytes
 from compiler.devices import DEVICES
 from compiler.errors import ConfigError, allowed
 from compiler.precision import PrecisionConfig, load_precision
@@ -161,7 +161,7 @@ def cells(found: Sequence[Entry], measures: Measures) -> list[Cell]:
 
 def _cell(entry: Entry, measures: Measures) -> Cell:
     model, resolved = entry.model, entry.model.resolve(entry.precision)
-    assert measures.compute in ("fast", "exact")
+    held = model.held_bytes(resolved, entry.target, measures.compute)
     return Cell(
         model=model.argument,
         model_name=model.name,
@@ -175,7 +175,8 @@ def _cell(entry: Entry, measures: Measures) -> Cell:
         kind="speed",
         compute="exact" if measures.compute == "exact" else "fast",
         threads=measures.threads,
-        weight_bytes=model.weight_bytes(resolved, entry.target, measures.compute),
+        weight_bytes=total_bytes(held),
+        step_bytes=step_bytes(held),
         part=entry.part,
         is_kept=entry.is_timed,
     )
