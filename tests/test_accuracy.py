@@ -1,43 +1,109 @@
 """PERF.md's accuracy figures, measured again: every row whose device and weights are here.
 
 A row this machine cannot run is skipped with the reason. Tolerance: half a point, both ways.
+By default the rows of `NUM_MEASURED` configurations: those with a bar of their own, then the others
+in the order of the file. The remaining rows are marked slow (``pytest -m slow``).
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compiler.bench import perf_md
 from compiler.bench.accuracy import score, teacher_force
 from compiler.bench.cases import ACCURACY_CONTEXT
+from compiler.bench.precision_titles import section_precision
 from compiler.bench.record import Accuracy
 from compiler.bench.reference import load_reference, reference_path
-from compiler.errors import CheckpointError
-from compiler.precision import PrecisionConfig, load_precision, parse_heading
+from compiler.errors import CheckpointError, ConfigError
+from compiler.precision import PrecisionConfig, list_precisions, load_precision
 
 PERF_MD = Path(__file__).resolve().parent.parent / "PERF.md"
 TOLERANCE = 0.5
 _TARGET_OF = {"CPU": "cpu"}
 _MODEL_OF = {"SmolLM2-135M-Instruct": "smollm2"}
+NUM_MEASURED = 6
+"""Configurations that are measured by default: about 15 s each on two cores."""
+BARS = {"bf16": 97.0, "all-bfp8": 92.0}
+"""Top-1 below which the default model must not fall. Measured: 99.4 and 94.5."""
+
+Row = tuple[perf_md.Section, perf_md.PerfRow]
+
+
+def rows_of(document: perf_md.Document) -> list[Row]:
+    """The rows with a measured accuracy."""
+    return [
+        (section, row)
+        for section in document.sections
+        if section.kind in ("performance", "accuracy", "precision")
+        and section.result_kind == "measured"
+        for row in section.rows
+        if row.top1 is not None
+    ]
+
+
+def is_here(row: perf_md.PerfRow) -> bool:
+    """Whether this machine may run it."""
+    return row.device in _TARGET_OF and row.model in _MODEL_OF and not row.random
+
+
+def key_of(model: str, device: str, precision: PrecisionConfig) -> str:
+    """Equal for one configuration under several names."""
+    return f"{model} {device} {precision.resolve(1000, model).id}"
+
+
+def measured_keys(rows: list[Row]) -> list[str]:
+    """What is measured by default, in order; a configuration that is not at hand is not."""
+    keys = [
+        key_of(model, device, load_precision(name))
+        for model in _MODEL_OF
+        for device in _TARGET_OF
+        for name in BARS
+    ]
+    for section, row in rows:
+        with contextlib.suppress(ConfigError):
+            if is_here(row):
+                keys.append(key_of(row.model, row.device, section_precision(section)))
+    return list(dict.fromkeys(keys))[:NUM_MEASURED]
+
+
+def is_slow(section: perf_md.Section, row: perf_md.PerfRow, keys: list[str]) -> bool:
+    """Whether a row that could be measured is left for later."""
+    try:
+        return (
+            is_here(row) and key_of(row.model, row.device, section_precision(section)) not in keys
+        )
+    except ConfigError:
+        return False
+
+
+def params_of(rows: list[Row]) -> list[Any]:
+    """The rows as parameters of a test."""
+    keys = measured_keys(rows)
+    return [
+        pytest.param(
+            section,
+            row,
+            id=f"{section.kind}-{row.model}-{row.device}-line{row.line}",
+            marks=[pytest.mark.slow] if is_slow(section, row, keys) else [],
+        )
+        for section, row in rows
+    ]
+
+
+ROWS = params_of(rows_of(perf_md.load(PERF_MD)))
 
 
 def precision_of(section: perf_md.Section) -> PrecisionConfig:
-    """The configuration a section's rows were measured with."""
-    if section.kind == "precision":
-        return parse_heading(section.title)
-    return load_precision(section.kind)
-
-
-ROWS = [
-    pytest.param(section, row, id=f"{section.kind}-{row.model}-{row.device}-line{row.line}")
-    for section in perf_md.load(PERF_MD).sections
-    if section.kind in ("performance", "accuracy", "precision")
-    and section.result_kind == "measured"
-    for row in section.rows
-    if row.top1 is not None
-]
+    """The configuration a section's rows were measured with; skips where it is not at hand."""
+    try:
+        return section_precision(section)
+    except ConfigError as error:
+        pytest.skip(str(error))
 
 
 @pytest.fixture(scope="session")
@@ -66,16 +132,49 @@ def measure(model_path: str, target: str, precision: PrecisionConfig) -> Accurac
 
 def test_there_are_rows_to_measure() -> None:
     """A PERF.md that lost its tables must not pass."""
-    here = [row.values[1] for row in ROWS if row.values[1].device in _TARGET_OF]  # type: ignore[attr-defined]
+    here = [row for row in ROWS if row.values[1].device in _TARGET_OF]
     assert len(here) >= 5
+    assert len([row for row in here if not row.marks]) >= 5, "too few without -m slow"
+
+
+def table_of(*headings: str) -> list[Row]:
+    """A file with a row of the default model for each heading."""
+    row = "| Model | Device | Top-1 (%) |\n|---|---|---|\n| SmolLM2-135M-Instruct | CPU | 90 |\n"
+    return rows_of(perf_md.parse("".join(f"## {heading}\n\n{row}\n" for heading in headings)))
+
+
+def test_the_default_run_measures_few_configurations() -> None:
+    names = [name for name in list_precisions() if name.startswith(("mlp-", "wo-"))]
+    model = "SmolLM2-135M-Instruct"
+    headings = [load_precision(name).resolve(30, model).heading() for name in names]
+    named = [load_precision(name).resolve(30, model).heading() for name in ("bf16", "performance")]
+    rows = table_of("Performance", "Accuracy", *headings, *named)
+    params = params_of(rows)
+    fast = [param.values for param in params if not param.marks]
+    keys = {key_of(row.model, row.device, section_precision(section)) for section, row in fast}
+    assert len(keys) == NUM_MEASURED - 1  # all-bfp8 has a bar, and no row here
+    titles = [section.title for section, _ in fast]
+    assert titles == ["Performance", "Accuracy", *headings[:2], headings[5], *named]
+    assert headings[5] == named[1], "performance is one of the twelve"
+    assert sum(bool(param.marks) for param in params) == 9
+    assert params_of(rows) == params
+
+
+def test_a_configuration_that_is_not_at_hand_is_no_slow_one() -> None:
+    (param,) = params_of(
+        table_of("precision_cfg = {wo: bf16}, fidelity_cfg = {li_o: lofi}, layer_cfg = mine")
+    )
+    assert not param.marks
+    with pytest.raises(pytest.skip.Exception, match="'mine' does not ship"):
+        precision_of(param.values[0])
 
 
 @pytest.mark.weights
-@pytest.mark.parametrize(("name", "least"), [("bf16", 97.0), ("all-bfp8", 92.0)])
+@pytest.mark.parametrize(("name", "least"), BARS.items())
 def test_accuracy_does_not_fall_below_its_bar(
     name: str, least: float, measured: dict[str, Accuracy]
 ) -> None:
-    """Also where PERF.md has been rendered anew from worse figures. Measured: 99.4 and 94.5."""
+    """Also where PERF.md has been rendered anew from worse figures."""
     found = remembered("SmolLM2-135M-Instruct", "CPU", load_precision(name), measured)
     assert 100 * found.num_top1 / found.num_positions >= least
 
@@ -84,7 +183,7 @@ def remembered(
     model: str, device: str, precision: PrecisionConfig, measured: dict[str, Accuracy]
 ) -> Accuracy:
     """Measure a configuration, once a session; skip where its weights are not installed."""
-    key = f"{model} {device} {precision.resolve(1000, model).id}"
+    key = key_of(model, device, precision)
     if key not in measured:
         try:
             measured[key] = measure(_MODEL_OF[model], _TARGET_OF[device], precision)

@@ -1,12 +1,13 @@
 """PERF.md's generated block: which results stand in which table, and what each cell says.
 
-Knows results and the names of columns; reading, writing and markers are perf_md's.
+Knows results and the names of columns; reading, writing and markers are perf_md's, how a section's
+title names a configuration precision_titles'.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
@@ -32,7 +33,8 @@ from compiler.bench.perf_md import (
     TOTAL,
     TTFT,
 )
-from compiler.bench.record import KINDS, RANDOM_WEIGHTS, Accuracy, Kind, Result
+from compiler.bench.precision_titles import count_layer_rules, linked_file, titles_of
+from compiler.bench.record import KINDS, RANDOM_WEIGHTS, Accuracy, Result
 from compiler.bench.selection import (
     Group,
     context_k,
@@ -91,40 +93,42 @@ def render_results(results: Sequence[Result]) -> str:
     return f"{_LEGEND}\n{sections or 'No results yet.'}".rstrip("\n") + "\n"
 
 
-def plan_tables(results: Sequence[Result]) -> list[TablePlan]:
-    """Every section to print, in order. Kinds of results never share a table."""
+def plan_tables(results: Sequence[Result], *, has_surroundings: bool = True) -> list[TablePlan]:
+    """Every section to print, in order. Kinds of results never share a table.
+
+    ``has_surroundings``: with the numeric contracts and the environments.
+    """
     plans: list[TablePlan] = []
     for kind in KINDS:
         groups = group_results([r for r in results if r.kind == kind and is_placed(r)])
         if groups:
             if kind != "measured":
                 plans.append(TablePlan(1, f"{kind.capitalize()} results"))
-            plans += _plan_kind(groups, kind=kind)
+            plans += _case_plans(groups)
+            if has_surroundings:
+                plans += [*_contract_plans(groups), _environment_plan(groups)]
+            precisions = _precision_plans(groups)
+            if precisions and kind == "measured":
+                plans.append(TablePlan(1, "Model precision and math fidelity"))
+            plans += precisions
     return plans
 
 
-def _plan_kind(groups: list[Group], *, kind: Kind) -> list[TablePlan]:
+def _case_plans(groups: list[Group]) -> list[TablePlan]:
     plans = []
     for name in ("performance", "accuracy"):
         intro = f"Precision `{name}`. **Batch 1 (per DP group), {_SHORT}.**"
         named = [group for group in groups if name in group.names]
         if plan := _perf_plan(named, title=name.capitalize(), intro=intro):
             plans.append(plan)
-    plans += _long_plans(groups)
-    plans += _batch_plans(groups)
-    plans += _contract_plans(groups)
-    plans.append(_environment_plan(groups))
-    precisions = _precision_plans(groups)
-    if precisions and kind == "measured":
-        plans.append(TablePlan(1, "Model precision and math fidelity"))
-    return plans + precisions
+    return [*plans, *_long_plans(groups), *_batch_plans(groups)]
 
 
 def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | None:
     """A table with accuracy and batch-1 speed; None without a row."""
     rows = [row for group in groups if (row := _perf_row(group))]
     notes = [
-        f"On {_device(group.any)}, {_model(group.any)}: {_listed(group.names)} come to the same."
+        f"On {_device(group.any)}, {_model(group.any)}: {listed(group.names)} come to the same."
         for group in groups
         if len(group.names) > 1 and _perf_row(group)
     ]
@@ -142,16 +146,16 @@ def _perf_row(group: Group) -> tuple[str, ...] | None:
     evidence = ("", "", "")
     if accuracy:
         n = accuracy.num_positions
-        percent = _decimal(100 * accuracy.num_top1 / n), _decimal(100 * accuracy.num_top5 / n)
-        intervals = _interval(accuracy.top1_interval), _interval(accuracy.top5_interval)
+        percent = decimal(100 * accuracy.num_top1 / n), decimal(100 * accuracy.num_top5 / n)
+        intervals = interval_text(accuracy.top1_interval), interval_text(accuracy.top5_interval)
         kl = "" if accuracy.kl_mean is None else f"{accuracy.kl_mean:.3g}"
-        evidence = str(n), kl, _paired(accuracy)
+        evidence = str(n), kl, paired_text(accuracy)
     return (
         _model(group.any),
         _device(group.any),
         *percent,
-        _decimal(found.decode_tsu if found else None),
-        _decimal(found.ttft_ms if found else None),
+        decimal(found.decode_tsu if found else None),
+        decimal(found.ttft_ms if found else None),
         *intervals,
         *evidence,
         *_tail(found),
@@ -164,7 +168,7 @@ def _long_plans(groups: list[Group]) -> list[TablePlan]:
     plans = []
     for k in sorted(lengths, reverse=True):
         rows = tuple(
-            (*_who(group), _decimal(found.decode_tsu), _decimal(found.ttft_ms), *_tail(found))
+            (*_who(group), decimal(found.decode_tsu), decimal(found.ttft_ms), *_tail(found))
             for group in groups
             if (found := group.speed(partial(_has_context, k=k)))
         )
@@ -181,12 +185,12 @@ def _batch_plans(groups: list[Group]) -> list[TablePlan]:
     rows = tuple(
         (
             *_who(group),
-            _decimal(found.decode_tsu),
-            _decimal(found.ttft_ms),
-            _decimal(found.tps),
-            _decimal(found.ttft_first_ms),
-            _decimal(found.ttft_median_ms),
-            _decimal(found.ttft_last_ms),
+            decimal(found.decode_tsu),
+            decimal(found.ttft_ms),
+            decimal(found.tps),
+            decimal(found.ttft_first_ms),
+            decimal(found.ttft_median_ms),
+            decimal(found.ttft_last_ms),
             *_tail(found),
         )
         for group in groups
@@ -206,7 +210,7 @@ def _contract_plans(groups: list[Group]) -> list[TablePlan]:
         for result in group.results:
             for entry in result.contract:
                 texts = entry.field, entry.requested, entry.status, entry.effective
-                lines.setdefault(result.target, set()).add(tuple(map(_cell, texts)))
+                lines.setdefault(result.target, set()).add(tuple(map(cell_text, texts)))
     columns = ("Field", "Requested", "Status", "Effective")
     return [
         TablePlan(2, f"Numeric contract ({target})", "", columns, tuple(sorted(lines[target])))
@@ -220,28 +224,59 @@ def _environment_plan(groups: list[Group]) -> TablePlan:
         for result in group.results:
             versions = ", ".join(f"{name} {v}" for name, v in sorted(result.versions.items()))
             texts = result.device, result.device_detail, result.commit or "", versions
-            rows.add(tuple(map(_cell, texts)))
+            rows.add(tuple(map(cell_text, texts)))
     columns = (DEVICE, "Detail", "Commit", "Versions")
     return TablePlan(2, "Environment", "", columns, tuple(sorted(rows)))
 
 
 def _precision_plans(groups: list[Group]) -> list[TablePlan]:
-    """One section a heading; a configuration equal to another stands in the other's section."""
-    sections: dict[str, list[Group]] = {}
-    for group in sorted(groups, key=lambda group: group.names[0]):
-        sections.setdefault(group.heading, []).append(group)
-    plans = []
-    for heading, members in sections.items():
-        members.sort(key=row_order)
-        names = sorted({name for group in members for name in group.names})
-        plan = _perf_plan(members, title=heading, intro=f"Precision {_listed(names)}.")
-        if plan:
-            # No configuration's own heading is lost by standing in the section of another.
-            own = {(r.precision_name, r.heading) for group in members for r in group.results}
-            lost = sorted((name, line) for name, line in own if line != heading)
-            notes = tuple(f"`{name}`: {line}" for name, line in lost)
-            plans.append(replace(plan, notes=plan.notes + notes))
-    return plans
+    """One section a heading.
+
+    A group has its row in the section of its first name; a section of its other headings says so.
+    """
+    printed = [group for group in groups if _perf_row(group)]
+    titles = titles_of([result for group in printed for result in group.results])
+    sections: dict[str, _PrecisionSection] = {}
+    for group in printed:
+        for result in sorted(group.results, key=lambda result: result.precision_name):
+            title = titles[result.heading]
+            section = sections.setdefault(title, _PrecisionSection(title, result.heading))
+            section.names.add(result.precision_name)
+            members = section.groups if titles[group.heading] == title else section.visitors
+            if group not in members:
+                members.append(group)
+    return [each.plan(titles) for each in sorted(sections.values(), key=lambda s: min(s.names))]
+
+
+@dataclass(slots=True)
+class _PrecisionSection:
+    """A section being filled: ``groups`` have their row here, ``visitors`` elsewhere."""
+
+    title: str
+    heading: str
+    names: set[str] = field(default_factory=set)
+    groups: list[Group] = field(default_factory=list)
+    visitors: list[Group] = field(default_factory=list)
+
+    def plan(self, titles: Mapping[str, str]) -> TablePlan:
+        intro = f"Precision {listed(sorted(self.names))}."
+        if num_rules := count_layer_rules(self.heading):
+            intro += f" {num_rules} layer rule{'s' if num_rules > 1 else ''}"
+            path = linked_file(self.title)
+            intro += "." if path is None else f": [{path}]({path})."
+        sentences = tuple(self._sentence(group, titles) for group in self.visitors)
+        plan = _perf_plan(sorted(self.groups, key=row_order), title=self.title, intro=intro)
+        if plan is None:
+            return TablePlan(2, self.title, "\n\n".join((intro, *sentences)))
+        return replace(plan, notes=plan.notes + sentences)
+
+    def _sentence(self, group: Group, titles: Mapping[str, str]) -> str:
+        names = {r.precision_name for r in group.results if titles[r.heading] == self.title}
+        come, stand = ("comes", "stands") if len(names) == 1 else ("come", "stand")
+        return (
+            f"On {_device(group.any)}, {_model(group.any)}, {listed(sorted(names))} {come} to the "
+            f"same numbers as `{group.names[0]}` and {stand} in its row."
+        )
 
 
 def _who(group: Group) -> tuple[str, str, str]:
@@ -264,28 +299,32 @@ def _tail(result: Result | None) -> tuple[str, str]:
     spread = result.spread if result else None
     peak = result.peak_memory_bytes if result else None
     return (
-        "" if spread is None else _decimal(100 * spread),
+        "" if spread is None else decimal(100 * spread),
         "" if peak is None else f"{peak / 1e6:.0f}",
     )
 
 
-def _decimal(value: float | None) -> str:
+def decimal(value: float | None) -> str:
+    """A figure as tables have it; blank where there is none."""
     return "" if value is None else f"{value:.1f}"
 
 
-def _interval(interval: tuple[float, float]) -> str:
-    return "-".join(_decimal(100 * bound) for bound in interval)
+def interval_text(interval: tuple[float, float]) -> str:
+    """An interval of fractions, in percent."""
+    return "-".join(decimal(100 * bound) for bound in interval)
 
 
-def _paired(accuracy: Accuracy) -> str:
+def paired_text(accuracy: Accuracy) -> str:
+    """The comparison with the base: positions that only this got right, that only the base did."""
     paired = accuracy.paired
-    return f"{_cell(paired.base)} +{paired.c} -{paired.b} p={paired.p:.2g}" if paired else ""
+    return f"{cell_text(paired.base)} +{paired.c} -{paired.b} p={paired.p:.2g}" if paired else ""
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Names in a sentence."""
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _cell(text: str) -> str:
+def cell_text(text: str) -> str:
     """Free text as a cell: one line, no bars."""
     return " ".join(text.replace("|", "/").split())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -13,7 +13,9 @@ from rich.table import Table
 
 from compiler.bench.cases import ACCURACY_TEXT
 from compiler.bench.record import Repeat, Result
-from compiler.targets.base import Progress as ProgressCallback
+
+if TYPE_CHECKING:
+    from compiler.targets.base import Progress as ProgressCallback
 
 
 class _Console(Console):

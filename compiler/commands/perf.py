@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from compiler.bench import perf_md
 from compiler.bench.perf_tables import render_results
-from compiler.bench.results import read
+from compiler.bench.results import Result, read
 from compiler.bench.selection import unplaced
 from compiler.commands.arguments import Parser
 from compiler.errors import ConfigError
 
 _BLOCK = "results"
-_RECORDED = "results/cpu.jsonl"
+RECORDED = "results/cpu.jsonl"
 """The lines kept with the repository; a user's own runs are recorded elsewhere."""
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
     parser = Parser(prog="tilewright perf", description="Render PERF.md's tables from results.")
-    parser.add_argument("--results", default=_RECORDED, metavar="FILE", help="JSON lines")
+    parser.add_argument("--results", default=RECORDED, metavar="FILE", help="JSON lines")
     parser.add_argument("--output", default="PERF.md", metavar="FILE", help="the file to update")
     arguments = parser.parse_args(argv)
     results = read(Path(arguments.results))
     if not results:
         raise ConfigError(f"{arguments.results}: holds no results; allowed: at least one")
-    perf_md.update(arguments.output, _BLOCK, render_results(results))
-    left = unplaced(results)
-    print(f"{arguments.output}: {len(results) - len(left)} of {len(results)} results have a table")
+    print(update_tables(arguments.output, results))
     return 0
+
+
+def check_file(output: str) -> None:
+    """Refuse what `update_tables` cannot merge into, before anything is written.
+
+    Raises:
+        ConfigError: if the file cannot be read, a table or a marker in it is malformed.
+    """
+    if Path(output).exists():
+        text = perf_md.render(perf_md.load(output))
+        perf_md.merge(text, _BLOCK, "", file=output)
+
+
+def update_tables(output: str, results: Sequence[Result]) -> str:
+    """Render the tables of a file anew; returns what there is to say about it.
+
+    Raises:
+        ConfigError: if the file cannot be read or written, or its markers are malformed.
+    """
+    perf_md.update(output, _BLOCK, render_results(results))
+    left = unplaced(results)
+    return f"{output}: {len(results) - len(left)} of {len(results)} results have a table"

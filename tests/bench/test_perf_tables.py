@@ -90,6 +90,28 @@ def test_percentages_are_rounded_not_lifted() -> None:
     assert row.ttft is None
 
 
+def test_an_accuracy_on_another_text_never_enters_a_table() -> None:
+    """Nor does it replace the one that does, or hide the speed measured beside it."""
+    standard = measured_accuracy()
+    other = measured_accuracy(day=2, accuracy=accuracy(300, text="held-out"))
+    for results in ([standard, other], [other, standard]):
+        (row,) = rows(results, "performance")
+        assert row.top1 == 91.8
+    assert unplaced([standard, other]) == [other]
+    (row,) = rows([make(accuracy=accuracy(300, text="held-out"))], "performance")
+    assert (row.top1, row.speed) == (None, 120.0)
+
+
+def test_a_sweep_s_accuracy_is_one_and_its_speed_is_none() -> None:
+    lone = {"case": "performance-top-1", "num_generated": 1, "ttft_ms": 900.0, "spread": None}
+    (row,) = rows([measured_accuracy(**lone)], "performance")
+    assert (row.top1, row.speed, row.ttft) == (91.8, None, None)
+    (row,) = rows([measured_accuracy(day=2, **lone), make()], "performance")
+    assert (row.top1, row.speed, row.ttft) == (91.8, 120.0, 100.0)
+    text = render_results([measured_accuracy(**lone)])
+    assert "900.0" not in text and "Long-context" not in text
+
+
 def test_the_newest_result_counts_whatever_the_order() -> None:
     old, new = make(day=1, decode_tsu=1.0), make(day=2, decode_tsu=2.0)
     for results in ([old, new], [new, old]):
@@ -118,21 +140,6 @@ def test_results_of_a_replaced_checkpoint_or_definition_are_gone() -> None:
     assert row.top1 is None
     old = make(prompt_length=2048, precision_id="old", effective_id="old")
     assert rows([old, make(day=2)], "long_context", context_k=2) == ()
-
-
-def test_equal_configurations_are_one_row_that_names_all() -> None:
-    results = []
-    for name in ("all-bfp8", "accuracy"):
-        results.append(make(name, effective_id="same", prompt_length=2048))
-        results.append(make(name, effective_id="same"))
-    (row,) = rows(results, "long_context", context_k=2)
-    assert row.precision == "accuracy, all-bfp8"
-    text = render_results(results)
-    assert text.count(f"\n## {HEADINGS['accuracy']}\n") == 1
-    assert f"\n## {HEADINGS['all-bfp8']}\n" not in text
-    assert f"- `all-bfp8`: {HEADINGS['all-bfp8']}\n" in text
-    assert "`accuracy`, `all-bfp8` come to the same" in text
-    assert len(rows(results, "accuracy")) == 1
 
 
 def test_every_configuration_at_batch_1_has_its_heading() -> None:
@@ -291,8 +298,8 @@ def test_what_is_rendered_reads_back(results: list[Result]) -> None:
     text = merge("# Mine\n", "results", render_results(results))
     document = perf_md.parse(text)
     assert perf_md.render(document) == text
-    plans = [plan for plan in plan_tables(results) if plan.columns]
-    read = [section for section in document.sections if section.title in {p.title for p in plans}]
+    plans = [plan for plan in plan_tables(results) if plan.level == 2]
+    read = [section for section in document.sections if section.level == 2]
     assert [section.title for section in read] == [plan.title for plan in plans]
     for plan, section in zip(plans, read, strict=True):
         is_typed = not plan.title.startswith(("Numeric contract", "Environment"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from compiler.errors import ConfigError, one_line
 
 _WHAT = "sweep file"
 VERSION = 1
+_LOCK_TRIES, _LOCK_SECONDS = 10, 0.02
 
 Outcome = Literal["done", "failed", "timed out", "out of memory", "cancelled"]
 Status = Literal["queued", "running", "done", "failed", "timed out", "out of memory", "cancelled"]
@@ -237,39 +239,39 @@ class Journal:
         Raises:
             ConfigError: when another one is.
         """
-        handle = self._locked()
-        if handle is None:
-            raise ConfigError(
-                f"{_WHAT} {self.path}: another process is running this sweep; allowed: one"
-            )
+        place = self._lock_path
         try:
+            handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"{_WHAT} {self.path}: {place.name}: {error.strerror}") from None
+        try:
+            for _ in range(_LOCK_TRIES):  # who only looks holds it for a moment
+                if is_ours := _try_lock(handle, fcntl.LOCK_EX):
+                    break
+                time.sleep(_LOCK_SECONDS)
+            if not is_ours:
+                raise ConfigError(
+                    f"{_WHAT} {self.path}: another process is running this sweep; allowed: one"
+                )
             yield
         finally:
             os.close(handle)
 
     def is_held(self) -> bool:
         """Whether some process is running this sweep."""
-        handle = self._locked()
-        if handle is not None:
-            os.close(handle)
-        return handle is None
-
-    def _locked(self) -> int | None:
-        """Hold the lock until the handle is closed; None when another process has it.
-
-        It is a file of its own: the journal itself is locked for a moment by whoever appends.
-        """
-        place = self.path.with_name(f".{self.path.name}.lock")
         try:
-            handle = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ConfigError(f"{_WHAT} {self.path}: {place.name}: {error.strerror}") from None
+            handle = os.open(self._lock_path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False  # it was never run from here
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            return not _try_lock(handle, fcntl.LOCK_SH)
+        finally:
             os.close(handle)
-            return None
-        return handle
+
+    @property
+    def _lock_path(self) -> Path:
+        """A file of its own: the journal itself is locked for a moment by whoever appends."""
+        return self.path.with_name(f".{self.path.name}.lock")
 
     @property
     def logs(self) -> Path:
@@ -279,6 +281,14 @@ class Journal:
     def log_path(self, cell_id: str) -> Path:
         """What a cell wrote on standard error, each attempt after the other."""
         return self.logs / f"{cell_id}.log"
+
+
+def _try_lock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _write(path: Path, events: Sequence[Event]) -> None:

@@ -51,11 +51,13 @@ class Entry:
 class Measures:
     """How each configuration is measured: ``rounds`` of every speed case, each accuracy case once.
 
+    ``first_round``: above 0 where rounds are added to a sweep.
     ``text``: what accuracy is measured on, None for the usual text.
     """
 
     cases: tuple[str, ...] = (SPEED_CASE, ACCURACY_CASE)
     rounds: int = 3
+    first_round: int = 0
     compute: str = "fast"
     threads: int | None = None
     text: str | None = None
@@ -151,7 +153,7 @@ def cells(found: Sequence[Entry], measures: Measures) -> list[Cell]:
     ]
     planned += [
         replace(cell, case=name, round=number)
-        for number in range(measures.rounds)
+        for number in range(measures.first_round, measures.first_round + measures.rounds)
         for name in measures.cases
         if not CASES[name].token_accuracy
         for cell in timed

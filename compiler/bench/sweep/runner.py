@@ -93,6 +93,9 @@ class Runner:
     def _start_some(self) -> None:
         waiting = (s for s in self.journal.state.open_cells() if s.cell.id not in self._running)
         for state in waiting:
+            if state.is_cancel_asked:  # while nobody ran the sweep
+                self.journal.append(Finished(cell=state.cell.id, outcome="cancelled", seconds=0.0))
+                continue
             if not self._has_room(state.cell):
                 return
             self.journal.append(Started(state.cell.id, now()))

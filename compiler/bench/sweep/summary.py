@@ -5,7 +5,7 @@ Knows figures, not how they are printed or drawn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compiler.bench import stats
@@ -23,14 +23,19 @@ class Row:
         names: of the configurations that come to the same numbers here; more than one after
             `merge_equal`.
         results: the newest record of each case, the repeats of all rounds in it.
-        rounds: t/s/u of the case that speed is read from, one median a round.
+        by_round: t/s/u of the case that speed is read from, the median of each round.
     """
 
     names: tuple[str, ...]
     states: tuple[CellState, ...]
     results: dict[str, Result]
     accuracies: dict[str | None, Accuracy]
-    rounds: tuple[float, ...]
+    by_round: Mapping[int, float]
+
+    @property
+    def rounds(self) -> tuple[float, ...]:
+        """The speeds of `by_round`, in order."""
+        return tuple(speed for _, speed in sorted(self.by_round.items()))
 
     @property
     def cell(self) -> Cell:
@@ -90,6 +95,24 @@ def merge_equal(found: Sequence[Row]) -> list[Row]:
     return [_merged(members) if len(members) > 1 else members[0] for members in groups.values()]
 
 
+def common_rounds(found: Sequence[Row]) -> list[int]:
+    """The rounds in which all of these rows were timed; a round of another row says nothing."""
+    numbers = [set(row.by_round) for row in found]
+    return sorted(set.intersection(*numbers)) if numbers else []
+
+
+def in_rounds(row: Row, numbers: Sequence[int]) -> Row:
+    """The row with only these rounds to be compared by."""
+    return replace(row, by_round={number: row.by_round[number] for number in numbers})
+
+
+def later_rounds(row: Row, first: int) -> Row:
+    """The row as if it had been timed from round ``first`` on only."""
+    kept = tuple(s for s in row.states if s.cell.kind == "accuracy" or s.cell.round >= first)
+    alone = _row(kept)
+    return replace(alone, names=row.names, accuracies=row.accuracies)
+
+
 def point(row: Row) -> Point | None:
     """A row as a point of speed and top-1; None while either is missing."""
     accuracy, speed = row.accuracy, row.speed
@@ -134,35 +157,43 @@ def _row(states: Sequence[CellState]) -> Row:
         states=tuple(states),
         results=results,
         accuracies=accuracies,
-        rounds=_rounds(done),
+        by_round=_by_round(done),
     )
 
 
-def _rounds(done: Sequence[CellState]) -> tuple[float, ...]:
-    """The first speed case's median of every round, in order of rounds."""
+def _by_round(done: Sequence[CellState]) -> dict[int, float]:
+    """The first speed case's median of every round."""
     timed = [state for state in done if state.cell.kind == "speed"]
     first = [state for state in timed if state.cell.case == timed[0].cell.case]
-    found = {s.cell.round: s.result.decode_tsu for s in first if s.result is not None}
-    return tuple(speed for _, speed in sorted(found.items()) if speed is not None)
+    return {
+        state.cell.round: state.result.decode_tsu
+        for state in first
+        if state.result is not None and state.result.decode_tsu is not None
+    }
 
 
 def _merged(members: Sequence[Row]) -> Row:
-    """Names together; speed from the repeats of all, the rounds averaged."""
+    """Names together; speed from the repeats of all, each round the median of theirs."""
     first = members[0]
-    results = dict(first.results)
-    for case, result in first.results.items():
+    accuracies: dict[str | None, Accuracy] = {}
+    results: dict[str, Result] = {}
+    for row in reversed(members):  # so that the first one's figures stay
+        accuracies |= row.accuracies
+        results |= row.results
+    for case, result in results.items():
         same = [row.results[case] for row in members if case in row.results]
         repeats = tuple(repeat for each in same for repeat in each.repeats)
         results[case] = replace(result, repeats=repeats, **medians(repeats))
-    num_rounds = min(len(row.rounds) for row in members)
+    timed = [row for row in members if row.by_round]
     return Row(
         names=tuple(name for row in members for name in row.names),
-        states=tuple(state for row in members for state in row.states),
+        states=(*first.states, *(state for row in members[1:] for state in row.states)),
         results=results,
-        accuracies=first.accuracies,
-        rounds=tuple(
-            stats.median([row.rounds[number] for row in members]) for number in range(num_rounds)
-        ),
+        accuracies=accuracies,
+        by_round={
+            number: stats.median([row.by_round[number] for row in timed])
+            for number in common_rounds(timed)
+        },
     )
 
 

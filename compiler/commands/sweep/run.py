@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from compiler.bench.json_lines import TornLineWarning
 from compiler.bench.sweep import estimate
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.journal import FAILURES, VERSION, Journal, Planned
 from compiler.bench.sweep.runner import Runner, RunnerOptions
 from compiler.commands.console import err, out, print_table
+from compiler.commands.sweep.files import open_sweep
 from compiler.commands.sweep.options import SweepOptions, read_options
 from compiler.commands.sweep.progress import sweep_progress
 from compiler.environment import environment
@@ -44,11 +44,7 @@ def open_journal(options: SweepOptions) -> Journal:
     Raises:
         ConfigError: when the file holds another plan than was asked for.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", TornLineWarning)
-        journal = Journal.open(options.results)
-    for each in caught:
-        err().print(f"{each.message}", style="yellow")
+    journal = open_sweep(options.results)
     held = journal.state.planned
     if held.plan != options.plan or (options.asked and options.asked != held.options):
         differing = {key for key, _ in options.asked.items() ^ held.options.items()}

@@ -1,0 +1,225 @@
+"""``tilewright sweep status``, ``cancel``, ``restart``, ``log``: look at a sweep, and steer it.
+
+Runs nothing: a running sweep, or the next one that goes on with the file, does what is asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from compiler.bench.sweep import estimate
+from compiler.bench.sweep.journal import FAILURES, Asked, CellState, Journal
+from compiler.commands.arguments import Parser
+from compiler.commands.sweep import tables
+from compiler.commands.sweep.files import open_sweep, torn_lines_said
+from compiler.commands.sweep.layout import Table, cell_text, plain_line, plain_text, title_text
+from compiler.errors import ConfigError, one_line
+from compiler.files import open_regular
+
+What = Literal["cancel", "restart"]
+
+_LEGEND = (
+    "KL in nats; t/s/u: tokens per second and user, the median of all rounds; Spr%: (highest - "
+    "lowest) / median; TTFT in ms; MB: the weights as held. Front: 'tied' is below a better "
+    "point, but inside the noise."
+)
+_MAX_LOG_BYTES = 1 << 24
+
+
+def main(verb: str, argv: list[str]) -> int:
+    """Run one of the verbs; returns the exit code."""
+    verbs: dict[str, Callable[[list[str]], int]] = {
+        "status": _status,
+        "cancel": lambda rest: _steer("cancel", rest),
+        "restart": lambda rest: _steer("restart", rest),
+        "log": _log,
+    }
+    return verbs[verb](argv)
+
+
+def _status(argv: list[str]) -> int:
+    parser = Parser(
+        prog="tilewright sweep status",
+        description="A table of a sweep, running or finished.",
+        epilog=_LEGEND,
+    )
+    parser.add_argument("file", metavar="FILE", help="the sweep's file")
+    lines = parser.add_mutually_exclusive_group()
+    lines.add_argument("--cells", action="store_true", help="a line a cell, not a configuration")
+    lines.add_argument("--pareto", action="store_true", help="the front, and what is not proven")
+    parser.add_argument("--sort", metavar="COLUMN", help="any of the columns' keys in --json")
+    parser.add_argument("--reverse", action="store_true", help="the other way round")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one object, figures as they are")
+    form.add_argument("--markdown", action="store_true", help="the same table as Markdown")
+    arguments = parser.parse_args(argv)
+    journal = open_sweep(arguments.file)
+    is_held = journal.is_held()
+    table = _table(arguments, journal, is_held=is_held)
+    if arguments.json:
+        print(json.dumps(_values(table, journal, is_held=is_held), allow_nan=False))
+    elif arguments.markdown:
+        print(table.markdown(), end="")
+    else:
+        print("\n".join(tables.headline(journal, is_held=is_held)), end="\n\n")
+        print("\n".join(table_lines(table, _room())))
+    return 0
+
+
+def _table(arguments: argparse.Namespace, journal: Journal, *, is_held: bool) -> Table:
+    make = tables.configurations
+    if arguments.cells:
+        make = tables.cells
+    elif arguments.pareto:
+        make = tables.front_table
+    table = make(journal.state, is_held=is_held)
+    return table.sorted_by(arguments.sort, is_reversed=arguments.reverse)
+
+
+def _values(table: Table, journal: Journal, *, is_held: bool) -> dict[str, Any]:
+    state = journal.state
+    statuses = [tables.shown_status(each, is_held=is_held) for each in state.cells.values()]
+    return {
+        "plan": state.planned.plan,
+        "is_running": is_held,
+        "num_cells": len(statuses),
+        "statuses": {each: statuses.count(each) for each in dict.fromkeys(statuses)},
+        "estimated_seconds_left": round(estimate.remaining_seconds(state), 1),
+        "rows": [
+            {column.key: line.values[column.key] for column in table.columns}
+            for line in table.lines
+        ],
+        "notes": list(table.notes),
+    }
+
+
+def _room() -> int | None:
+    """The terminal's width; none to keep to where the table goes into a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def table_lines(table: Table, room: int | None = None) -> list[str]:
+    """The table as lines of text, its notes below."""
+    widths = table.widths(room)
+    pairs = list(zip(table.columns, widths, strict=True))
+    found = [" ".join(title_text(*pair) for pair in pairs), " ".join("-" * w for w in widths)]
+    for line in table.lines:
+        found.append(" ".join(cell_text(column, line, width) for column, width in pairs))
+    notes = ["", *table.notes] if table.notes else []
+    return [line.rstrip() for line in found + notes]
+
+
+def _steer(what: What, argv: list[str]) -> int:
+    text = {"cancel": "Cancel cells, queued or running.", "restart": "Run cells again."}[what]
+    parser = Parser(prog=f"tilewright sweep {what}", description=text)
+    parser.add_argument("file", metavar="FILE", help="the sweep's file")
+    parser.add_argument(
+        "cells",
+        nargs="*",
+        metavar="CELL",
+        help="a cell's id or how it begins (see status --cells), or a configuration's name",
+    )
+    if what == "restart":
+        parser.add_argument("--failed", action="store_true", help="every cell that has failed")
+    arguments = parser.parse_intermixed_args(argv)
+    is_failed = what == "restart" and arguments.failed
+    if bool(arguments.cells) is is_failed:
+        which = "CELL..., or --failed" if what == "restart" else "CELL..."
+        raise ConfigError(f"sweep {what}: {'both' if is_failed else 'no cell'}; allowed: {which}")
+    journal = open_sweep(arguments.file)
+    found = {
+        each.cell.id: each
+        for argument in arguments.cells
+        for each in tables.find_cells(journal.state, argument)
+    }
+    if is_failed:
+        found = {key: s for key, s in journal.state.cells.items() if s.status in FAILURES}
+    with torn_lines_said():
+        print("\n".join(ask(journal, list(found.values()), what)))
+    return 0
+
+
+def affected(states: Sequence[CellState], what: What) -> list[CellState]:
+    """The cells among these that can be cancelled: what is open; or restarted: what is not."""
+    return [s for s in states if (s.is_open and not s.is_cancel_asked) is (what == "cancel")]
+
+
+def ask(journal: Journal, states: Sequence[CellState], what: What) -> list[str]:
+    """Ask for cells to be cancelled or run again; what came of it, in lines.
+
+    Raises:
+        ConfigError: where the sweep's file cannot be written.
+    """
+    chosen = affected(states, what)
+    left = len(states) - len(chosen)
+    why = "ended, or cancelled, already" if what == "cancel" else "to be run, already"
+    if not chosen:
+        return [f"nothing to {what}: {f'{_cells(left)} {why}' if left else 'no cell has failed'}"]
+    was_running = any(each.status == "running" for each in chosen)
+    names = [f"  {tables.describe(each)}" for each in chosen]
+    is_held = journal.is_held()
+    journal.append(*(Asked(each.cell.id, what) for each in chosen))
+    found = f"asked to {what} {_cells(len(chosen))}"
+    if what == "restart":
+        taken = "the running sweep" if is_held else "the next --resume"
+        found += f"; {taken} takes {'it' if len(chosen) == 1 else 'them'} up"
+    elif was_running:
+        found += "; the running sweep stops it" if is_held else "; it does not run now"
+    return [f"{found} ({_cells(left)} {why})" if left else found, *names]
+
+
+def _cells(count: int) -> str:
+    return "1 cell" if count == 1 else f"{count} cells"
+
+
+def _log(argv: list[str]) -> int:
+    parser = Parser(prog="tilewright sweep log", description="What a cell said, and its outcome.")
+    parser.add_argument("file", metavar="FILE", help="the sweep's file")
+    parser.add_argument(
+        "cell",
+        metavar="CELL",
+        help="a cell's id or how it begins, or a configuration's name: its newest cell",
+    )
+    arguments = parser.parse_args(argv)
+    journal = open_sweep(arguments.file)
+    state = newest(tables.find_cells(journal.state, arguments.cell))
+    print(log_text(journal, state, is_held=journal.is_held()))
+    return 0
+
+
+def newest(states: Sequence[CellState]) -> CellState:
+    """The cell that was started last; the first one where none was."""
+    return max(states, key=lambda each: each.started or "")
+
+
+def log_text(
+    journal: Journal, state: CellState, *, is_held: bool, max_bytes: int = _MAX_LOG_BYTES
+) -> str:
+    """A cell, how it ended and what it said; of a long log the last bytes."""
+    status = tables.shown_status(state, is_held=is_held)
+    took = "" if state.seconds is None else f" after {state.seconds:.1f} s"
+    since = f" since {plain_line(state.started)}" if status == "running" and state.started else ""
+    reason = f": {plain_line(state.reason)}" if state.reason else ""
+    took = "" if state.is_open else took
+    head = [tables.describe(state), f"{status}{since}{took}{reason}", ""]
+    return "\n".join([*head, _read_log(journal.log_path(state.cell.id), max_bytes)])
+
+
+def _read_log(path: Path, max_bytes: int) -> str:
+    try:
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - max_bytes))
+            text = file.read(max_bytes).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return f"no log: there is no {path}"
+    except OSError as error:
+        return f"no log: {path}: {one_line(error)}"
+    cut = f"(the last {max_bytes} of {size} bytes of {path})\n" if size > max_bytes else ""
+    return cut + (plain_text(text).rstrip("\n") or "(the log is empty)")

@@ -1,0 +1,29 @@
+"""Opening a sweep's file for a command: what was cut short is said, and nothing else is printed."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from compiler.bench.json_lines import TornLineWarning
+from compiler.bench.sweep.journal import Journal
+from compiler.commands.sweep.layout import plain_line
+
+
+@contextmanager
+def torn_lines_said() -> Iterator[None]:
+    """A line cut short is said in one line on standard error, not as a warning of Python's."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", TornLineWarning)
+        yield
+    for each in caught:
+        print(f"tilewright: {plain_line(str(each.message))}", file=sys.stderr)
+
+
+def open_sweep(path: str | Path) -> Journal:
+    """A sweep's file, running or finished. Raises ConfigError where it is none."""
+    with torn_lines_said():
+        return Journal.open(Path(path))

@@ -1,0 +1,146 @@
+"""A table as text: columns and lines, sorted, made to fit, as Markdown; text made fit to print.
+
+Knows nothing of sweeps but that a line is made of cells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compiler.bench.markdown import format_table
+from compiler.bench.sweep.journal import CellState
+from compiler.errors import ConfigError, allowed
+
+MIN_NAME_WIDTH = 8
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
+)
+
+
+def plain_text(text: str) -> str:
+    """Printable characters and line ends; of a line that was written over, what was seen last."""
+    lines = _ESCAPES.sub("", text).replace("\r\n", "\n").split("\n")
+    seen = (line.rstrip("\r").rpartition("\r")[2].expandtabs() for line in lines)
+    return "\n".join("".join(filter(str.isprintable, line)) for line in seen)
+
+
+def plain_line(text: str) -> str:
+    """As `plain_text`, in one line."""
+    return " ".join(plain_text(text).split())
+
+
+def shorten(text: str, width: int) -> str:
+    """Cut in the middle: related names differ at their ends."""
+    if len(text) <= width:
+        return text
+    num_kept = max(0, width - 3)
+    return text[: (num_kept + 1) // 2] + "..." + text[len(text) - num_kept // 2 :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """A column: ``key`` is what one sorts by and what JSON says; ``title`` is for 80 columns,
+    ``full`` for Markdown. ``highest_first``: the order it is first sorted in.
+    """
+
+    key: str
+    title: str
+    full: str = ""
+    text: Callable[[Any], str] = str
+    is_number: bool = False
+    highest_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line and the cells it is made of; ``key`` stays while its figures change.
+
+    ``values`` by the columns' keys, None for what is not known.
+    """
+
+    key: str
+    states: tuple[CellState, ...]
+    values: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The configuration's name, whole."""
+        return str(self.values["name"])
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Columns, lines, and what is to be said below them."""
+
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...] = ()
+
+    def sorted_by(self, key: str | None, *, is_reversed: bool = False) -> Table:
+        """In the order of the plan (None) or of a column; what is not known comes last.
+
+        Raises:
+            ConfigError: for a column that is not there.
+        """
+        if key is None:
+            return replace(self, lines=self.lines[::-1]) if is_reversed else self
+        column = next((each for each in self.columns if each.key == key), None)
+        if column is None:
+            keys = [each.key for each in self.columns]
+            raise ConfigError(f"no column {key[:60]!r} to sort by; {allowed(keys)}")
+        known = [line for line in self.lines if line.values[key] is not None]
+        known.sort(
+            key=lambda line: _order(line.values[key]),
+            reverse=column.highest_first is not is_reversed,
+        )
+        unknown = [line for line in self.lines if line.values[key] is None]
+        return replace(self, lines=(*known, *unknown))
+
+    def widths(self, room: int | None = None) -> list[int]:
+        """Of the columns; the names' shrinks so that all, and blanks between them, fit ``room``."""
+        found = [
+            max(len(column.title), *(len(_text(column, line)) for line in self.lines), 0)
+            for column in self.columns
+        ]
+        excess = 0 if room is None else sum(found) + len(found) - 1 - room
+        if excess > 0:
+            name = [column.key for column in self.columns].index("name")
+            found[name] = max(min(MIN_NAME_WIDTH, found[name]), found[name] - excess)
+        return found
+
+    def markdown(self) -> str:
+        """The table, then its notes as a list."""
+        lines = [[_cell(_text(each, line)) for each in self.columns] for line in self.lines]
+        text = format_table([column.full or column.title for column in self.columns], lines)
+        return text + "".join(f"\n- {note}" for note in self.notes) + ("\n" if self.notes else "")
+
+
+def title_text(column: Column, width: int) -> str:
+    """A column's title, as wide as the column."""
+    return column.title.rjust(width) if column.is_number else column.title.ljust(width)
+
+
+def cell_text(column: Column, line: Line, width: int) -> str:
+    """What a line says in a column, as wide as the column."""
+    text = shorten(_text(column, line), width)
+    return text.rjust(width) if column.is_number else text.ljust(width)
+
+
+def _text(column: Column, line: Line) -> str:
+    value = line.values[column.key]
+    return "" if value is None else column.text(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/")
+
+
+def _order(value: Any) -> Any:
+    """Numbers inside names count as numbers: 2.ff2 before 12.ff2."""
+    if not isinstance(value, str):
+        return value
+    parts = re.split(r"([0-9]+)", value)
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]

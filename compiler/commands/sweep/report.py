@@ -1,0 +1,278 @@
+"""``tilewright sweep export`` and ``plot``: what sweeps' files hold, as documents and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compiler.bench.cases import ACCURACY_TEXT
+from compiler.bench.json_lines import check_writable
+from compiler.bench.record import Result
+from compiler.bench.results import append, read
+from compiler.bench.sweep import summary
+from compiler.bench.sweep.export import csv_text, markdown, to_results
+from compiler.bench.sweep.journal import SweepState
+from compiler.bench.sweep.standings import Ranked, comparable, place_name, ranked
+from compiler.bench.sweep.summary import Row
+from compiler.commands import perf
+from compiler.commands.arguments import Parser
+from compiler.commands.sweep.files import open_sweep
+from compiler.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STDOUT = "-"
+_FRONT, _SENSITIVITY = "front", "sensitivity"
+_STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_LINKED_FOLDER = "precision_cfgs"
+
+
+def main(verb: str, argv: list[str]) -> int:
+    """Run ``export`` or ``plot``; returns the exit code."""
+    assert verb in ("export", "plot"), verb
+    return _export(argv) if verb == "export" else _plot(argv)
+
+
+def _export(argv: list[str]) -> int:
+    parser = Parser(prog="tilewright sweep export", description="Tables of sweeps.")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="what tilewright sweep wrote")
+    parser.add_argument("--markdown", metavar="OUT", help="a document; - for standard output")
+    parser.add_argument("--csv", metavar="OUT", help="a comma-separated table; - as above")
+    parser.add_argument("--perf-md", metavar="FILE", help="render this file's tables (PERF.md)")
+    parser.add_argument(
+        "--results", metavar="FILE", help=f"what --perf-md adds to, and renders ({perf.RECORDED})"
+    )
+    given = parser.parse_args(argv)
+    _check_outputs(given)
+    states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}
+    if given.perf_md is not None:
+        _check_no_probes(states)
+    if not (given.markdown or given.csv or given.perf_md):
+        given.markdown = _STDOUT
+    if given.markdown is not None:
+        _write(given.markdown, _document(states, given.markdown))
+    if given.csv is not None:
+        _write(given.csv, csv_text(*states.values()))
+    if given.perf_md is not None:
+        _merge(states, given.perf_md, Path(given.results or perf.RECORDED))
+    return 0
+
+
+def _check_outputs(given: argparse.Namespace) -> None:
+    """What is written lies apart, and apart from what is read."""
+    if given.results is not None and given.perf_md is None:
+        raise ConfigError("--results without --perf-md; allowed: both")
+    outputs = {
+        option: path
+        for option in ("markdown", "csv", "perf_md", "results")
+        if (path := getattr(given, option)) is not None
+    }
+    taken = {_place(path): f"the sweep {path}" for path in given.files}
+    for option, path in outputs.items():
+        name = "--" + option.replace("_", "-")
+        if path == _STDOUT and option in ("perf_md", "results"):
+            raise ConfigError(f"{name} {path}; allowed: a file's path")
+        where = path if path == _STDOUT else _place(path)
+        if where in taken:
+            raise ConfigError(f"{name} {path}: is {taken[where]} already; allowed: another one")
+        taken[where] = f"that of {name}"
+        if path != _STDOUT:
+            check_writable(path, name)
+
+
+def _place(path: str) -> str:
+    return os.path.realpath(path)
+
+
+def _check_no_probes(states: dict[str, SweepState]) -> None:
+    for path, state in states.items():
+        if state.planned.plan == _SENSITIVITY:
+            raise ConfigError(
+                f"{path}: a sensitivity sweep's configurations are probes, no rows of a table; "
+                "allowed with --perf-md: sweeps of other plans"
+            )
+
+
+def _document(states: dict[str, SweepState], output: str) -> str:
+    text = "\n".join(markdown(state, _extra(path, state)) for path, state in states.items())
+    if output == _STDOUT or not Path(_LINKED_FOLDER).is_dir():
+        return text
+    # links are written as from the root of the repository
+    root = os.path.relpath(Path().resolve(), Path(output).resolve().parent)
+    return (
+        text if root == "." else text.replace(f"]({_LINKED_FOLDER}/", f"]({root}/{_LINKED_FOLDER}/")
+    )
+
+
+def _extra(path: str, state: SweepState) -> str:
+    """A sensitivity sweep's own sections, once its base has been measured."""
+    if state.planned.plan != _SENSITIVITY:
+        return ""
+    from compiler.bench.sweep import sensitivity_report
+
+    try:
+        return sensitivity_report.markdown(state)
+    except ConfigError as error:
+        _say(f"{path}: without its sensitivities: {error}")
+        return ""
+
+
+def _merge(states: dict[str, SweepState], output: str, path: Path) -> None:
+    """Records into the results file, tables into ``output``."""
+    known = read(path) if path.exists() else []
+    new: list[Result] = []
+    for state in states.values():
+        new += to_results(state, [*known, *new])
+    if not known and not new:
+        raise ConfigError(
+            f"{', '.join(states)}: no configuration is finished, and {path} holds no results; "
+            "allowed: at least one"
+        )
+    perf.check_file(output)
+    for result in new:
+        append(path, result)
+    _say(f"{path}: {len(new)} new results")
+    _say(perf.update_tables(output, [*known, *new]))
+
+
+def _write(output: str, text: str) -> None:
+    """A file in one step, or standard output.
+
+    Raises:
+        ConfigError: where it cannot be written; what was there is then unchanged.
+    """
+    if output == _STDOUT:
+        print(text, end="")
+        return
+    try:
+        path = Path(output).resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
+        try:
+            with open(handle, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, mode)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
+    _say(f"{output}: {len(text.splitlines())} lines")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def _plot(argv: list[str]) -> int:
+    parser = Parser(prog="tilewright sweep plot", description="Figures of sweeps: SVG and PNG.")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="what tilewright sweep wrote")
+    parser.add_argument("-o", "--output", metavar="DIR", default="docs", help="default: docs")
+    parser.add_argument("--name", metavar="STEM", help="of the files' names (default: front)")
+    given = parser.parse_args(argv)
+    if given.name is not None and not _STEM.fullmatch(given.name):
+        raise ConfigError(f"--name {given.name[:60]!r}; allowed: letters, digits, '-', '_', '.'")
+    states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}
+    fronts = {path: each for path, each in states.items() if each.planned.plan != _SENSITIVITY}
+    figures = [
+        (stem if given.name is None else f"{given.name}-{stem}", figure)
+        for path, state in states.items()
+        if path not in fronts
+        for stem, figure in _heat_maps(path, state)
+    ]
+    if fronts:
+        figures += _fronts(fronts, given.name or _FRONT)
+    stems = [stem for stem, _ in figures]
+    if double := next((stem for stem in stems if stems.count(stem) > 1), None):
+        raise ConfigError(f"two figures {double!r}; allowed: one sweep at a time, or --name")
+    from compiler.bench.plot import save
+
+    for stem, figure in figures:
+        for written in save(figure, Path(given.output) / stem):
+            _say(f"{written}: written")
+    return 0
+
+
+def _heat_maps(path: str, state: SweepState) -> list[tuple[str, Figure]]:
+    from compiler.bench.sweep import sensitivity_report
+
+    try:
+        found = sensitivity_report.heat_maps(state)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not found:
+        raise ConfigError(f"{path}: no single layer is measured yet; allowed: at least one")
+    return found
+
+
+def _fronts(states: dict[str, SweepState], name: str) -> list[tuple[str, Figure]]:
+    """A figure for each set of comparable rows that has a point.
+
+    Raises:
+        ConfigError: when there is none.
+    """
+    found = [row for state in states.values() for row in summary.rows(state)]
+    groups: dict[tuple[str, ...], list[Ranked]] = {}
+    for each in ranked(found):
+        if each.placed is not None:
+            groups.setdefault(comparable(each.row), []).append(each)
+    if not groups:
+        raise ConfigError(
+            f"{', '.join(states)}: no configuration has both speed and accuracy yet; allowed: a "
+            "sweep in which both cells of one are done"
+        )
+    if len(states) > 1:
+        _say(
+            f"{len(states)} sweeps in one front: their rounds were not taken in turn, so that what "
+            "the machine did meanwhile counts as a difference in speed"
+        )
+    stems = _stems(list(groups), name)
+    bases = {state.planned.base for state in states.values()}
+    return [
+        (stem, _draw(members, bases)) for stem, members in zip(stems, groups.values(), strict=True)
+    ]
+
+
+def _stems(keys: Sequence[tuple[str, ...]], name: str) -> list[str]:
+    """``name`` alone for one figure; for several with their models, targets and devices."""
+    if len(keys) == 1:
+        return [name]
+    found: list[str] = []
+    for model, _, target, device, compute, *_ in keys:
+        parts = (model, target, device, *([] if compute == "fast" else [compute]))
+        stem = f"{name}-" + re.sub(r"[^a-z0-9]+", "-", "-".join(parts).lower()).strip("-")
+        number = sum(each == stem or each.startswith(f"{stem}.") for each in found)
+        found.append(f"{stem}.{number + 1}" if number else stem)
+    return found
+
+
+def _draw(members: Sequence[Ranked], bases: set[str | None]) -> Figure:
+    from compiler.bench.plot import draw_front
+
+    row = members[0].row
+    accuracy, speed = row.accuracy, row.speed_result
+    assert accuracy is not None and speed is not None
+    base = next((each for each in members if _holds(each.row, bases)), None)
+    text = "" if accuracy.text == ACCURACY_TEXT else f", text {accuracy.text}"
+    return draw_front(
+        [each.placed for each in members if each.placed is not None],
+        title=f"{place_name(row)}: speed against top-1",
+        speed_label=f"speed (t/s/u), case {speed.case}",
+        accuracy_label=f"top-1 (%) of {accuracy.num_positions} positions{text}",
+        base=None if base is None else base.label,
+    )
+
+
+def _holds(row: Row, precision_ids: set[str | None]) -> bool:
+    return any(state.cell.precision_id in precision_ids for state in row.states)

@@ -1,0 +1,68 @@
+"""The terminal view run without a terminal: what stands on its screen, keys, waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from textual.pilot import Pilot
+
+from compiler.bench.sweep.journal import Journal
+from compiler.commands.sweep.show_app import LinesTable, SweepApp
+
+SIZE = (80, 24)
+Script = Callable[[Pilot[None], SweepApp], Awaitable[None]]
+
+
+def drive(journal: Journal, script: Script, *, size: tuple[int, int] = SIZE) -> SweepApp:
+    """Run the view without a terminal, and a script of keys on it."""
+    app = SweepApp(journal)
+
+    async def run() -> None:
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            await script(pilot, app)
+
+    asyncio.run(run())
+    return app
+
+
+def screen(app: SweepApp) -> list[str]:
+    """What stands on the screen, line by line."""
+    strips = app.screen._compositor.render_strips()
+    return ["".join(segment.text for segment in strip) for strip in strips]
+
+
+def text(app: SweepApp) -> str:
+    return "\n".join(screen(app))
+
+
+def names(app: SweepApp, column: int = 0) -> list[str]:
+    """The first words of the table's lines, from the top of the screen."""
+    table = app.screen.query_one(LinesTable)
+    first, last = table.region.y + 1, table.region.bottom
+    return [line.split()[column] for line in screen(app)[first:last] if line.split()]
+
+
+def line_of(app: SweepApp, start: str) -> str:
+    """The table's first line that begins so."""
+    return next(line for line in screen(app) if line.strip().startswith(start))
+
+
+async def press(pilot: Pilot[None], *keys: str) -> None:
+    await pilot.press(*keys)
+    await pilot.pause()
+
+
+async def go_to(pilot: Pilot[None], app: SweepApp, row: int) -> None:
+    app.screen.query_one(LinesTable).move_cursor(row=row)
+    await pilot.pause()
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    """Wait for what the view does by itself."""
+    for _ in range(100):
+        if condition():
+            return
+        await pilot.pause(0.02)
+    raise AssertionError("it did not come")

@@ -1,0 +1,370 @@
+"""``tilewright sweep export``, ``plot``: files written whole, PERF.md's own text kept, refusals."""
+
+from __future__ import annotations
+
+import csv
+import io
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from compiler.bench import perf_md
+from compiler.bench.results import read
+from compiler.bench.sweep import sensitivity_report
+from compiler.bench.sweep.cell import Cell
+from compiler.bench.sweep.journal import Added
+from compiler.cli import main
+from compiler.commands.sweep import report
+from tests.sweep_cells import (
+    accuracy_cell,
+    accuracy_result,
+    cell,
+    done,
+    hits,
+    journal,
+    renamed,
+    speed_result,
+)
+
+ROOT = Path(__file__).parents[3]
+Sweep = Callable[..., Path]
+
+
+def measured(name: str, speed: float, num_wrong: int, **changes: Any) -> list[tuple[Cell, Any]]:
+    heading = f"precision_cfg = {{ff1_3: {name}}}, fidelity_cfg = {{li_ff1_3: hifi2}}"
+    fields = {"heading": heading, **changes}
+    of = accuracy_cell(name, **fields)
+    found = [(of, accuracy_result(of, hits(num_wrong, 64)))]
+    for number in range(3):
+        of = cell(name, round=number, **fields)
+        found.append((of, speed_result(of, [speed + number, speed + number + 1])))
+    return found
+
+
+SWEEP = [*measured("a", 50.0, 1), *measured("b", 90.0, 20)]
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Sweep:
+    """Writes a sweep's file."""
+
+    def write(name: str = "sweep", results: Any = None, **header: str) -> Path:
+        path = tmp_path / f"{name}.jsonl"
+        journal(path, SWEEP if results is None else results, **header)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., str]:
+    """One line on standard error, exit code 2, nothing written."""
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    def run(*argv: object) -> str:
+        before = contents()
+        assert main(["sweep", *map(str, argv)]) == 2
+        captured = capfd.readouterr()
+        assert captured.out == ""
+        (line,) = captured.err.splitlines()
+        assert contents() == before
+        return line
+
+    return run
+
+
+def test_without_an_output_the_document_is_printed(
+    sweep: Sweep, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sweep", "export", str(sweep(plan="pareto"))]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("# Sweep: pareto\n")
+    assert "| a " in captured.out and captured.err == ""
+
+
+def test_documents_and_tables_are_written_and_said(
+    sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = sweep("one", plan="pareto"), sweep("two", measured("z", 5.0, 0))
+    text, lines = tmp_path / "new" / "all.md", tmp_path / "all.csv"
+    lines.write_text("what was there before, and longer than a line")
+    lines.chmod(0o640)
+    options = ["--markdown", str(text), "--csv", str(lines)]
+    assert main(["sweep", "export", str(first), str(second), str(first), *options]) == 0
+    assert text.read_text().count("# Sweep: ") == 2
+    found = list(csv.DictReader(io.StringIO(lines.read_text())))
+    assert [line["configuration"] for line in found] == ["a", "b", "z"]
+    assert lines.stat().st_mode & 0o777 == 0o640
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert [line.split(": ")[0] for line in said.err.splitlines()] == [str(text), str(lines)]
+    assert not list(tmp_path.glob(".all*")), "nothing temporary is left"
+
+
+def test_links_fit_the_folder_of_the_document(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("precision_cfgs").mkdir()
+    link = "[x](precision_cfgs/x.yaml)"
+    monkeypatch.setattr(report, "markdown", lambda state, extra: f"{link}\n")
+    path = str(sweep())
+    for place, prefix in (("top.md", ""), ("docs/in/deep.md", "../../")):
+        assert main(["sweep", "export", path, "--markdown", place]) == 0
+        assert Path(place).read_text() == f"[x]({prefix}precision_cfgs/x.yaml)\n"
+
+
+def test_perf_md_gets_the_rows_and_keeps_its_text(
+    sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output, results = tmp_path / "PERF.md", tmp_path / "cpu.jsonl"
+    output.write_text("# Mine\n\nBy hand.\n")
+    argv = ["export", str(sweep()), "--perf-md", str(output), "--results", str(results)]
+    assert main(["sweep", *argv]) == 0
+    text = output.read_text()
+    assert text.startswith("# Mine\n\nBy hand.\n")
+    sections = [s for s in perf_md.load(output).sections if s.kind == "precision"]
+    assert [[row.speed for row in section.rows] for section in sections] == [[51.5], [91.5]]
+    assert [len(each.repeats) for each in read(results)] == [0, 6, 0, 6]
+    said = capsys.readouterr().err
+    assert "4 new results" in said and "4 of 4 results have a table" in said
+    kept = results.read_bytes()
+    assert main(["sweep", *argv]) == 0
+    assert (results.read_bytes(), output.read_text()) == (kept, text)
+    assert "0 new results" in capsys.readouterr().err
+    # and it is what `tilewright perf` renders
+    assert main(["perf", "--results", str(results), "--output", str(output)]) == 0
+    assert output.read_text() == text
+
+
+def test_one_sweep_given_as_two_files_adds_its_records_once(sweep: Sweep, tmp_path: Path) -> None:
+    paths = [str(sweep(name)) for name in ("one", "two")]
+    results = tmp_path / "cpu.jsonl"
+    options = ["--perf-md", str(tmp_path / "PERF.md"), "--results", str(results)]
+    assert main(["sweep", "export", *paths, *options]) == 0
+    assert len(read(results)) == 4
+
+
+def test_a_sensitivity_is_refused_for_perf_md(
+    sweep: Sweep, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path = sweep(plan="sensitivity")
+    said = refused("export", path, "--perf-md", tmp_path / "PERF.md")
+    assert str(path) in said and "probes" in said and "allowed" in said
+
+
+def test_a_broken_perf_md_costs_no_results(
+    sweep: Sweep, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    output, results = tmp_path / "PERF.md", tmp_path / "cpu.jsonl"
+    for text in ("<!-- tilewright:begin results -->\n", "| no | rule |\n"):
+        output.write_text(text)
+        said = refused("export", sweep(text[0:1] + "x"), "--perf-md", output, "--results", results)
+        assert str(output) in said
+
+
+def test_outputs_that_meet_or_cannot_be_are_refused(
+    sweep: Sweep, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path, other = sweep(), tmp_path / "x.md"
+    (tmp_path / "link").symlink_to(path)
+    (tmp_path / "file").touch()
+    assert "is the sweep" in refused("export", path, "--markdown", path)
+    assert "is the sweep" in refused("export", path, "--csv", tmp_path / "link")
+    assert "is the sweep" in refused("export", path, "--perf-md", other, "--results", path)
+    assert "that of --markdown" in refused("export", path, "--markdown", other, "--csv", other)
+    assert "that of --markdown" in refused("export", path, "--markdown", "-", "--csv", "-")
+    assert "--results without" in refused("export", path, "--results", other)
+    assert "a file's path" in refused("export", path, "--perf-md", "-")
+    assert "is a folder" in refused("export", path, "--markdown", tmp_path)
+    said = refused("export", path, "--csv", tmp_path / "file" / "x.csv")
+    assert "file" in said
+    empty = tmp_path / "empty.md"
+    assert "finished" in refused(
+        *("export", sweep("none", []), "--perf-md", empty, "--results", tmp_path / "r.jsonl")
+    )
+
+
+def test_a_write_that_fails_leaves_what_was_there(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    path, output = sweep(), tmp_path / "x.md"
+    output.write_text("before")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report.os, "fsync", full)
+    assert "No space left" in refused("export", path, "--markdown", output)
+
+
+@pytest.mark.parametrize("verb", ["export", "plot"])
+def test_what_is_no_sweep_is_refused(
+    verb: str, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path = tmp_path / "no.jsonl"
+    assert str(path) in refused(verb, path)
+    path.write_text("{}\n")
+    assert str(path) in refused(verb, path)
+    assert "FILE" in refused(verb)
+
+
+def test_a_torn_last_line_is_said(sweep: Sweep, capsys: pytest.CaptureFixture[str]) -> None:
+    path = sweep()
+    with open(path, "a") as file:
+        file.write('{"event": "star')
+    assert main(["sweep", "export", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert "cut short" in captured.err and "| b " in captured.out
+
+
+def texts(path: Path) -> list[str]:
+    root = ElementTree.parse(path).getroot()
+    return ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def plot(folder: Path, *argv: object) -> list[str]:
+    pytest.importorskip("matplotlib")
+    assert main(["sweep", "plot", *map(str, argv), "-o", str(folder)]) == 0
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_front_is_drawn(
+    sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "docs"
+    assert plot(folder, sweep()) == ["front.png", "front.svg"]
+    shown = texts(folder / "front.svg")
+    assert "a (base)" in shown and "b" in shown
+    assert any("Tiny on CPU (cpu)" in text for text in shown)
+    assert any("performance-ci-1" in text for text in shown)
+    assert any("of 64 positions" in text for text in shown)
+    said = capsys.readouterr().err
+    assert str(folder / "front.svg") in said and str(folder / "front.png") in said
+    assert plot(folder, sweep("again"), "--name", "mine")[2:] == ["mine.png", "mine.svg"]
+
+
+def test_models_and_targets_are_figures_of_their_own(sweep: Sweep, tmp_path: Path) -> None:
+    other = measured("a", 9.0, 0, model_name="O/ther", model_hash="o")
+    exact = measured("a", 5.0, 0, compute="exact")
+    same = measured("a", 7.0, 0, model_hash="later")
+    path = sweep(results=[*SWEEP, *other, *exact, *same])
+    assert [name for name in plot(tmp_path / "docs", path) if name.endswith(".svg")] == [
+        "front-o-ther-cpu-cpu.svg",
+        "front-tiny-cpu-cpu-exact.svg",
+        "front-tiny-cpu-cpu.2.svg",
+        "front-tiny-cpu-cpu.svg",
+    ]
+
+
+def test_several_sweeps_are_one_front_and_it_is_said(
+    sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "docs"
+    paths = sweep("one"), sweep("two", measured("c", 70.0, 5))
+    assert plot(folder, *paths) == ["front.png", "front.svg"]
+    assert {"a (base)", "b", "c"} <= set(texts(folder / "front.svg"))
+    assert "not taken in turn" in capsys.readouterr().err
+
+
+def test_many_equal_names_make_a_short_label(sweep: Sweep, tmp_path: Path) -> None:
+    results = []
+    for name in ("wo-bfp4-activation-bf16", "wo-bfp4-activation-bfp8", "wo-bfp4-activation-mixed"):
+        results += [
+            (of, renamed(found, effective_id="same")) for of, found in measured(name, 50.0, 3)
+        ]
+    plot(tmp_path / "docs", sweep(results=results))
+    assert "wo-bfp4-activation-bf16 and 2 equal" in texts(tmp_path / "docs" / "front.svg")
+
+
+def test_without_a_point_there_is_no_figure(
+    sweep: Sweep, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    path = sweep(results=SWEEP[:1])
+    said = refused("plot", path, "-o", tmp_path / "docs")
+    assert f"{path}: no configuration has both speed and accuracy yet; allowed: " in said
+    for name in ("a/b", "", ".hidden", "x" * 200):
+        assert "--name" in refused("plot", path, "--name", name)
+
+
+def test_a_sensitivity_is_drawn_and_written_by_its_own_module(
+    sweep: Sweep,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    from compiler.bench.plot import draw_heat_map
+
+    def drawn(state: object) -> list[tuple[str, Any]]:
+        return [("loss", draw_heat_map([[1.0]], rows=["0"], columns=["ff2"], title="", label=""))]
+
+    monkeypatch.setattr(sensitivity_report, "heat_maps", drawn)
+    monkeypatch.setattr(sensitivity_report, "markdown", lambda state: "## By layer\n\nSomething.\n")
+    of = accuracy_cell("p", part="0.ff2")
+    results = [*SWEEP, (of, accuracy_result(of, hits(2, 64)))]
+    path = sweep("sensitivity", results, plan="sensitivity")
+    folder = tmp_path / "docs"
+    assert plot(folder, path) == ["loss.png", "loss.svg"]
+    assert plot(folder, path, "--name", "x")[2:] == ["x-loss.png", "x-loss.svg"]
+    assert plot(folder, path, sweep("pareto"))[:2] == ["front.png", "front.svg"]
+    capsys.readouterr()
+    assert main(["sweep", "export", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "## By layer\n\nSomething.\n" in text
+    assert "| p " not in text
+    again = sweep("again", results, plan="sensitivity")
+    assert main(["sweep", "plot", str(path), str(again), "-o", str(folder)]) == 2
+    assert "two figures 'loss'" in capsys.readouterr().err
+
+
+def test_a_sensitivity_from_its_file_to_its_tables_and_maps(
+    sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = [*SWEEP[:4]]
+    for number, part in enumerate(("ff2", "0.ff2", "1.ff2")):
+        name = f"{part}=bfp8:hifi2"
+        results += measured(name, 60.0, 3 + number, part=part)[: 1 if "." in part else 4]
+    path = sweep("sensitivity", results, plan="sensitivity")
+    assert main(["sweep", "export", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "## Sensitivity: Tiny on CPU, bfp8:hifi2" in text
+    assert "| 0.ff2 " in text and "| 0.ff2=bfp8:hifi2 " not in text
+    assert "| ff2=bfp8:hifi2 " in text
+    early = sweep("early", [], plan="sensitivity")
+    assert main(["sweep", "export", str(early)]) == 0
+    captured = capsys.readouterr()
+    assert "no accuracy yet" in captured.err and "# Sweep: sensitivity" in captured.out
+    pytest.importorskip("matplotlib")
+    for unfinished in (early, sweep("groups", results[:4], plan="sensitivity")):
+        assert main(["sweep", "plot", str(unfinished), "-o", str(tmp_path / "docs")]) == 2
+        assert str(unfinished) in capsys.readouterr().err
+
+
+def test_export_starts_without_torch(sweep: Sweep) -> None:
+    code = "import sys; from compiler.cli import main; main(sys.argv[1:])"
+    code += "; print('torch' in sys.modules)"
+    argv = [sys.executable, "-c", code, "sweep", "export", str(sweep())]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_sweep_that_grows_is_exported_as_it_stands(
+    sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "grows.jsonl"
+    made = journal(path, SWEEP[:4])
+    assert main(["sweep", "export", str(path)]) == 0
+    assert "Cells: 4 of 4 done" in capsys.readouterr().out
+    of, found = SWEEP[4]
+    made.append(Added(of))
+    made.append(done(of, found))
+    assert main(["sweep", "export", str(path)]) == 0
+    assert "Cells: 5 of 5 done" in capsys.readouterr().out
