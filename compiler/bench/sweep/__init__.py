@@ -1,4 +1,5 @@
 """Many measurements as one piece of work: planned, run cell by cell, resumed, summed up.
 
-Reading order: cell, plans, journal, runner, summary, then what is made of it.
+Reading order. A sweep: cell, model, levels, plans, journal, process, runner. Its figures: summary,
+standings, export. What parts cost: cost_model, sensitivity. The search: search (pure), hunt, found.
 """

@@ -31,7 +31,7 @@ class Bounds:
         error = guard * math.sqrt(share * (1 - share) / accuracy.num_positions)
         return (
             (self.min_top1 is None or 100 * (share - error) >= self.min_top1)
-            and (self.max_kl is None or (accuracy.kl_mean or 0.0) <= self.max_kl)
+            and (self.max_kl is None or _is_within(accuracy.kl_mean, self.max_kl))
             and (self.max_bytes is None or num_bytes <= self.max_bytes)
         )
 
@@ -44,3 +44,8 @@ class Bounds:
         if self.max_bytes is not None:
             parts.append(f"weights <= {self.max_bytes / 1e6:g} MB")
         return ", ".join(parts)
+
+
+def _is_within(kl: float | None, most: float) -> bool:
+    """An unknown divergence is within nothing."""
+    return kl is not None and kl <= most

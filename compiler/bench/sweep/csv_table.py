@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from compiler.bench.record import Accuracy
 from compiler.bench.sweep import summary
 from compiler.bench.sweep.journal import SweepState
-from compiler.bench.sweep.standings import measured_bytes, ranked
+from compiler.bench.sweep.standings import ranked
 from compiler.bench.sweep.summary import Row
 
 CsvValue = str | float | int | None
@@ -91,7 +91,7 @@ def _csv_identity(row: Row) -> dict[str, CsvValue]:
         "cells_done": statuses.count("done"),
         "commit": newest.commit if newest else None,
         "timestamp": newest.timestamp if newest else None,
-        "weight_bytes": measured_bytes(row),
+        "weight_bytes": row.measured_bytes,
         "estimated_weight_bytes": cell.weight_bytes,
     }
 

@@ -5,11 +5,11 @@ Rough on purpose: it decides whether to wait, never what a figure is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from compiler.bench import stats
 from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL, CASES, NATURAL_PROMPT_LENGTH
-from compiler.bench.sweep.cell import Cell
+from compiler.bench.sweep.cell import Cell, CellKind
 from compiler.bench.sweep.journal import SweepState
 
 _START_SECONDS = 5.0
@@ -36,21 +36,33 @@ def seconds(cell: Cell, *, is_compiled: bool = True) -> float:
 
 def total_seconds(cells: Iterable[Cell], *, jobs: int = 1) -> float:
     """A guess for cells that have not begun: each configuration is compiled once."""
-    seen: set[tuple[str, ...]] = set()
-    total = 0.0
-    for cell in cells:
-        share = jobs if cell.kind == "accuracy" else 1
-        total += seconds(cell, is_compiled=cell.configuration in seen) / share
-        seen.add(cell.configuration)
-    return total
+    return sum(guess / _share(cell, jobs) for cell, guess in _guesses(cells))
 
 
 def remaining_seconds(state: SweepState, *, jobs: int = 1) -> float:
-    """For what is open: the guess, scaled by what finished cells took beside theirs."""
-    guess = total_seconds([each.cell for each in state.open_cells()], jobs=jobs)
-    ratios = [
-        each.seconds / seconds(each.cell)
-        for each in state.cells.values()
-        if each.status == "done" and each.seconds
-    ]
-    return guess * stats.median(ratios) if ratios else guess
+    """For what is open: the guess, scaled by what finished cells of the kind took beside theirs."""
+    guesses = list(_guesses(each.cell for each in state.cells.values()))
+    pairs = list(zip(state.cells.values(), guesses, strict=True))
+    ratios: dict[CellKind, list[float]] = {"speed": [], "accuracy": []}
+    for each, (cell, guess) in pairs:
+        if each.status == "done" and each.seconds:
+            ratios[cell.kind].append(each.seconds / guess)
+    total = 0.0
+    for each, (cell, guess) in pairs:
+        if each.is_open:
+            known = ratios[cell.kind] or ratios["speed"] or ratios["accuracy"]
+            total += guess * (stats.median(known) if known else 1.0) / _share(cell, jobs)
+    return total
+
+
+def _guesses(cells: Iterable[Cell]) -> Iterator[tuple[Cell, float]]:
+    """Each cell with its guess, in the order they run in."""
+    seen: set[tuple[str, ...]] = set()
+    for cell in cells:
+        is_compiled = cell.is_kept and cell.configuration in seen
+        yield cell, seconds(cell, is_compiled=is_compiled)
+        seen.add(cell.configuration)
+
+
+def _share(cell: Cell, jobs: int) -> int:
+    return jobs if cell.kind == "accuracy" else 1

@@ -27,7 +27,6 @@ from compiler.bench.sweep.journal import CellState, SweepState
 from compiler.bench.sweep.standings import (
     Ranked,
     by_place,
-    measured_bytes,
     place_name,
     plain,
     ranked,
@@ -141,7 +140,7 @@ def _summary_row(each: Ranked) -> tuple[str, ...]:
     row, speed, accuracy = each.row, each.row.speed_result, each.row.accuracy
     low_high = "" if len(row.rounds) < 2 else f"{min(row.rounds):.1f}-{max(row.rounds):.1f}"
     spread = None if speed is None or speed.spread is None else 100 * speed.spread
-    num_bytes = measured_bytes(row)
+    num_bytes = row.measured_bytes
     texts = (
         each.names,
         *_accuracy_cells(accuracy),

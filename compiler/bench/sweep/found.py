@@ -5,7 +5,7 @@ Knows measured rows; how they were found is not known here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compiler.bench import stats
@@ -69,21 +69,39 @@ def about_predictions(model: CostModel) -> str:
     return f"The search was guided by predicted times; the cost model was off by {off}."
 
 
-def against(winner: Row, others: Sequence[Row], is_within: Callable[[Row], bool]) -> list[str]:
+def against(winner: Row, others: Sequence[Row]) -> list[str]:
     """A line for every uniform configuration within the bounds: speed and bytes beside it."""
-    lines = []
-    for row in others:
-        if is_within(row):
-            lines.append(f"Beside {row.name}: {_faster(winner, row)}, {_smaller(winner, row)}.")
+    lines = [
+        f"Beside {row.name}: {_faster(winner, row)}, {_smaller(winner, row)}." for row in others
+    ]
     return lines or ["No uniform configuration is within the bounds."]
 
 
-def _faster(winner: Row, other: Row) -> str:
-    numbers = common_rounds([winner, other])
-    found = stats.paired_ratio(
-        [winner.by_round[number] for number in numbers],
+def is_better(row: Row, winner: Row) -> bool:
+    """Whether a row is clearly faster and no larger, or smaller and not clearly slower."""
+    found = _speed_ratio(row, winner)
+    if found is None:
+        return False
+    ours, theirs = row.num_bytes or 0, winner.num_bytes or 0
+    is_faster = found.differs and found.ratio > 1
+    is_slower = found.differs and found.ratio < 1
+    return (is_faster and ours <= theirs) or (ours < theirs and not is_slower)
+
+
+def _speed_ratio(one: Row, other: Row) -> stats.Ratio | None:
+    numbers = common_rounds([one, other])
+    if not numbers:
+        return None
+    return stats.paired_ratio(
+        [one.by_round[number] for number in numbers],
         [other.by_round[number] for number in numbers],
     )
+
+
+def _faster(winner: Row, other: Row) -> str:
+    found = _speed_ratio(winner, other)
+    if found is None:
+        return "no round in which both were timed"
     if found.interval is None:
         return f"{found.ratio:.2f} times its speed ({found.num_rounds} rounds, no interval)"
     low, high = found.interval

@@ -14,6 +14,9 @@ from compiler.precision import PrecisionConfig
 Reason = Callable[[Part], str]
 """Why a part has its level, in a few words."""
 
+GroupReason = Callable[[str], str]
+"""What the levels of a group's parts come to."""
+
 
 def usual_levels(levels: Mapping[Part, Level | None]) -> dict[str, Level | None]:
     """The level that most parts of each group have; None is the base's."""
@@ -30,6 +33,7 @@ def render(
     description: str,
     provenance: Sequence[str],
     reason: Reason,
+    group_reason: GroupReason,
 ) -> str:
     """The file: what it was found by as comments, the usual level of each group, the exceptions.
 
@@ -40,7 +44,7 @@ def render(
     lines += [f"inherits: {base.name}", f'description: "{description}"', "precision:"]
     for group, level in usual.items():
         if level is not None:
-            lines.append(f"  {group}: {level.format}")
+            lines += [f"  # {group_reason(group)}", f"  {group}: {level.format}"]
     lines.append("fidelity:")
     for group, level in usual.items():
         if level is not None:

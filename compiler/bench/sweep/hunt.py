@@ -5,114 +5,45 @@ It asks a runner for cells and gets their states; how they are run is not known 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path as FilePath
+from tempfile import TemporaryDirectory
 
 from compiler.bench.record import Accuracy
 from compiler.bench.sweep import found_yaml, plans
-from compiler.bench.sweep.bounds import GUARD, Bounds
-from compiler.bench.sweep.cell import Cell
-from compiler.bench.sweep.cost_model import CostModel, fit
+from compiler.bench.sweep.bounds import GUARD
+from compiler.bench.sweep.cost_model import CostModel, Observation, fit
 from compiler.bench.sweep.found import (
     Found,
     about_predictions,
     against,
+    is_better,
     percent,
     top1_text,
 )
-from compiler.bench.sweep.journal import Added, Finished, Journal, SweepState
-from compiler.bench.sweep.levels import PRODUCT_GROUPS, Level, Part, assign
-from compiler.bench.sweep.model import SweptModel, total_bytes
-from compiler.bench.sweep.parts import Held, make_items, single_parts
-from compiler.bench.sweep.plans import Entry, Measures
+from compiler.bench.sweep.journal import Journal, SweepState
+from compiler.bench.sweep.levels import Level, Part
+from compiler.bench.sweep.parts import Held, groups_without_shares, make_items, single_parts
 from compiler.bench.sweep.runner import Runner
 from compiler.bench.sweep.search import Candidate, Path, first_meeting, plan_path, within_bytes
-from compiler.bench.sweep.sensitivity import Sensitivity, observations, sensitivities
+from compiler.bench.sweep.search_plan import (
+    Settings,
+    Subject,
+    adopt,
+    first_cells,
+    group_precisions,
+    sensitivity_of,
+    uniform_precisions,
+)
+from compiler.bench.sweep.sensitivity import observations
 from compiler.bench.sweep.summary import Row, later_rounds, rows
 from compiler.errors import ConfigError
-from compiler.plain_yaml import parse_yaml
 from compiler.precision import PrecisionConfig, load_precision
-from compiler.precision.fragment import as_map, read_fragment
 
-_MAPS = ("precision", "fidelity", "layers")
 _SAFER = (0.0, 0.08, 0.2, 0.4)
 """How much of what is left of the path the next try goes on where the held-out text says no."""
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is searched: a model on a target, from a base."""
-
-    model: SweptModel
-    target: str
-    device: str
-    base: PrecisionConfig
-
-    def entry(self, precision: PrecisionConfig, *, is_timed: bool) -> Entry:
-        """A configuration of it; all but the base are probes, which no table of models shows."""
-        part = "" if precision is self.base else precision.name
-        return Entry(self.model, self.target, self.device, precision, part, is_timed)
-
-    def lowered(self, name: str, choices: Mapping[Part, Level]) -> PrecisionConfig:
-        """The base with parts at other levels."""
-        return assign(self.base, choices, name=name, num_layers=self.model.num_layers)
-
-    def groups(self) -> list[str]:
-        """Those whose levels are chosen."""
-        return [group for group in self.model.groups() if group in PRODUCT_GROUPS]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the search was asked; ``held_out``: the text that confirms what was found."""
-
-    bounds: Bounds
-    levels: tuple[Level, ...]
-    rounds: int
-    cases: tuple[str, ...] | None
-    compute: str
-    threads: int | None
-    text: str | None
-    held_out: str
-
-    def measures(
-        self, *, is_timed: bool = True, text: str | None = None, first_round: int = 0
-    ) -> Measures:
-        """Accuracy on a text, and speed too if wanted, in rounds numbered from ``first_round``."""
-        cases = self.cases or (plans.SPEED_CASE, plans.ACCURACY_CASE)
-        return Measures(
-            cases=cases if is_timed else (plans.ACCURACY_CASE,),
-            rounds=self.rounds,
-            first_round=first_round,
-            compute=self.compute,
-            threads=self.threads,
-            text=text or self.text,
-        )
-
-
-def subject(model: SweptModel, target: str, devices: Sequence[str], base_name: str) -> Subject:
-    """The one place of a search. Raises ConfigError for a device the target does not run on."""
-    base = load_precision(base_name)
-    places = plans.entries([model], [target], devices, [base])
-    return Subject(model, target, places[0].device, base)
-
-
-def first_cells(subject: Subject, settings: Settings, known: Journal | None) -> list[Cell]:
-    """What is measured whatever comes of it: the base, every level everywhere, every group."""
-    uniform = [subject.entry(subject.base, is_timed=True)]
-    uniform += [subject.entry(p, is_timed=True) for p in _uniform(subject, settings).values()]
-    groups = [subject.entry(p, is_timed=False) for p in _of_groups(subject, settings).values()]
-    found = plans.cells([*uniform, *groups], settings.measures())
-    if known is None:
-        probes = plans.sensitivity_entries(
-            subject.model,
-            subject.target,
-            subject.device,
-            base=subject.base,
-            level=settings.levels[0],
-        )
-        found = [*plans.cells(probes, settings.measures()), *found]
-    return list({cell.id: cell for cell in found}.values())
 
 
 def hunt(subject: Subject, settings: Settings, runner: Runner, known: Journal | None) -> Found:
@@ -124,42 +55,9 @@ def hunt(subject: Subject, settings: Settings, runner: Runner, known: Journal | 
     """
     first = first_cells(subject, settings, known)
     if known is not None:
-        _adopt(runner.journal, first, known.state)
+        adopt(runner.journal, first, known.state)
     runner.measure(first)
     return _Hunt(subject, settings, runner, known).run()
-
-
-def _adopt(journal: Journal, cells: Sequence[Cell], known: SweepState) -> None:
-    """Take over accuracies that another sweep has measured the same way; speeds are never mixed."""
-    for cell in cells:
-        ours, theirs = journal.state.cells.get(cell.id), known.cells.get(cell.id)
-        if cell.kind == "speed" or theirs is None or theirs.result is None:
-            continue
-        if ours is None or ours.is_open:
-            journal.append(
-                Added(cell),
-                Finished(
-                    cell=cell.id,
-                    outcome="done",
-                    seconds=theirs.seconds or 0.0,
-                    result=theirs.result.to_dict(),
-                ),
-            )
-
-
-def _uniform(subject: Subject, settings: Settings) -> dict[Level, PrecisionConfig]:
-    return {
-        level: subject.lowered(f"all={level}", {Part(group): level for group in subject.groups()})
-        for level in settings.levels
-    }
-
-
-def _of_groups(subject: Subject, settings: Settings) -> dict[tuple[str, Level], PrecisionConfig]:
-    return {
-        (group, level): subject.lowered(f"{group}={level}", {Part(group): level})
-        for level in settings.levels
-        for group in subject.groups()
-    }
 
 
 class _Hunt:
@@ -170,44 +68,88 @@ class _Hunt:
     ) -> None:
         self.subject, self.settings, self.runner = subject, settings, runner
         self.base = self._row(subject.base)
-        self.sensitivity = self._checked(known.state if known else runner.journal.state)
-        timed = [*rows(runner.journal.state), *(rows(known.state) if known else [])]
-        self.cost_model: CostModel = fit(observations(timed))
+        probed = known.state if known else runner.journal.state
+        self.sensitivity = sensitivity_of(self.base.cell.configuration, probed)
+        self.cost_model: CostModel = fit(self._observations(known))
+        self.remarks = [_about_sensitivities(known)] if known else []
         self.path = self._path()
-        self.base_bytes = total_bytes(self._held(subject.base))
 
     def run(self) -> Found:
         """Bisect, confirm, compare with the uniform configurations, write down."""
-        found = Found()
-        uniform = [self.subject.base, *_uniform(self.subject, self.settings).values()]
-        found.comments.append(about_predictions(self.cost_model))
+        found = Found(comments=[about_predictions(self.cost_model), *self.remarks])
         start = self._cheapest_within()
         candidate = None if start is None else self._confirmed(start, found)
-        names = {self._id(each) for each in uniform}
-        timed = [*uniform]
+        tried = [self.subject.base, *uniform_precisions(self.subject, self.settings).values()]
         if candidate is not None:
-            timed.append(self._named(candidate))
-        self._measure(timed, is_timed=False, text=self.settings.held_out)
+            tried.append(self._named(candidate))
+        self._measure(tried, is_timed=False, text=self.settings.held_out)
         # in rounds of their own: speeds are compared within a round, never across hours
-        self._measure(timed, is_timed=True, first_round=self.settings.rounds)
-        shown = [later_rounds(self._row(each), self.settings.rounds) for each in timed]
+        self._measure(tried, is_timed=True, first_round=self.settings.rounds)
+        known = [row for each in tried if (row := self._find(each)) is not None]
+        shown = [later_rounds(row, self.settings.rounds) for row in known]
         found.shown = [(row, self._held_out(row), self._is_within(row)) for row in shown]
         if candidate is not None:
-            winner = shown[-1]
-            others = [row for row in shown[:-1] if row.cell.precision_id in names]
-            comparison = against(winner, others, self._is_within)
-            found.comments += comparison
-            found.yaml = self._yaml(candidate, winner, comparison)
+            self._judge(candidate, shown[-1], shown[:-1], found)
         return found
+
+    def _judge(
+        self, candidate: Candidate, winner: Row, uniform: Sequence[Row], found: Found
+    ) -> None:
+        """Write the winner down, beside every uniform configuration within the bounds."""
+        others = [row for row in uniform if self._is_within(row)]
+        better = next((row for row in others if self._is_better(row, winner)), None)
+        comparison = against(winner, others)
+        found.comments += comparison
+        if better is not None:
+            found.comments.append(f"{better.name} is better: nothing is gained by single layers")
+        else:
+            found.yaml = self._yaml(candidate, winner, comparison)
+
+    def _is_better(self, row: Row, winner: Row) -> bool:
+        if self.settings.bounds.is_of_accuracy:
+            return is_better(row, winner)
+        ours, theirs = row.accuracy, winner.accuracy  # within a size it is accuracy that counts
+        assert ours is not None and theirs is not None
+        return (ours.kl_mean or 0.0) < (theirs.kl_mean or 0.0)
+
+    def _observations(self, known: Journal | None) -> list[Observation]:
+        """What was timed first; of another sweep as it would be at this one's speed of the base."""
+        state = self.runner.journal.state
+        # the winner's rounds came later: without them a resumed search finds the same path
+        first = {k: s for k, s in state.cells.items() if s.cell.round < self.settings.rounds}
+        ours = self._here(rows(SweepState(state.planned, first)))
+        if known is None:
+            return observations(ours)
+        base_id = self.base.cell.precision_id
+        theirs = self._here(rows(known.state))
+        bases = [row.speed for row in (*ours, *theirs) if row.cell.precision_id == base_id]
+        if len(bases) < 2 or bases[0] is None or bases[1] is None:
+            return observations(ours)
+        factor = bases[1] / bases[0]
+        others = [row for row in theirs if row.cell.precision_id != base_id]
+        scaled = [replace(each, ms=each.ms * factor) for each in observations(others)]
+        return [*observations(ours), *scaled]
+
+    def _here(self, found: Sequence[Row]) -> list[Row]:
+        """Of this model on this target: another sweep may hold more."""
+        place = self.base.cell.configuration[:-1]
+        return [row for row in found if row.cell.configuration[:-1] == place]
 
     def _path(self) -> Path:
         parts = single_parts(self.subject.model)
+        base = self.base.accuracy
         losses = {}
-        for key, precision in _of_groups(self.subject, self.settings).items():
-            accuracy, base = self._row(precision).accuracy, self.base.accuracy
-            assert accuracy is not None and base is not None
-            losses[key] = (accuracy.kl_mean or 0.0) - (base.kl_mean or 0.0)
-        uniform = _uniform(self.subject, self.settings)
+        for (group, level), precision in group_precisions(self.subject, self.settings).items():
+            row = self._find(precision)
+            known = None if row is None or row.accuracy is None else row.accuracy.kl_mean
+            if known is None or base is None or base.kl_mean is None:
+                self.remarks.append(f"{precision.name} was not measured, and is left out")
+            else:
+                losses[group, level] = known - base.kl_mean
+        if unshared := groups_without_shares(parts, self.sensitivity):
+            names = ", ".join(unshared)
+            self.remarks.append(f"not every layer of {names} was measured: equal shares are taken")
+        uniform = uniform_precisions(self.subject, self.settings)
         held: dict[Level | None, Held] = {None: self._held(self.subject.base)}
         for level, precision in uniform.items():
             held[level] = self._held(precision)
@@ -216,12 +158,17 @@ class _Hunt:
 
     def _cheapest_within(self) -> int | None:
         """The fewest steps within the bounds, as far as the searched text tells."""
-        last = len(self.path.steps)
-        bounds = self.settings.bounds
-        if not bounds.is_of_accuracy:
-            assert bounds.max_bytes is not None
-            return within_bytes(self.path, self.base_bytes, bounds.max_bytes)
+        last = self._last_within_bytes()
+        if last is None or not self.settings.bounds.is_of_accuracy:
+            return last
         return first_meeting(0, last, self._meets)
+
+    def _last_within_bytes(self) -> int | None:
+        """The most steps that may be taken: the weights grow with them."""
+        max_bytes = self.settings.bounds.max_bytes
+        if max_bytes is None:
+            return len(self.path.steps)
+        return within_bytes(self.path, self.base.num_bytes or 0, max_bytes)
 
     def _meets(self, num_steps: int) -> bool:
         precision = self._named(self.path.candidate(num_steps))
@@ -232,9 +179,8 @@ class _Hunt:
 
     def _confirmed(self, start: int, found: Found) -> Candidate | None:
         """The first of ever safer candidates that the held-out text confirms."""
-        left = len(self.path.steps) - start
-        if not self.settings.bounds.is_of_accuracy:
-            left = 0
+        last = self._last_within_bytes()
+        left = 0 if last is None else last - start
         tries = list(dict.fromkeys(start + round(share * left) for share in _SAFER))
         for num_steps in tries:
             candidate = self.path.candidate(num_steps)
@@ -269,19 +215,28 @@ class _Hunt:
         # the same program is measured again: on another text, or for its speed
         self.runner.measure([replace(cell, is_kept=True) for cell in wanted])
 
-    def _row(self, precision: PrecisionConfig) -> Row:
-        """A configuration's measurements; those the search rests on must have succeeded."""
+    def _find(self, precision: PrecisionConfig) -> Row | None:
+        """A configuration's measurements, where its accuracy is among them."""
         wanted = self._id(precision)
-        for row in rows(self.runner.journal.state):
-            if row.cell.precision_id == wanted:
-                if row.accuracy is None:
-                    raise ConfigError(
-                        f"{self.runner.journal.path}: {row.name} has no accuracy "
-                        f"({row.states[0].status}: {row.states[0].reason}); allowed: "
-                        "tilewright sweep restart, then --resume"
-                    )
-                return row
-        raise ConfigError(f"{self.runner.journal.path}: {precision.name} was not measured")
+        found = (r for r in rows(self.runner.journal.state) if r.cell.precision_id == wanted)
+        return next((row for row in found if row.accuracy is not None), None)
+
+    def _row(self, precision: PrecisionConfig) -> Row:
+        """Of a configuration that the search cannot do without."""
+        row = self._find(precision)
+        if row is not None:
+            return row
+        wanted = self._id(precision)
+        of_it = [
+            state
+            for state in self.runner.journal.state.cells.values()
+            if state.cell.precision_id == wanted and state.cell.kind == "accuracy"
+        ]
+        why = f"{of_it[0].status}: {of_it[0].reason}" if of_it else "not planned"
+        raise ConfigError(
+            f"{self.runner.journal.path}: {precision.name} has no accuracy ({why}); allowed: "
+            "tilewright sweep restart, then --resume"
+        )
 
     def _id(self, precision: PrecisionConfig) -> str:
         return self.subject.model.resolve(precision).id
@@ -298,16 +253,6 @@ class _Hunt:
         bounds = self.settings.bounds
         return all(a is None or bounds.keeps(a, row.num_bytes or 0) for a in accuracies)
 
-    def _checked(self, state: SweepState) -> Sensitivity:
-        wanted = self.base.cell.configuration
-        for each in sensitivities(state):
-            if each.base.cell.configuration == wanted:
-                return each
-        raise ConfigError(
-            "the sensitivities are of another model, target, device, compute or base; allowed: "
-            "--from a sweep of the same, or none"
-        )
-
     def _yaml(self, candidate: Candidate, winner: Row, comments: Sequence[str]) -> str:
         """The winner's file; it must read back as what was measured."""
         levels = {part: option.level for part, option in candidate.choices.items()}
@@ -317,17 +262,12 @@ class _Hunt:
             description=f"found by a search for {self.settings.bounds} on {self.subject.target}",
             provenance=self._provenance(winner, comments),
             reason=self._reason,
+            group_reason=partial(self._group_reason, candidate),
         )
-        fragment = read_fragment(
-            {
-                k: v
-                for k, v in as_map(parse_yaml(text, "found"), where="found").items()
-                if k in _MAPS
-            },
-            source="found",
-        )
-        base = self.subject.base
-        read = PrecisionConfig("found", "", base.name, (*base.fragments, fragment))
+        with TemporaryDirectory(prefix="tilewright-") as folder:
+            path = FilePath(folder) / "found.yaml"
+            path.write_text(text, encoding="utf-8")
+            read = load_precision(str(path))
         assert self._id(read) == winner.cell.precision_id, "the file means something else"
         return text
 
@@ -348,11 +288,30 @@ class _Hunt:
         ]
 
     def _reason(self, part: Part) -> str:
-        """What the search weighed for one part: the options it had."""
+        """Why a part is an exception: what its options would have cost and saved."""
         item = next(each for each in self.items if each.part == part)
         options = (
             f"{option.level} costs KL {option.kl_lost:.1e}, saves {option.ms_saved:.3f} ms"
             for option in item.options
             if option.level is not None
         )
-        return "; ".join(options)
+        return "; ".join(options) + " (predicted)"
+
+    def _group_reason(self, candidate: Candidate, group: str) -> str:
+        """What the choices for a group come to."""
+        chosen = [option for part, option in candidate.choices.items() if part.group == group]
+        lowered = [option for option in chosen if option.level is not None]
+        return (
+            f"{len(lowered)} of {len(chosen)} parts lowered, for KL "
+            f"{sum(option.kl_lost for option in chosen):.1e} and "
+            f"{sum(option.ms_saved for option in chosen):.2f} ms a step (predicted)"
+        )
+
+
+def _about_sensitivities(known: Journal) -> str:
+    """Where what was not measured by the search comes from."""
+    planned = known.state.planned
+    return (
+        f"Sensitivities and equal accuracies were taken from {known.path.name} "
+        f"({planned.timestamp[:10]}, commit {planned.commit or 'unknown'})."
+    )

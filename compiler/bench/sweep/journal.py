@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,8 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fiel
 class Planned(_Event, frozen=True, tag="planned", kw_only=True):
     """The first line: what the sweep is, and where it was planned.
 
-    ``base``: the id of the resolved configuration that others are compared with.
+    ``base``: the ids of the configuration that others are compared with, as it resolves on each
+    model, with blanks between them.
     """
 
     version: int
@@ -50,6 +52,10 @@ class Planned(_Event, frozen=True, tag="planned", kw_only=True):
     timestamp: str
     commit: str | None
     versions: dict[str, str]
+
+    def is_base(self, cell: Cell) -> bool:
+        """Whether a cell is of the base."""
+        return self.base is not None and cell.precision_id in self.base.split()
 
 
 class Added(_Event, frozen=True, tag="added"):
@@ -90,7 +96,7 @@ _DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 class CellState:
     """A cell and how far it is. ``seconds``: of its last finished run.
 
-    ``is_cancel_asked``: it runs, and is to be stopped.
+    ``is_cancel_asked``: it runs, and is to be stopped; ``is_restart_asked``: and then run again.
     """
 
     cell: Cell
@@ -100,6 +106,7 @@ class CellState:
     result: Result | None = None
     started: str | None = None
     is_cancel_asked: bool = False
+    is_restart_asked: bool = False
 
     @property
     def is_open(self) -> bool:
@@ -130,11 +137,12 @@ class SweepState:
             raise ConfigError(f"event {event.cell[:40]!r} of a cell that was not added")
         if isinstance(event, Started):
             state.status, state.started, state.reason = "running", event.timestamp, ""
-            state.is_cancel_asked, state.result = False, None
+            state.is_cancel_asked = state.is_restart_asked = False
+            state.result = None
         elif isinstance(event, Finished):
             _finish(state, event)
         elif event.what == "restart":
-            state.is_cancel_asked = False
+            state.is_restart_asked = state.is_cancel_asked
             if not state.is_open:
                 state.status, state.reason, state.result = "queued", "", None
         elif state.status == "queued":
@@ -155,8 +163,13 @@ def _finish(state: CellState, event: Finished) -> None:
     if (event.outcome == "done") is (event.result is None):
         raise ConfigError(f"cell {event.cell}: {event.outcome}, and a result that does not fit it")
     result = None if event.result is None else from_values(event.result, place=event.cell)
+    if result is not None and result.decode_tsu is not None and result.decode_tsu <= 0:
+        raise ConfigError(f"cell {event.cell}: decode_tsu {result.decode_tsu}; allowed: above 0")
     state.status, state.seconds, state.reason = event.outcome, event.seconds, event.reason
     state.result, state.is_cancel_asked = result, False
+    if state.is_restart_asked and event.outcome == "cancelled":
+        state.status, state.reason = "queued", ""
+    state.is_restart_asked = False
 
 
 class Journal:
@@ -175,12 +188,7 @@ class Journal:
         Raises:
             ConfigError: where there is a file already, or none can be written.
         """
-        if path.exists():
-            raise ConfigError(
-                f"{_WHAT} {path}: is there already; allowed: --resume, or another --results"
-            )
-        events: list[Event] = [planned, *map(Added, cells)]
-        _write(path, events)
+        _create(path, _encode([planned, *map(Added, cells)]))
         journal = cls(path, SweepState(planned), 1)
         journal.refresh()
         return journal
@@ -292,7 +300,35 @@ def _try_lock(handle: int, kind: int) -> bool:
 
 
 def _write(path: Path, events: Sequence[Event]) -> None:
-    append_lines(path, b"".join(msgspec.json.encode(each) + b"\n" for each in events), _WHAT)
+    append_lines(path, _encode(events), _WHAT)
+
+
+def _encode(events: Sequence[Event]) -> bytes:
+    return b"".join(msgspec.json.encode(each) + b"\n" for each in events)
+
+
+def _create(path: Path, data: bytes) -> None:
+    """The whole file or none, and never in the place of another."""
+    temporary: Path | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        temporary = Path(name)
+        with open(handle, "wb") as file:
+            os.fchmod(file.fileno(), 0o644)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    except FileExistsError:
+        raise ConfigError(
+            f"{_WHAT} {path}: is there already; allowed: --resume, or another --results"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{_WHAT} {path}: {error.strerror}") from None
+    finally:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 def _decode(line: bytes, place: str) -> Event:

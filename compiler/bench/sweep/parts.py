@@ -57,6 +57,12 @@ def make_items(
     return items
 
 
+def groups_without_shares(parts: Sequence[Part], sensitivity: Sensitivity) -> list[str]:
+    """The groups of which some single layer was not measured."""
+    missing = [part.group for part in parts if sensitivity.find(str(part)) is None]
+    return list(dict.fromkeys(missing))
+
+
 def _shares(parts: Sequence[Part], sensitivity: Sensitivity) -> dict[Part, float]:
     """Of its group's loss, by single layers where they were measured; else equal ones."""
     found: dict[Part, float] = {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from compiler.bench.accuracy import BASE
 from compiler.bench.cases import CASES, PRECISIONS, check_case
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.levels import Level, Part, assign
@@ -101,13 +100,13 @@ def entries(
 
 
 def table_precisions() -> list[PrecisionConfig]:
-    """``performance`` and ``accuracy``, the base first."""
-    return [load_precision(name) for name in (BASE, *PRECISIONS)]
+    """``performance`` and ``accuracy``."""
+    return [load_precision(name) for name in PRECISIONS]
 
 
 def published_precisions() -> list[PrecisionConfig]:
-    """The twelve published settings, the base first."""
-    return [load_precision(name) for name in (BASE, *PUBLISHED)]
+    """The twelve published settings."""
+    return [load_precision(name) for name in PUBLISHED]
 
 
 def sensitivity_entries(

@@ -22,7 +22,7 @@ from compiler.bench.json_lines import is_json
 from compiler.bench.record import Result
 from compiler.bench.results import loads
 from compiler.bench.sweep.journal import Outcome
-from compiler.errors import ConfigError
+from compiler.errors import ConfigError, one_line
 
 RUN = (sys.executable, "-m", "compiler.cli", "run")
 _ROOT = Path(__file__).resolve().parents[3]
@@ -75,9 +75,10 @@ class CellProcess:
                     start_new_session=True,
                     preexec_fn=_before_start(os.getpid(), max_bytes),
                 )
-        except OSError as error:
+        except (OSError, subprocess.SubprocessError) as error:
             self._output.close()
-            raise ConfigError(f"{log}: a cell cannot be started ({error.strerror})") from None
+            reason = getattr(error, "strerror", None) or one_line(error)
+            raise ConfigError(f"{log}: a cell cannot be started ({reason})") from None
 
     def poll(self) -> Ending | None:
         """How it ended, or None while it runs; one that takes too long is ended."""
@@ -153,6 +154,9 @@ def _environment() -> dict[str, str]:
 def _before_start(parent: int, max_bytes: int | None) -> Callable[[], None]:
     """What the child does first: die with its sweep, be the kernel's first choice, keep a limit."""
     library = ctypes.CDLL(None)
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    is_bound = max_bytes is not None and hard != resource.RLIM_INFINITY
+    limit = min(max_bytes or 0, hard) if is_bound else max_bytes
 
     def prepare() -> None:
         if sys.platform == "linux":
@@ -161,8 +165,8 @@ def _before_start(parent: int, max_bytes: int | None) -> Callable[[], None]:
                 os._exit(1)
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")
-        if max_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (max_bytes, max_bytes))
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     return prepare
 

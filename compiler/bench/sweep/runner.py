@@ -121,7 +121,20 @@ class Runner:
             ending = process.stop() if is_cancelled else process.poll()
             if ending is not None:
                 del self._running[cell_id]
-                self.journal.append(_finished(cell_id, ending))
+                cell = self.journal.state.cells[cell_id].cell
+                self.journal.append(_finished(cell_id, _checked(cell, ending)))
+
+
+def _checked(cell: Cell, ending: Ending) -> Ending:
+    """A result of something else is none: a checkpoint may have been replaced meanwhile."""
+    result = ending.result
+    if result is None or (result.model_hash, result.precision_id) == (
+        cell.model_hash,
+        cell.precision_id,
+    ):
+        return ending
+    reason = "the result is of another model or configuration than was planned"
+    return Ending("failed", ending.seconds, reason)
 
 
 def _finished(cell_id: str, ending: Ending) -> Finished:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compiler.bench import stats
-from compiler.bench.record import Paired
+from compiler.bench.record import Accuracy, Paired
 from compiler.bench.sweep.cost_model import CostModel, Observation, fit
 from compiler.bench.sweep.journal import SweepState
 from compiler.bench.sweep.plans import ALL
@@ -111,8 +111,8 @@ def sensitivities(state: SweepState) -> list[Sensitivity]:
         places.setdefault(row.cell.configuration[:-1], []).append(row)
     found = []
     for members in places.values():
-        base = next((r for r in members if r.cell.precision_id == state.planned.base), None)
-        if base is not None and base.accuracy is not None:
+        base = next((row for row in members if state.planned.is_base(row.cell)), None)
+        if base is not None and _is_comparable(base.accuracy, base.accuracy):
             found.append(_sensitivity(base, members))
     if not found:
         raise ConfigError("the sweep's base has no accuracy yet; allowed: a sweep that has run on")
@@ -134,7 +134,9 @@ def _sensitivity(base: Row, members: Sequence[Row]) -> Sensitivity:
     except ConfigError:
         model = None
     parts = [
-        _lowered(base, row, model) for row in members if row.cell.part and row.accuracy is not None
+        _lowered(base, row, model)
+        for row in members
+        if row.cell.part and _is_comparable(row.accuracy, base.accuracy)
     ]
     return Sensitivity(base, tuple(parts), model)
 
@@ -142,21 +144,41 @@ def _sensitivity(base: Row, members: Sequence[Row]) -> Sensitivity:
 def _lowered(base: Row, row: Row, model: CostModel | None) -> Lowered:
     ours, theirs = row.accuracy, base.accuracy
     assert ours is not None and theirs is not None
+    assert ours.kl_mean is not None and theirs.kl_mean is not None
     part = row.cell.part
     is_layer = part != ALL and "." in part
     share = 100 / theirs.num_positions
     return Lowered(
         part=part,
         precision=row.cell.precision,
-        kl_lost=(ours.kl_mean or 0.0) - (theirs.kl_mean or 0.0),
-        kl_error=math.hypot(ours.kl_error or 0.0, theirs.kl_error or 0.0),
+        kl_lost=ours.kl_mean - theirs.kl_mean,
+        kl_error=math.hypot(_error(ours), _error(theirs)),
         top1_lost=share * (theirs.num_top1 - ours.num_top1),
         paired=ours.paired,
-        bytes_saved=(base.num_bytes or 0) - (row.num_bytes or 0),
+        bytes_saved=_bytes_saved(base, row),
         measured=None if is_layer else _saved(base, row),
         predicted=_predicted(base, row, model) if is_layer else None,
         is_same=base.effective_id is not None and base.effective_id == row.effective_id,
     )
+
+
+def _is_comparable(ours: Accuracy | None, theirs: Accuracy | None) -> bool:
+    """Whether both divergences are known, from the same reference."""
+    if ours is None or theirs is None or ours.kl_mean is None or theirs.kl_mean is None:
+        return False
+    return ours.reference_id == theirs.reference_id
+
+
+def _error(accuracy: Accuracy) -> float:
+    return math.inf if accuracy.kl_error is None else accuracy.kl_error
+
+
+def _bytes_saved(base: Row, row: Row) -> int:
+    """Of both as measured, or of both as estimated."""
+    before, after = base.measured_bytes, row.measured_bytes
+    if before is None or after is None:
+        before, after = base.cell.weight_bytes, row.cell.weight_bytes
+    return (before or 0) - (after or 0)
 
 
 def _saved(base: Row, lowered: Row) -> Saved | None:

@@ -135,12 +135,6 @@ def _short(row: Row) -> str:
     return f"{plain(row.names[0])} and {num_names - 1} equal"
 
 
-def measured_bytes(row: Row) -> int | None:
-    """Of the weights as the target held them; None before anything has run."""
-    sizes = (result.resident_bytes for result in row.results.values())
-    return next((size for size in sizes if size is not None), None)
-
-
 def plain(text: str) -> str:
     """Free text as part of a line: no line ends, nothing that is not printable."""
     text = " ".join(text.split())

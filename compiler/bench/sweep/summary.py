@@ -23,13 +23,15 @@ class Row:
         names: of the configurations that come to the same numbers here; more than one after
             `merge_equal`.
         results: the newest record of each case, the repeats of all rounds in it.
-        by_round: t/s/u of the case that speed is read from, the median of each round.
+        speed_case: the case that speed is read from: the first planned one that has figures.
+        by_round: t/s/u of that case, the median of each round.
     """
 
     names: tuple[str, ...]
     states: tuple[CellState, ...]
     results: dict[str, Result]
     accuracies: dict[str | None, Accuracy]
+    speed_case: str | None
     by_round: Mapping[int, float]
 
     @property
@@ -61,19 +63,24 @@ class Row:
     @property
     def speed_result(self) -> Result | None:
         """The record that `rounds` is of."""
-        timed = [s.cell.case for s in self.states if s.cell.kind == "speed"]
-        return next((self.results[case] for case in timed if case in self.results), None)
+        return None if self.speed_case is None else self.results[self.speed_case]
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Of the weights as the target held them; None before anything has run."""
+        measured = (s.result.resident_bytes for s in self.states if s.result is not None)
+        return next((size for size in measured if size is not None), None)
 
     @property
     def num_bytes(self) -> int | None:
-        """Of the weights as the target held them; before anything has run, as estimated."""
-        measured = (result.resident_bytes for result in self.results.values())
-        return next((size for size in measured if size is not None), self.cell.weight_bytes)
+        """As measured; before anything has run, as estimated."""
+        measured = self.measured_bytes
+        return self.cell.weight_bytes if measured is None else measured
 
     @property
     def effective_id(self) -> str | None:
         """What the configuration comes to on its target, once it has run."""
-        return next((result.effective_id for result in self.results.values()), None)
+        return next((s.result.effective_id for s in self.states if s.result is not None), None)
 
 
 def rows(state: SweepState) -> list[Row]:
@@ -82,7 +89,8 @@ def rows(state: SweepState) -> list[Row]:
     for each in state.cells.values():
         grouped.setdefault(each.cell.configuration, []).append(each)
     found = [_row(states) for states in grouped.values()]
-    return _paired_with_base(found, state.planned.base)
+    bases = {_place(row): row for row in found if state.planned.is_base(row.cell)}
+    return [_with_pairs(row, bases.get(_place(row))) for row in found]
 
 
 def merge_equal(found: Sequence[Row]) -> list[Row]:
@@ -152,24 +160,21 @@ def _row(states: Sequence[CellState]) -> Row:
         repeats = tuple(repeat for member in members for repeat in member.repeats)
         newest = max(members, key=lambda member: member.when)
         results[case] = replace(newest, repeats=repeats, **medians(repeats))
+    timed = [state.cell.case for state in states if state.cell.kind == "speed"]
+    speed_case = next((case for case in timed if case in results), None)
     return Row(
         names=(states[0].cell.precision,),
         states=tuple(states),
         results=results,
         accuracies=accuracies,
-        by_round=_by_round(done),
+        speed_case=speed_case,
+        by_round={
+            state.cell.round: state.result.decode_tsu
+            for state in done
+            if state.cell.case == speed_case
+            if state.result is not None and state.result.decode_tsu is not None
+        },
     )
-
-
-def _by_round(done: Sequence[CellState]) -> dict[int, float]:
-    """The first speed case's median of every round."""
-    timed = [state for state in done if state.cell.kind == "speed"]
-    first = [state for state in timed if state.cell.case == timed[0].cell.case]
-    return {
-        state.cell.round: state.result.decode_tsu
-        for state in first
-        if state.result is not None and state.result.decode_tsu is not None
-    }
 
 
 def _merged(members: Sequence[Row]) -> Row:
@@ -184,12 +189,14 @@ def _merged(members: Sequence[Row]) -> Row:
         same = [row.results[case] for row in members if case in row.results]
         repeats = tuple(repeat for each in same for repeat in each.repeats)
         results[case] = replace(result, repeats=repeats, **medians(repeats))
-    timed = [row for row in members if row.by_round]
+    speed_case = next((row.speed_case for row in members if row.speed_case), None)
+    timed = [row for row in members if speed_case and row.speed_case == speed_case]
     return Row(
         names=tuple(name for row in members for name in row.names),
         states=(*first.states, *(state for row in members[1:] for state in row.states)),
         results=results,
         accuracies=accuracies,
+        speed_case=speed_case,
         by_round={
             number: stats.median([row.by_round[number] for row in timed])
             for number in common_rounds(timed)
@@ -197,22 +204,19 @@ def _merged(members: Sequence[Row]) -> Row:
     )
 
 
-def _paired_with_base(found: list[Row], base_id: str | None) -> list[Row]:
-    """McNemar's comparison with the base's very positions, of the same model on the same target."""
-    bases = {_place(row): row for row in found if row.cell.precision_id == base_id}
-    return [_with_pairs(row, bases.get(_place(row))) for row in found]
-
-
 def _place(row: Row) -> tuple[str, ...]:
     return row.cell.configuration[:-1]
 
 
 def _with_pairs(row: Row, base: Row | None) -> Row:
+    """McNemar's comparison with the base's very positions, of the same model on the same target."""
+
     def paired(accuracy: Accuracy, text: str | None) -> Accuracy:
         theirs = None if base is None or base is row else base.accuracies.get(text)
         if theirs is None or theirs.hits is None or accuracy.hits is None:
             return accuracy
-        if theirs.reference_id != accuracy.reference_id:
+        ours_of = accuracy.reference_id, accuracy.num_positions
+        if ours_of != (theirs.reference_id, theirs.num_positions):
             return accuracy
         assert base is not None
         return replace(accuracy, paired=compare(theirs, accuracy, base=base.names[0]))

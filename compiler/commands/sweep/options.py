@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from compiler.bench.cases import CASES
 from compiler.bench.json_lines import check_writable
+from compiler.bench.prompts import accuracy_text
 from compiler.bench.sweep.levels import Level
 from compiler.commands.arguments import Parser, integer, real
 from compiler.errors import ConfigError, allowed
@@ -27,7 +29,8 @@ PLANS = {
 }
 DEFAULT_FOLDER = Path("results/sweeps")
 DEFAULT_LEVELS = ("q80", "bfp8", "q40", "bfp4")
-_LISTS = ("models", "targets", "devices", "precisions", "cases", "levels")
+LISTS = ("models", "targets", "devices", "precisions", "cases", "levels")
+_MOST = {"rounds": 10_000, "threads": 1024}
 _SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
@@ -74,12 +77,15 @@ def parser(plan: str) -> argparse.ArgumentParser:
     what.add_argument("--models", nargs="+", metavar="PATH", help="as tilewright run (smollm2)")
     what.add_argument("--targets", nargs="+", metavar="NAME", help="default: cpu")
     what.add_argument("--devices", nargs="+", metavar="NAME", help="default: each target's own")
-    if plan == "grid":
-        what.add_argument("--precisions", nargs="+", metavar="NAME", help="as tilewright run")
+    if plan in ("grid", "pareto", "table"):
+        also = "" if plan == "grid" else "; beside the plan's own"
+        what.add_argument(
+            "--precisions", nargs="+", metavar="NAME", help=f"as tilewright run{also}"
+        )
     what.add_argument("--cases", nargs="+", metavar="NAME", help="see tilewright run --list")
-    what.add_argument("--rounds", type=integer(1, 10_000), help="of every speed case (default: 3)")
+    what.add_argument("--rounds", type=integer(1, _MOST["rounds"]), help="of every speed case (3)")
     what.add_argument("--compute", choices=("fast", "exact"))
-    what.add_argument("--threads", type=integer(1, 1024), help="of a speed cell")
+    what.add_argument("--threads", type=integer(1, _MOST["threads"]), help="of a speed cell")
     what.add_argument("--accuracy-text", metavar="TEXT", help="as tilewright run")
     what.add_argument("--base", metavar="NAME", help="what others are compared with (bf16)")
     if plan in ("sensitivity", "search"):
@@ -142,7 +148,7 @@ def _with_grid(arguments: dict[str, Any], path: Path) -> dict[str, Any]:
     """What a YAML says, where the command line says nothing."""
     source = str(path) if str(path).isprintable() else repr(str(path))
     raw = as_map(parse_yaml(read_text(path, source=source), source), where=source)
-    known = (*_LISTS[:-1], "rounds", "compute", "threads", "accuracy_text", "base")
+    known = (*LISTS[:-1], "rounds", "compute", "threads", "accuracy_text", "base")
     check_keys(raw, known, where=source)
     found = dict(arguments)
     for key, value in raw.items():
@@ -152,16 +158,16 @@ def _with_grid(arguments: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _from_yaml(key: str, value: object, *, place: str) -> object:
-    if key in _LISTS:
+    if key in LISTS:
         values = value if isinstance(value, list) else [value]
         if not values or not all(isinstance(each, str) and each for each in values):
             raise ConfigError(f"{place}: no names; allowed: a name, or a list of them")
         return values
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{place}: no value; allowed: one")
-    if key in ("rounds", "threads"):
+    if key in _MOST:
         try:
-            return integer(1, 10_000)(value)
+            return integer(1, _MOST[key])(value)
         except argparse.ArgumentTypeError as error:
             raise ConfigError(f"{place}: {error}") from None
     if key == "compute" and value not in ("fast", "exact"):
@@ -177,6 +183,8 @@ def _checked(plan: str, given: Mapping[str, Any]) -> SweepOptions:
     precisions = tuple(given.get("precisions") or ())
     for name in (*precisions, given["base"] or "bf16"):
         load_precision(name)
+    for text in filter(None, (given["accuracy_text"], given.get("held_out"))):
+        accuracy_text(text)
     if plan == "grid" and not precisions and not given["resume"]:
         raise ConfigError("a grid without --precisions; allowed: one or more, as tilewright run")
     max_bytes = given.get("max_bytes")
@@ -227,7 +235,7 @@ def _check_bounds(given: Mapping[str, Any]) -> None:
 
 
 _PLAN_KEYS = (
-    *_LISTS,
+    *LISTS,
     "rounds",
     "compute",
     "threads",
@@ -244,7 +252,7 @@ _PLAN_KEYS = (
 def _asked(given: Mapping[str, Any]) -> dict[str, str]:
     found = {key: given.get(key) for key in _PLAN_KEYS}
     return {
-        key: " ".join(value) if isinstance(value, list) else str(value)
+        key: shlex.join(value) if isinstance(value, list) else str(value)
         for key, value in found.items()
         if value is not None
     }

@@ -19,7 +19,7 @@ _NAME_WIDTH = 36
 def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
     """What a runner reports to."""
     columns = (
-        TextColumn("{task.description:<36}"),
+        TextColumn("{task.description:<36}", markup=False),
         BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -43,7 +43,8 @@ def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
             progress.update(task, description=name, completed=num_closed, total=total, left=left)
             for key, each in state.cells.items():
                 if seen and not each.is_open and seen.get(key) != each.status:
-                    console.print(f"[{num_closed}/{total}] {_line(each)}; {left}", style="dim")
+                    line = f"[{num_closed}/{total}] {_line(each)}; {left}"
+                    console.print(line, style="dim", soft_wrap=True)
             seen.update({key: each.status for key, each in state.cells.items()})
 
         yield report

@@ -17,7 +17,7 @@ from compiler.bench.record import Result
 from compiler.bench.results import append, read
 from compiler.bench.sweep import summary
 from compiler.bench.sweep.export import csv_text, markdown, to_results
-from compiler.bench.sweep.journal import SweepState
+from compiler.bench.sweep.journal import Planned, SweepState
 from compiler.bench.sweep.standings import Ranked, comparable, place_name, ranked
 from compiler.bench.sweep.summary import Row
 from compiler.commands import perf
@@ -223,6 +223,8 @@ def _fronts(states: dict[str, SweepState], name: str) -> list[tuple[str, Figure]
         ConfigError: when there is none.
     """
     found = [row for state in states.values() for row in summary.rows(state)]
+    if len(states) > 1:  # a round of one sweep is no round of another
+        found = [summary.in_rounds(row, []) for row in found]
     groups: dict[tuple[str, ...], list[Ranked]] = {}
     for each in ranked(found):
         if each.placed is not None:
@@ -238,9 +240,10 @@ def _fronts(states: dict[str, SweepState], name: str) -> list[tuple[str, Figure]
             "the machine did meanwhile counts as a difference in speed"
         )
     stems = _stems(list(groups), name)
-    bases = {state.planned.base for state in states.values()}
+    headers = [state.planned for state in states.values()]
     return [
-        (stem, _draw(members, bases)) for stem, members in zip(stems, groups.values(), strict=True)
+        (stem, _draw(members, headers))
+        for stem, members in zip(stems, groups.values(), strict=True)
     ]
 
 
@@ -257,13 +260,13 @@ def _stems(keys: Sequence[tuple[str, ...]], name: str) -> list[str]:
     return found
 
 
-def _draw(members: Sequence[Ranked], bases: set[str | None]) -> Figure:
+def _draw(members: Sequence[Ranked], headers: Sequence[Planned]) -> Figure:
     from compiler.bench.plot import draw_front
 
     row = members[0].row
     accuracy, speed = row.accuracy, row.speed_result
     assert accuracy is not None and speed is not None
-    base = next((each for each in members if _holds(each.row, bases)), None)
+    base = next((each for each in members if _is_base(each.row, headers)), None)
     text = "" if accuracy.text == ACCURACY_TEXT else f", text {accuracy.text}"
     return draw_front(
         [each.placed for each in members if each.placed is not None],
@@ -274,5 +277,6 @@ def _draw(members: Sequence[Ranked], bases: set[str | None]) -> Figure:
     )
 
 
-def _holds(row: Row, precision_ids: set[str | None]) -> bool:
-    return any(state.cell.precision_id in precision_ids for state in row.states)
+def _is_base(row: Row, headers: Sequence[Planned]) -> bool:
+    """Whether the base is among the configurations of a (merged) row."""
+    return any(header.is_base(state.cell) for header in headers for state in row.states)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from compiler.bench.json_lines import TornLineWarning
 from compiler.bench.sweep import estimate
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.journal import FAILURES, VERSION, Journal, Planned
@@ -17,6 +18,7 @@ from compiler.commands.sweep.options import SweepOptions, read_options
 from compiler.commands.sweep.progress import sweep_progress
 from compiler.environment import environment
 from compiler.errors import ConfigError
+from compiler.precision import PrecisionConfig, load_precision
 
 if TYPE_CHECKING:
     from compiler.bench.sweep.model import SweptModel
@@ -29,7 +31,11 @@ def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = read_options(argv)
     if options.resume:
-        return run_journal(open_journal(options), options)
+        journal = open_journal(options)
+        if options.dry_run:
+            print_plan([each.cell for each in journal.state.open_cells()], options)
+            return 0
+        return run_journal(journal, options)
     cells = plan_cells(options)
     if options.dry_run:
         print_plan(cells, options)
@@ -57,13 +63,16 @@ def open_journal(options: SweepOptions) -> Journal:
 
 
 def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
-    """The header of a new sweep; the first cell is of the base."""
+    """The header of a new sweep; the first cell of each model on each target is of the base."""
     surroundings = environment(hash_host=True)
+    bases: dict[tuple[str, ...], str] = {}
+    for cell in cells:  # by place, not by name: all headings have the same one
+        bases.setdefault(cell.configuration[:-1], cell.precision_id)
     return Planned(
         version=VERSION,
         plan=options.plan,
         options=options.asked,
-        base=cells[0].precision_id if cells else None,
+        base=" ".join(dict.fromkeys(bases.values())) or None,
         timestamp=surroundings.timestamp,
         commit=surroundings.commit,
         versions=surroundings.versions,
@@ -95,9 +104,9 @@ def plan_cells(options: SweepOptions) -> list[Cell]:
     check_targets(options)
     measures = measures_of(options)
     configurations = len(options.models) * len(options.targets) * max(1, len(options.precisions))
-    _check_size(measures.count(configurations), options)
+    check_size(measures.count(configurations), options)
     found = cells(_entries(options), measures)
-    _check_size(len(found), options)
+    check_size(len(found), options)
     return found
 
 
@@ -124,7 +133,8 @@ def measures_of(options: SweepOptions) -> Measures:
     )
 
 
-def _check_size(num_cells: int, options: SweepOptions) -> None:
+def check_size(num_cells: int, options: SweepOptions) -> None:
+    """Refuse a very large plan that nobody has said yes to. Raises ConfigError."""
     from compiler.bench.sweep.plans import MAX_CELLS
 
     if num_cells > MAX_CELLS and not options.yes:
@@ -133,7 +143,6 @@ def _check_size(num_cells: int, options: SweepOptions) -> None:
 
 def _entries(options: SweepOptions) -> list[Entry]:
     from compiler.bench.sweep import plans
-    from compiler.precision import load_precision
 
     models = swept_models(options)
     base = load_precision(options.base)
@@ -153,10 +162,9 @@ def _entries(options: SweepOptions) -> list[Entry]:
     chosen = {
         "table": plans.table_precisions,
         "pareto": plans.published_precisions,
-        "grid": lambda: [load_precision(name) for name in options.precisions],
+        "grid": list[PrecisionConfig],
     }[options.plan]()
-    if all(each.name != base.name for each in chosen):
-        chosen = [base, *chosen]
+    chosen = [base, *chosen, *map(load_precision, options.precisions)]
     return grid(models, options.targets, options.devices, chosen)
 
 
@@ -186,6 +194,9 @@ def runner_of(journal: Journal, options: SweepOptions) -> Iterator[Runner]:
     """The one runner of a sweep, with progress. Raises ConfigError where another one is at it."""
     chosen = RunnerOptions(jobs=options.jobs, timeout_s=options.timeout_s, max_bytes=options.memory)
     with journal.hold(), sweep_progress(err(), jobs=options.jobs) as report:
+        with warnings.catch_warnings():  # a line cut short was said when the file was opened
+            warnings.simplefilter("ignore", TornLineWarning)
+            journal.append()
         yield Runner(journal, chosen, report=report)
 
 
@@ -203,13 +214,15 @@ def say_result(journal: Journal) -> int:
         if each.status in FAILURES:
             cell = each.cell
             name = f"{cell.precision} {cell.case}"
-            err().print(f"{name}: {each.status}: {each.reason}", style="red")
+            line = f"{name}: {each.status}: {each.reason}"
+            err().print(line, style="red", soft_wrap=True)
     failed = state.count(*FAILURES)
     done, cancelled = state.count("done"), state.count("cancelled")
     err().print(
         f"{journal.path}: {done} of {len(state.cells)} cells done"
         + (f", {failed} failed" if failed else "")
         + (f", {cancelled} cancelled" if cancelled else "")
-        + f"; tables: tilewright sweep export {journal.path}"
+        + f"; tables: tilewright sweep export {journal.path}",
+        soft_wrap=True,
     )
     return EXIT_FAILED_CELLS if failed else 0

@@ -6,15 +6,21 @@ again and goes on where it stood.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from compiler.bench.cases import ACCURACY_TEXT, CASES
 from compiler.bench.json_lines import check_writable
+from compiler.bench.prompts import accuracy_text
 from compiler.bench.sweep.journal import Journal
 from compiler.commands.console import err, out, print_table
 from compiler.commands.sweep.files import open_sweep
-from compiler.commands.sweep.options import DEFAULT_FOLDER, SweepOptions, read_options
+from compiler.commands.sweep.options import DEFAULT_FOLDER, LISTS, SweepOptions, read_options
 from compiler.commands.sweep.run import (
+    check_size,
     check_targets,
     open_journal,
     planned,
@@ -24,42 +30,90 @@ from compiler.commands.sweep.run import (
 )
 from compiler.errors import ConfigError
 
+if TYPE_CHECKING:
+    from compiler.bench.sweep.search_plan import Settings
+
 EXIT_NOTHING_FOUND = 1
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
     options = read_options(argv)
-    if options.resume:
-        options = _as_begun(options)
+    begun = open_journal(options) if options.resume else None
+    if begun is not None:
+        options = _as_begun(options, begun)
     if len(options.models) > 1 or len(options.targets) > 1:
         raise ConfigError("a search over several models or targets; allowed: one of each")
-    if options.output is not None:
-        check_writable(options.output, "--output")
+    if len({CASES[name].token_accuracy for name in options.cases or ()}) == 1:
+        raise ConfigError("--cases of one kind; allowed in a search: one of speed, one of accuracy")
+    check_writable(_output(options), "--output")
+    if _output(options).absolute() == options.results.absolute():
+        raise ConfigError(f"--output {_output(options)}: is the sweep's file; allowed: another")
+    searched = accuracy_text(options.text or ACCURACY_TEXT)
+    if accuracy_text(options.held_out).content == searched.content:
+        raise ConfigError(
+            f"--held-out {options.held_out[:60]!r}: is what is searched on; allowed: another text"
+        )
     check_targets(options)
-    return _search(options)
+    return _search(options, begun)
 
 
-def _as_begun(options: SweepOptions) -> SweepOptions:
+def _as_begun(options: SweepOptions, begun: Journal) -> SweepOptions:
     """A search that is resumed without its options has those it was begun with."""
-    begun = open_journal(options).state.planned.options
-    argv = ["search"]
-    for key, value in begun.items():
+    argv = ["search", f"--results={options.results}"]
+    for key, value in begun.state.planned.options.items():
         option = "from" if key == "sensitivities" else key.replace("_", "-")
-        argv += [f"--{option}", *value.split(" ")]
+        argv += [f"--{option}", *shlex.split(value)] if key in LISTS else [f"--{option}={value}"]
     known = read_options(argv)
     running = ("results", "resume", "dry_run", "yes", "jobs", "timeout_s", "memory", "output")
     return replace(known, **{name: getattr(options, name) for name in running})
 
 
-def _search(options: SweepOptions) -> int:
-    from compiler.bench.sweep import hunt
-    from compiler.bench.sweep.bounds import Bounds
-    from compiler.bench.sweep.found import COLUMNS
+def _output(options: SweepOptions) -> Path:
+    return options.output or options.results.with_suffix(".yaml")
 
+
+def _search(options: SweepOptions, begun: Journal | None) -> int:
+    from compiler.bench.sweep import search_plan
+    from compiler.bench.sweep.found import COLUMNS
+    from compiler.bench.sweep.hunt import hunt
+
+    settings = _settings(options)
+    check_size(settings.measures().count(1 + len(options.levels)), options)
     (model,) = swept_models(options)
-    subject = hunt.subject(model, options.targets[0], options.devices, options.base)
-    settings = hunt.Settings(
+    subject = search_plan.subject(model, options.targets[0], options.devices, options.base)
+    known = _known_sensitivities(options, lambda path: search_plan.fits(subject, settings, path))
+    first = search_plan.first_cells(subject, settings, known)
+    check_size(len(first), options)
+    if options.dry_run:
+        print_plan(first, options)
+        out().print("and, when these are known, about 12 cells that depend on them")
+        return 0
+    journal = begun or Journal.create(options.results, planned(options, first), first)
+    with runner_of(journal, options) as runner:
+        found = hunt(subject, settings, runner, known)
+    print_table(out(), f"search: {settings.bounds}", COLUMNS, found.table(), numbers=True)
+    for line in found.comments:
+        out().print(line, soft_wrap=True)
+    if found.yaml is None:
+        said = f"no configuration within {settings.bounds} is better than the uniform ones"
+        err().print(said, style="red", soft_wrap=True)
+        return EXIT_NOTHING_FOUND
+    path = _output(options)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(found.yaml, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    out().print(f"written: {path}", soft_wrap=True)
+    return 0
+
+
+def _settings(options: SweepOptions) -> Settings:
+    from compiler.bench.sweep.bounds import Bounds
+    from compiler.bench.sweep.search_plan import Settings
+
+    return Settings(
         bounds=Bounds(options.min_top1, options.max_kl, options.max_bytes),
         levels=options.levels,
         rounds=options.rounds,
@@ -69,38 +123,18 @@ def _search(options: SweepOptions) -> int:
         text=options.text,
         held_out=options.held_out,
     )
-    known = _known_sensitivities(options)
-    first = hunt.first_cells(subject, settings, known)
-    if options.dry_run:
-        print_plan(first, options)
-        out().print("and, when these are known, about 12 cells that depend on them")
-        return 0
-    if options.resume:
-        journal = open_journal(options)
-    else:
-        journal = Journal.create(options.results, planned(options, first), first)
-    with runner_of(journal, options) as runner:
-        found = hunt.hunt(subject, settings, runner, known)
-    print_table(out(), f"search: {settings.bounds}", COLUMNS, found.table(), numbers=True)
-    for line in found.comments:
-        out().print(line)
-    if found.yaml is None:
-        err().print(f"no configuration within {settings.bounds} was found", style="red")
-        return EXIT_NOTHING_FOUND
-    path = options.output or journal.path.with_suffix(".yaml")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(found.yaml, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-    out().print(f"written: {path}")
-    return 0
 
 
-def _known_sensitivities(options: SweepOptions) -> Journal | None:
+def _known_sensitivities(options: SweepOptions, fits: Callable[[Journal], bool]) -> Journal | None:
     """The sweep of sensitivities to search by; without one the search measures them itself."""
-    path = options.sensitivities or DEFAULT_FOLDER / "sensitivity.jsonl"
-    if options.sensitivities is None and not Path(path).exists():
-        err().print(f"{path}: not there; the search measures the sensitivities first", style="dim")
-        return None
-    return open_sweep(path)
+    if options.sensitivities is not None:
+        return open_sweep(options.sensitivities)
+    path = DEFAULT_FOLDER / "sensitivity.jsonl"
+    found = open_sweep(path) if path.exists() else None
+    if found is not None and fits(found):
+        err().print(f"by the sensitivities in {path}", style="dim", soft_wrap=True)
+        return found
+    why = "not there" if found is None else "of something else"
+    said = f"{path}: {why}; the search measures the sensitivities first"
+    err().print(said, style="dim", soft_wrap=True)
+    return None

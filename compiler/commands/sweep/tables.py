@@ -13,7 +13,7 @@ from typing import Any
 from compiler.bench.record import Accuracy, Result
 from compiler.bench.sweep import estimate
 from compiler.bench.sweep.journal import FAILURES, CellState, Journal, SweepState
-from compiler.bench.sweep.standings import measured_bytes, ranked
+from compiler.bench.sweep.standings import ranked
 from compiler.bench.sweep.summary import Row, rows
 from compiler.commands.sweep.layout import Column, Line, Table, plain_line, shorten
 from compiler.errors import ConfigError, allowed
@@ -165,7 +165,7 @@ def _labelled(state: SweepState) -> list[Row]:
 
 def _configuration_line(row: Row, standing: str | None, *, is_held: bool) -> Line:
     result = row.speed_result
-    num_bytes = measured_bytes(row)  # an estimate has no place beside measured ones
+    num_bytes = row.measured_bytes  # an estimate has no place beside measured ones
     spread = None if result is None else result.spread
     values = {
         "name": row.name,
