@@ -190,7 +190,7 @@ class Accuracy:
                 f"accuracy counts {self.num_top1}, {self.num_top5} of {self.num_positions}: "
                 "need 0 <= top-1 <= top-5 <= positions, positions > 0"
             )
-        _check_plain("text", self.text)
+        check_plain("text", self.text)
         if self.hits is not None:
             num_hits = sum(unpack_hits(self.hits, self.num_positions))
             if num_hits != self.num_top1:
@@ -311,7 +311,7 @@ class Result:
         _check_choice("weights", self.weights, choices=WEIGHTS)
         _check_choice("compute", self.compute, choices=COMPUTES)
         for name in _PLAIN:
-            _check_plain(name, getattr(self, name))
+            check_plain(name, getattr(self, name))
         if self.model.endswith(RANDOM_WEIGHTS) or "(" in self.device or ")" in self.device:
             raise ConfigError(
                 f"result: model {self.model!r}, device {self.device!r}: random weights, DP and "
@@ -369,8 +369,12 @@ def _check_choice(name: str, value: str, *, choices: Sequence[str]) -> None:
         raise ConfigError(f"result: {name} {value!r}; {allowed(choices)}")
 
 
-def _check_plain(name: str, value: str) -> None:
-    """These names become table cells, so what would break a table is refused at the source."""
+def check_plain(name: str, value: str) -> None:
+    """These names become table cells, so what would break a table is refused at the source.
+
+    Raises:
+        ConfigError: for a name that is no plain text.
+    """
     if not value or value != value.strip() or not value.isprintable() or "|" in value:
         raise ConfigError(
             f"result: {name} {value!r}; allowed: one line of text without '|' or outer blanks"

@@ -58,7 +58,7 @@ def fit(observations: Sequence[Observation]) -> CostModel:
     """Least squares of the relative error, no rate below zero.
 
     Raises:
-        ConfigError: where there are fewer observations than unknowns.
+        ConfigError: where there are fewer observations than unknowns, or very many kinds.
     """
     found = _fit(observations)
     if found is None:
@@ -79,9 +79,8 @@ def _fit(observations: Sequence[Observation]) -> CostModel | None:
     kinds = sorted(
         {kind for each in observations for kind, size in each.step_bytes.items() if size}
     )
-    assert len(kinds) <= _MAX_KINDS, "the search over subsets is meant for a few kinds"
-    if len(observations) < len(kinds) + 1:
-        return None
+    if len(observations) < len(kinds) + 1 or len(kinds) > _MAX_KINDS:
+        return None  # unknowns beyond what can be told, or tried one by one
     rows = [
         [1.0, *(each.step_bytes.get(kind, 0) * 1e-6 for kind in kinds)] for each in observations
     ]

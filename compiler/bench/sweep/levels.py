@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from compiler.errors import ConfigError, allowed
 from compiler.formats import FIDELITIES, FORMATS
-from compiler.precision import TENSOR_GROUPS, PrecisionConfig
+from compiler.precision import PrecisionConfig
 from compiler.precision.fragment import read_fragment
 from compiler.precision.names import ALLOWED_FORMATS, GLOBAL_GROUPS
 
@@ -36,14 +36,6 @@ class Part:
 
     def __str__(self) -> str:
         return self.group if self.layer is None else f"{self.layer}.{self.group}"
-
-    @classmethod
-    def parse(cls, text: str) -> Part:
-        """``ff2`` or ``12.ff2``. ValueError for anything else."""
-        layer, _, group = text.rpartition(".")
-        if group not in TENSOR_GROUPS:
-            raise ValueError(f"no part {text[:40]!r}")
-        return cls(group, int(layer) if layer else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +82,15 @@ def assign(
 
     A part of all layers is written as a rule for them, so that it also holds where the base has
     rules of its own.
+
+    Raises:
+        ConfigError: for a base with rules by name, which nothing can override.
     """
+    if by_name := next((rule.selector for rule in base.layers if rule.is_glob), None):
+        raise ConfigError(
+            f"precision {base.name}: has a rule for names, {by_name[:60]!r}; allowed as a base: "
+            "rules for layers"
+        )
     maps: dict[str, dict[str, str]] = {"precision": {}, "fidelity": {}}
     layers: dict[str, dict[str, dict[str, str]]] = {}
     for part, level in sorted(choices.items(), key=lambda each: each[0].layer is not None):

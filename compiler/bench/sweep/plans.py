@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from compiler.bench.cases import CASES, PRECISIONS, check_case
+from compiler.bench.record import check_plain
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.levels import Level, Part, assign
 from compiler.bench.sweep.model import SweptModel, step_bytes, total_bytes
@@ -157,11 +158,15 @@ def cells(found: Sequence[Entry], measures: Measures) -> list[Cell]:
         if not CASES[name].token_accuracy
         for cell in timed
     ]
-    return list({cell.id: cell for cell in planned}.values())
+    unique: dict[str, Cell] = {}
+    for cell in planned:  # the first of equal ones: the base keeps its name
+        unique.setdefault(cell.id, cell)
+    return list(unique.values())
 
 
 def _cell(entry: Entry, measures: Measures) -> Cell:
     model, resolved = entry.model, entry.model.resolve(entry.precision)
+    check_plain("precision", entry.precision.name)
     held = model.held_bytes(resolved, entry.target, measures.compute)
     return Cell(
         model=model.argument,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import inf, isfinite
 from typing import Literal
 
 from compiler.bench.sweep.levels import Level, Part
@@ -105,15 +106,20 @@ def plan_path(items: Sequence[Item], price: Price) -> Path:
     taken in the order of KL won for each unit of saving given up (the Lagrangian relaxation of
     a knapsack: exact at every step, H. Everett, Operations Research 11, 1963).
     """
-    cheapest, steps = {}, []
+    cheapest: dict[Part, Option] = {}
+    steps: list[tuple[float, Step]] = []
     for item in items:
         hull = _hull(item.options, price)
         cheapest[item.part] = hull[0]
+        bargain = inf
         for before, after in pairwise(hull):
             won = before.kl_lost - after.kl_lost
-            steps.append(Step(item.part, after, won, before.saved(price) - after.saved(price)))
-    steps.sort(key=lambda step: -step.kl_won / step.price)
-    return Path(cheapest, tuple(steps))
+            step = Step(item.part, after, won, before.saved(price) - after.saved(price))
+            # along a hull bargains get worse, which rounding must not turn round
+            bargain = min(bargain, won / step.price)
+            steps.append((bargain, step))
+    steps.sort(key=lambda each: -each[0])
+    return Path(cheapest, tuple(step for _, step in steps))
 
 
 def _hull(options: Sequence[Option], price: Price) -> list[Option]:
@@ -173,6 +179,7 @@ def shares(kl_lost: Mapping[Part, float], errors: Mapping[Part, float]) -> dict[
 
     One that cannot be told from nothing counts with half its error: nothing is for free.
     """
-    floored = {part: max(kl, errors[part] / 2, 1e-12) for part, kl in kl_lost.items()}
+    known = {part: error if isfinite(error) else 0.0 for part, error in errors.items()}
+    floored = {part: max(kl, known[part] / 2, 1e-12) for part, kl in kl_lost.items()}
     total = sum(floored.values())
     return {part: kl / total for part, kl in floored.items()}

@@ -13,7 +13,6 @@ from compiler.bench import stats
 from compiler.bench.record import Accuracy, Paired
 from compiler.bench.sweep.cost_model import CostModel, Observation, fit
 from compiler.bench.sweep.journal import SweepState
-from compiler.bench.sweep.plans import ALL
 from compiler.bench.sweep.summary import Row, common_rounds, rows
 from compiler.errors import ConfigError
 
@@ -53,7 +52,8 @@ class Lowered:
     @property
     def layer(self) -> int | None:
         """The layer of a single one's part."""
-        return int(self.part.partition(".")[0]) if "." in self.part else None
+        layer, dot, _ = self.part.partition(".")
+        return int(layer) if dot and layer.isdecimal() and layer.isascii() else None
 
     @property
     def group(self) -> str:
@@ -146,7 +146,7 @@ def _lowered(base: Row, row: Row, model: CostModel | None) -> Lowered:
     assert ours is not None and theirs is not None
     assert ours.kl_mean is not None and theirs.kl_mean is not None
     part = row.cell.part
-    is_layer = part != ALL and "." in part
+    is_layer = "." in part
     share = 100 / theirs.num_positions
     return Lowered(
         part=part,
