@@ -64,7 +64,7 @@ uncorrected for the number of comparisons.
 
 
 def markdown(state: SweepState, extra: str = "") -> str:
-    """The sweep as a document; ``extra`` are sections that replace those of single layers."""
+    """The sweep as a document; ``extra``: sections that stand for those of its probes."""
     found = summary.rows(state)
     if extra:
         found = [row for row in found if not _is_single_layer(row)]
@@ -73,7 +73,7 @@ def markdown(state: SweepState, extra: str = "") -> str:
     for members in by_place(shown):
         parts += _summary(members)
     parts += [_other_texts(shown), _unfinished(state), extra]
-    tables = [row for row in found if not _is_single_layer(row)]
+    tables = [row for row in found if not _is_probe(row)]
     plans = plan_tables(_pooled(tables, shown), has_surroundings=False)
     parts += [plan.render() for plan in plans]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
@@ -102,13 +102,15 @@ def _introduction(state: SweepState) -> str:
     rounds = 1 + max((each.cell.round for each in cells), default=0)
     asked = "".join(f", {key} {value}" for key, value in planned.options.items())
     versions = ", ".join(f"{name} {v}" for name, v in sorted(planned.versions.items()))
+    is_extended = planned.plan == "sensitivity"
+    predicted = ", but those in columns that say predicted" if is_extended else ""
     kinds = sorted({each.result.kind for each in cells if each.result is not None})
     lines = [
         f"- Planned {planned.timestamp}, commit {planned.commit or 'unknown'}{asked}.",
         f"- Versions: {versions or 'unknown'}.",
         f"- Cells: {state.count('done')} of {len(cells)} done; "
         f"speed in {rounds} round{'s' if rounds > 1 else ''}, all configurations in turn.",
-        f"- Every figure is {' or '.join(kinds) or 'measured'}.",
+        f"- Every figure is {' or '.join(kinds) or 'measured'}{predicted}.",
     ]
     text = "\n".join(plain(line) for line in lines)
     return f"# Sweep: {plain(planned.plan)}\n\n{text}\n\n{_LEGEND}"

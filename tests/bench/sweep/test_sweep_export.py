@@ -227,12 +227,13 @@ SENSITIVITY = [
 ]
 
 
-def test_a_sensitivity_s_single_layers_have_no_sections() -> None:
+def test_a_sensitivity_s_probes_have_no_sections() -> None:
     state = state_of(SENSITIVITY, plan="sensitivity")
     text = markdown(state)
     assert [row["Configuration"] for row in table(text)] == ["a", "b", "c"]
-    assert heading("b") in titles(text)
-    assert heading("c") not in titles(text)
+    assert heading("a") in titles(text)
+    assert heading("b") not in titles(text) and heading("c") not in titles(text)
+    assert "measured, but those in columns that say predicted" in text
     text = markdown(state, "## By layer\n\nSomething.\n")
     assert [row["Configuration"] for row in table(text)] == ["a", "b"]
     assert "By layer" in titles(text)

@@ -367,7 +367,7 @@ def test_a_base_that_no_file_can_inherit_is_refused(model: SweptModel, base: str
 def test_a_uniform_configuration_may_be_better(tmp_path: Path, model: SweptModel) -> None:
     """The winner keeps a distance from the bound that a uniform configuration need not keep."""
     bounds = {"min_top1": 100 * (1 - 1 / NUM_POSITIONS)}
-    found, _ = search(tmp_path, model, settings(**bounds))
+    found, _ = search(tmp_path, model, settings(levels=["bfp8"], **bounds))
     within = [row for row, _, is_within in found.shown[:-1] if is_within]
     fastest = min(within, key=lambda row: planted_ms(row.cell))
     best = found.shown[-1][0]
