@@ -84,7 +84,7 @@ def parser(plan: str) -> argparse.ArgumentParser:
         )
     what.add_argument("--cases", nargs="+", metavar="NAME", help="see tilewright run --list")
     what.add_argument("--rounds", type=integer(1, _MOST["rounds"]), help="of every speed case (3)")
-    what.add_argument("--compute", choices=("fast", "exact"))
+    what.add_argument("--compute", choices=("fast", "exact"), help="default: fast")
     what.add_argument("--threads", type=integer(1, _MOST["threads"]), help="of a speed cell")
     what.add_argument("--accuracy-text", metavar="TEXT", help="as tilewright run")
     what.add_argument("--base", metavar="NAME", help="what others are compared with (bf16)")
@@ -104,8 +104,8 @@ def parser(plan: str) -> argparse.ArgumentParser:
 
 def _add_search_options(found: argparse.ArgumentParser) -> None:
     search = found.add_argument_group("the search")
-    search.add_argument("--min-top1", type=real(0, 100), metavar="PERCENT")
-    search.add_argument("--max-kl", type=real(0, 100), metavar="NATS")
+    search.add_argument("--min-top1", type=real(0, 100), metavar="PERCENT", help="95")
+    search.add_argument("--max-kl", type=real(0, 100), metavar="NATS", help="from fp32: 0.01")
     search.add_argument("--max-bytes", metavar="SIZE", help="of the weights: 1.2GB, 300MB")
     search.add_argument("--from", dest="sensitivities", metavar="FILE", help="a sensitivity sweep")
     search.add_argument("--held-out", metavar="TEXT", help="confirm on this (held-out)")
@@ -124,7 +124,11 @@ def _add_running_options(found: argparse.ArgumentParser, plan: str) -> None:
         "--jobs", type=integer(1, 256), default=1, help="accuracy cells side by side (1)"
     )
     running.add_argument(
-        "--timeout", type=real(0, 1e7, above=True), default=900.0, metavar="S", help="of a cell"
+        "--timeout",
+        type=real(0, 1e7, above=True),
+        default=900.0,
+        metavar="S",
+        help="of a cell, in seconds (900)",
     )
     running.add_argument("--memory", metavar="SIZE", help="that a cell may allocate: 8GB")
 

@@ -169,22 +169,23 @@ def _entries(options: SweepOptions) -> list[Entry]:
 
 
 def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
-    """The cells by configuration, with estimated bytes and time."""
-    by_configuration: dict[tuple[str, ...], list[Cell]] = {}
+    """The cells by configuration, with estimated bytes and time; a table a model and target."""
+    places: dict[str, dict[tuple[str, ...], list[Cell]]] = {}
     for cell in cells:
-        by_configuration.setdefault(cell.configuration, []).append(cell)
-    rows = [
-        (
-            f"{members[0].model_name} {members[0].target}",
-            members[0].precision,
-            f"{(members[0].weight_bytes or 0) / 1e6:,.0f}",
-            str(len(members)),
-            f"{estimate.total_seconds(members, jobs=options.jobs):,.0f}",
-        )
-        for members in by_configuration.values()
-    ]
-    columns = ("model, target", "precision", "weights (MB, est.)", "cells", "time (s, est.)")
-    print_table(out(), f"sweep {options.plan}", columns, rows, numbers=True)
+        place = places.setdefault(f"{cell.model_name} on {cell.target}", {})
+        place.setdefault(cell.configuration, []).append(cell)
+    columns = ("configuration", "weights (MB, est.)", "cells", "time (s, est.)")
+    for title, configurations in places.items():
+        rows = [
+            (
+                members[0].precision,
+                f"{(members[0].weight_bytes or 0) / 1e6:,.1f}",
+                str(len(members)),
+                f"{estimate.total_seconds(members, jobs=options.jobs):,.0f}",
+            )
+            for members in configurations.values()
+        ]
+        print_table(out(), f"sweep {options.plan}: {title}", columns, rows, numbers=True)
     total = estimate.total_seconds(cells, jobs=options.jobs)
     out().print(f"{len(cells)} cells, about {total / 60:.0f} min (estimated); nothing was run")
 
