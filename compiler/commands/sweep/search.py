@@ -64,9 +64,10 @@ def _as_begun(options: SweepOptions, begun: Journal) -> SweepOptions:
     for key, value in begun.state.planned.options.items():
         option = "from" if key == "sensitivities" else key.replace("_", "-")
         try:
-            argv += [f"--{option}", *(shlex.split(value) if key in LISTS else [value])]
+            values = shlex.split(value) if key in LISTS else []
         except ValueError:
             raise ConfigError(f"{begun.path}: option {key[:40]!r}: no list of names") from None
+        argv += [f"--{option}", *values] if key in LISTS else [f"--{option}={value}"]
     known = read_options(argv)
     running = ("results", "resume", "dry_run", "yes", "jobs", "timeout_s", "memory", "output")
     return replace(known, **{name: getattr(options, name) for name in running})
