@@ -173,7 +173,6 @@ def test_m_shows_the_markdown_and_w_writes_it(journal: Journal) -> None:
 
     drive(journal, script)
     assert sorted(each.name for each in journal.path.parent.iterdir()) == [
-        ".pareto.jsonl.lock",
         "pareto-table.md",
         "pareto.jsonl",
     ]
