@@ -1,4 +1,4 @@
-"""Opening files that others name: only regular ones, so that no read blocks or goes on forever."""
+"""Files read and written with care: only regular ones are opened, whole ones are left behind."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import errno
 import io
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -30,3 +33,41 @@ def read_regular(path: Path) -> bytes:
     """All bytes of ``path``; raises as `open_regular`."""
     with open_regular(path) as file:
         return file.read()
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Make ``data`` the content of ``path`` in one step, with the mode it had, or leave it alone.
+
+    Raises:
+        OSError, ValueError: where it cannot be written.
+    """
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    with _beside(path, data, mode) as temporary:
+        os.replace(temporary, path)
+
+
+def create_file(path: Path, data: bytes) -> None:
+    """Make a file of ``data``, whole or not at all, and never in the place of another.
+
+    Raises:
+        FileExistsError: when there is one.
+        OSError, ValueError: where it cannot be written.
+    """
+    with _beside(path, data, 0o644) as temporary:
+        os.link(temporary, path)
+
+
+@contextmanager
+def _beside(path: Path, data: bytes, mode: int) -> Iterator[Path]:
+    """A complete file in the folder of ``path``, on disk; gone afterwards if it is still there."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
+    temporary = Path(name)
+    try:
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(mode)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)

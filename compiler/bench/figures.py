@@ -7,8 +7,6 @@ were. What a figure shows is not known here.
 from __future__ import annotations
 
 import io
-import os
-import tempfile
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compiler.errors import ConfigError, one_line
+from compiler.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -101,20 +100,8 @@ def save(figure: Figure, stem: Path) -> list[Path]:
     for path, content in written:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _replace(path, content)
+            replace_file(path, content)
         except (OSError, ValueError) as error:  # ValueError: a null character in the name
             reason = getattr(error, "strerror", None) or one_line(error)
             raise ConfigError(f"{path}: {reason}; allowed: a path that can be written") from None
     return [path for path, _ in written]
-
-
-def _replace(path: Path, content: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
-    try:
-        with open(handle, "wb") as file:
-            file.write(content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

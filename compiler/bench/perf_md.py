@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -19,7 +18,7 @@ from typing import Literal
 from compiler.bench.markdown import Block, Heading, Table, TableLine, Text, merge, parse_blocks
 from compiler.bench.record import HEADING_FORM, KINDS, RANDOM_WEIGHTS, Kind, is_heading
 from compiler.errors import ConfigError, allowed
-from compiler.files import read_regular
+from compiler.files import read_regular, replace_file
 
 __all__ = [
     "Document",
@@ -197,18 +196,7 @@ def update(path: str | os.PathLike[str], name: str, rendered: str) -> None:
     text = merge(_read(path) if path.exists() else "", name, rendered, file=str(path))
     parse(text, name=str(path))
     try:
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, mode)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_file(path, text.encode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
 

@@ -11,8 +11,6 @@ import hashlib
 import io
 import itertools
 import json
-import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +25,7 @@ from compiler.artifacts.places import cache_dir
 from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from compiler.environment import environment
 from compiler.errors import ConfigError
-from compiler.files import read_regular
+from compiler.files import read_regular, replace_file
 from compiler.runtime.batch import Piece, build_step
 from compiler.targets.base import Executable
 
@@ -121,7 +119,7 @@ def reference_path(model: str, folder: Path = _FOLDER) -> Path:
 def save_reference(reference: Reference, path: Path) -> None:
     """Write a reference file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_whole(path, reference_bytes(reference))
+    replace_file(path, reference_bytes(reference))
 
 
 def reference_bytes(reference: Reference) -> bytes:
@@ -212,18 +210,10 @@ def write_cache(path: Path, data: bytes) -> None:
     """Put something into the cache, whole or not at all; a cache that cannot be written is none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, data)
+        replace_file(path, data)
     except OSError as error:
         warnings.warn(f"{path}: not kept ({error.strerror})", stacklevel=2)
 
 
 def _slug(name: str) -> str:
     return "".join(c if c.isalnum() or c in ".-_" else "-" for c in name.lower()).strip(".-")
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-    Path(temporary).chmod(0o644)
-    Path(temporary).replace(path)

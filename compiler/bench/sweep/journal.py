@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from compiler.bench.record import Result
 from compiler.bench.results import from_values
 from compiler.bench.sweep.cell import Cell
 from compiler.errors import ConfigError, one_line
+from compiler.files import create_file
 
 _WHAT = "sweep file"
 VERSION = 1
@@ -309,26 +309,15 @@ def _encode(events: Sequence[Event]) -> bytes:
 
 def _create(path: Path, data: bytes) -> None:
     """The whole file or none, and never in the place of another."""
-    temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        temporary = Path(name)
-        with open(handle, "wb") as file:
-            os.fchmod(file.fileno(), 0o644)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(temporary, path)
+        create_file(path, data)
     except FileExistsError:
         raise ConfigError(
             f"{_WHAT} {path}: is there already; allowed: --resume, or another --results"
         ) from None
     except OSError as error:
         raise ConfigError(f"{_WHAT} {path}: {error.strerror}") from None
-    finally:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
 
 
 def _decode(line: bytes, place: str) -> Event:

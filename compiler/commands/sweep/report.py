@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +23,7 @@ from compiler.commands import perf
 from compiler.commands.arguments import Parser
 from compiler.commands.sweep.files import open_sweep
 from compiler.errors import ConfigError
+from compiler.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -154,18 +154,7 @@ def _write(output: str, text: str) -> None:
     try:
         path = Path(output).resolve()
         path.parent.mkdir(parents=True, exist_ok=True)
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:40]}.")
-        try:
-            with open(handle, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.chmod(temporary, mode)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_file(path, text.encode())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
     _say(f"{output}: {len(text.splitlines())} lines")

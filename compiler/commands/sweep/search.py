@@ -29,6 +29,7 @@ from compiler.commands.sweep.run import (
     swept_models,
 )
 from compiler.errors import ConfigError
+from compiler.files import replace_file
 
 if TYPE_CHECKING:
     from compiler.bench.sweep.search_plan import Settings
@@ -106,7 +107,7 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
     path = _output(options)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(found.yaml, encoding="utf-8")
+        replace_file(path, found.yaml.encode())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     out().print(f"written: {path}", soft_wrap=True)

@@ -23,6 +23,7 @@ from compiler.commands.sweep import tables
 from compiler.commands.sweep.control import What, affected, ask, log_text, newest, table_lines
 from compiler.commands.sweep.layout import Line, Table, cell_text, plain_line, title_text
 from compiler.errors import ConfigError
+from compiler.files import replace_file
 
 LOOK_SECONDS = 1.0
 _LOG_BYTES = 1 << 16
@@ -287,7 +288,7 @@ class MarkdownScreen(TextScreen):
     def action_write(self) -> None:
         """Write it beside the sweep."""
         try:
-            self.path.write_text(self.source(), encoding="utf-8")
+            replace_file(self.path, self.source().encode())
             said = f"written to {self.path}"
         except OSError as error:
             said = f"{self.path}: {error.strerror}"
