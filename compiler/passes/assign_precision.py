@@ -12,15 +12,7 @@ from compiler.formats import get_format
 from compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
 from compiler.ir.rewrite import find_calls
 from compiler.passes.runner import PassContext, numerics_changing_pass
-
-OP_GROUP_OF = {
-    "ff1_3": "li_ff1_3",
-    "ff2": "li_ff2",
-    "wqkv": "li_qkv",
-    "wo": "li_o",
-    "lm_head": "li_lm_head",
-    "kv_cache": "sdpa",
-}
+from compiler.precision import OP_GROUP_OF
 
 
 @numerics_changing_pass

@@ -53,6 +53,18 @@ OP_GROUPS = SEED_OP_GROUPS + OUR_OP_GROUPS
 # What an op belongs to before its phase is known; a lookup adds the phase.
 OP_FAMILIES = ("li_ff1_3", "li_ff2", "li_qkv", "li_o", "sdpa", "li_lm_head")
 
+# The family of the products with a tensor group's weights, and of attention over the cache.
+OP_GROUP_OF = MappingProxyType(
+    {
+        "ff1_3": "li_ff1_3",
+        "ff2": "li_ff2",
+        "wqkv": "li_qkv",
+        "wo": "li_o",
+        "lm_head": "li_lm_head",
+        "kv_cache": "sdpa",
+    }
+)
+
 # As stored: every op group with its phase, except the head's, which has one setting for both.
 STORED_OP_GROUPS = tuple(key for key in OP_GROUPS if key not in REFINED_OP_GROUPS)
 

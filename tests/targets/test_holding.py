@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from compiler.errors import CompileError
 from compiler.formats import FORMATS
-from compiler.passes.assign_precision import OP_GROUP_OF
-from compiler.precision import PrecisionConfig, ResolvedPrecision
+from compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
 from compiler.targets.base import Holding, Target, get_target
 from compiler.targets.cpu.weights import block_codes
 from tests.tiny import QWEN2, compiled, precision_of, tiny_model

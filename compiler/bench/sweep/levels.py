@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from compiler.errors import ConfigError, allowed
 from compiler.formats import FIDELITIES, FORMATS
-from compiler.precision import PrecisionConfig
+from compiler.precision import OP_GROUP_OF, OP_GROUPS, PrecisionConfig
 from compiler.precision.fragment import read_fragment
 from compiler.precision.names import ALLOWED_FORMATS, GLOBAL_GROUPS
 
@@ -18,11 +18,9 @@ _MOST_BITS = ((9, "hifi4"), (5, "hifi2"), (0, "lofi"))
 """The fidelity of a format that is named alone, by its bits: what the published grid pairs."""
 
 PRODUCT_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "ff1_3": ("li_ff1_3",),
-    "ff2": ("li_ff2",),
-    "wqkv": ("li_qkv_decode", "li_qkv_prefill"),
-    "wo": ("li_o_decode", "li_o_prefill"),
-    "lm_head": ("li_lm_head",),
+    group: (family,) if family in OP_GROUPS else (f"{family}_decode", f"{family}_prefill")
+    for group, family in OP_GROUP_OF.items()
+    if group != "kv_cache"
 }
 """The op groups whose fidelity goes with a tensor group's format."""
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from compiler.bench.sweep.levels import PRODUCT_GROUPS
 from compiler.driver import CompilableModel, resolve_precision
-from compiler.precision import PrecisionConfig, ResolvedPrecision
+from compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
 from compiler.targets.base import get_target
 
 
@@ -103,10 +102,9 @@ def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
 
 def _fidelities(precision: ResolvedPrecision, weight: Weight) -> tuple[str, str]:
     """Of the products with a weight, in prefill and decode; an embedding has none: the highest."""
-    op_groups = PRODUCT_GROUPS.get(weight.group)
-    if op_groups is None:
+    family = OP_GROUP_OF.get(weight.group)
+    if family is None:
         return "hifi4", "hifi4"
-    family = op_groups[0].removesuffix("_decode")
     found = [
         precision.fidelity(family, phase, layer=weight.layer, fqn=weight.fqn)
         for phase in ("prefill", "decode")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from unittest import mock
 
 from textual.pilot import Pilot
 
 from compiler.bench.sweep.journal import Journal
+from compiler.commands.sweep import show_app
 from compiler.commands.sweep.show_app import LinesTable, SweepApp
 
 SIZE = (80, 24)
@@ -23,7 +25,8 @@ def drive(journal: Journal, script: Script, *, size: tuple[int, int] = SIZE) -> 
             await pilot.pause()
             await script(pilot, app)
 
-    asyncio.run(run())
+    with mock.patch.object(show_app, "LOOK_SECONDS", 0.2):
+        asyncio.run(run())
     return app
 
 

@@ -27,7 +27,6 @@ pytest.importorskip("textual")
 from textual.pilot import Pilot
 from textual.widgets import Footer
 
-from compiler.commands.sweep import show_app
 from compiler.commands.sweep.show_app import LinesTable, SweepApp
 from tests.commands.sweep.terminal import drive, go_to, names, press, screen, text, until
 
@@ -37,11 +36,6 @@ NAMES = PUBLISHED
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
     return twelve(tmp_path / "pareto.jsonl")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show_app, "LOOK_SECONDS", 0.2)
 
 
 def test_all_of_the_table_is_seen_in_80_columns(journal: Journal) -> None:

@@ -22,7 +22,6 @@ pytest.importorskip("textual")
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from compiler.commands.sweep import show_app
 from compiler.commands.sweep.show_app import SweepApp
 from tests.commands.sweep.terminal import drive, go_to, line_of, names, press, screen, text, until
 
@@ -32,11 +31,6 @@ NAMES = PUBLISHED
 @pytest.fixture
 def journal(tmp_path: Path) -> Journal:
     return twelve(tmp_path / "pareto.jsonl")
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(show_app, "LOOK_SECONDS", 0.2)
 
 
 def test_x_cancels_after_a_yes(journal: Journal) -> None:
