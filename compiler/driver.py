@@ -71,7 +71,9 @@ def compile_model(
     backend = get_target(target)
     resolved = resolve_precision(model, precision)
     graph_module, ctx = lower_model(model, resolved, backend.stages(), report, dump_dir=dump_dir)
-    executable = backend.compile(graph_module, weight_source(model), options, report)
+    executable = backend.compile(
+        graph_module, weight_source(model, options.max_context), options, report
+    )
     return Compiled(
         executable=executable,
         target=target,
@@ -113,19 +115,34 @@ def lower_model(
     return graph_module, ctx
 
 
-def constants_of(model: CompilableModel) -> dict[str, Tensor]:
-    """The values of the model's buffers, which no checkpoint holds, by name."""
-    constants: dict[str, Tensor] = model.module.constants()
+def constants_of(model: CompilableModel, max_context: int | None = None) -> dict[str, Tensor]:
+    """The values of the model's buffers, which no checkpoint holds, by name; for sequences up to
+    ``max_context`` positions (None: as many as the model allows).
+    """
+    constants: dict[str, Tensor] = model.module.constants(max_context)
     return constants
 
 
-def weight_source(model: CompilableModel) -> Callable[[str], Tensor]:
-    """The model's tensors by name: its constants, else the checkpoint's, read when asked for."""
-    constants = constants_of(model)
+def weight_source(
+    model: CompilableModel, max_context: int | None = None
+) -> Callable[[str], Tensor]:
+    """The model's tensors by name: its constants, else the checkpoint's, read when asked for.
+
+    A tensor that several parameters are rows of is kept until another such one is asked for.
+    ``max_context``: see `constants_of`.
+    """
+    constants = constants_of(model, max_context)
+    shared = {source.tensor for source in model.module.sources().values() if source.rows}
+    kept: dict[str, Tensor] = {}
 
     def get(name: str) -> Tensor:
+        if name in kept:
+            return kept[name]
         tensor = constants[name] if name in constants else model.checkpoint.get(name)
         assert isinstance(tensor, Tensor)
+        if name in shared:
+            kept.clear()
+            kept[name] = tensor
         return tensor
 
     return get

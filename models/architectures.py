@@ -1,37 +1,74 @@
-"""Which architectures exist: Hugging Face's `model_type` -> the class, imported when asked for."""
+"""Which architectures exist: the files beside this one that define an ``ARCHITECTURE``.
+
+A file is called as Hugging Face's ``model_type`` and imported when that is asked for.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import reprlib
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from compiler.errors import CheckpointError, allowed
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from models.config_keys import Keys
+
+_MARK = "\nARCHITECTURE = "
+
+Refine = Callable[["Keys", Any], Any]
+"""A configuration, `ModelConfig` or the architecture's own, with what further keys say of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Where the class is, and what the architecture fixes so that no configuration says it.
+    """What a file says of its architecture, where it differs from Llama.
 
-    ``has_qkv_bias``: q, k and v have biases and o has none; otherwise ``attention_bias`` decides
-    over all four. ``gguf_pairs_adjacent``: GGUF's converter moves the rows of q and k so that
-    rotation pairs are neighbours; otherwise they are half a head apart, as in Hugging Face's files.
+    Attributes:
+        model: the class of the module; its constructor takes the configuration.
+        config: the configuration's class, if it is not `models.config.ModelConfig` itself.
+        fixed: fields of the configuration that no file says.
+        hf_defaults: values of keys that a config.json may leave out.
+        read_hf, read_gguf: what else to read from config.json, and from GGUF metadata.
+        has_partial_rotary: whether ``partial_rotary_factor`` is read.
+        has_rope_by_layer: whether ``rope_parameters`` may have a section for each type of layer.
+        gguf_names: Hugging Face's names of GGUF's tensors of a layer, where they differ.
+        gguf_pairs_adjacent: GGUF's converter moves the rows of q and k so that rotation pairs are
+            neighbours; otherwise they are half a head apart, as in Hugging Face's files.
+        gguf_norm_offset: what GGUF's converter adds to the weights of norms.
     """
 
-    location: str
-    has_qkv_bias: bool = False
+    model: type[nn.Module]
+    config: type | None = None
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    hf_defaults: Mapping[str, object] = field(default_factory=dict)
+    read_hf: Refine | None = None
+    read_gguf: Refine | None = None
+    has_partial_rotary: bool = False
+    has_rope_by_layer: bool = False
+    gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_pairs_adjacent: bool = False
+    gguf_norm_offset: float = 0.0
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("models.llama:LlamaForCausalLM", gguf_pairs_adjacent=True),
-    "qwen2": Architecture("models.qwen2:Qwen2ForCausalLM", has_qkv_bias=True),
-}
+@functools.cache
+def model_types() -> tuple[str, ...]:
+    """Every ``model_type`` that is read, by its file's name; nothing is imported."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return tuple(file.stem for file in files if _MARK in file.read_text(encoding="utf-8"))
+
+
+def architecture_of(model_type: str) -> Architecture:
+    """What the file of a known ``model_type`` says."""
+    assert model_type in model_types(), model_type
+    architecture: Architecture = importlib.import_module(f"models.{model_type}").ARCHITECTURE
+    return architecture
 
 
 def check_model_type(model_type: object, where: str) -> str:
@@ -40,16 +77,28 @@ def check_model_type(model_type: object, where: str) -> str:
     Raises:
         CheckpointError: an unknown architecture, with the known ones.
     """
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise CheckpointError(
-            f"{where} = {reprlib.repr(model_type)} is not an architecture that is read; "
-            + allowed(ARCHITECTURES)
-        )
+    if not isinstance(model_type, str) or model_type not in model_types():
+        raise _unknown(model_type, where)
     return model_type
 
 
-def architecture_class(model_type: str) -> type[nn.Module]:
-    """The module class of a known ``model_type``; its constructor takes a `ModelConfig`."""
-    module_name, _, class_name = ARCHITECTURES[model_type].location.partition(":")
-    architecture: type[nn.Module] = getattr(importlib.import_module(module_name), class_name)
-    return architecture
+def find_gguf_type(name: object, where: str) -> str:
+    """The ``model_type`` of GGUF's ``general.architecture``.
+
+    GGUF writes names without underscores, and calls the text part of a family as the family.
+
+    Raises:
+        CheckpointError: an unknown architecture, with the known ones.
+    """
+    for model_type in model_types() if isinstance(name, str) else ():
+        plain = model_type.replace("_", "")
+        if name in (model_type, plain, plain.removesuffix("text")):
+            return model_type
+    raise _unknown(name, where)
+
+
+def _unknown(model_type: object, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} = {reprlib.repr(model_type)} is not an architecture that is read; "
+        + allowed(model_types())
+    )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from models.architectures import Architecture
 from models.config import ModelConfig, inverse_frequencies
 from models.layers import DecoderLayer, Embedding, Linear, RMSNorm, RotaryEmbedding
+from models.sources import TensorSource
 
 
 class LlamaModel(nn.Module):
@@ -17,8 +20,10 @@ class LlamaModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
-        self.rotary = RotaryEmbedding(config.head_dim // 2)
-        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        rope = config.rope
+        self.rotary = RotaryEmbedding(rope.num_pairs(config.head_dim), rope.attention_factor)
+        layers = (DecoderLayer(config, config.window(i)) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(layers)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -30,7 +35,12 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """A Llama with its language-model head: tokens, positions ``[T]`` to logits ``[T, vocab]``."""
+    """A Llama with its language-model head: tokens, positions ``[T]`` to logits ``[T, vocab]``.
+
+    ``model_class``: what is below the head.
+    """
+
+    model_class: ClassVar[type[Any]] = LlamaModel
 
     tensor_groups: Mapping[str, str] = {
         "model.embed_tokens": "embedding",
@@ -46,24 +56,34 @@ class LlamaForCausalLM(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaModel(config)
+        self.model = self.model_class(config)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        return self.lm_head(self.model(tokens_T, positions_T))
+        logits: Tensor = self.lm_head(self.model(tokens_T, positions_T))
+        return logits
 
-    def constants(self) -> dict[str, Tensor]:
-        """The values of buffers that no checkpoint holds, by name."""
-        inv_freq = inverse_frequencies(self.config.rope, self.config.head_dim)
+    def sources(self) -> dict[str, TensorSource]:
+        """Where parameters stand in checkpoints that have no tensor of their own there."""
+        return {}
+
+    def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
+        """The values of buffers that no checkpoint holds, by name; they may depend on the longest
+        context (None: all that the model allows).
+        """
+        config = self.config
+        longest = config.max_positions if max_context is None else max_context
+        inv_freq = inverse_frequencies(config.rope, config.head_dim, longest)
         return {"model.rotary.inv_freq": torch.tensor(inv_freq, dtype=torch.float32)}
 
     def expected_rewrites(self) -> dict[str, int]:
         """How often each pass must fire on this architecture; tests hold the pipeline to it."""
         num_layers = self.config.num_layers
+        norms = 2 + 2 * self.config.qk_norm
         return {
-            "match_rms_norm": 2 * num_layers + 1,
+            "match_rms_norm": norms * num_layers + 1,
             "match_rope": 2 * num_layers,
             "match_swiglu": num_layers,
             "match_linear": 7 * num_layers + 1,
@@ -72,4 +92,10 @@ class LlamaForCausalLM(nn.Module):
             "insert_state": num_layers,
             "fuse_rope_attention": num_layers,
             "gather_logit_rows": 1,
+            "fuse_linear_residual": 2 * num_layers,
+            "fuse_norm_linear": 2 * num_layers + 1,
+            "gather_before_norm": 1,
         }
+
+
+ARCHITECTURE = Architecture(LlamaForCausalLM, gguf_pairs_adjacent=True)

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from models.architectures import Architecture
+from models.config import ModelConfig
+from models.config_keys import Keys
 from models.llama import LlamaForCausalLM
+from models.windows import windows_of_upper
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """All that differs, the biases, stands in `ModelConfig` and in `models.architectures`."""
+    """All that differs stands in its `ModelConfig`."""
+
+
+def read_hf(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """The windows of the upper layers, where they are switched on."""
+    windows = windows_of_upper(keys, config.num_layers, config.max_positions)
+    return dataclasses.replace(config, windows=windows)
+
+
+ARCHITECTURE = Architecture(
+    Qwen2ForCausalLM,
+    fixed={"attention_bias": True, "output_bias": False},
+    read_hf=read_hf,
+)

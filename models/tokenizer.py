@@ -100,7 +100,7 @@ class Tokenizer:
         if token is None:
             return b""
         if self._steps == _BYTE_LEVEL:
-            table = _byte_of_character()
+            table = byte_of_character()
             try:
                 return bytes(table[character] for character in token)
             except KeyError:
@@ -212,11 +212,20 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     Raises:
         CheckpointError: files or metadata that are missing, corrupt or of a kind not read.
     """
-    if source.metadata is None:
-        return Tokenizer(read_folder(source.path))
-    from models.vocabulary_gguf import read_metadata
+    return Tokenizer(read_vocabulary(source))
 
-    return Tokenizer(read_metadata(source.metadata, source.path))
+
+def read_vocabulary(source: TokenizerSource) -> Vocabulary:
+    """What `load_tokenizer` makes a tokenizer of; raises as it does."""
+    if source.metadata is not None:
+        from models.vocabulary_gguf import read_metadata
+
+        return read_metadata(source.metadata, source.path)
+    if source.path.suffix == ".t" and not source.path.is_dir():
+        from models.vocabulary_dllama import read_tokenizer
+
+        return read_tokenizer(source.path)
+    return read_folder(source.path)
 
 
 def _decoder_steps(vocabulary: Vocabulary) -> tuple[str, ...]:
@@ -247,7 +256,7 @@ def _is_plain(member: dict[str, object]) -> bool:
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

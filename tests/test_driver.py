@@ -16,7 +16,10 @@ from tests.tiny import compiled, lowered, pipeline, precision_of, prefill, rando
 OPTIONS = CompileOptions(max_batch=2, max_context=32, compute="exact", num_threads=1)
 
 
-@pytest.mark.parametrize("target", ["reference", "cpu", "null"])
+ON_A_GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.mark.parametrize("target", ["reference", "cpu", "null", ON_A_GPU])
 def test_a_model_becomes_an_executable(target: str) -> None:
     model = tiny_model(num_layers=1)
     told: list[tuple[str, int, int]] = []
@@ -119,12 +122,12 @@ def test_options_are_checked_before_any_work() -> None:
 
 
 def test_an_unknown_target_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="unknown target 'gpu'; allowed: reference, null, cpu"):
+    with pytest.raises(ConfigError, match="'gpu'; allowed: reference, null, cpu, cuda"):
         compile_model(tiny_model(), precision_of(), target="gpu", options=OPTIONS)
     assert [get_target(name).name for name in target_names()] == list(target_names())
 
 
-@pytest.mark.parametrize("target", ["reference", "cpu"])
+@pytest.mark.parametrize("target", ["reference", "cpu", ON_A_GPU])
 def test_a_tensor_of_another_shape_is_named(target: str) -> None:
     model = tiny_model(num_layers=1)
     name = "model.layers.0.mlp.down_proj.weight"

@@ -41,7 +41,10 @@ SEES_MODELS = ("compiler.commands", "compiler.cli")
 
 # Optional libraries, and the only places that import them.
 ONLY_IN = {
-    "triton": ("compiler.targets.cuda",),
+    "triton": ("compiler.targets.cuda", "compiler.targets.tenstorrent"),
+    "numba": ("compiler.targets.tenstorrent",),
+    "llvmlite": ("compiler.targets.tenstorrent",),
+    "cuda": ("compiler.targets.cuda",),
     "onnxruntime": ("compiler.targets.cpu",),
     "onnx": ("compiler.targets.cpu",),
     "torch_mlir": ("compiler.ir.mlir",),

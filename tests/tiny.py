@@ -31,13 +31,14 @@ from compiler.targets.base import (
     get_target,
 )
 from compiler.tracer import trace
-from models.architectures import architecture_class
+from models.architectures import architecture_of
 from models.config import ModelConfig, RopeConfig
+from models.sources import stored_shapes
 
 GOLDENS = Path(__file__).parent / "goldens"
 UPDATE_VARIABLE = "TILEWRIGHT_UPDATE_GOLDENS"
 
-QWEN2 = {"model_type": "qwen2", "attention_bias": True}
+QWEN2: dict[str, Any] = {"model_type": "qwen2", "attention_bias": True}
 """What makes a tiny configuration one of Qwen2; without it, it is one of Llama."""
 
 _TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "lm_head", "embedding")
@@ -76,19 +77,24 @@ def tiny_config(**changes: Any) -> ModelConfig:
         "rope": RopeConfig(theta=10000.0),
         "tie_embeddings": True,
     }
-    return ModelConfig(**{**values, **changes})
+    changed = {**values, **changes}
+    architecture = architecture_of(changed["model_type"])
+    found = (architecture.config or ModelConfig)(**{**changed, **architecture.fixed, **changes})
+    assert isinstance(found, ModelConfig)
+    return found
 
 
 def tiny_model(*, seed: int = 0, std: float = 0.05, **changes: Any) -> SimpleNamespace:
     """What `models.load_model` returns, as far as the compiler looks: random weights, N(0, std)."""
     config = tiny_config(**changes)
     with torch.device("meta"):
-        module: Any = architecture_class(config.model_type)(config)
+        module: Any = architecture_of(config.model_type).model(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, weight in module.named_parameters():
-        values = torch.randn(weight.shape, generator=generator) * std
-        tensors[name] = 1.0 + values if "norm" in name else values
+    offsets = {source.tensor: 1.0 - source.offset for source in module.sources().values()}
+    for name, shape in stored_shapes(module).items():
+        values = torch.randn(shape, generator=generator) * std
+        tensors[name] = offsets.get(name, 1.0) + values if "norm" in name else values
     return SimpleNamespace(
         name=config.name, config=config, module=module, checkpoint=FakeCheckpoint(tensors)
     )
@@ -194,7 +200,10 @@ class _Function(nn.Module):
         weights = {name: getattr(self, name) for name in self.names}
         return self.function(self.embed(tokens), positions, **weights)
 
-    def constants(self) -> dict[str, Tensor]:
+    def sources(self) -> dict[str, Any]:
+        return {}
+
+    def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
         return {}
 
 
@@ -269,7 +278,10 @@ def compiled(
     graph_module, _ = lowered(model, target=target, precision=precision)
     chosen = dataclasses.replace(defaults, **options)
     return get_target(target).compile(
-        graph_module, weight_source(model), chosen, lambda what, done, total: None
+        graph_module,
+        weight_source(model, chosen.max_context),
+        chosen,
+        lambda what, done, total: None,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,37 +13,90 @@ import transformers
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig
+from models.sources import TensorSource
 from tests.tiny import random_tokens
 
-CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-    "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Twin:
+    """transformers' classes of an architecture, and what its configuration says besides."""
+
+    config: Any
+    model: Any
+    changes: Callable[[Any], dict[str, Any]] = lambda config: {}
+
+
+def _llama(config: ModelConfig) -> dict[str, Any]:
+    assert config.attention_bias == config.output_bias
+    return {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
+
+
+def _windows(config: ModelConfig) -> dict[str, Any]:
+    """Of Mistral and Phi-3, whose layers are alike."""
+    assert len(set(config.windows)) <= 1
+    return {"sliding_window": config.windows[0] if config.windows else None}
+
+
+def _upper_windows(config: ModelConfig) -> dict[str, Any]:
+    """Of Qwen2 and Qwen3, where the upper layers may slide."""
+    if not config.windows:
+        return {"use_sliding_window": False}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": max(config.windows),
+        "max_window_layers": config.windows.count(0),
+    }
+
+
+def _qwen3(config: ModelConfig) -> dict[str, Any]:
+    assert config.qk_norm
+    return {**_upper_windows(config), "attention_bias": config.attention_bias}
+
+
+def _phi3(config: ModelConfig) -> dict[str, Any]:
+    """It has the original length beside the rotation's section."""
+    scaling, tokens = config.rope.scaling, {"pad_token_id": 0, "eos_token_id": 1}
+    beside = {}
+    if isinstance(scaling, LongRopeScaling):
+        beside["original_max_position_embeddings"] = scaling.original_max_positions
+    return {**_windows(config), **tokens, **beside}
+
+
+TWINS = {
+    "llama": Twin(transformers.LlamaConfig, transformers.LlamaForCausalLM, _llama),
+    "mistral": Twin(transformers.MistralConfig, transformers.MistralForCausalLM, _windows),
+    "qwen2": Twin(transformers.Qwen2Config, transformers.Qwen2ForCausalLM, _upper_windows),
+    "qwen3": Twin(transformers.Qwen3Config, transformers.Qwen3ForCausalLM, _qwen3),
+    "phi3": Twin(transformers.Phi3Config, transformers.Phi3ForCausalLM, _phi3),
 }
+
+
+def find_twin(model_type: str) -> Twin:
+    """Its entry above, or the ``TWIN`` that its own test file has."""
+    if model_type in TWINS:
+        return TWINS[model_type]
+    found: Twin = importlib.import_module(f"tests.models.test_{model_type}").TWIN
+    return found
 
 
 def twin_of(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) -> Any:
     """A model of transformers, ready to be called; with ``tensors``, holding just those."""
-    config_class, model_class = CLASSES[config.model_type]
-    biases: dict[str, Any] = {}
-    if config.model_type == "llama":
-        assert config.attention_bias == config.output_bias
-        biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
-    theirs = model_class(
-        config_class(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_positions,
-            rms_norm_eps=config.norm_eps,
-            tie_word_embeddings=config.tie_embeddings,
-            rope_parameters=_rope(config),
-            **biases,
-        )
-    )
+    twin = find_twin(config.model_type)
+    values: dict[str, Any] = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_parameters": hf_rope_parameters(config.rope, config.head_dim),
+    }
+    theirs = twin.model(twin.config(**{**values, **twin.changes(config)}))
     if tensors is not None:
         left = theirs.load_state_dict(dict(tensors), strict=False)
         assert left.unexpected_keys == []
@@ -50,29 +105,55 @@ def twin_of(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) ->
     return theirs.eval()
 
 
-def _rope(config: ModelConfig) -> dict[str, Any]:
-    scaling = config.rope.scaling
-    if scaling is None:
-        return {"rope_type": "default", "rope_theta": config.rope.theta}
-    return {
-        "rope_type": "llama3",
-        "rope_theta": config.rope.theta,
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
+def hf_rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """What config.json says of a rotation."""
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.num_rotated is not None:
+        found["partial_rotary_factor"] = rope.num_rotated / head_dim
+    scaling = rope.scaling
+    if isinstance(scaling, LinearScaling):
+        found |= {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, Llama3Scaling):
+        found |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    elif isinstance(scaling, LongRopeScaling):
+        found |= {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short_factors),
+            "long_factor": list(scaling.long_factors),
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "attention_factor": scaling.attention_factor,
+        }
+    return found
+
+
+def parameters_of(model: SimpleNamespace) -> dict[str, Tensor]:
+    """What a tiny model's module is called with: its parameters, cut from the checkpoint's tensors,
+    and its constants.
+    """
+    sources, values = model.module.sources(), {}
+    for name, _ in model.module.named_parameters():
+        source = sources.get(name, TensorSource(name))
+        rows = slice(*source.rows) if source.rows else slice(None)
+        values[name] = model.checkpoint.tensors[source.tensor][rows] + source.offset
+    return values | model.module.constants()
 
 
 def assert_eager_equals_twin(model: SimpleNamespace) -> None:
     """Names, shapes and fp32 logits of a tiny model (`tests.tiny.tiny_model`) are transformers'."""
     theirs = twin_of(model.config, model.checkpoint.tensors)
     names = {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
-    assert names == {n: tuple(w.shape) for n, w in model.module.named_parameters()}
+    assert names == {n: tuple(w.shape) for n, w in model.checkpoint.tensors.items()}
     tokens = torch.tensor(random_tokens(23))
-    weights = model.checkpoint.tensors | model.module.constants()
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
-        got = torch.func.functional_call(model.module, weights, (tokens, torch.arange(23)))
+        got = torch.func.functional_call(
+            model.module, parameters_of(model), (tokens, torch.arange(23))
+        )
     assert expected.std() > 0.1
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -20,12 +21,16 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What commands ask of a model when its checkpoint is not there."""
+    """What commands ask of a model when its checkpoint is not there.
+
+    ``weights``: where they came from; folders written before it was there are of checkpoints.
+    """
 
     name: str
     content_hash: str
     num_layers: int
     max_positions: int
+    weights: Literal["checkpoint", "random"] = "checkpoint"
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from compiler.errors import ConfigError
+from compiler.files import cache_dir
 
-CACHE_VARIABLE = "TILEWRIGHT_CACHE"
 MANIFEST = "manifest.json"
-
-
-def cache_dir() -> Path:
-    """Where Tilewright keeps what it can compute again (``TILEWRIGHT_CACHE``).
-
-    Raises:
-        ConfigError: when the variable is no path.
-    """
-    named = os.environ.get(CACHE_VARIABLE)
-    try:
-        return Path(named).expanduser() if named else Path.home() / ".cache" / "tilewright"
-    except RuntimeError as error:
-        raise ConfigError(f"{CACHE_VARIABLE}={named!r}: no such place ({error})") from None
 
 
 def digest_memory() -> Path:

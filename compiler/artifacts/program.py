@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,10 +37,12 @@ def write_program(
     *,
     target: str = "cpu",
     compute: str = "fast",
+    max_context: int | None = None,
     progress: Progress = silent,
     dump_dir: Path | None = None,
 ) -> Manifest:
-    """Compile into ``folder``, for any batch and any context of the model.
+    """Compile into ``folder``, for any batch and any context of the model, or any that is served by
+    the same program as ``max_context`` where the model has several.
 
     Returns the manifest; `seal_folder` completes and writes it, when the caller has added what
     else belongs into the folder.
@@ -47,12 +50,14 @@ def write_program(
     Raises:
         CompileError, CheckpointError: as `compile_model`.
     """
-    options = CompileOptions(max_context=model.config.max_positions, compute=compute)
-    check_options(options, model.config.max_positions)
+    longest = model.config.max_positions
+    context = longest if max_context is None else model.config.program_context(max_context)
+    options = CompileOptions(max_context=context, compute=compute)
+    check_options(options, longest)
     backend = get_target(target)
     resolved = resolve_precision(model, precision)
     graph_module, ctx = lower_model(model, resolved, backend.stages(), progress, dump_dir=dump_dir)
-    backend.build(graph_module, weight_source(model), folder, options, progress)
+    backend.build(graph_module, weight_source(model, context), folder, options, progress)
     write_file(folder / GRAPH, graph_json(graph_module))
     surroundings = environment()
     return Manifest(
@@ -60,7 +65,8 @@ def write_program(
             model.name,
             model.checkpoint.content_hash(),
             model.config.num_layers,
-            model.config.max_positions,
+            context,
+            "checkpoint" if model.checkpoint.files else "random",
         ),
         precision=resolved.summary(precision.name),
         target=target,
@@ -114,22 +120,29 @@ def compile_cached(
 ) -> Compiled:
     """`compile_model`, through a cache; where that cannot be used, a note says so.
 
+    Random weights, which no file stands for, are made anew each time and not kept.
+
     Raises:
         CompileError, CheckpointError: as `compile_model`.
     """
     options = options or CompileOptions()
     check_options(options, model.config.max_positions)
+    if not model.checkpoint.files:
+        return compile_model(model, precision, target=target, options=options, progress=progress)
     get_target(target)
     summary = resolve_precision(model, precision).summary(precision.name)
-
-    def key() -> str:
-        return _key(model, summary.id, cache, target=target, compute=options.compute)
-
+    key = functools.partial(_key, model, summary.id, cache, target=target, options=options)
     wanted = key()
 
     def build(folder: Path) -> None:
         manifest = write_program(
-            model, precision, folder, target=target, compute=options.compute, progress=progress
+            model,
+            precision,
+            folder,
+            target=target,
+            compute=options.compute,
+            max_context=options.max_context,
+            progress=progress,
         )
         if key() != wanted:
             raise CheckpointError(f"{model.checkpoint.path}: changed while it was compiled")
@@ -148,15 +161,21 @@ def compile_cached(
 
 
 def _key(
-    model: CompilableModel, precision_id: str, cache: ProgramCache, *, target: str, compute: str
+    model: CompilableModel,
+    precision_id: str,
+    cache: ProgramCache,
+    *,
+    target: str,
+    options: CompileOptions,
 ) -> str:
-    checkpoint = model.checkpoint
+    checkpoint, context = model.checkpoint, model.config.program_context(options.max_context)
+    serves_all = context == model.config.max_positions
     try:
         return program_key(
             checkpoint.files,
             target=target,
-            compute=compute,
-            precision_id=precision_id,
+            compute=options.compute,
+            precision_id=precision_id if serves_all else f"{precision_id}/{context}",
             memory=cache.memory,
         )
     except OSError as error:

@@ -32,7 +32,9 @@ __all__ = [
     "update",
 ]
 
-SectionKind = Literal["performance", "accuracy", "long_context", "batch_32", "precision", "other"]
+SectionKind = Literal[
+    "performance", "accuracy", "long_context", "batch_32", "precision", "boards", "other"
+]
 
 MODEL, DEVICE, PRECISION = "Model", "Device", "Precision"
 TOP1, TOP5, SPEED = "Top-1 (%)", "Top-5 (%)", "Speed (t/s/u)"
@@ -42,15 +44,39 @@ FIRST_TTFT, MEDIAN_TTFT, LAST_TTFT = "first TTFT (ms)", "median TTFT (ms)", "las
 TOP1_INTERVAL, TOP5_INTERVAL = "Top-1 95 % CI", "Top-5 95 % CI"
 POSITIONS, KL, PAIRED, SPREAD, PEAK = "Positions", "KL", "vs base", "Spread (%)", "Peak (MB)"
 
-_PERCENT = {TOP1, TOP5}
-_NUMERIC = {TOP1, TOP5, SPEED, TTFT, AVG_TTFT, TOTAL, FIRST_TTFT, MEDIAN_TTFT, LAST_TTFT}
+EMULATED_TOP1, EMULATED_TOP5 = "Emulated top-1 (%)", "Emulated top-5 (%)"
+PREDICTED_SPEED, PREDICTED_TTFT = "Predicted speed (t/s/u)", "Predicted TTFT (ms)"
+PUBLISHED_TOP1, PUBLISHED_SPEED = "Published top-1 (%)", "Published speed (t/s/u)"
+PUBLISHED_TTFT = "Published TTFT (ms)"
+
+BOARDS_TITLE = "Tenstorrent (emulated accuracy, predicted speed)"
+"""The section of boards that were not there; its figures are in no other."""
+
+_BOARD_NUMBERS = {EMULATED_TOP1, EMULATED_TOP5, PREDICTED_SPEED, PREDICTED_TTFT}
+_BOARD_NUMBERS |= {PUBLISHED_TOP1, PUBLISHED_SPEED, PUBLISHED_TTFT}
+
+_PERCENT = {TOP1, TOP5, EMULATED_TOP1, EMULATED_TOP5, PUBLISHED_TOP1}
+_NUMERIC = _BOARD_NUMBERS | {
+    TOP1,
+    TOP5,
+    SPEED,
+    TTFT,
+    AVG_TTFT,
+    TOTAL,
+    FIRST_TTFT,
+    MEDIAN_TTFT,
+    LAST_TTFT,
+}
 _NUMERIC |= {POSITIONS, KL, SPREAD, PEAK}
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 _LONG_CONTEXT = re.compile(r"long-context \(([1-9][0-9]{0,5})k tokens\)")
 _SUFFIX = re.compile(r"DP=([1-9][0-9]{0,5})|([1-9][0-9]{0,3}x[1-9][0-9]{0,3})")
 
-KIND_TITLES: Mapping[str, Kind] = {f"{kind} results": kind for kind in KINDS if kind != "measured"}
+KIND_TITLES: Mapping[str, Kind] = {
+    **{f"{kind} results": kind for kind in KINDS if kind != "measured"},
+    BOARDS_TITLE.lower(): "predicted",
+}
 """Level-1 titles (lower case) below which figures are not measured ones."""
 
 _MODEL_NAMES = (
@@ -81,6 +107,7 @@ class PerfRow:
         dp: data-parallel replicas; ``mesh``: devices of one replica where the cell says so.
         precision: the cell of a Precision column, None without one.
         top1, top5: percent. speed: tokens per second and user. ttft: ms (a batch: the average).
+            In a section of boards the first two are emulated, the others predicted.
         cells: every cell by its column, without outer blanks; columns unknown here are kept too.
         line: where the row stands in its file.
     """
@@ -251,6 +278,8 @@ def _recognise(heading: Heading, *, name: str) -> tuple[SectionKind, int | None]
         return ("performance" if title == "performance" else "accuracy"), None
     if title == "short-context, batch-32":
         return "batch_32", None
+    if title == BOARDS_TITLE.lower():
+        return "boards", None
     if found := _LONG_CONTEXT.fullmatch(title):
         return "long_context", int(found[1])
     if title.startswith("precision_cfg"):
@@ -304,6 +333,11 @@ def _row(columns: tuple[str, ...], line: TableLine, *, name: str) -> PerfRow:
         for column, cell in cells.items()
         if column in _NUMERIC
     }
+
+    def first(*names: str) -> float | None:
+        """The figure of the one of these columns that the table has."""
+        return next((numbers[name] for name in names if name in columns), None)
+
     device, dp, mesh = _device(cells[DEVICE], place=place)
     model = cells[MODEL].removesuffix(RANDOM_WEIGHTS)
     is_random = model != cells[MODEL]
@@ -317,10 +351,10 @@ def _row(columns: tuple[str, ...], line: TableLine, *, name: str) -> PerfRow:
         dp=dp,
         mesh=mesh,
         precision=cells.get(PRECISION),
-        top1=numbers.get(TOP1),
-        top5=numbers.get(TOP5),
-        speed=numbers.get(SPEED),
-        ttft=numbers.get(AVG_TTFT if AVG_TTFT in columns else TTFT),
+        top1=first(TOP1, EMULATED_TOP1),
+        top5=first(TOP5, EMULATED_TOP5),
+        speed=first(SPEED, PREDICTED_SPEED),
+        ttft=first(AVG_TTFT, TTFT, PREDICTED_TTFT),
         cells=cells,
         line=line.line,
     )

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from compiler.bench import board_tables
 from compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
 from compiler.bench.markdown import format_table
 from compiler.bench.perf_md import (
@@ -34,16 +35,20 @@ from compiler.bench.perf_md import (
     TTFT,
 )
 from compiler.bench.precision_titles import count_layer_rules, linked_file, titles_of
+from compiler.bench.published import published_row
 from compiler.bench.record import KINDS, RANDOM_WEIGHTS, Accuracy, Result
 from compiler.bench.selection import (
     Group,
     context_k,
     group_results,
+    has_context,
     is_batch_32,
+    is_board,
     is_placed,
     is_short,
     row_order,
 )
+from compiler.devices import BOARDS
 
 _PERF_COLUMNS = (MODEL, DEVICE, TOP1, TOP5, SPEED, TTFT)
 _PERF_EXTRA = (TOP1_INTERVAL, TOP5_INTERVAL, POSITIONS, KL, PAIRED, SPREAD, PEAK)
@@ -99,8 +104,9 @@ def plan_tables(results: Sequence[Result], *, has_surroundings: bool = True) -> 
     ``has_surroundings``: with the numeric contracts and the environments.
     """
     plans: list[TablePlan] = []
+    placed = [result for result in results if is_placed(result)]
     for kind in KINDS:
-        groups = group_results([r for r in results if r.kind == kind and is_placed(r)])
+        groups = group_results([r for r in placed if r.kind == kind and not is_board(r)])
         if groups:
             if kind != "measured":
                 plans.append(TablePlan(1, f"{kind.capitalize()} results"))
@@ -111,7 +117,22 @@ def plan_tables(results: Sequence[Result], *, has_surroundings: bool = True) -> 
             if precisions and kind == "measured":
                 plans.append(TablePlan(1, "Model precision and math fidelity"))
             plans += precisions
-    return plans
+    return plans + _board_plans([result for result in placed if is_board(result)])
+
+
+def _board_plans(results: Sequence[Result]) -> list[TablePlan]:
+    """The section of boards that were not there, and what they make of configurations."""
+    if not results:
+        return []
+
+    def cells_of(group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return _who(group), _accuracy_cells(group)
+
+    rows = board_tables.board_rows(results, published_row, cells_of)
+    columns = board_tables.COLUMNS
+    found = TablePlan(1, board_tables.BOARDS_TITLE, board_tables.INTRO, columns, tuple(rows))
+    contract = _contract_plans([Group((replace(r, target="Tenstorrent boards"),)) for r in results])
+    return [found, *contract]
 
 
 def _case_plans(groups: list[Group]) -> list[TablePlan]:
@@ -142,14 +163,10 @@ def _perf_row(group: Group) -> tuple[str, ...] | None:
     found, accuracy = group.speed(is_short), group.accuracy
     if found is None and accuracy is None:
         return None
-    percent = intervals = ("", "")
-    evidence = ("", "", "")
-    if accuracy:
-        n = accuracy.num_positions
-        percent = decimal(100 * accuracy.num_top1 / n), decimal(100 * accuracy.num_top5 / n)
-        intervals = interval_text(accuracy.top1_interval), interval_text(accuracy.top5_interval)
-        kl = "" if accuracy.kl_mean is None else f"{accuracy.kl_mean:.3g}"
-        evidence = str(n), kl, paired_text(accuracy)
+    top1, top5, top1_interval, *evidence = _accuracy_cells(group)
+    percent = top1, top5
+    top5_interval = interval_text(accuracy.top5_interval) if accuracy else ""
+    intervals = top1_interval, top5_interval
     return (
         _model(group.any),
         _device(group.any),
@@ -162,6 +179,22 @@ def _perf_row(group: Group) -> tuple[str, ...] | None:
     )
 
 
+def _accuracy_cells(group: Group) -> tuple[str, str, str, str, str, str]:
+    """Top-1, top-5, the interval of top-1, positions, KL, the comparison with the base."""
+    accuracy = group.accuracy
+    if accuracy is None:
+        return ("",) * 6
+    n = accuracy.num_positions
+    return (
+        decimal(100 * accuracy.num_top1 / n),
+        decimal(100 * accuracy.num_top5 / n),
+        interval_text(accuracy.top1_interval),
+        str(n),
+        "" if accuracy.kl_mean is None else f"{accuracy.kl_mean:.3g}",
+        paired_text(accuracy),
+    )
+
+
 def _long_plans(groups: list[Group]) -> list[TablePlan]:
     """Long-context tables, the longest first."""
     lengths = {k for group in groups for result in group.results if (k := context_k(result))}
@@ -170,15 +203,11 @@ def _long_plans(groups: list[Group]) -> list[TablePlan]:
         rows = tuple(
             (*_who(group), decimal(found.decode_tsu), decimal(found.ttft_ms), *_tail(found))
             for group in groups
-            if (found := group.speed(partial(_has_context, k=k)))
+            if (found := group.speed(partial(has_context, k=k)))
         )
         intro = f"**Batch 1, prefill {k * 1024} tokens, {TABLE_GENERATED_TOKENS} generated.**"
         plans.append(TablePlan(2, f"Long-context ({k}K Tokens)", intro, _LONG_COLUMNS, rows))
     return plans
-
-
-def _has_context(result: Result, *, k: int) -> bool:
-    return context_k(result) == k
 
 
 def _batch_plans(groups: list[Group]) -> list[TablePlan]:
@@ -289,8 +318,7 @@ def _model(result: Result) -> str:
 
 def _device(result: Result) -> str:
     """A board's name says its mesh; elsewhere a mesh of more than one device is named."""
-    is_board = result.target.startswith("tenstorrent")
-    mesh = "" if is_board or result.mesh == "1x1" else f" ({result.mesh})"
+    mesh = "" if result.target in BOARDS or result.mesh == "1x1" else f" ({result.mesh})"
     return f"{result.device}{mesh}" + (f" (DP={result.dp})" if result.dp > 1 else "")
 
 

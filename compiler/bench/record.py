@@ -252,8 +252,10 @@ class Result:
     """One measurement, complete enough to be read without its neighbours.
 
     Lengths are in tokens per user, memory in bytes, times in ms, rates in tokens per second,
-    spreads as fractions. `batch` is per data-parallel group; `mesh` is rows x columns of devices
-    in one group. `timestamp` is ISO 8601 with an offset; `environment` makes one.
+    spreads as fractions. `decode_error`, `ttft_error`: of a predicted figure, the fraction of it
+    that nine of ten such predictions err by at most. `batch` is per data-parallel group; `mesh` is
+    rows x columns of devices in one group. `timestamp` is ISO 8601 with an offset; `environment`
+    makes one.
 
     Raises:
         ConfigError: on a value outside its range, naming the field.
@@ -296,6 +298,8 @@ class Result:
     tps: float | None = None
     spread: float | None = None
     ttft_spread: float | None = None
+    decode_error: float | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    ttft_error: float | None = dataclasses.field(default=None, metadata=ADDED_LATER)
     peak_memory_bytes: int | None = None
     resident_bytes: int | None = None
     cache_bytes: int | None = None

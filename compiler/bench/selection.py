@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from compiler.bench.cases import ACCURACY_TEXT, TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
 from compiler.bench.record import Accuracy, Result
+from compiler.devices import BOARDS
 
 # An oracle and a test double make no claim of speed, and the oracle's accuracy is 100 % by nature.
 UNPRINTED_TARGETS = ("reference", "null")
@@ -130,6 +131,11 @@ def _has_accuracy(result: Result) -> bool:
     return accuracy is not None and accuracy.text == ACCURACY_TEXT and result.batch == 1
 
 
+def is_board(result: Result) -> bool:
+    """Whether it is of a board that was not there: emulated or predicted."""
+    return result.target in BOARDS and result.kind in ("emulated", "predicted")
+
+
 def is_short(result: Result) -> bool:
     """Whether its speed is one of the Performance and Accuracy tables."""
     return result.batch == 1 and _has_table_lengths(result)
@@ -150,6 +156,11 @@ def context_k(result: Result) -> int | None:
     k, rest = divmod(result.prompt_length, 1024)
     is_long = k > 0 and rest == 0 and result.num_generated == TABLE_GENERATED_TOKENS
     return k if is_long and result.batch == 1 and _has_speed(result) else None
+
+
+def has_context(result: Result, *, k: int) -> bool:
+    """Whether it is a long-context result of so many K."""
+    return context_k(result) == k
 
 
 def _has_speed(result: Result) -> bool:

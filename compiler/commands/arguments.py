@@ -13,9 +13,9 @@ from compiler.artifacts.places import is_compiled
 from compiler.errors import ConfigError
 from compiler.passes.dumps import dump_folder
 from compiler.precision import PrecisionConfig, load_precision
-from models import find_model
+from models import FoundModel, find_model_or_shape
 
-_TARGETS = ("reference", "null", "cpu")
+_TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,9 +65,13 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--model",
         metavar="PATH",
         help="a Hugging Face folder, a GGUF file, a name on the Hugging Face hub "
-        "(OWNER/NAME[@REVISION][:FILE.gguf]), or smollm2 (default: smollm2)",
+        "(OWNER/NAME[@REVISION][:FILE.gguf]), smollm2, or shape:NAME for random weights of a "
+        "known shape, as shape:llama-3.1-8b (default: smollm2)",
     )
-    group.add_argument("--target", help="reference, null or cpu (default: cpu)")
+    group.add_argument(
+        "--target",
+        help="reference, null, cpu, cuda, or an emulated board: n150, n300, t3k, tg (default: cpu)",
+    )
     group.add_argument(
         "--precision",
         metavar="NAME",
@@ -88,7 +92,7 @@ class ModelOptions:
     ``precision`` is None for a compiled folder, which has its own.
     """
 
-    path: Path
+    path: FoundModel
     target: str
     compute: str
     precision: PrecisionConfig | None
@@ -110,7 +114,7 @@ def read_model_options(arguments: argparse.Namespace, default_precision: str) ->
     precision = load_precision(arguments.precision or default_precision)
     dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
     return ModelOptions(
-        path=find_model(arguments.model),
+        path=find_model_or_shape(arguments.model),
         target=target,
         compute=arguments.compute or "fast",
         precision=precision,

@@ -16,6 +16,7 @@ from compiler.commands.arguments import (
     integer,
     read_model_options,
 )
+from compiler.devices import BOARDS
 from compiler.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
 DEFAULT_PRECISION = "performance"
 _FLOAT = "reference"
 _DIALECTS = ("torch", "linalg")
+_CONTEXT = 2048
 _EXAMPLE = "generate.py"
+_BOARD_FILE = "model.py"
 
 
 def main(argv: list[str]) -> int:
@@ -42,7 +45,7 @@ def main(argv: list[str]) -> int:
     options = read_model_options(arguments, DEFAULT_PRECISION)
     warnings.filterwarnings("ignore", module="torch")
     from compiler.artifacts.folder import fresh_folder
-    from compiler.commands.console import compile_progress, err, out
+    from compiler.commands.console import RANDOM_NOTE, compile_progress, err, out
     from models import load_model
 
     with fresh_folder(output) as folder:
@@ -52,6 +55,8 @@ def main(argv: list[str]) -> int:
     screen = out()
     for note in notes:
         screen.print(note, style="dim")
+    if model.weights == "random":
+        screen.print(RANDOM_NOTE.format(model.name), style="dim")
     for path in sorted(output.rglob("*")):
         if path.is_file():
             size = f"{path.stat().st_size / 1e6:10,.1f} MB"
@@ -70,11 +75,20 @@ def _parser() -> argparse.ArgumentParser:
         "--emit",
         choices=tuple(_EMITTERS),
         default="program",
-        help="program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir",
+        help="program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
+        "ttnn: one Python file for a Tenstorrent board",
     )
     kind.add_argument("--dialect", help="of --emit mlir: torch or linalg (default: linalg)")
     kind.add_argument(
         "--length", type=integer(1, 1 << 24), help="of --emit mlir: tokens (default: any number)"
+    )
+    kind.add_argument(
+        "--users", type=integer(1, 32), help="of --emit ttnn: served at once (default: 1)"
+    )
+    kind.add_argument(
+        "--context",
+        type=integer(1, 1 << 24),
+        help=f"of --emit ttnn: positions of a user (default: {_CONTEXT})",
     )
     return found
 
@@ -104,6 +118,14 @@ def _check_emission(arguments: argparse.Namespace) -> None:
                     f"--{option} with --emit mlir, which is the model before precision and target; "
                     f"allowed: without --{option}"
                 )
+    if arguments.emit != "ttnn":
+        for option in ("users", "context"):
+            if getattr(arguments, option) is not None:
+                raise ConfigError(f"--{option} with --emit {arguments.emit}; allowed: --emit ttnn")
+    elif arguments.target not in BOARDS:
+        raise ConfigError(
+            f"--emit ttnn for target {arguments.target!r}; allowed: --target {', '.join(BOARDS)}"
+        )
     if arguments.emit == "onnx" and arguments.target not in (None, "cpu"):
         raise ConfigError(f"--emit onnx for target {arguments.target!r}; allowed: cpu")
 
@@ -187,6 +209,40 @@ def _emit_mlir(
     return ()
 
 
+def _emit_ttnn(
+    model: LoadedModel,
+    options: ModelOptions,
+    arguments: argparse.Namespace,
+    folder: Path,
+    progress: Progress,
+) -> tuple[str, ...]:
+    from compiler.artifacts.folder import write_file
+    from compiler.driver import lower_model, resolve_precision, weight_source
+    from compiler.targets.base import CompileOptions, get_target
+    from compiler.targets.tenstorrent import BoardTarget
+    from compiler.targets.tenstorrent.emit_ttnn import emit_ttnn, prompt_length, write_weights
+
+    target, precision = get_target(options.target), options.precision
+    assert isinstance(target, BoardTarget) and precision is not None
+    longest = model.config.max_positions
+    context = min(_CONTEXT, longest) if arguments.context is None else arguments.context
+    if context > longest:
+        raise ConfigError(f"--context {context}; allowed by this model: 1 to {longest}")
+    resolved = resolve_precision(model, precision)
+    graph_module, ctx = lower_model(
+        model, resolved, target.stages(), progress, dump_dir=options.dump_dir
+    )
+    choices = CompileOptions(
+        max_batch=arguments.users or 1, max_context=context, compute=options.compute
+    )
+    prefill, decode = target.programs(graph_module, choices, length=prompt_length(context))
+    title = f"{model.name}, precision {precision.name}"
+    write_file(folder / _BOARD_FILE, emit_ttnn(prefill, decode, title=title).encode())
+    write_weights(decode, weight_source(model), folder)
+    model.tokenizer.save(folder / "tokenizer")
+    return tuple(ctx.notes)
+
+
 _Emitter = Callable[
     ["LoadedModel", ModelOptions, argparse.Namespace, Path, "Progress"], tuple[str, ...]
 ]
@@ -194,9 +250,11 @@ _EMITTERS: Mapping[str, _Emitter] = {
     "program": _emit_program,
     "onnx": _emit_onnx,
     "mlir": _emit_mlir,
+    "ttnn": _emit_ttnn,
 }
 _USES = {
     "program": "run it: tilewright run --model {}",
     "onnx": 'run it without Tilewright: python {}/generate.py "Why is the sky blue?"',
     "mlir": "{}/arguments.json says which tensors to feed, in order",
+    "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',
 }

@@ -12,10 +12,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from compiler.bench.cases import ACCURACY_TEXT
-from compiler.bench.record import Repeat, Result
+from compiler.bench.record import RANDOM_WEIGHTS, Accuracy, Repeat, Result
 
 if TYPE_CHECKING:
     from compiler.targets.base import Progress as ProgressCallback
+
+
+RANDOM_NOTE = "{}: random weights; its text means nothing, its speed does"
 
 
 class _Console(Console):
@@ -71,6 +74,11 @@ def print_table(
     console.print(table)
 
 
+def model_title(result: Result) -> str:
+    """The model's name, marked where its weights are random."""
+    return f"{result.model} {RANDOM_WEIGHTS}" if result.weights == "random" else result.model
+
+
 def result_rows(result: Result) -> list[tuple[str, str]]:
     """The figures of one result, as name and text."""
     rows = [
@@ -86,24 +94,26 @@ def result_rows(result: Result) -> list[tuple[str, str]]:
         rows[0] = ("TTFT, avg (ms)", rows[0][1])
         parts = (result.ttft_first_ms, result.ttft_median_ms, result.ttft_last_ms)
         rows.insert(1, ("first / median / last", " / ".join(map(_number, parts))))
-    accuracy = result.accuracy
-    if accuracy is not None:
-        if accuracy.text != ACCURACY_TEXT:
-            rows.append(("accuracy on", accuracy.text))
-        rows += [
-            ("top-1", _share(accuracy.num_top1, accuracy.num_positions, accuracy.top1_interval)),
-            ("top-5", _share(accuracy.num_top5, accuracy.num_positions, accuracy.top5_interval)),
-        ]
-        if accuracy.kl_mean is not None:
-            error = (
-                "" if accuracy.kl_error is None else f"  (standard error {accuracy.kl_error:.5f})"
-            )
-            rows.append(("KL to fp32", f"{accuracy.kl_mean:.5f}{error}"))
-        if accuracy.paired is not None:
-            pair = accuracy.paired
-            rows.append(
-                (f"against {pair.base}", f"-{pair.b} +{pair.c} positions, p = {pair.p:.3f}")
-            )
+    return [*rows, *accuracy_rows(result.accuracy)]
+
+
+def accuracy_rows(accuracy: Accuracy | None) -> list[tuple[str, str]]:
+    """The agreement with the reference, as name and text; none where it was not measured."""
+    if accuracy is None:
+        return []
+    rows = []
+    if accuracy.text != ACCURACY_TEXT:
+        rows.append(("accuracy on", accuracy.text))
+    rows += [
+        ("top-1", _share(accuracy.num_top1, accuracy.num_positions, accuracy.top1_interval)),
+        ("top-5", _share(accuracy.num_top5, accuracy.num_positions, accuracy.top5_interval)),
+    ]
+    if accuracy.kl_mean is not None:
+        error = "" if accuracy.kl_error is None else f"  (standard error {accuracy.kl_error:.5f})"
+        rows.append(("KL to fp32", f"{accuracy.kl_mean:.5f}{error}"))
+    if accuracy.paired is not None:
+        pair = accuracy.paired
+        rows.append((f"against {pair.base}", f"-{pair.b} +{pair.c} positions, p = {pair.p:.3f}"))
     return rows
 
 

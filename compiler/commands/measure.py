@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from compiler.artifacts.places import cache_dir
 from compiler.bench.accuracy import BASE, recall, remember, score, teacher_force
 from compiler.bench.cases import ACCURACY_CONTEXT, check_case
 from compiler.bench.prompts import AccuracyText, accuracy_text, cut_prompts
@@ -33,14 +32,15 @@ from compiler.bench.reference import (
 from compiler.bench.timing import Job, Run
 from compiler.commands.options import RunOptions
 from compiler.commands.source import Source, compile_source
-from compiler.devices import describe_cpu
+from compiler.devices import DEVICES, describe_cpu
 from compiler.driver import Compiled, compile_model
 from compiler.environment import environment
 from compiler.environment import versions as installed_versions
-from compiler.errors import RequestError
+from compiler.errors import ConfigError, RequestError
+from compiler.files import cache_dir
 from compiler.precision import effective_id, load_precision
 from compiler.runtime.request import SamplingParams
-from compiler.targets.base import CompileOptions, Executable, Progress
+from compiler.targets.base import CompileOptions, Executable, Progress, get_target
 from compiler.targets.contract import NumericContract
 from models import LoadedModel
 
@@ -53,18 +53,24 @@ class Plan:
     context: int
 
 
-def plan_jobs(source: Source, options: RunOptions) -> Plan:
-    """Prompts as token ids, one job a user.
+def is_emulated(source: Source, options: RunOptions) -> bool:
+    """Whether the target has a board's numbers without the board."""
+    name = options.model.target if source.manifest is None else source.manifest.target
+    return get_target(name).is_emulated
+
+
+def plan_jobs(source: Source, options: RunOptions, *, max_groups: int = 1) -> Plan:
+    """Prompts as token ids, one job a user. ``max_groups``: data-parallel ones there may be.
 
     Raises:
         ConfigError: where the case does not fit the model or the device, or the accuracy text has
-            too few tokens.
+            too few tokens, or is asked for of random weights.
         RequestError: where a prompt and its answer do not fit the context.
         CheckpointError: where accuracy is asked of a compiled folder without a reference.
     """
     case, limit = options.case, source.max_positions
     if not case.is_natural or case.data_parallel > 1:
-        check_case(case, max_context=limit, max_data_parallel=1)
+        check_case(case, max_context=limit, max_data_parallel=max_groups)
     prompts = _prompt_tokens(source, options)
     end_tokens = tuple(source.tokenizer.eos_ids) if case.stop_at_eos else ()
     jobs = []
@@ -161,8 +167,13 @@ def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subjec
     """What a reference of this model must be of, and the tokens of the accuracy text.
 
     Raises:
-        ConfigError: for a text of too few tokens.
+        ConfigError: for random weights, or a text of too few tokens.
     """
+    if source.weights == "random":
+        raise ConfigError(
+            f"accuracy of {source.path}: random weights have none; allowed: a checkpoint, or a "
+            "case without token accuracy, as performance-ci-1"
+        )
     tokens = text_tokens(source.tokenizer.encode, (text or accuracy_text()).content)
     tokenizer_hash = source.tokenizer.content_hash()
     subject = Subject(source.name, source.content_hash, tokenizer_hash, text_hash(tokens))
@@ -259,14 +270,15 @@ def make_result(
     case = options.case
     repeats = tuple(run.repeat for run in runs)
     surroundings = environment(hash_host=True)
+    device, detail = device_of(compiled, options.threads)
     contract = compiled.executable.contract
     return Result(
         case=f"{case.name}*" if options.is_case_changed else case.name,
         model=source.name,
-        weights="checkpoint",
+        weights=source.weights,
         model_hash=source.content_hash,
-        device="CPU",
-        device_detail=device_detail(options.threads),
+        device=device,
+        device_detail=detail,
         target=compiled.target,
         dp=case.data_parallel,
         batch=case.batch_size,
@@ -303,6 +315,19 @@ def contract_lines(contract: NumericContract) -> tuple[ContractLine, ...]:
         )
         for entry in contract.entries
     )
+
+
+def device_of(compiled: Compiled, threads: int | None) -> tuple[str, str]:
+    """The device a result is of, and its description.
+
+    A device that `DEVICES` knows is called as there: ``H200`` for ``NVIDIA H200``.
+    """
+    executable = compiled.executable
+    own = executable.device_name
+    known = (each.name for each in DEVICES.values() if each.target == compiled.target)
+    name = next((each for each in known if re.search(rf"\b{re.escape(each)}\b", own)), own)
+    plain = name.translate(str.maketrans("", "", "()|"))  # which have a meaning in PERF.md
+    return plain.strip() or "unknown", executable.device_detail or device_detail(threads)
 
 
 def device_detail(threads: int | None) -> str:

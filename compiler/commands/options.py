@@ -53,6 +53,7 @@ class RunOptions:
     use_cache: bool
     results: Path | None
     explain: bool
+    explain_time: bool
     as_json: bool
 
 
@@ -62,6 +63,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--case", default=DEFAULT_CASE, help=f"a named case ({DEFAULT_CASE})")
     found.add_argument("--list", action="store_true", help="list the cases and configurations")
     found.add_argument("--explain", action="store_true", help="print the effective precision")
+    found.add_argument(
+        "--explain-time", action="store_true", help="print where a step goes, predicted (boards)"
+    )
     add_model_options(found)
     found.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: all cores)")
     found.add_argument("--no-cache", action="store_true", help="compile anew and keep nothing")
@@ -129,6 +133,7 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
         use_cache=not arguments.no_cache,
         results=results,
         explain=arguments.explain,
+        explain_time=arguments.explain_time,
         as_json=arguments.json,
     )
 

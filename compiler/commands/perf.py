@@ -15,6 +15,8 @@ from compiler.errors import ConfigError
 _BLOCK = "results"
 RECORDED = "results/cpu.jsonl"
 """The lines kept with the repository; a user's own runs are recorded elsewhere."""
+_BESIDE = ("h200.jsonl", "boards.jsonl")
+"""Lines of other machines, in files beside the recorded one: PERF.md has all of them."""
 
 
 def main(argv: list[str]) -> int:
@@ -23,11 +25,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--results", default=RECORDED, metavar="FILE", help="JSON lines")
     parser.add_argument("--output", default="PERF.md", metavar="FILE", help="the file to update")
     arguments = parser.parse_args(argv)
-    results = read(Path(arguments.results))
+    path = Path(arguments.results)
+    results = [*read(path), *read_beside(path)]
     if not results:
         raise ConfigError(f"{arguments.results}: holds no results; allowed: at least one")
     print(update_tables(arguments.output, results))
     return 0
+
+
+def read_beside(path: Path) -> list[Result]:
+    """What other machines recorded beside ``path``, where that is the recorded file."""
+    if path.name != Path(RECORDED).name:
+        return []
+    found = [path.with_name(name) for name in _BESIDE]
+    return [result for each in found if each.exists() for result in read(each)]
 
 
 def check_file(output: str) -> None:

@@ -1,4 +1,4 @@
-"""What a command runs: a model from its checkpoint, or a compiled folder without one."""
+"""What a command runs: a model from its checkpoint or of random weights, or a compiled folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiler.driver import Compiled, compile_model, resolve_precision
 from compiler.errors import CheckpointError
 from compiler.precision import PrecisionConfig, PrecisionSummary
 from compiler.targets.base import CompileOptions, Progress, get_target
-from models import LoadedModel, load_model
+from models import FoundModel, LoadedModel, ShapeName, Weights, load_model
 from models.checkpoints.base import TokenizerSource
 from models.tokenizer import Tokenizer, load_tokenizer
 
@@ -32,7 +32,8 @@ class Source:
     num_layers: int
     max_positions: int
     tokenizer: Tokenizer
-    path: Path
+    path: FoundModel
+    weights: Weights
     model: LoadedModel | None = None
     manifest: Manifest | None = None
 
@@ -50,13 +51,13 @@ class Source:
         return self.model
 
 
-def open_source(path: Path) -> Source:
-    """Open a checkpoint or a compiled folder; no weights are read.
+def open_source(path: FoundModel) -> Source:
+    """Open a checkpoint, a shape or a compiled folder; no weights are read or made.
 
     Raises:
         CheckpointError: for anything that is neither, or damaged.
     """
-    if not is_compiled(path):
+    if isinstance(path, ShapeName) or not is_compiled(path):
         return source_of(load_model(path), path)
     manifest = open_folder(path, digest_memory())
     facts = manifest.model
@@ -67,11 +68,12 @@ def open_source(path: Path) -> Source:
         max_positions=facts.max_positions,
         tokenizer=load_tokenizer(TokenizerSource(path / TOKENIZER)),
         path=path,
+        weights=facts.weights,
         manifest=manifest,
     )
 
 
-def source_of(model: LoadedModel, path: Path) -> Source:
+def source_of(model: LoadedModel, path: FoundModel) -> Source:
     """A loaded model as a source."""
     return Source(
         name=model.name,
@@ -80,6 +82,7 @@ def source_of(model: LoadedModel, path: Path) -> Source:
         max_positions=model.config.max_positions,
         tokenizer=model.tokenizer,
         path=path,
+        weights=model.weights,
         model=model,
     )
 
@@ -108,6 +111,7 @@ def compile_source(
         CompileError, CheckpointError, ConfigError: where the parts do not fit together.
     """
     if source.manifest is not None:
+        assert isinstance(source.path, Path), "a shape has no manifest"
         return load_program(source.path, source.manifest, options, progress)
     model, precision, target = source.checkpoint_model(), choices.precision, choices.target
     assert precision is not None

@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from compiler import ops
 from compiler.formats import get_format
 from compiler.ir.info import CONSTANT, WEIGHT, info
 from compiler.ir.recipe import WeightRecipe
@@ -33,7 +34,8 @@ def step_costs(
 ) -> list[GroupCost]:
     """The cost of one step by tensor group, for ``num_tokens`` tokens of one sequence.
 
-    A weight that several nodes read counts once. An embedding counts the rows it reads.
+    A weight that several nodes read counts once. An embedding counts the rows it reads. Norms are
+    ``other``, also where a product computes them.
     """
     sizes = {"T": num_tokens, "N": 1, "N+1": 2, "R": num_logits, "S": 1, "L": context}
     named = dimension_names(graph_module.graph)
@@ -46,12 +48,22 @@ def step_costs(
         arguments = map_arg(node.args, lambda argument: _concrete(argument, named, sizes))
         group = info(node).tensor_group or "other"
         flops[group] += float(operator.cost(*arguments).flops)
+        norm_weight = _norm_weight(node)
         for argument in node.all_input_nodes:
             facts = info(argument)
             if facts.role in (WEIGHT, CONSTANT) and facts.recipe is not None:
                 rows = num_tokens if group == "embedding" else facts.recipe.shape[0]
-                recipes[group][facts.recipe] = rows
+                share = "other" if argument is norm_weight else group
+                flops.setdefault(share, 0.0)
+                recipes[share][facts.recipe] = rows
     return [_group_cost(group, recipes[group], flops[group]) for group in flops]
+
+
+def _norm_weight(node: Node) -> object:
+    """The weight of the norm inside a fused product, if there is one."""
+    if node.target is not ops.fused_linear.overload:
+        return None
+    return ops.FusedArguments.of(node.args).norm_weight
 
 
 def _group_cost(group: str, recipes: dict[WeightRecipe, int], flops: float) -> GroupCost:

@@ -84,12 +84,20 @@ class MlirModule:
 
 
 def _described(argument: MlirArgument) -> dict[str, Any]:
+    """``segments`` where a tensor is not taken as it is: its rows, half-open, and what to add."""
+    segments = [] if argument.recipe is None else argument.recipe.segments
+    taken = {}
+    if any(each.rows or each.offset for each in segments):
+        taken["segments"] = [
+            {"tensor": each.name, "rows": each.rows, "offset": each.offset} for each in segments
+        ]
     return {
         "name": argument.name,
         "role": argument.role,
         "shape": ["length" if size is None else size for size in argument.shape],
         "dtype": argument.dtype,
         "tensors": list(argument.tensors),
+        **taken,
     }
 
 

@@ -23,7 +23,7 @@ class Segment:
 
     ``rows``: half-open range of the first axis, None for all. ``part``: what the rows are to the
     operator that reads them (``q``, ``k``, ``gate`` ...), so that sharding after merging can cut
-    each part for itself.
+    each part for itself. ``offset`` is added to every value.
     """
 
     name: str
@@ -31,6 +31,7 @@ class Segment:
     rows: tuple[int, int] | None = None
     permutation: tuple[int, ...] | None = None
     part: str = ""
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def load_values(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
 def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     tensor = get(segment.name)
     if segment.rows is not None:
-        tensor = tensor[segment.rows[0] : segment.rows[1]]
+        tensor = tensor[segment.rows[0] : segment.rows[1]].clone()
     expected = (segment.num_rows, *recipe.shape[1:])
     if tuple(tensor.shape) != expected:
         raise CheckpointError(
@@ -116,6 +117,8 @@ def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], T
     # a finite sum has finite terms, and needs no second tensor
     if not bool(tensor.sum().isfinite()) and not bool(tensor.isfinite().all()):
         raise CheckpointError(f"tensor {segment.name!r} holds NaN or inf; allowed: finite values")
+    if segment.offset:
+        tensor = tensor + segment.offset
     if recipe.shard is not None:
         axis, count = recipe.shard.axis, recipe.shard.count
         assert tensor.shape[axis] % count == 0, f"{segment.name}: {count} unequal shards"

@@ -21,7 +21,7 @@ from compiler.errors import CheckpointError, one_line
 from compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
 from compiler.ir.rewrite import dynamic_size, emit
 from compiler.ir.text import dimension_names, operator_name
-from compiler.ir.verify import STRUCTURAL, verify_lowered
+from compiler.ir.verify import BESIDE_OURS, verify_lowered
 from compiler.ops import OPERATORS
 
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
@@ -105,7 +105,7 @@ def _written(argument: Any) -> Any:
 
 def _functions() -> Mapping[str, Any]:
     """Everything a graph may call, by the name it is written under."""
-    allowed = [*OPERATORS, *STRUCTURAL]
+    allowed = [*OPERATORS, *BESIDE_OURS]
     graph = Graph()
     return {operator_name(graph.call_function(function)): function for function in allowed}
 

@@ -1,31 +1,44 @@
 """The op set of Tilewright: small, semantic, each op with an eager reference, a fake and a cost."""
 
-from compiler.ops.attention import attention, attention_step, rope_attention_step
+from compiler.ops.attention import (
+    RopeAttentionArguments,
+    attention,
+    attention_step,
+    rope_attention_step,
+)
 from compiler.ops.dense import (
     add_rms_norm,
     embedding,
+    gelu,
     linear,
     rms_norm,
     rope,
     swiglu,
     swiglu_packed,
 )
+from compiler.ops.fused import FusedArguments, fused_linear
 from compiler.ops.library import OPERATORS, Cost, Operator
+from compiler.ops.rounding import round_q80
 from compiler.ops.sample import SamplingBatch, sample, uniform
 
 __all__ = [
     "OPERATORS",
     "Cost",
+    "FusedArguments",
     "Operator",
+    "RopeAttentionArguments",
     "SamplingBatch",
     "add_rms_norm",
     "attention",
     "attention_step",
     "embedding",
+    "fused_linear",
+    "gelu",
     "linear",
     "rms_norm",
     "rope",
     "rope_attention_step",
+    "round_q80",
     "sample",
     "swiglu",
     "swiglu_packed",

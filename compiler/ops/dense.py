@@ -70,10 +70,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return _rms_norm(total, weight, eps), total
 
 
-def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool) -> Tensor:
+def rotate(
+    x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool, factor: float = 1.0
+) -> Tensor:
     """The arithmetic of :data:`rope`, for the references of fused operators."""
     angles = positions.float().unsqueeze(-1) * inv_freq
     cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    if factor != 1.0:
+        cos, sin = cos * factor, sin * factor
     width = 2 * inv_freq.shape[0]
     rotated, rest = x[..., :width], x[..., width:]
     if interleaved:
@@ -86,22 +90,34 @@ def rotate(x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool) ->
 
 
 @operator(
-    fake=lambda x, positions, inv_freq, interleaved=False: torch.empty_like(x),
+    fake=lambda x, positions, inv_freq, interleaved=False, factor=1.0: torch.empty_like(x),
     cost=_elementwise(3.0),
 )
-def rope(x: Tensor, positions: Tensor, inv_freq: Tensor, interleaved: bool = False) -> Tensor:
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    inv_freq: Tensor,
+    interleaved: bool = False,
+    factor: float = 1.0,
+) -> Tensor:
     """Rotary embedding (Su et al., 2021) of the first 2 R channels of ``x [T, H, D]``.
 
     ``positions [T]`` integers, ``inv_freq [R]`` fp32; pairs are (i, i + R), or neighbours when
-    ``interleaved``.
+    ``interleaved``. ``factor`` multiplies cosines and sines.
     """
-    return rotate(x, positions, inv_freq, interleaved)
+    return rotate(x, positions, inv_freq, interleaved, factor)
 
 
 @operator(fake=lambda gate, up: torch.empty_like(gate), cost=_elementwise(5.0))
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up``, both ``[T, C]`` (Shazeer, 2020)."""
     return torch.nn.functional.silu(gate) * up
+
+
+@operator(fake=lambda x, approximate="none": torch.empty_like(x), cost=_elementwise(8.0))
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """GELU of ``x`` (Hendrycks and Gimpel, 2016); ``approximate``: ``none``, or ``tanh``."""
+    return torch.nn.functional.gelu(x, approximate=approximate)
 
 
 @operator(

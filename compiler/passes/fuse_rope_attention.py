@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -19,48 +20,72 @@ def _heads(name: str) -> Call:
     return Call(aten.unflatten.int, Var(name), -1, Literal(f"{name}_heads"))
 
 
-def _rotated(name: str) -> Call:
-    return Call(ops.rope.overload, _heads(name), Var("positions"), Var("inv_freq"))
+def _rotated(name: str, *, normed: bool) -> Call:
+    heads = _heads(name)
+    if normed:
+        heads = Call(ops.rms_norm.overload, heads, Var(f"{name}_norm"), Literal("norm_eps"))
+    return Call(ops.rope.overload, heads, Var("positions"), Var("inv_freq"))
 
 
-_STEP = Call(
-    ops.attention_step.overload,
-    _rotated("q"),
-    _rotated("k"),
-    _heads("v"),
-    Var("cache"),
-    Var("positions"),
-    Var("cu_seqlens"),
-    Var("slots"),
-    Literal("scale"),
-    Literal("window"),
-)
-_PATTERN = Call(aten.flatten.using_ints, _STEP, -2)
+def _pattern(*, normed: bool) -> Call:
+    step = Call(
+        ops.attention_step.overload,
+        _rotated("q", normed=normed),
+        _rotated("k", normed=normed),
+        _heads("v"),
+        Var("cache"),
+        Var("positions"),
+        Var("cu_seqlens"),
+        Var("slots"),
+        Literal("scale"),
+        Literal("window"),
+    )
+    return Call(aten.flatten.using_ints, step, -2)
 
 
 @graph_pass
 def fuse_rope_attention(graph_module: GraphModule, ctx: PassContext) -> int:
-    """q, k and v cut from one merged product are read from it; others are read one by one."""
+    """q, k and v cut from one merged product are read from it; others are read one by one.
+
+    Norms of the heads of q and k, both or none, move inside as well.
+    """
 
     def build(root: Node, found: Bindings) -> Node | None:
-        step = root.args[0]
-        assert isinstance(step, Node)
-        num_heads = int(step.meta["val"].shape[-2])
-        interleaved = _interleaved(step.args[0])
-        if interleaved != _interleaved(step.args[1]):
+        step: Any = root.args[0]
+        turns = _turn(step.args[0])
+        if turns != _turn(step.args[1]):
             return None
         packed = _common_product([found["q"], found["k"], found["v"]])
-        first = (packed, None, None) if packed else (found["q"], found["k"], found["v"])
-        shared = [found[name] for name in ("cache", "positions", "cu_seqlens", "slots", "inv_freq")]
-        args = (*first, *shared, num_heads, found["scale"], found["window"], interleaved)
-        return emit(root, ops.rope_attention_step, args, facts=info(step))
+        q, key, value = (packed, None, None) if packed else (found["q"], found["k"], found["v"])
+        args = ops.RopeAttentionArguments(
+            q,
+            key,
+            value,
+            kv_cache=found["cache"],
+            positions=found["positions"],
+            cu_seqlens=found["cu_seqlens"],
+            slots=found["slots"],
+            inv_freq=found["inv_freq"],
+            num_heads=int(step.meta["val"].shape[-2]),
+            scale=found["scale"],
+            window=found["window"],
+            interleaved=turns[0],
+            factor=turns[1],
+            soft_cap=step.args[9] if len(step.args) > 9 else 0.0,
+            q_norm=found.get("q_norm"),
+            k_norm=found.get("k_norm"),
+            norm_eps=found.get("norm_eps", 0.0),
+        )
+        return emit(root, ops.rope_attention_step, args.given(), facts=info(step))
 
-    return rewrite_matches(graph_module.graph, _PATTERN, build)
+    graph = graph_module.graph
+    return sum(rewrite_matches(graph, _pattern(normed=each), build) for each in (False, True))
 
 
-def _interleaved(rope: object) -> bool:
-    assert isinstance(rope, Node)
-    return bool(rope.args[3]) if len(rope.args) > 3 else False
+def _turn(rope: Any) -> tuple[bool, float]:
+    """Whether pairs are neighbours, and the factor of cosines and sines."""
+    more = rope.args[3:]
+    return bool(more[0]) if more else False, float(more[1]) if len(more) > 1 else 1.0
 
 
 def _common_product(parts: list[Node]) -> Node | None:

@@ -8,14 +8,21 @@ from torch.fx import GraphModule, Node
 from compiler import ops
 from compiler.ir.info import INPUT, NodeInfo
 from compiler.ir.rewrite import add_input, emit, fake_input
+from compiler.ir.verify import ELEMENTWISE
 from compiler.passes.runner import PassContext, graph_pass
 
 
 @graph_pass
 def gather_logit_rows(graph_module: GraphModule, ctx: PassContext) -> int:
-    """A new input ``logit_rows [R]`` picks rows of the hidden states before the last product."""
+    """A new input ``logit_rows [R]`` picks rows of the hidden states before the last product.
+
+    What is done to the logits after it, value by value, is done to those rows.
+    """
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    head = output.args[0]
+    head, after = output.args[0], []
+    while isinstance(head, Node) and head.target in ELEMENTWISE and len(head.all_input_nodes) == 1:
+        after.append(head)
+        head = head.all_input_nodes[0]
     if not isinstance(head, Node) or head.target is not ops.linear.overload:
         return 0
     hidden, weight, *rest = head.args
@@ -24,7 +31,7 @@ def gather_logit_rows(graph_module: GraphModule, ctx: PassContext) -> int:
     rows = add_input(graph_module.graph, "logit_rows", rows_fake, NodeInfo(role=INPUT))
     gathered = emit(head, torch.ops.aten.index_select.default, (hidden, 0, rows))
     head.args = (gathered, weight, *rest)
-    head.meta["val"] = head.meta["val"].new_empty(
-        (rows.meta["val"].shape[0], *head.meta["val"].shape[1:])
-    )
+    for node in (head, *after):
+        shape = (rows.meta["val"].shape[0], *node.meta["val"].shape[1:])
+        node.meta["val"] = node.meta["val"].new_empty(shape)
     return 1

@@ -34,9 +34,10 @@ def insert_state(graph_module: GraphModule, ctx: PassContext) -> int:
     for node in found:
         q, k, v, scale = node.args[:4]
         window = node.args[4] if len(node.args) > 4 else 0
+        soft_cap = node.args[5:6]
         assert isinstance(k, Node) and isinstance(window, int)
         cache = _add_cache(graph_module, node, k, window, ctx)
-        args = (q, k, v, cache, positions, cu_seqlens, slots, scale, window)
+        args = (q, k, v, cache, positions, cu_seqlens, slots, scale, window, *soft_cap)
         replace(node, emit(node, ops.attention_step, args, facts=info(node)))
     return len(found)
 

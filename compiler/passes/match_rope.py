@@ -3,45 +3,65 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from compiler import ops
 from compiler.ir.info import info
-from compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
+from compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
 from compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 
 _POSITIONS = Call(aten.unsqueeze.default, Call(aten.to.dtype, Var("positions"), torch.float32), -1)
 _ANGLES = Call(aten.mul.Tensor, _POSITIONS, Var("inv_freq"), commutative=True)
-_COS = Call(aten.unsqueeze.default, Call(aten.cos.default, _ANGLES), 1)
-_SIN = Call(aten.unsqueeze.default, Call(aten.sin.default, _ANGLES), 1)
-_HALVES = Call(aten.chunk.default, Var("x"), 2, -1)
-_FIRST, _SECOND = Call(operator.getitem, _HALVES, 0), Call(operator.getitem, _HALVES, 1)
 
 
-def _times(left: Call, right: Call) -> Call:
+def _times(left: Any, right: Any) -> Call:
     return Call(aten.mul.Tensor, left, right, commutative=True)
 
 
-_PATTERN = Call(
-    aten.cat.default,
-    [
-        Call(aten.sub.Tensor, _times(_FIRST, _COS), _times(_SECOND, _SIN)),
-        Call(aten.add.Tensor, _times(_SECOND, _COS), _times(_FIRST, _SIN), commutative=True),
-    ],
-    -1,
-)
+def _rotation(*, scaled: bool) -> Call:
+    """All channels of ``x``; ``scaled``: cosines and sines are multiplied by a number first."""
+    cos, sin = Call(aten.cos.default, _ANGLES), Call(aten.sin.default, _ANGLES)
+    if scaled:
+        cos, sin = _times(cos, Literal("factor")), _times(sin, Literal("factor"))
+    cos, sin = Call(aten.unsqueeze.default, cos, 1), Call(aten.unsqueeze.default, sin, 1)
+    halves = Call(aten.chunk.default, Var("x"), 2, -1)
+    first, second = Call(operator.getitem, halves, 0), Call(operator.getitem, halves, 1)
+    parts = [
+        Call(aten.sub.Tensor, _times(first, cos), _times(second, sin)),
+        Call(aten.add.Tensor, _times(second, cos), _times(first, sin), commutative=True),
+    ]
+    return Call(aten.cat.default, parts, -1)
+
+
+_SPLIT = Call(aten.split_with_sizes.default, Var("whole"), Literal("sizes"), -1)
+_TURNED = Call(ops.rope.overload, Call(operator.getitem, _SPLIT, 0))
+_PARTIAL = Call(aten.cat.default, [_TURNED, Call(operator.getitem, _SPLIT, 1)], -1)
 
 
 @graph_pass
 def match_rope(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Matches the half-split form over all channels of a head."""
+    """Matches the half-split form over all channels of a head, or over the first ones."""
 
     def build(root: Node, found: Bindings) -> Node:
-        args = (found["x"], found["positions"], found["inv_freq"])
+        factor = (False, found["factor"]) if "factor" in found else ()
+        args = (found["x"], found["positions"], found["inv_freq"], *factor)
         return emit(root, ops.rope, args, facts=info(root))
 
-    return rewrite_matches(graph_module.graph, _PATTERN, build)
+    graph = graph_module.graph
+    count = sum(rewrite_matches(graph, _rotation(scaled=each), build) for each in (False, True))
+    rewrite_matches(graph, _PARTIAL, _turn_first_channels)
+    return count
+
+
+def _turn_first_channels(root: Node, found: Bindings) -> Node | None:
+    """The rope of a head's first channels leaves the others as they are by itself."""
+    parts: Any = root.args[0]
+    turned = parts[0]
+    if len(found["sizes"]) != 2 or found["sizes"][0] != 2 * turned.args[2].meta["val"].shape[0]:
+        return None
+    return emit(root, ops.rope, (found["whole"], *turned.args[1:]), facts=info(turned))

@@ -20,11 +20,19 @@ from compiler.passes.runner import PassContext, graph_pass
 @graph_pass
 def merge_parallel_linears(graph_module: GraphModule, ctx: PassContext) -> int:
     """Merged recipes keep their segments. Unequal formats or fidelities stay apart, with a note."""
+    return merge_families(graph_module, ctx)
+
+
+def merge_families(
+    graph_module: GraphModule, ctx: PassContext, groups: tuple[str, ...] = ()
+) -> int:
+    """Merge what can be, of these tensor groups alone where some are named."""
     families: dict[tuple[Node, str | None], list[Node]] = defaultdict(list)
     for node in find_calls(graph_module.graph, ops.linear):
         source = node.args[0]
         assert isinstance(source, Node)
-        families[source, info(node).tensor_group].append(node)
+        if not groups or info(node).tensor_group in groups:
+            families[source, info(node).tensor_group].append(node)
     count = 0
     for family in families.values():
         if len(family) < 2:

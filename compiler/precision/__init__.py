@@ -14,6 +14,7 @@ from compiler.precision.names import (
     TENSOR_GROUPS,
     Phase,
     normalise_model_name,
+    output_format,
 )
 from compiler.precision.reading import list_precisions, load_precision, parse_heading
 from compiler.precision.resolve import (
@@ -42,5 +43,6 @@ __all__ = [
     "list_precisions",
     "load_precision",
     "normalise_model_name",
+    "output_format",
     "parse_heading",
 ]

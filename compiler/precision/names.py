@@ -81,9 +81,9 @@ ALLOWED_FORMATS = MappingProxyType(
         "ff2": _WEIGHT_FORMATS,
         "wqkv": _WEIGHT_FORMATS,
         "wo": _WEIGHT_FORMATS,
-        # bfp2, q40 and q80 are for weights alone.
+        # bfp2 and q40 are for weights alone; q80 for what products read, besides.
         "kv_cache": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
-        "activation": ("fp32", "bf16", "fp16", "bfp8", "bfp4", MIXED),
+        "activation": ("fp32", "bf16", "fp16", "bfp8", "bfp4", "q80", MIXED),
         "lm_head": _WEIGHT_FORMATS,
         "embedding": ("fp32", "bf16", "fp16", "bfp8", "bfp4", "q40", "q80"),
         "experts_ff1_3": _WEIGHT_FORMATS,
@@ -130,6 +130,18 @@ MIXED_ACTIVATION = MappingProxyType(
         "li_lm_head": OutputFormats("bf16", "bf16", follows=False),
     }
 )
+
+
+def output_format(op: str, setting: str, phase: Phase) -> str:
+    """The output format of ``op`` (a key of ``MIXED_ACTIVATION``) where ``activation`` is
+    ``setting``.
+    """
+    outputs = MIXED_ACTIVATION[op]
+    own = outputs.prefill if phase == "prefill" else outputs.decode
+    if setting == MIXED:
+        return own
+    is_wider = FORMATS[setting].bits > FORMATS[own].bits
+    return setting if outputs.follows or is_wider else own
 
 
 def normalise_key(key: str) -> str:

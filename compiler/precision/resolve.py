@@ -16,20 +16,18 @@ from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from compiler.errors import ConfigError
-from compiler.formats import FORMATS
 from compiler.precision.fragment import Fragment, LayerRule, Settings
 from compiler.precision.heading import compact_settings, render_heading
 from compiler.precision.names import (
     FOLLOWS,
     GLOBAL_GROUPS,
-    MIXED,
-    MIXED_ACTIVATION,
     PHASES,
     REFINED_OP_GROUPS,
     STORED_OP_GROUPS,
     TENSOR_GROUPS,
     Phase,
     normalise_model_name,
+    output_format,
 )
 
 T = TypeVar("T")
@@ -106,13 +104,7 @@ class ResolvedPrecision:
         self, op: str, phase: Phase, *, layer: int | None = None, fqn: str | None = None
     ) -> str:
         """The output format of an op (a key of ``MIXED_ACTIVATION``) in a phase."""
-        outputs = MIXED_ACTIVATION[op]
-        own = outputs.prefill if phase == "prefill" else outputs.decode
-        setting = self.format("activation", layer=layer, fqn=fqn)
-        if setting == MIXED:
-            return own
-        is_wider = FORMATS[setting].bits > FORMATS[own].bits
-        return setting if outputs.follows or is_wider else own
+        return output_format(op, self.format("activation", layer=layer, fqn=fqn), phase)
 
     def heading(self) -> str:
         """The canonical line; it parses back to the same settings for this number of layers."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from compiler.errors import RequestError
 from compiler.runtime.batch import Piece, build_step, split_by_capability
 from compiler.runtime.request import check_tokens
-from compiler.runtime.scheduler import PREFILL_CHUNK
+from compiler.runtime.scheduler import prefill_chunk_of
 from compiler.targets.base import Executable, StateHandle
 
 
@@ -31,9 +31,9 @@ class Engine:
     Calls may name any live ids in any order. A call that raises has changed nothing.
     """
 
-    def __init__(self, executable: Executable, *, prefill_chunk: int = PREFILL_CHUNK) -> None:
+    def __init__(self, executable: Executable, *, prefill_chunk: int | None = None) -> None:
         self.executable = executable
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk_of(executable.capabilities, prefill_chunk)
         self._states: dict[int, StateHandle] = {}
         self._lengths: dict[int, int] = {}
 
@@ -110,7 +110,7 @@ class Engine:
                 output = self.executable.step(build_step(group, want_logits=True))
                 assert output.logits is not None
                 rows = [row_of[piece.state] for piece in group if piece.wants_logits]
-                logits[rows] = output.logits
+                logits[rows] = output.logits.cpu()
             remaining = [tail for piece in remaining if (tail := self._tail(piece)).tokens]
         return logits
 

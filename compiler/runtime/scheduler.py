@@ -11,6 +11,15 @@ from compiler.runtime.request import Request
 from compiler.targets.base import Capabilities
 
 PREFILL_CHUNK = 512
+"""Tokens of a prompt in one step, where neither the caller nor the executable has a wish."""
+
+
+def prefill_chunk_of(capabilities: Capabilities, wanted: int | None = None) -> int:
+    """Tokens of a prompt in one step: as ``wanted``, else as the executable likes it."""
+    chosen = wanted if wanted is not None else capabilities.prefill_chunk
+    chunk = PREFILL_CHUNK if chosen is None else chosen
+    assert chunk > 0
+    return chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +34,8 @@ class Scheduler:
     """First come, first served; prompts before decoding, long prompts in chunks.
 
     A request is admitted once its whole length fits, so a running request never has to stop.
-    ``reserve`` and ``release`` attach and detach a request's state.
+    ``reserve`` and ``release`` attach and detach a request's state. ``prefill_chunk``: see
+    :func:`prefill_chunk_of`.
     """
 
     def __init__(
@@ -35,11 +45,10 @@ class Scheduler:
         reserve: Callable[[Request], None],
         release: Callable[[Request], None],
         num_free: Callable[[], int],
-        prefill_chunk: int = PREFILL_CHUNK,
+        prefill_chunk: int | None = None,
     ) -> None:
-        assert prefill_chunk > 0
         self.capabilities = capabilities
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = prefill_chunk_of(capabilities, prefill_chunk)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self._reserve = reserve
@@ -65,9 +74,13 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def can_admit(self) -> bool:
+        """Whether a request waits and there is state for it."""
+        return bool(self.waiting) and self._num_free() > 0
+
     def schedule(self) -> list[Scheduled]:
         """The next step's work; empty when there is none."""
-        while self.waiting and self._num_free() > 0:
+        while self.can_admit():
             request = self.waiting.popleft()
             self._reserve(request)
             self.running.append(request)

@@ -1,80 +1,25 @@
-"""The narrow waist: what a step takes and gives, what a target is, what an executable promises."""
+"""The narrow waist: what a target is, what an executable promises; its steps stand in step.py."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NewType
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from compiler.errors import ConfigError, NoRoomError, allowed
 from compiler.formats import get_format
-from compiler.ops import SamplingBatch, sample
-from compiler.ops.sample import likeliest
 from compiler.passes.runner import Pass
 from compiler.targets.contract import NumericContract
-
-StateHandle = NewType("StateHandle", int)
-"""Names one sequence's state inside an executable, which alone knows where it is kept."""
+from compiler.targets.step import StateHandle, StepInput, StepOutput, finish_step
 
 Progress = Callable[[str, int, int], None]
 """Told ``(what, done, total)`` while a model is compiled."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """Work of one step: T tokens of N sequences, flat, sequence after sequence.
-
-    ``tokens [T]`` and ``positions [T]`` int64 (positions of a sequence are consecutive and follow
-    what its state holds); ``cu_seqlens [N + 1]`` cuts them into sequences; ``logit_rows [R]``
-    names the tokens whose logits are wanted; ``states``: one handle a sequence, all different.
-    ``sampling``: one row per logit row, None when no token is to be chosen.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    logit_rows: Tensor
-    states: tuple[StateHandle, ...]
-    sampling: SamplingBatch | None = None
-    want_logits: bool = False
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self.states)
-
-    def following(self, token_ids: Tensor) -> StepInput:
-        """The decode step after this one of the same sequences: the tokens just chosen, one
-        position on. What stays the same is the same object, which targets may look for.
-        """
-        sampling = self.sampling
-        if sampling is not None:
-            sampling = replace(sampling, positions=sampling.positions + 1)
-        return replace(self, tokens=token_ids, positions=self.positions + 1, sampling=sampling)
-
-    @property
-    def sequence_index(self) -> Tensor:
-        """Which sequence each token belongs to: ``[T]``."""
-        lengths = self.cu_seqlens.diff()
-        return torch.repeat_interleave(torch.arange(self.num_sequences), lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """``token_ids [R]`` and ``finished [R]`` (an end token was chosen) on the device, where
-    sampling was asked for; ``logits [R, vocab]`` float32 where they were.
-    """
-
-    token_ids: Tensor | None = None
-    finished: Tensor | None = None
-    logits: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +29,8 @@ class Capabilities:
     ``max_batch``: sequences with state at a time. ``max_context``: positions of a sequence.
     ``max_prefill_sequences``: in one prefill step. ``mixed_steps``: prefill and decode rows in one
     step. ``paged``: state grows page by page. ``buckets``: batch sizes that were captured.
+    ``prefill_chunk``: tokens of a prompt it wants in one step; None: the scheduler's own number.
+    ``runs_ahead``: a decode step may be given before the last one's tokens have been read.
     """
 
     max_batch: int
@@ -92,6 +39,8 @@ class Capabilities:
     mixed_steps: bool
     paged: bool = False
     buckets: tuple[int, ...] = ()
+    prefill_chunk: int | None = None
+    runs_ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +65,17 @@ class CompileOptions:
 
 
 class Executable(ABC):
-    """A compiled model with its weights and state."""
+    """A compiled model with its weights and state.
+
+    ``device_name`` and ``device_detail``: what a result calls the device (``H200``), and what
+    tells it from others of the name; None where the host's description says it.
+    """
 
     capabilities: Capabilities
     contract: NumericContract
     vocab_size: int
+    device_name: str = "CPU"
+    device_detail: str | None = None
 
     @abstractmethod
     def step(self, inputs: StepInput) -> StepOutput:
@@ -136,7 +91,11 @@ class Executable(ABC):
 
     @abstractmethod
     def free(self, handle: StateHandle) -> None:
-        """Give a sequence's state, and its memory, back."""
+        """Give a sequence's state, and its memory, back.
+
+        Steps that an executable has queued come first: what is given later may use the memory,
+        and does not overtake them.
+        """
 
     @abstractmethod
     def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
@@ -193,11 +152,13 @@ class Target(ABC):
     """A kind of device: which passes prepare a graph for it, and how that becomes an executable.
 
     ``is_cached``: whether building a program is so much more work than loading it that the cache
-    keeps programs of this target.
+    keeps programs of this target. ``is_emulated``: whether its executables have a device's numbers
+    without the device, so that their speed says nothing of it.
     """
 
     name: str
     is_cached: bool = False
+    is_emulated: bool = False
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
@@ -280,6 +241,11 @@ _TARGETS = {
     "reference": ("compiler.targets.reference", "ReferenceTarget"),
     "null": ("compiler.targets.null", "NullTarget"),
     "cpu": ("compiler.targets.cpu", "CpuTarget"),
+    "cuda": ("compiler.targets.cuda", "CudaTarget"),
+    "n150": ("compiler.targets.tenstorrent", "N150"),
+    "n300": ("compiler.targets.tenstorrent", "N300"),
+    "t3k": ("compiler.targets.tenstorrent", "T3K"),
+    "tg": ("compiler.targets.tenstorrent", "TG"),
 }
 
 
@@ -306,21 +272,6 @@ def vocab_size(graph_module: GraphModule) -> int:
     """How many logits a row of the graph's result has."""
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     return int(output.args[0].meta["val"].shape[-1])
-
-
-def finish_step(logits: Tensor, inputs: StepInput) -> StepOutput:
-    """The end of a step where tokens are chosen on the host: ``logits [R, vocab]`` float32."""
-    batch = inputs.sampling
-    token_ids = finished = None
-    if batch is not None and batch.is_greedy:
-        token_ids = likeliest(logits)
-    elif batch is not None:
-        token_ids = sample.reference(
-            logits, batch.temperature, batch.top_k, batch.top_p, batch.seeds, batch.positions
-        )
-    if batch is not None and token_ids is not None:
-        finished = (token_ids.unsqueeze(-1) == batch.end_tokens).any(-1)
-    return StepOutput(token_ids, finished, logits if inputs.want_logits else None)
 
 
 __all__ = [

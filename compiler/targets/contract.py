@@ -62,12 +62,13 @@ class NumericContract:
 class Meanings:
     """A target's answers.
 
-    ``weight`` is asked with (format, block axis), ``fidelity`` with (format, block axis, fidelity).
+    ``weight`` is asked with (format, block axis), ``fidelity`` with (format, block axis, fidelity,
+    phase), ``attention`` with (fidelity, phase); the phase is ``prefill`` or ``decode``.
     """
 
     weight: Callable[[str, str], Meaning]
-    fidelity: Callable[[str, str, str], Meaning]
-    attention: Callable[[str], Meaning]
+    fidelity: Callable[[str, str, str, str], Meaning]
+    attention: Callable[[str, str], Meaning]
     kv_cache: Callable[[str], Meaning]
     activation: Callable[[str], Meaning]
 
@@ -75,7 +76,7 @@ class Meanings:
 def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericContract:
     """Ask the target about everything the graph's nodes carry; equal layers share a line."""
     layers: dict[tuple[str, str, Meaning], set[int | None]] = defaultdict(set)
-    for node in find_calls(graph_module.graph, ops.linear, ops.embedding):
+    for node in find_calls(graph_module.graph, ops.linear, ops.fused_linear, ops.embedding):
         _add_product(layers, info(node), info(node.args[1]), meanings)  # type: ignore[arg-type]
     for node in graph_module.graph.nodes:
         facts = info(node)
@@ -85,7 +86,8 @@ def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericCont
         if facts.op_group == "sdpa" and facts.compute is not None:
             for phase in ("prefill", "decode"):
                 fidelity = getattr(facts.compute, phase)
-                layers[f"sdpa_{phase}", fidelity, meanings.attention(fidelity)].add(facts.layer)
+                meaning = meanings.attention(fidelity, phase)
+                layers[f"sdpa_{phase}", fidelity, meaning].add(facts.layer)
     everywhere = {layer for found in layers.values() for layer in found if layer is not None}
     used: dict[tuple[str, str], set[int | None]] = defaultdict(set)
     for (field, _, meaning), found in layers.items():
@@ -114,7 +116,7 @@ def _add_product(
         return
     for phase in ("prefill", "decode"):
         fidelity = getattr(facts.compute, phase)
-        answer = meanings.fidelity(recipe.format, recipe.block_axis, fidelity)
+        answer = meanings.fidelity(recipe.format, recipe.block_axis, fidelity, phase)
         layers[f"{facts.op_group} {phase}", fidelity, answer].add(facts.layer)
     activation = facts.formats.in0
     layers["activation", activation, meanings.activation(activation)].add(facts.layer)

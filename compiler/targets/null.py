@@ -38,8 +38,8 @@ from compiler.targets.slots import SlotPool
 _ZERO = Meaning(NOT_HONOURED, "zeros")
 _MEANINGS = Meanings(
     weight=lambda name, axis: _ZERO,
-    fidelity=lambda name, axis, fidelity: _ZERO,
-    attention=lambda fidelity: _ZERO,
+    fidelity=lambda name, axis, fidelity, phase: _ZERO,
+    attention=lambda fidelity, phase: _ZERO,
     kv_cache=lambda name: _ZERO,
     activation=lambda name: _ZERO,
 )

@@ -8,6 +8,7 @@ from compiler.passes.canonicalize_graph import canonicalize_graph
 from compiler.passes.gather_logit_rows import gather_logit_rows
 from compiler.passes.insert_state import insert_state
 from compiler.passes.match_embedding import match_embedding
+from compiler.passes.match_gelu import match_gelu
 from compiler.passes.match_linear import match_linear
 from compiler.passes.match_rms_norm import match_rms_norm
 from compiler.passes.match_rope import match_rope
@@ -24,6 +25,7 @@ MATCH = Stage(
         match_rms_norm,
         match_rope,
         match_swiglu,
+        match_gelu,
     ),
     verify_matched,
 )

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.errors import CheckpointError, NoRoomError, one_line
+from compiler.errors import CheckpointError
 from compiler.ir.info import INPUT, info
 from compiler.ir.recipe import WeightRecipe, load_values
+from compiler.passes.round_activations import ROUNDED, round_activations
 from compiler.targets.base import (
     Capabilities,
     CompileOptions,
@@ -41,8 +42,9 @@ from compiler.targets.contract import (
     NumericContract,
     build_contract,
 )
-from compiler.targets.pipeline import MATCH, PRECISION, lower
+from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from compiler.targets.slots import SlotPool
+from compiler.targets.tensor_files import save_tensors
 
 _WEIGHTS = "weights.safetensors"
 _FLOAT = Meaning(NOT_HONOURED, "fp32")
@@ -51,20 +53,25 @@ _MEANINGS = Meanings(
     weight=lambda name, axis: Meaning(
         HONOURED if name == "fp32" else EMULATED, f"{name} values in fp32, blocks along {axis}"
     ),
-    fidelity=lambda name, axis, fidelity: _FLOAT,
-    attention=lambda fidelity: _FLOAT,
+    fidelity=lambda name, axis, fidelity, phase: _FLOAT,
+    attention=lambda fidelity, phase: _FLOAT,
     kv_cache=lambda name: _FLOAT,
-    activation=lambda name: _FLOAT,
+    activation=lambda name: (
+        Meaning(HONOURED, f"{name} into products") if name in ROUNDED else _FLOAT
+    ),
 )
 
 
 class ReferenceTarget(Target):
-    """No fusions: what the passes made of the model is run as it stands."""
+    """No fusions: what the passes made of the model is run as it stands.
+
+    Activations are fp32, or q80 where a product reads them.
+    """
 
     name = "reference"
 
     def stages(self) -> tuple[Stage, ...]:
-        return (MATCH, PRECISION, lower())
+        return (MATCH, PRECISION, fuse(round_activations), lower())
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)
@@ -95,13 +102,7 @@ class ReferenceTarget(Target):
         for done, recipe in enumerate(recipes):
             values[_key(done)] = load_values(recipe, get_weight)
             progress("weights", done + 1, len(recipes))
-        try:
-            save_file(values, folder / _WEIGHTS)
-        except (OSError, SafetensorError) as error:
-            raise NoRoomError(
-                f"{folder}: the weights cannot be written ({one_line(error)}); "
-                "allowed: a folder with room for them"
-            ) from None
+        save_tensors(values, folder / _WEIGHTS)
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         graph_module, path = program.graph(), program.folder / _WEIGHTS

@@ -15,7 +15,7 @@ __all__ = ["Checkpoint", "TensorMeta", "TokenizerSource", "check_tensors", "open
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a ``.gguf`` file or a Hugging Face folder, as `models.find_model` returns them.
+    """Open a ``.gguf`` or ``.m`` file or a Hugging Face folder, as `models.find_model` returns it.
 
     Raises:
         CheckpointError: files that are missing, cut short, corrupt or of a kind that is not read.
@@ -24,6 +24,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         from models.checkpoints.safetensors import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(path)
+    if path.suffix.lower() == ".m":
+        from models.checkpoints.dllama import DllamaCheckpoint
+
+        return DllamaCheckpoint(path)
     from models.checkpoints.gguf import GGUFCheckpoint
 
     return GGUFCheckpoint(path)

@@ -34,22 +34,22 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """Where the tokenizer is: a folder's files, or a GGUF file's ``metadata`` when not None."""
+    """Where the tokenizer is: a folder's files, a ``.t`` file, or a GGUF file's ``metadata``."""
 
     path: Path
     metadata: Mapping[str, object] | None = None
 
 
 class Checkpoint(Protocol):
-    """Weights on disk, read lazily."""
+    """Weights on disk, read lazily, or random ones, made when asked for."""
 
     @property
     def path(self) -> Path:
-        """The file or folder that was opened."""
+        """The file or folder that was opened; of random weights, what messages call them."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that configuration and weights are read from."""
+        """Every file that configuration and weights are read from: none for random weights."""
 
     @property
     def config(self) -> ModelConfig:
@@ -64,8 +64,9 @@ class Checkpoint(Protocol):
         """What `models.tokenizer.load_tokenizer` reads."""
 
     def get(self, name: str, rows: slice | None = None) -> Tensor:
-        """One tensor, or some ``rows`` of its first axis (step 1), as a fresh CPU tensor.
+        """One tensor, or some ``rows`` of its first axis (step 1), as a fresh tensor.
 
+        It is on the CPU when read from a file, on torch's default device when random.
         fp32, fp16 and bf16 keep their type; quantised types come out as float32.
 
         Raises:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from compiler.errors import CheckpointError
-from models.architectures import ARCHITECTURES
+from models.architectures import architecture_of, find_gguf_type
 from models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
@@ -30,8 +30,12 @@ from models.checkpoints.gguf_blocks import Bytes, dequantise
 from models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
 from models.checkpoints.regular_file import open_regular
 from models.config import ModelConfig
+from models.config_keys import Keys
+from models.rope import gguf_longrope
 
 _ROPE_FACTORS = "rope_freqs.weight"
+_SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+_CONSTANTS = (_ROPE_FACTORS, _SHORT_FACTORS, _LONG_FACTORS)
 _IGNORED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")
 _WHOLE_MODEL = {
     "token_embd": "model.embed_tokens",
@@ -65,19 +69,24 @@ class GGUFCheckpoint:
         self._map = _map_file(path)
         header = read_header(memoryview(self._map), path)
         self._metadata = header.metadata
+        name = header.metadata.get("general.architecture")
+        model_type = find_gguf_type(name, f"{path}: general.architecture")
+        self._architecture = architecture_of(model_type)
+        layer_names = {**_PER_LAYER, **self._architecture.gguf_names}
         self._header_bytes = header.nbytes
         self._tensors: dict[str, GGUFTensor] = {}
         for name, tensor in header.tensors.items():
-            if name == _ROPE_FACTORS or _IGNORED.fullmatch(name):
+            if name in _CONSTANTS or _IGNORED.fullmatch(name):
                 continue
-            if hf_name(name) in self._tensors:
-                raise CheckpointError(f"{path}: tensor {shown(hf_name(name))} stands twice")
-            self._tensors[hf_name(name)] = tensor
+            ours = hf_name(name, layer_names)
+            if ours in self._tensors:
+                raise CheckpointError(f"{path}: tensor {shown(ours)} stands twice")
+            self._tensors[ours] = tensor
         self.names: Mapping[str, TensorMeta] = {
             name: TensorMeta(tensor.shape, tensor.dtype, tensor.nbytes)
             for name, tensor in self._tensors.items()
         }
-        self.config = self._read_config(header.tensors.get(_ROPE_FACTORS))
+        self.config = self._read_config(header.tensors)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -99,7 +108,9 @@ class GGUFCheckpoint:
             return whole[slice(start, stop) if order is None else order[start:stop]].clone()
         taken = slice(start, stop) if order is None else order[start:stop]
         blocks = self._rows(tensor, tensor.shape[0], taken)
-        return dequantise(blocks, tensor.dtype).reshape(shape)
+        values = dequantise(blocks, tensor.dtype).reshape(shape)
+        offset = self._architecture.gguf_norm_offset
+        return values - offset if offset and name.endswith("norm.weight") else values
 
     def content_hash(self) -> str:
         tensors = [
@@ -113,13 +124,26 @@ class GGUFCheckpoint:
     def _stored(self, at: int, low: int, high: int) -> bytes:
         return self._map[at + low : at + high]
 
-    def _read_config(self, rope_factors: GGUFTensor | None) -> ModelConfig:
+    def _read_config(self, tensors: Mapping[str, GGUFTensor]) -> ModelConfig:
         config = ModelConfig.from_gguf(self._metadata, where=self.path)
         rope = config.rope
-        if rope_factors is not None:
-            rope = dataclasses.replace(rope, freq_factors=self._factors(rope_factors, config))
+        factors = {
+            name: self._factors(name, tensors[name], config)
+            for name in _CONSTANTS
+            if name in tensors
+        }
+        if _ROPE_FACTORS in factors:
+            rope = dataclasses.replace(rope, freq_factors=factors[_ROPE_FACTORS])
+        if _SHORT_FACTORS in factors or _LONG_FACTORS in factors:
+            for name in (_SHORT_FACTORS, _LONG_FACTORS):
+                if name not in factors:
+                    raise CheckpointError(f"{self.path}: tensor {name} is missing")
+            keys = Keys(self._metadata, self.path, f"{self._metadata['general.architecture']}.")
+            pair = factors[_SHORT_FACTORS], factors[_LONG_FACTORS]
+            scaling = gguf_longrope(keys, pair, config.max_positions)
+            rope = dataclasses.replace(rope, scaling=scaling)
         embedding = self.names.get("model.embed_tokens.weight")
-        vocab_key = f"{config.model_type}.vocab_size"
+        vocab_key = f"{self._metadata['general.architecture']}.vocab_size"
         vocab_size = config.vocab_size
         if embedding is not None and vocab_key not in self._metadata:
             vocab_size = embedding.shape[0]
@@ -135,19 +159,17 @@ class GGUFCheckpoint:
             mlp_bias=f"{layer}mlp.gate_proj.bias" in self.names,
         )
 
-    def _factors(self, tensor: GGUFTensor, config: ModelConfig) -> tuple[float, ...]:
-        expected = (config.head_dim // 2,)
+    def _factors(self, name: str, tensor: GGUFTensor, config: ModelConfig) -> tuple[float, ...]:
+        expected = (config.rope.num_pairs(config.head_dim),)
         if tensor.shape != expected or tensor.dtype != "F32":
             raise CheckpointError(
-                f"{self.path}: tensor {_ROPE_FACTORS} is {tensor.dtype} {list(tensor.shape)}; "
+                f"{self.path}: tensor {name} is {tensor.dtype} {list(tensor.shape)}; "
                 f"allowed: F32 {list(expected)}"
             )
         raw = self._map[tensor.start : tensor.start + tensor.nbytes]
         factors = np.frombuffer(raw, "<f4")
         if not (np.isfinite(factors) & (factors > 0)).all():
-            raise CheckpointError(
-                f"{self.path}: tensor {_ROPE_FACTORS} has a factor that is not above 0"
-            )
+            raise CheckpointError(f"{self.path}: tensor {name} has a factor that is not above 0")
         return tuple(factors.tolist())
 
     def _file_rows(self, name: str, tensor: GGUFTensor) -> npt.NDArray[np.int64] | None:
@@ -156,7 +178,7 @@ class GGUFCheckpoint:
         Where GGUF has rotation pairs adjacent (2i, 2i + 1 within a head), Hugging Face has them
         half a head apart (i, i + D / 2); the converter moves weights and biases alike.
         """
-        if not ARCHITECTURES[self.config.model_type].gguf_pairs_adjacent:
+        if not self._architecture.gguf_pairs_adjacent:
             return None
         if ".self_attn.q_proj." in name:
             num_heads = self.config.num_heads
@@ -192,15 +214,18 @@ class GGUFCheckpoint:
         self._map.madvise(mmap.MADV_DONTNEED, start, min(nbytes, len(self._map) - start))
 
 
-def hf_name(name: str) -> str:
-    """Hugging Face's name of a GGUF tensor; a name that is not known is returned as it is."""
+def hf_name(name: str, layer_names: Mapping[str, str] = _PER_LAYER) -> str:
+    """Hugging Face's name of a GGUF tensor; a name that is not known is returned as it is.
+
+    ``layer_names``: those of a layer's tensors, by GGUF's.
+    """
     stem, _, kind = name.rpartition(".")
     if kind == "weight" and stem in _WHOLE_MODEL:
         return f"{_WHOLE_MODEL[stem]}.weight"
     match = _LAYER_NAME.fullmatch(name)
-    if match is None or match[2] not in _PER_LAYER:
+    if match is None or match[2] not in layer_names:
         return name
-    return f"model.layers.{match[1]}.{_PER_LAYER[match[2]]}.{match[3]}"
+    return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
 
 
 def _map_file(path: Path) -> mmap.mmap:

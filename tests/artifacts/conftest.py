@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from compiler.artifacts.cache import ProgramCache
-from compiler.artifacts.places import CACHE_VARIABLE
+from compiler.files import CACHE_VARIABLE
 from tests.tiny import FakeCheckpoint, tiny_model
 
 

@@ -25,7 +25,7 @@ from tests.tiny import precision_of, prefill, random_tokens
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 TOKENS = random_tokens(9)
-BFP8 = precision_of("bfp8", "hifi2")
+BFP8 = precision_of("bfp8", "hifi2", embedding="bf16")
 
 
 def logits_of(compiled: Compiled) -> torch.Tensor:
@@ -44,7 +44,14 @@ def entry_of(cache: ProgramCache) -> Path:
     return entry
 
 
-@pytest.mark.parametrize("target", target_names())
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(name, marks=pytest.mark.gpu if name == "cuda" else ())
+        for name in target_names()
+        if name not in ("t3k", "tg")  # which have more chips than this model has heads
+    ],
+)
 def test_a_folder_is_what_was_compiled(
     target: str, model: SimpleNamespace, tmp_path: Path, traces: list[object]
 ) -> None:

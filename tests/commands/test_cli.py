@@ -46,7 +46,7 @@ def test_an_unknown_verb_lists_the_known_ones(
 ) -> None:
     assert main([verb]) == 2
     error = capsys.readouterr().err
-    known = "run, compile, compare, sweep, perf, reference"
+    known = "run, compile, convert, compare, sweep, bench-cuda, perf, reference"
     assert error == f"tilewright: unknown command {verb!r}; allowed: {known}\n"
 
 

@@ -199,6 +199,15 @@ def test_dumps_show_every_pass(run: Run, checkpoint: Path, tmp_path: Path) -> No
         (["--model", "x"], "PATH and --model; allowed: one of them"),
         (["--emit", "mlir", "--length", "5000"], "--length 5000; allowed by this model: 1 to 1536"),
         (["--dump", "~nobody-of-this-name/x"], "not a folder that can be written"),
+        (["--users", "2"], "--users with --emit program; allowed: --emit ttnn"),
+        (["--emit", "ttnn"], "--emit ttnn for target None; allowed: --target n150, n300, t3k, tg"),
+        (["--emit", "ttnn", "--target", "cpu"], "--emit ttnn for target 'cpu'"),
+        (
+            ["--emit", "ttnn", "--target", "n150", "--context", "5000"],
+            "--context 5000; allowed by this model: 1 to 1536",
+        ),
+        (["--emit", "ttnn", "--target", "n150", "--users", "33"], "--users: '33'; allowed"),
+        (["--emit", "ttnn", "--target", "n150"], "heads of 16; allowed in a ttnn file: 32"),
     ],
 )
 def test_choices_that_do_not_go_together(
@@ -207,6 +216,18 @@ def test_choices_that_do_not_go_together(
     output = str(tmp_path / "new")
     assert message in refused(str(tiny_gguf), "-o", output, *argv, verb="compile")
     assert not (tmp_path / "new").exists()
+
+
+def test_a_file_for_a_board(run: Run, smollm2_path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "board"
+    argv = ("--model", smollm2_path, "--target", "n300", "--context", "256", "--users", "2")
+    out = run("compile", *argv, "--emit", "ttnn", "-o", output)
+    assert "--run-on-device" in out
+    text = (output / "model.py").read_text()
+    compile(text, "model.py", "exec")
+    assert "mesh 1 x 2 of N300, 2 users of 256 positions" in text
+    assert (output / "tokenizer" / "tokenizer.json").is_file()
+    assert len(list(output.glob("layer_*.safetensors"))) == 30
 
 
 def test_outputs_that_cannot_be(

@@ -33,7 +33,9 @@ few = settings(max_examples=settings.default.max_examples * 2 // 3)
 
 
 class HashedCheckpoint(FakeCheckpoint):
-    """Tensors in memory that say what they are."""
+    """Tensors in memory that say what they are, as those of a file do."""
+
+    files = (Path("model.gguf"),)
 
     def content_hash(self) -> str:
         return "c" * 64

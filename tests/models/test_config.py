@@ -12,6 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from compiler.errors import CheckpointError
 from models.config import Llama3Scaling, ModelConfig, RopeConfig, inverse_frequencies
+from models.rope import LinearScaling
 
 HF: dict[str, Any] = {
     "model_type": "llama",
@@ -117,11 +118,30 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers
         {**WINDOW, "sliding_window": None},
         {**WINDOW, "sliding_window": 8192},
         {**WINDOW, "max_window_layers": 30},
+        {**WINDOW, "max_window_layers": 31},
         {**WINDOW, "layer_types": ["full_attention"] * 30},
     ],
 )
 def test_a_window_that_changes_nothing_is_read(changes: dict[str, Any]) -> None:
     assert from_hf(model_type="qwen2", **changes) == from_hf(model_type="qwen2")
+
+
+def test_upper_layers_may_have_windows() -> None:
+    qwen2 = from_hf(model_type="qwen2", **WINDOW)
+    assert qwen2.windows == (0,) * 28 + (4096,) * 2
+    assert [qwen2.window(layer) for layer in (0, 27, 28, 29)] == [0, 0, 4096, 4096]
+    kinds = ["full_attention", "sliding_attention"] * 15
+    assert from_hf(model_type="qwen2", **WINDOW, layer_types=kinds).windows == (0, 4096) * 15
+
+
+def test_a_linear_scaling_is_read_from_either_container() -> None:
+    scaled = RopeConfig(theta=100000.0, scaling=LinearScaling(4.0))
+    assert from_hf(rope_scaling={"type": "linear", "factor": 4.0}).rope == scaled
+    named = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
+    assert from_gguf(**named).rope == scaled
+    assert from_gguf(llama__rope__scale_linear=4.0).rope == scaled
+    plain = RopeConfig(theta=100000.0)
+    assert from_gguf(**(named | {"llama__rope__scaling__type": "none"})).rope == plain
 
 
 def test_a_snapshot_of_the_hub_is_called_as_its_repository() -> None:
@@ -153,8 +173,9 @@ def test_default_rope_parameters_carry_theta() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model_type": "qwen3"}, ["model_type", "'qwen3'", "allowed: llama"]),
-        ({"model_type": None}, ["model_type", "None", "allowed: llama"]),
+        ({"model_type": "gpt2"}, ["model_type", "'gpt2'", "allowed: ", "llama, mistral, "]),
+        ({"model_type": "config"}, ["model_type", "'config'", "allowed: "]),
+        ({"model_type": None}, ["model_type", "None", "allowed: "]),
         ({"vocab_size": None}, ["vocab_size is missing"]),
         ({"vocab_size": 0}, ["vocab_size = 0", "1 to"]),
         ({"vocab_size": True}, ["vocab_size = True"]),
@@ -171,11 +192,61 @@ def test_default_rope_parameters_carry_theta() -> None:
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "gptq"]),
         ({"tie_word_embeddings": 1}, ["tie_word_embeddings = 1", "true, false"]),
         ({"rope_theta": "big"}, ["rope_theta = 'big'"]),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, ["yarn", "default, llama3"]),
-        ({"model_type": "qwen2", **WINDOW}, ["use_sliding_window = True", "8192 positions"]),
-        ({**WINDOW, "layer_types": ["sliding_attention"] * 30}, ["use_sliding_window = True"]),
-        ({**WINDOW, "sliding_window": -1}, ["sliding_window = -1"]),
-        ({"use_sliding_window": "yes"}, ["use_sliding_window = 'yes'", "true, false"]),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            ["yarn", "default, linear, llama3, longrope"],
+        ),
+        (WINDOW, ["use_sliding_window = True", "allowed: false"]),
+        ({"layer_types": ["sliding_attention"] * 30}, ["layer_types", "full_attention for every"]),
+        ({"model_type": "qwen2", **WINDOW, "sliding_window": -1}, ["sliding_window = -1"]),
+        (
+            {"model_type": "qwen2", "use_sliding_window": "yes"},
+            ["use_sliding_window = 'yes'", "true, false"],
+        ),
+        (
+            {"model_type": "qwen2", **WINDOW, "layer_types": ["full_attention"] * 29},
+            ["layer_types", "30 of full_attention, sliding_attention"],
+        ),
+        (
+            {"model_type": "qwen2", **WINDOW, "layer_types": ["linear_attention"] * 30},
+            ["layer_types = 'linear_attention'", "full_attention, sliding_attention"],
+        ),
+        ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0", "allowed: null"]),
+        ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0"]),
+        ({"query_pre_attn_scalar": 256}, ["query_pre_attn_scalar = 256"]),
+        ({"embedding_multiplier": 12.0}, ["embedding_multiplier = 12.0", "1.0"]),
+        ({"logits_scaling": 8.0}, ["logits_scaling = 8.0"]),
+        ({"clip_qkv": 8.0}, ["clip_qkv = 8.0"]),
+        ({"num_local_experts": 8}, ["num_local_experts = 8"]),
+        ({"use_qk_norm": True}, ["use_qk_norm = True", "allowed: false"]),
+        ({"use_bidirectional_attention": True}, ["use_bidirectional_attention = True"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor = 0.5", "allowed: 1.0"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, ["rope_type = 'dynamic'"]),
+        ({"rope_scaling": {"rope_type": "linear"}}, ["rope_scaling.factor is missing"]),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 3.0}},
+            ["rope_scaling.mscale = 3.0", "allowed: keys "],
+        ),
+        (
+            {"rope_scaling": {"rope_type": "default", "mrope_section": [16, 24, 24]}},
+            ["rope_scaling.mrope_section"],
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4}}},
+            ["rope_parameters.full_attention"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 32}},
+            ["rope_scaling.long_factor is missing", "a list of 32 numbers above 0"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            ["rope_scaling.short_factor = [1.0]", "a list of 32 numbers"],
+        ),
+        (
+            {"rope_scaling": {"type": "su", "short_factor": [0.0] * 32, "long_factor": [1.0] * 32}},
+            ["rope_scaling.short_factor = 0.0", "numbers above 0"],
+        ),
         ({"rope_scaling": 7}, ["rope_scaling = 7"]),
         ({"rope_scaling": {"rope_type": "llama3"}}, ["rope_scaling.low_freq_factor is missing"]),
         ({"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, ["high_freq_factor = 1.0"]),
@@ -197,7 +268,12 @@ def test_hf_refusals_name_file_key_value_and_range(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"general__architecture": "qwen3"}, ["general.architecture", "'qwen3'", "llama, qwen2"]),
+        ({"general__architecture": "gpt2"}, ["general.architecture", "'gpt2'", "llama, mistral"]),
+        ({"general__architecture": 7}, ["general.architecture", "7", "llama"]),
+        ({"llama__attention__sliding_window": 512}, ["llama.attention.sliding_window = 512", "0"]),
+        ({"llama__attn_logit_softcapping": 50.0}, ["llama.attn_logit_softcapping = 50.0"]),
+        ({"llama__attention__scale": 0.3}, ["llama.attention.scale = 0.3"]),
+        ({"llama__logit_scale": 0.3}, ["llama.logit_scale = 0.3"]),
         ({"llama__block_count": None}, ["llama.block_count is missing"]),
         ({"llama__attention__head_count": [9] * 30}, ["llama.attention.head_count"]),
         ({"llama__rope__scaling__type": "yarn"}, ["llama.rope.scaling.type = 'yarn'", "none"]),

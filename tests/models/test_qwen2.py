@@ -20,6 +20,7 @@ from compiler.targets.base import CompileOptions
 from models import load_model
 from models.llama import LlamaForCausalLM
 from models.qwen2 import Qwen2ForCausalLM
+from tests import architecture_checks as checks
 from tests.models.conftest import to_gguf_name
 from tests.models.test_tokenizer import CHATML, PIPELINES, gguf_metadata, train_byte_level
 from tests.tiny import QWEN2, precision_of, tiny_model
@@ -208,11 +209,10 @@ def test_a_gguf_without_the_biases_is_refused(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 64}, "sliding"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not read; allowed: silu"),
         (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
-            "rope_type = 'yarn'.*allowed: default, llama3",
+            "rope_type = 'yarn'.*allowed: default, linear, llama3, longrope",
         ),
     ],
 )
@@ -223,3 +223,12 @@ def test_what_transformers_writes_and_is_not_read(
     with pytest.raises(CheckpointError, match=words) as caught:
         load_model(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("target", checks.TARGETS)
+def test_windows_of_the_upper_layers(target: str, tmp_path: Path) -> None:
+    model = tiny_model(std=0.2, windows=(0, 5), **QWEN2)
+    checks.check_logits(model, target)
+    checks.check_mixed_lengths(model, target)
+    checks.check_random_operations(model, target)
+    checks.check_folder(model, tmp_path / "tiny")

@@ -43,6 +43,20 @@ def test_attention_is_torchs(heads: tuple[int, int], window: int) -> None:
     torch.testing.assert_close(got, torchs(q, k, v, window), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_soft_cap_is_a_tanh_of_the_scores(window: int) -> None:
+    q, k, v = qkv(2, 2)
+    at = torch.arange(T)
+    distance = at[:, None] - at
+    scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
+    scores = 0.7 * torch.tanh(scores / 0.7)
+    scores = scores.masked_fill((distance < 0) | (distance >= (window or T)), float("-inf"))
+    expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+    got = ops.attention(q, k, v, SCALE, window, 0.7)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(got, ops.attention(q, k, v, SCALE, window), atol=1e-3)
+
+
 def test_a_window_matters() -> None:
     q, k, v = qkv(2, 2)
     assert not torch.allclose(ops.attention(q, k, v, SCALE), ops.attention(q, k, v, SCALE, 3))

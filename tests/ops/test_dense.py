@@ -106,9 +106,14 @@ def test_swiglu_and_its_packed_form() -> None:
 EXAMPLES: dict[str, tuple[Any, ...]] = {
     "embedding": (torch.tensor([1, 2, 0]), torch.randn(4, C)),
     "linear": (torch.randn(T, C), torch.randn(7, C), torch.randn(7)),
+    "fused_linear": (
+        *(torch.randn(T, C), torch.randn(14, C), torch.randn(14)),
+        *(torch.randn(C), 1e-5, torch.randn(T, 7), True),
+    ),
     "rms_norm": (torch.randn(T, C), torch.randn(C), 1e-5),
     "add_rms_norm": (torch.randn(T, C), torch.randn(T, C), torch.randn(C), 1e-5),
     "rope": (torch.randn(T, H, D), torch.arange(T), torch.rand(D // 2)),
+    "gelu": (torch.randn(T, C), "tanh"),
     "swiglu": (torch.randn(T, C), torch.randn(T, C)),
     "swiglu_packed": (torch.randn(T, C),),
     "attention": (torch.randn(T, 4, D), torch.randn(T, 2, D), torch.randn(T, 2, D), 0.3, 2),
@@ -122,6 +127,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
         *(torch.zeros(3, 2, 16, 2, D), torch.tensor([0, 1, 2, 0, 1])),
         *(torch.tensor([0, 3, 5]), torch.tensor([2, 0]), torch.rand(D // 2), 4, 0.3),
     ),
+    "round_q80": (torch.randn(T, C),),
     "sample": (
         *(torch.randn(2, 9), torch.tensor([0.0, 1.0]), torch.tensor([0, 3])),
         *(torch.tensor([1.0, 0.5]), torch.tensor([1, 2]), torch.tensor([0, 5])),

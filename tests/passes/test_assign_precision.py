@@ -18,7 +18,7 @@ from compiler.ir.recipe import load_dense, load_values
 from compiler.ir.rewrite import find_calls
 from compiler.ir.text import graph_text
 from compiler.passes.assign_precision import assign_precision
-from compiler.passes.runner import run_passes
+from compiler.passes.runner import Pass, run_passes
 from compiler.precision import PrecisionConfig
 from compiler.tracer import trace
 from tests.tiny import context_of, lowered, pipeline, precision_of, tiny_model, traced
@@ -122,6 +122,12 @@ def test_an_override_changes_exactly_one_layer(rule: str, layer: int) -> None:
     assert all("=bfp4" in line for line in changed)
 
 
+def through_precision() -> list[Pass]:
+    """The pipeline's passes up to the one that is tested here."""
+    passes = pipeline()
+    return passes[: passes.index(assign_precision) + 1]
+
+
 def test_a_product_of_no_tensor_group_is_refused_by_name() -> None:
     model = tiny_model(num_layers=1)
     model.module.tensor_groups = {
@@ -130,14 +136,14 @@ def test_a_product_of_no_tensor_group_is_refused_by_name() -> None:
     ctx = context_of(model)
     graph_module = trace(model.module)
     with pytest.raises(CompileError, match=r"model\.layers\.0\.self_attn\.o_proj.*no tensor group"):
-        run_passes(graph_module, pipeline()[:7], ctx)
+        run_passes(graph_module, through_precision(), ctx)
 
 
 def test_a_group_without_products_is_refused_by_name() -> None:
     model = tiny_model(num_layers=1)
     model.module.tensor_groups = model.module.tensor_groups | {"lm_head": "embedding"}
     with pytest.raises(CompileError, match=r"'lm_head' is of tensor group 'embedding'"):
-        run_passes(trace(model.module), pipeline()[:7], context_of(model))
+        run_passes(trace(model.module), through_precision(), context_of(model))
 
 
 def test_a_graph_without_products_is_left_alone() -> None:

@@ -69,6 +69,52 @@ def normed_heads(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
     return attend(q, k, heads(x.cos()))
 
 
+def with_norms(x: Tensor, positions: Tensor, inv_freq: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    q = ops.rope(ops.rms_norm(heads(x), one, 1e-5), positions, inv_freq, False, 1.5)
+    k = ops.rope(ops.rms_norm(heads(x.sin()), two, 1e-5), positions, inv_freq, False, 1.5)
+    out: Tensor = ops.attention(q, k, heads(x.cos()), 0.25, 3, 2.0)
+    return out.flatten(-2)
+
+
+def one_norm(x: Tensor, positions: Tensor, inv_freq: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    q = ops.rope(ops.rms_norm(heads(x), one, 1e-5), positions, inv_freq)
+    return attend(q, ops.rope(heads(x.sin()), positions, inv_freq), heads(x.cos()))
+
+
+def two_eps(x: Tensor, positions: Tensor, inv_freq: Tensor, one: Tensor, two: Tensor) -> Tensor:
+    q = ops.rope(ops.rms_norm(heads(x), one, 1e-5), positions, inv_freq)
+    k = ops.rope(ops.rms_norm(heads(x.sin()), two, 1e-6), positions, inv_freq)
+    return attend(q, k, heads(x.cos()))
+
+
+def two_factors(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    q = ops.rope(heads(x), positions, inv_freq, False, 2.0)
+    return attend(q, ops.rope(heads(x.sin()), positions, inv_freq), heads(x.cos()))
+
+
+def test_norms_of_heads_a_factor_a_window_and_a_cap_move_inside() -> None:
+    graph_module, model = function_graph(with_norms, inv_freq=(8,), one=(16,), two=(16,))
+    ctx = context_of(model)
+    run_passes(graph_module, [insert_state], ctx)
+    before = run_graph(graph_module, model, **step_inputs(9))
+    run_passes(graph_module, [fuse_rope_attention], ctx)
+    (fused,) = find_calls(graph_module.graph, ops.rope_attention_step)
+    given = ops.RopeAttentionArguments.of(fused.args)
+    assert (given.window, given.factor, given.soft_cap, given.norm_eps) == (3, 1.5, 2.0, 1e-5)
+    assert str(given.q_norm) == "one" and str(given.k_norm) == "two"
+    assert not find_calls(graph_module.graph, ops.rms_norm, ops.rope)
+    after = run_graph(graph_module, model, **step_inputs(9))
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", [one_norm, two_eps])
+def test_norms_that_differ_are_left_alone(function: Callable[..., Tensor]) -> None:
+    graph_module, model = function_graph(function, inv_freq=(8,), one=(16,), two=(16,))
+    ctx = context_of(model)
+    assert insert_state(graph_module, ctx) == 1
+    assert fuse_rope_attention(graph_module, ctx) == 0
+
+
 @pytest.mark.parametrize("function", [plain, interleaved])
 def test_the_rotation_moves_inside(function: Callable[..., Tensor]) -> None:
     graph_module, model = function_graph(function, inv_freq=(8,))
@@ -83,7 +129,8 @@ def test_the_rotation_moves_inside(function: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [unequal_order, only_q, unequal_frequencies, other_positions, normed_heads]
+    "function",
+    [unequal_order, only_q, unequal_frequencies, other_positions, normed_heads, two_factors],
 )
 def test_near_misses_are_left_alone(function: Callable[..., Tensor]) -> None:
     graph_module, model = function_graph(function, inv_freq=(8,))

@@ -13,12 +13,35 @@ from tests.tiny import context_of, function_graph, lowered, run_graph, step_inpu
 
 
 def test_an_output_that_is_no_product_is_left_alone() -> None:
-    def scaled(x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
-        out: Tensor = ops.linear(x, weight)
-        return out * 2
+    def normed(x: Tensor, positions: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
+        out: Tensor = ops.rms_norm(ops.linear(x, weight), norm, 1e-5)
+        return out
 
-    graph_module, model = function_graph(scaled, weight=(5, 32))
-    assert gather_logit_rows(graph_module, context_of(model)) == 0
+    def doubled(x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = ops.linear(x, weight)
+        return out * ops.linear(x, weight)
+
+    for graph_module, model in (
+        function_graph(normed, weight=(5, 32), norm=(5,)),
+        function_graph(doubled, weight=(5, 32)),
+    ):
+        assert gather_logit_rows(graph_module, context_of(model)) == 0
+
+
+def test_logits_may_be_capped_before_they_are_put_out() -> None:
+    def capped(x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = ops.linear(x, weight)
+        return (out / 30.0).tanh() * 30.0
+
+    graph_module, model = function_graph(capped, weight=(5, 32))
+    inputs = step_inputs(6)
+    every = run_graph(graph_module, model, **inputs)
+    assert gather_logit_rows(graph_module, context_of(model)) == 1
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    assert output.args[0].meta["val"].shape[1] == 5
+    assert str(find_calls(graph_module.graph, ops.linear)[0].args[0]).startswith("index_select")
+    some = run_graph(graph_module, model, **inputs | {"logit_rows": torch.tensor([5, 0])})
+    torch.testing.assert_close(some, every[[5, 0]], atol=1e-6, rtol=1e-6)
 
 
 def test_rows_are_those_asked_for_in_their_order() -> None:

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiler import ops
+from compiler.ir.rewrite import find_calls
 from compiler.passes.match_rope import match_rope
+from compiler.passes.runner import run_passes
 from tests.tiny import context_of, function_graph, run_graph, step_inputs
 
 
@@ -68,4 +71,53 @@ def test_either_order_of_factors(function: object) -> None:
 )
 def test_near_misses_are_left_alone(function: object) -> None:
     graph_module, model = function_graph(function, inv_freq=(8,))  # type: ignore[arg-type]
+    assert match_rope(graph_module, context_of(model)) == 0
+
+
+def scaled(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    turned = positions.float().unsqueeze(-1) * inv_freq
+    cos, sin = ((each * 1.5).unsqueeze(1) for each in (turned.cos(), turned.sin()))
+    first, second = x.unflatten(-1, (-1, 16)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def scaled_cosines(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    cos, sin = angles(positions, inv_freq)
+    cos = cos * 1.5
+    first, second = x.unflatten(-1, (-1, 16)).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def partial(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    cos, sin = angles(positions, inv_freq)
+    turned, rest = x.unflatten(-1, (-1, 16)).split([6, 10], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    parts = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((parts, rest), dim=-1)
+
+
+def last_channels(x: Tensor, positions: Tensor, inv_freq: Tensor) -> Tensor:
+    cos, sin = angles(positions, inv_freq)
+    rest, turned = x.unflatten(-1, (-1, 16)).split([10, 6], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    parts = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rest, parts), dim=-1)
+
+
+@pytest.mark.parametrize(("function", "pairs"), [(scaled, 8), (partial, 3), (last_channels, 3)])
+def test_factors_and_the_first_channels_alone(function: object, pairs: int) -> None:
+    graph_module, model = function_graph(function, inv_freq=(pairs,))  # type: ignore[arg-type]
+    inputs = step_inputs(5)
+    before = run_graph(graph_module, model, **inputs)
+    run_passes(graph_module, [match_rope], context_of(model))
+    (rope,) = find_calls(graph_module.graph, ops.rope)
+    assert rope.args[3:] == ((False, 1.5) if function is scaled else ())
+    width = rope.args[0].meta["val"].shape[-1]
+    assert width == (16 if function is not last_channels else 6), "what turns is a piece there"
+    after = run_graph(graph_module, model, **inputs)
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-6)
+
+
+def test_a_factor_of_cosines_alone_is_none_of_the_rotation() -> None:
+    graph_module, model = function_graph(scaled_cosines, inv_freq=(8,))
     assert match_rope(graph_module, context_of(model)) == 0

@@ -26,7 +26,7 @@ HEADINGS = (Path(__file__).parents[1] / "goldens" / "seed_headings.txt").read_te
 
 def test_names() -> None:
     expected = ("accuracy", "base", "bf16", "performance", "reference")
-    expected += ("all-bfp4", "all-bfp8", "all-q40", "all-q80")
+    expected += ("all-bfp4", "all-bfp8", "all-q40", "all-q80", "dllama")
     expected += ("smollm2-cpu-top1-95",)
     assert tuple(list_precisions()) == tuple(sorted((*expected, *PUBLISHED)))
 
@@ -129,7 +129,7 @@ def refused(folder: Path, text: str | bytes, message: str, suffix: str = "yaml")
         ("precision: {router: bfp4}", "router = 'bfp4'; allowed: fp32, bf16, fp16"),
         ("precision: {kv_cache: bfp2}", "kv_cache = 'bfp2'; allowed: fp32, bf16, fp16, bfp8, bfp4"),
         ("precision: {kv_cache: q80}", "kv_cache = 'q80'; allowed: fp32, bf16, fp16, bfp8, bfp4"),
-        ("precision: {activation: q80}", "activation = 'q80'; allowed: fp32, bf16, fp16, bfp8, b"),
+        ("precision: {activation: q40}", "activation = 'q40'; allowed: fp32, bf16, fp16, bfp8, b"),
         ("precision: {router: q40}", "router = 'q40'; allowed: fp32, bf16, fp16"),
         ("precision: {ff2: q41}", "ff2 = 'q41'; allowed: .*, bfp2, q40, q80"),
         ("precision: {ff2: ''}", "ff2 = ''; allowed: "),

@@ -83,9 +83,14 @@ def test_the_reference_is_transformers(shape: str) -> None:
     assert_near(prefill(compiled(model), tokens), expected)
 
 
-EXACT, INT8 = 1e-4, 0.1
-"""Rounding to int8 turns differences in the last bit into a step of the grid, here and there."""
+EXACT, INT8, BOARD = 1e-4, 0.1, 0.25
+"""Rounding to int8 turns differences in the last bit into a step of the grid, here and there.
 
+Boards write bfp8 in prefill where they write bfloat16 in decode; what is equal to the last bit
+there is in tests/targets/tenstorrent/test_executable.py.
+"""
+
+BOARDS = ("n150", "n300")
 EXECUTABLES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "reference": ("reference", "bfp8", "hifi4", "exact", {}),
     "reference_qwen2": ("reference", "bfp8", "hifi4", "exact", QWEN2),
@@ -93,6 +98,8 @@ EXECUTABLES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "cpu_exact_qwen2": ("cpu", "bfp8", "hifi4", "exact", QWEN2),
     "cpu_int8": ("cpu", "bfp8", "lofi", "fast", {}),
     "cpu_int8_4_bits": ("cpu", "bfp4", "lofi", "fast", {}),
+    "n150": ("n150", "bfp8", "hifi4", "fast", {}),
+    "n300_qwen2": ("n300", "bfp8", "hifi2", "fast", QWEN2),
 }
 
 
@@ -100,11 +107,15 @@ EXECUTABLES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
 def executable(request: pytest.FixtureRequest) -> Executable:
     target, name, fidelity, compute, architecture = EXECUTABLES[request.param]
     model = tiny_model(std=0.2, **architecture)
-    return compiled(model, target, precision=precision_of(name, fidelity), compute=compute)
+    table = {"embedding": "bf16"} if target in BOARDS else {}
+    precision = precision_of(name, fidelity, **table)
+    return compiled(model, target, precision=precision, compute=compute)
 
 
 @pytest.fixture(scope="module")
 def within(executable: Executable) -> float:
+    if executable.device_name.lower() in BOARDS:
+        return BOARD
     values = {entry.meaning.effective for entry in executable.contract.entries}
     return INT8 if "int8 activations" in values else EXACT
 

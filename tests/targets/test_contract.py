@@ -7,7 +7,7 @@ import pytest
 from compiler.errors import CompileError
 from compiler.precision import PrecisionConfig
 from compiler.targets.base import CompileOptions, get_target
-from compiler.targets.contract import Meaning, NumericContract
+from compiler.targets.contract import Meaning, Meanings, NumericContract, build_contract
 from tests.tiny import compiled, lowered, precision_of, tiny_model
 
 OPTIONS = CompileOptions(max_batch=1, max_context=32)
@@ -166,3 +166,34 @@ def test_the_null_target_honours_nothing() -> None:
     found = contract(precision_of("bfp8"), "null")
     assert {entry.meaning for entry in found.entries} == {Meaning("not honoured", "zeros")}
     assert found.effective_id == contract(precision_of("fp32"), "null").effective_id
+
+
+def test_a_board_honours_what_it_has_and_says_what_it_refuses() -> None:
+    precision = precision_of("bfp8", "lofi", block_axis="out", embedding="bf16", ff2="fp32")
+    found = {e.field: e.meaning for e in contract(precision, "n150").entries}
+    assert found["wo weights"] == Meaning("honoured", "bfp8 blocks along out")
+    assert found["ff2 weights"] == Meaning("not honoured", "refused")
+    for field in ("li_ff1_3 prefill", "li_o decode", "sdpa_decode"):
+        assert found[field] == Meaning("honoured", "lofi")
+
+
+def test_a_target_is_asked_for_both_phases() -> None:
+    """One fidelity may come to different arithmetic in prefill and in decode."""
+    same = Meaning("honoured", "")
+    meanings = Meanings(
+        weight=lambda name, axis: same,
+        fidelity=lambda name, axis, fidelity, phase: Meaning(
+            "honoured", f"{name} {axis} {fidelity} {phase}"
+        ),
+        attention=lambda fidelity, phase: Meaning("honoured", f"{fidelity} {phase}"),
+        kv_cache=lambda name: same,
+        activation=lambda name: same,
+    )
+    precision = precision_of("bfp8", "hifi2", li_ff2_decode="lofi", sdpa_decode="hifi3")
+    graph_module, _ = lowered(tiny_model(), target="reference", precision=precision)
+    found = build_contract(graph_module, meanings)
+    of = {entry.field: entry.meaning.effective for entry in found.entries}
+    assert of["li_ff2 prefill"] == "bfp8 in hifi2 prefill"
+    assert of["li_ff2 decode"] == "bfp8 in lofi decode"
+    assert of["sdpa_prefill"] == "hifi2 prefill"
+    assert of["sdpa_decode"] == "hifi3 decode"

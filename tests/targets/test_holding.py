@@ -16,12 +16,20 @@ from hypothesis import strategies as st
 from compiler.errors import CompileError
 from compiler.formats import FORMATS
 from compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
-from compiler.targets.base import Holding, Target, get_target
+from compiler.targets.base import CompileOptions, Holding, Target, get_target
 from compiler.targets.cpu.weights import block_codes
-from tests.tiny import QWEN2, compiled, precision_of, tiny_model
+from compiler.targets.tenstorrent import BoardTarget
+from compiler.targets.tenstorrent.program import tile_bytes
+from tests.tiny import QWEN2, compiled, lowered, precision_of, tiny_model
 
 RAGGED = {"hidden_size": 40, "intermediate_size": 56, "head_dim": 48, "vocab_size": 131}
-BIASED = {**QWEN2, **RAGGED, "tie_embeddings": False, "output_bias": True, "mlp_bias": True}
+BIASED: dict[str, Any] = {
+    **QWEN2,
+    **RAGGED,
+    "tie_embeddings": False,
+    "output_bias": True,
+    "mlp_bias": True,
+}
 NOT_WEIGHTS = {"kv_cache": "fp32", "activation": "fp32", "router": "fp32"}
 FIRST_LAYER = "0: {ff2: bf16, wqkv: bfp4, wo: q80}"
 CONFIGURATIONS = {
@@ -104,6 +112,23 @@ def test_the_reference_keeps_a_tied_weight_once_where_its_formats_are_equal() ->
         found = sum(each.num_bytes for each in held(model, "reference", precision, "fast"))
         memory = compiled(model, precision=precision).memory().weights
         assert found - shared + 4 * model.config.head_dim // 2 == memory
+
+
+def test_a_board_holds_tiles() -> None:
+    """As many as its program counts, but for those that fill banks, and rotary frequencies."""
+    model = tiny_model(**BIASED)
+    precision = precision_of("bfp8", "hifi2", embedding="bf16", wo="bfp4", ff2="bf16")
+    found = sum(each.num_bytes for each in held(model, "n150", precision, "fast"))
+    graph_module, _ = lowered(model, target="n150", precision=precision)
+    target = get_target("n150")
+    assert isinstance(target, BoardTarget)
+    _, decode = target.programs(graph_module, CompileOptions(max_context=32))
+    tiled = {
+        weight.name: tile_bytes(weight.format) * -(-weight.rows // 32) * -(-weight.columns // 32)
+        for weight in decode.weights
+    }
+    assert found == sum(tiled.values()) - tiled["model.rotary.inv_freq"]
+    assert found < compiled(model, "n150", precision=precision, compute="fast").memory().weights
 
 
 def test_the_null_target_holds_nothing() -> None:

@@ -81,7 +81,7 @@ def _csv_identity(row: Row) -> dict[str, CsvValue]:
         "target": cell.target,
         "device": cell.device,
         "compute": cell.compute,
-        "kind": newest.kind if newest else None,
+        "kind": "emulated, predicted" if row.is_emulated else newest.kind if newest else None,
         "configuration": row.name,
         "part": cell.part,
         "precision_id": cell.precision_id,

@@ -11,6 +11,7 @@ from compiler.bench import stats
 from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL, CASES, NATURAL_PROMPT_LENGTH
 from compiler.bench.sweep.cell import Cell, CellKind
 from compiler.bench.sweep.journal import SweepState
+from compiler.devices import BOARDS
 
 _START_SECONDS = 5.0
 _COMPILE_SECONDS = 10.0
@@ -19,11 +20,15 @@ _SCORE_SECONDS = 0.004
 _BYTES_PER_SECOND = 30e9
 _PREFILL_TOKENS_PER_SECOND = 800.0
 _UNKNOWN_BYTES = 500_000_000
+_EMULATED_PER_SECOND = 1.2e9
 
 
 def seconds(cell: Cell, *, is_compiled: bool = True) -> float:
     """A guess for one cell on a small CPU; ``is_compiled``: its program is in the cache."""
     case = CASES[cell.case]
+    if cell.target in BOARDS:  # predicted at once, or emulated a multiply at a time
+        multiplies = ACCURACY_CONTEXT * (cell.weight_bytes or _UNKNOWN_BYTES)
+        return _START_SECONDS + (multiplies / _EMULATED_PER_SECOND if case.token_accuracy else 5.0)
     step = _STEP_SECONDS + (cell.weight_bytes or _UNKNOWN_BYTES) / _BYTES_PER_SECOND
     prompt = case.batch_size * (case.prompt_length or NATURAL_PROMPT_LENGTH)
     once = prompt / _PREFILL_TOKENS_PER_SECOND + case.max_generated_tokens * step

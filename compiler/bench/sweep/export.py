@@ -6,7 +6,6 @@ Knows figures and how they are written down; where they are written to is not kn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from compiler.bench import pareto
 from compiler.bench.cases import ACCURACY_TEXT
@@ -19,7 +18,7 @@ from compiler.bench.perf_tables import (
     paired_text,
     plan_tables,
 )
-from compiler.bench.record import Accuracy, Result, medians
+from compiler.bench.record import Accuracy, Result
 from compiler.bench.stats import MIN_ROUNDS
 from compiler.bench.sweep import summary
 from compiler.bench.sweep.csv_table import csv_text
@@ -132,10 +131,18 @@ def _summary(members: Sequence[Ranked]) -> list[str]:
         for each in members
         if each.placed is not None and each.placed.notes
     ]
-    parts = [f"## {place_name(row)}\n", " ".join(about), format_table(SUMMARY_COLUMNS, table)]
+    columns = tuple(map(_board_column, SUMMARY_COLUMNS)) if row.is_emulated else SUMMARY_COLUMNS
+    parts = [f"## {place_name(row)}\n", " ".join(about), format_table(columns, table)]
     if notes:
         parts.append("What is not proven:\n\n" + "".join(notes))
     return parts
+
+
+def _board_column(name: str) -> str:
+    """A column's name where accuracy is emulated and speed predicted."""
+    if name.startswith(("Top-", "KL")):
+        return f"{name}, emulated"
+    return f"{name}, predicted" if name.startswith(("Speed", "TTFT", "Weights")) else name
 
 
 def _summary_row(each: Ranked) -> tuple[str, ...]:
@@ -180,7 +187,9 @@ def _other_texts(shown: Sequence[Ranked]) -> str:
     ]
     if not lines:
         return ""
-    columns = ("Model", SUMMARY_COLUMNS[0], "Text", *SUMMARY_COLUMNS[1:7])
+    columns: tuple[str, ...] = ("Model", SUMMARY_COLUMNS[0], "Text", *SUMMARY_COLUMNS[1:7])
+    if any(each.row.is_emulated for each in shown):
+        columns = tuple(map(_board_column, columns))
     table = format_table(columns, [tuple(map(cell_text, line)) for line in lines])
     return f"## Other texts\n\n{table}"
 
@@ -210,6 +219,5 @@ def _pooled(found: Sequence[Row], shown: Sequence[Ranked]) -> list[Result]:
     for row in found:
         merged = owners[id(row.states[0])].results
         for case, result in row.results.items():
-            repeats = merged[case].repeats if case in merged else result.repeats
-            pooled.append(replace(result, repeats=repeats, **medians(repeats)))
+            pooled.append(summary.with_repeats(result, [merged.get(case, result)]))
     return pooled

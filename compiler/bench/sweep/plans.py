@@ -14,7 +14,7 @@ from compiler.bench.record import check_plain
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.levels import Level, Part, assign
 from compiler.bench.sweep.model import SweptModel, step_bytes, total_bytes
-from compiler.devices import DEVICES
+from compiler.devices import BOARDS, DEVICES
 from compiler.errors import ConfigError, allowed
 from compiler.precision import PrecisionConfig, load_precision
 
@@ -157,6 +157,8 @@ def cells(found: Sequence[Entry], measures: Measures) -> list[Cell]:
         for name in measures.cases
         if not CASES[name].token_accuracy
         for cell in timed
+        # a prediction is the same in every round
+        if number == measures.first_round or cell.target not in BOARDS
     ]
     unique: dict[str, Cell] = {}
     for cell in planned:  # the first of equal ones: the base keeps its name

@@ -86,7 +86,8 @@ def _sections(found: Sensitivity) -> str:
         f"{100 * accuracy.num_top1 / accuracy.num_positions:.1f} % of "
         f"{accuracy.num_positions} positions."
     )
-    parts = [title, f"{base}\n\n{_LEGEND.rstrip()}", "### Groups, measured", _groups(found)]
+    kind = _kind_of_time(found)
+    parts = [title, f"{base}\n\n{_LEGEND.rstrip()}", f"### Groups, {kind}", _groups(found)]
     same = [part.part for part in found.groups if part.is_same]
     if same:
         parts.append(f"Not honoured on this target, so that nothing changes: {', '.join(same)}.")
@@ -98,8 +99,13 @@ def _sections(found: Sensitivity) -> str:
 
 
 def _groups(found: Sensitivity) -> str:
-    columns = ("Part", *_COSTS, "Saved (ms a step, measured)", "95 % CI", "KL / ms (measured)")
+    kind = _kind_of_time(found)
+    columns = ("Part", *_COSTS, f"Saved (ms a step, {kind})", "95 % CI", f"KL / ms ({kind})")
     return format_table(columns, _rows([p for p in found.groups if not p.is_same]))
+
+
+def _kind_of_time(found: Sensitivity) -> str:
+    return "predicted" if found.base.is_emulated else "measured"
 
 
 def _layers(found: Sensitivity) -> str:

@@ -13,6 +13,7 @@ from compiler.bench.pareto import Point
 from compiler.bench.record import Accuracy, Paired, Result, medians, unpack_hits
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.journal import CellState, SweepState
+from compiler.devices import BOARDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ class Row:
         """As measured; before anything has run, as estimated."""
         measured = self.measured_bytes
         return self.cell.weight_bytes if measured is None else measured
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether its accuracy is emulated and its speed predicted: of a board that is not here."""
+        return self.cell.target in BOARDS
 
     @property
     def effective_id(self) -> str | None:
@@ -157,9 +163,8 @@ def _row(states: Sequence[CellState]) -> Row:
         if named.accuracy is not None:
             accuracies[state.cell.text] = named.accuracy
     for case, members in by_case.items():
-        repeats = tuple(repeat for member in members for repeat in member.repeats)
         newest = max(members, key=lambda member: member.when)
-        results[case] = replace(newest, repeats=repeats, **medians(repeats))
+        results[case] = with_repeats(newest, members)
     timed = [state.cell.case for state in states if state.cell.kind == "speed"]
     speed_case = next((case for case in timed if case in results), None)
     return Row(
@@ -187,8 +192,7 @@ def _merged(members: Sequence[Row]) -> Row:
         results |= row.results
     for case, result in results.items():
         same = [row.results[case] for row in members if case in row.results]
-        repeats = tuple(repeat for each in same for repeat in each.repeats)
-        results[case] = replace(result, repeats=repeats, **medians(repeats))
+        results[case] = with_repeats(result, same)
     speed_case = next((row.speed_case for row in members if row.speed_case), None)
     timed = [row for row in members if speed_case and row.speed_case == speed_case]
     return Row(
@@ -202,6 +206,12 @@ def _merged(members: Sequence[Row]) -> Row:
             for number in common_rounds(timed)
         },
     )
+
+
+def with_repeats(result: Result, members: Sequence[Result]) -> Result:
+    """The repeats of all members as its own; a predicted figure has none, and stays."""
+    repeats = tuple(repeat for member in members for repeat in member.repeats)
+    return replace(result, repeats=repeats, **medians(repeats)) if repeats else result
 
 
 def _place(row: Row) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from compiler.bench.json_lines import check_writable
 from compiler.bench.prompts import accuracy_text
 from compiler.bench.sweep.levels import Level
 from compiler.commands.arguments import Parser, integer, real
+from compiler.devices import BOARDS
 from compiler.errors import ConfigError, allowed
 from compiler.plain_yaml import parse_yaml, read_text
 from compiler.precision import load_precision
@@ -30,6 +31,7 @@ PLANS = {
 DEFAULT_FOLDER = Path("results/sweeps")
 DEFAULT_LEVELS = ("q80", "bfp8", "q40", "bfp4")
 LISTS = ("models", "targets", "devices", "precisions", "cases", "levels")
+_TIMEOUT, _BOARD_TIMEOUT = 900.0, 3600.0
 _MOST = {"rounds": 10_000, "threads": 1024}
 _SIZES = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -126,9 +128,8 @@ def _add_running_options(found: argparse.ArgumentParser, plan: str) -> None:
     running.add_argument(
         "--timeout",
         type=real(0, 1e7, above=True),
-        default=900.0,
         metavar="S",
-        help="of a cell, in seconds (900)",
+        help=f"of a cell, in seconds ({_TIMEOUT:.0f}; emulated boards {_BOARD_TIMEOUT:.0f})",
     )
     running.add_argument("--memory", metavar="SIZE", help="that a cell may allocate: 8GB")
 
@@ -195,6 +196,7 @@ def _checked(plan: str, given: Mapping[str, Any]) -> SweepOptions:
     if plan == "search" and not given["resume"]:
         _check_bounds(given)
     sensitivities = given.get("sensitivities")
+    has_board = any(target in BOARDS for target in given["targets"] or ())
     results = Path(given["results"] or DEFAULT_FOLDER / f"{plan}.jsonl")
     check_writable(results, "sweep file")
     return SweepOptions(
@@ -222,7 +224,7 @@ def _checked(plan: str, given: Mapping[str, Any]) -> SweepOptions:
         dry_run=given["dry_run"],
         yes=given["yes"],
         jobs=min(given["jobs"], os.cpu_count() or 1),
-        timeout_s=given["timeout"],
+        timeout_s=given["timeout"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
         memory=None if given["memory"] is None else _size("--memory", given["memory"]),
     )
 

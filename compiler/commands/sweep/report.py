@@ -139,7 +139,7 @@ def _merge(states: dict[str, SweepState], output: str, path: Path) -> None:
     for result in new:
         append(path, result)
     _say(f"{path}: {len(new)} new results")
-    _say(perf.update_tables(output, [*known, *new]))
+    _say(perf.update_tables(output, [*known, *new, *perf.read_beside(path)]))
 
 
 def _write(output: str, text: str) -> None:
@@ -257,11 +257,12 @@ def _draw(members: Sequence[Ranked], headers: Sequence[Planned]) -> Figure:
     assert accuracy is not None and speed is not None
     base = next((each for each in members if _is_base(each.row, headers)), None)
     text = "" if accuracy.text == ACCURACY_TEXT else f", text {accuracy.text}"
+    emulated, predicted = ("emulated ", "predicted ") if row.is_emulated else ("", "")
     return draw_front(
         [each.placed for each in members if each.placed is not None],
-        title=f"{place_name(row)}: speed against top-1",
-        speed_label=f"speed (t/s/u), case {speed.case}",
-        accuracy_label=f"top-1 (%) of {accuracy.num_positions} positions{text}",
+        title=f"{place_name(row)}: {predicted}speed against {emulated}top-1",
+        speed_label=f"{predicted}speed (t/s/u), case {speed.case}",
+        accuracy_label=f"{emulated}top-1 (%) of {accuracy.num_positions} positions{text}",
         base=None if base is None else base.label,
     )
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from compiler.bench.cases import CASES
 from compiler.bench.json_lines import TornLineWarning
+from compiler.bench.record import RANDOM_WEIGHTS
 from compiler.bench.sweep import estimate
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.journal import FAILURES, VERSION, Journal, Planned
@@ -80,16 +83,34 @@ def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
 
 
 def swept_models(options: SweepOptions) -> list[SweptModel]:
-    """The models of a sweep, each opened. Raises CheckpointError."""
+    """The models of a sweep, each opened.
+
+    Raises:
+        CheckpointError, ConfigError: for what is no model, or random weights where accuracy is
+            to be measured.
+    """
     warnings.filterwarnings("ignore", module="torch")
     from compiler.artifacts.places import is_compiled
     from compiler.bench.sweep.model import swept_model
     from models import load_model
 
+    of_accuracy = [name for name in measures_of(options).cases if CASES[name].token_accuracy]
     for path in options.models:
         if is_compiled(path):
             raise ConfigError(f"{path}: is a compiled folder; allowed: checkpoints")
-    return [swept_model(load_model(path), path) for path in options.models]
+    found = []
+    for path in options.models:
+        loaded = load_model(path)
+        swept = swept_model(loaded, path)
+        if loaded.weights == "random":
+            if of_accuracy:
+                raise ConfigError(
+                    f"{path} with case {of_accuracy[0]!r}: random weights have no accuracy; "
+                    "allowed: cases of speed, as --cases performance-ci-1"
+                )
+            swept = replace(swept, name=f"{swept.name} {RANDOM_WEIGHTS}")
+        found.append(swept)
+    return found
 
 
 def plan_cells(options: SweepOptions) -> list[Cell]:

@@ -28,6 +28,7 @@ from compiler.commands.sweep.run import (
     runner_of,
     swept_models,
 )
+from compiler.devices import BOARDS
 from compiler.errors import ConfigError
 from compiler.files import replace_file
 
@@ -45,6 +46,11 @@ def main(argv: list[str]) -> int:
         options = _as_begun(options, begun)
     if len(options.models) > 1 or len(options.targets) > 1:
         raise ConfigError("a search over several models or targets; allowed: one of each")
+    if boards := [target for target in options.targets if target in BOARDS]:
+        raise ConfigError(
+            f"a search on {boards[0]}: it compares speeds measured in turn, and a board's is "
+            "predicted; allowed there: the plans pareto, table, sensitivity and grids"
+        )
     if len({CASES[name].token_accuracy for name in options.cases or ()}) == 1:
         raise ConfigError("--cases of one kind; allowed in a search: one of speed, one of accuracy")
     check_writable(_output(options), "--output")

@@ -92,6 +92,8 @@ def configurations(state: SweepState, *, is_held: bool) -> Table:
     }
     lines = [_configuration_line(row, standings.get(row.cell.id), is_held=is_held) for row in found]
     notes = [note for row in found for each in row.states for note in _failure(row.name, each)]
+    if any(row.is_emulated for row in found):
+        notes.append("of boards that are not here: top-1 and KL are emulated, speed is predicted")
     return Table(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
 
 

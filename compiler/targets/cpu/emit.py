@@ -21,13 +21,16 @@ from compiler.errors import CompileError
 from compiler.ir.info import CONSTANT, STATE, WEIGHT, info
 from compiler.ir.recipe import WeightRecipe
 from compiler.ir.text import operator_name
+from compiler.targets.cpu.emit_elementwise import CONTRIB, ELEMENTWISE_EMITTERS, add_norm
 from compiler.targets.cpu.numerics import INT8_LEVEL, is_bfloat16_table, is_native
 from compiler.targets.cpu.weights import WeightFile
 
-CONTRIB = "com.microsoft"
 KEY_SUFFIX, VALUE_SUFFIX = ".key", ".value"
 HEAD_DIM_MULTIPLE = 16
 """What GroupQueryAttention asks of head sizes when it rotates inside."""
+
+PAIRS_MULTIPLE = 8
+"""And of the pairs that turn."""
 
 _OPSET, _CONTRIB_OPSET, _IR_VERSION = 21, 1, 10
 
@@ -63,7 +66,7 @@ class Emitter:
         self._on_node = on_node
         self._nodes: list[onnx.NodeProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
-        self._rotary: dict[WeightRecipe, tuple[str, str]] = {}
+        self._rotary: dict[tuple[WeightRecipe, float], tuple[str, str]] = {}
 
     def emit(self, graph_module: GraphModule) -> onnx.ModelProto:
         """The whole graph; the weights are outside, in the file they were streamed to.
@@ -113,20 +116,22 @@ class Emitter:
         assert facts.role in (WEIGHT, CONSTANT) and facts.recipe is not None
         return facts.recipe
 
-    def rotary_tables(self, inv_freq: WeightRecipe) -> tuple[str, str]:
-        """cos and sin of every position, ``[max_context + 1, R]``, computed in float64.
+    def rotary_tables(self, inv_freq: WeightRecipe, factor: float) -> tuple[str, str]:
+        """cos and sin of every position times ``factor``, ``[max_context + 1, R]``, from float64.
 
         The last is that of a row that is not stepped, behind a sequence that fills the context.
         """
-        if inv_freq not in self._rotary:
+        key = inv_freq, factor
+        if key not in self._rotary:
             frequencies = self.weights.values(inv_freq).double().numpy()
             angles = np.outer(np.arange(self.max_context + 1, dtype=np.float64), frequencies)
             index = len(self._rotary)
-            self._rotary[inv_freq] = (
-                self.weights.table(f"rotary_cos_{index}", np.cos(angles).astype(np.float32)),
-                self.weights.table(f"rotary_sin_{index}", np.sin(angles).astype(np.float32)),
+            cos, sin = factor * np.cos(angles), factor * np.sin(angles)
+            self._rotary[key] = (
+                self.weights.table(f"rotary_cos_{index}", cos.astype(np.float32)),
+                self.weights.table(f"rotary_sin_{index}", sin.astype(np.float32)),
             )
-        return self._rotary[inv_freq]
+        return self._rotary[key]
 
     def _model(self, logits: str) -> onnx.ModelProto:
         inputs = [
@@ -201,34 +206,6 @@ def _emit_linear(emitter: Emitter, node: Node) -> None:
         emitter.add("Add", [product, emitter.weights.dense(emitter.recipe(bias))], [node.name])
 
 
-def _emit_rms_norm(emitter: Emitter, node: Node) -> None:
-    x, weight, eps = node.args
-    assert isinstance(x, Node) and isinstance(weight, Node)
-    scale = emitter.weights.dense(emitter.recipe(weight))
-    # a contrib operator that ONNX Runtime keeps in the default domain
-    emitter.add(
-        "SimplifiedLayerNormalization",
-        [x.name, scale],
-        [node.name],
-        epsilon=eps,
-        axis=-1,
-        stash_type=1,
-    )
-
-
-def _emit_add_rms_norm(emitter: Emitter, node: Node) -> None:
-    x, residual, weight, eps = node.args
-    assert isinstance(x, Node) and isinstance(residual, Node) and isinstance(weight, Node)
-    scale = emitter.weights.dense(emitter.recipe(weight))
-    emitter.add(
-        "SkipSimplifiedLayerNormalization",
-        [x.name, residual.name, scale],
-        [f"{node.name}.0", "", "", f"{node.name}.1"],
-        CONTRIB,
-        epsilon=eps,
-    )
-
-
 def _emit_getitem(emitter: Emitter, node: Node) -> None:
     source, index = node.args
     assert isinstance(source, Node)
@@ -238,59 +215,82 @@ def _emit_getitem(emitter: Emitter, node: Node) -> None:
 def _emit_split(emitter: Emitter, node: Node) -> None:
     x, sizes, _ = node.args
     assert isinstance(x, Node) and isinstance(sizes, list | tuple)
+    _split(emitter, x.name, list(sizes), node.name)
+
+
+def _split(emitter: Emitter, x: str, sizes: list[Any], result: str) -> list[str]:
+    """Columns of ``x``, as ``result.0`` and so on."""
     lengths = emitter.constant(
         "split_" + "_".join(map(str, sizes)), np.array(sizes, dtype=np.int64)
     )
-    outputs = [f"{node.name}.{index}" for index in range(len(sizes))]
-    emitter.add("Split", [x.name, lengths], outputs, axis=-1)
-
-
-def _silu_product(emitter: Emitter, gate: str, up: str, result: str) -> None:
-    emitter.add("QuickGelu", [gate], [f"{result}_silu"], CONTRIB, alpha=1.0)
-    emitter.add("Mul", [f"{result}_silu", up], [result])
-
-
-def _emit_swiglu(emitter: Emitter, node: Node) -> None:
-    gate, up = node.args
-    assert isinstance(gate, Node) and isinstance(up, Node)
-    _silu_product(emitter, gate.name, up.name, node.name)
-
-
-def _emit_swiglu_packed(emitter: Emitter, node: Node) -> None:
-    (packed,) = node.args
-    assert isinstance(packed, Node)
-    gate, up = f"{node.name}_gate", f"{node.name}_up"
-    emitter.add("Split", [packed.name], [gate, up], axis=-1, num_outputs=2)
-    _silu_product(emitter, gate, up, node.name)
+    outputs = [f"{result}.{index}" for index in range(len(sizes))]
+    emitter.add("Split", [x, lengths], outputs, axis=-1)
+    return outputs
 
 
 def _emit_attention(emitter: Emitter, node: Node) -> None:
-    q, key, value, cache, _, _, _, inv_freq, num_heads, scale, window, interleaved = node.args
-    assert isinstance(q, Node) and isinstance(cache, Node) and isinstance(inv_freq, Node)
-    facts = info(cache)
+    given = ops.RopeAttentionArguments.of(node.args)
+    facts = info(given.kv_cache)
     assert facts.role == STATE and facts.state is not None
     _, num_kv_heads, head_dim = facts.state.shape
-    if head_dim % HEAD_DIM_MULTIPLE:
-        raise CompileError(
-            f"{facts.fqn}: the cpu target does not run head_dim {head_dim}; "
-            f"allowed: multiples of {HEAD_DIM_MULTIPLE}"
-        )
+    num_pairs = emitter.recipe(given.inv_freq).shape[0]
+    for what, number, multiple in (
+        ("head_dim", head_dim, HEAD_DIM_MULTIPLE),
+        ("rotations of pairs", num_pairs, PAIRS_MULTIPLE),
+    ):
+        if number % multiple:
+            raise CompileError(
+                f"{facts.fqn}: the cpu target does not run {what} {number}; "
+                f"allowed: multiples of {multiple}"
+            )
     emitter.caches.append(CacheSpec(facts.state.name, num_kv_heads, head_dim))
     names = [f"{facts.state.name}{suffix}" for suffix in (KEY_SUFFIX, VALUE_SUFFIX)]
-    separate = [part.name if isinstance(part, Node) else "" for part in (key, value)]
-    cos, sin = emitter.rotary_tables(emitter.recipe(inv_freq))
+    parts = [part.name if part is not None else "" for part in given[:3]]
+    if given.q_norm is not None:
+        parts = _normed_heads(emitter, node, given, parts, num_kv_heads)
+    cos, sin = emitter.rotary_tables(emitter.recipe(given.inv_freq), given.factor)
     emitter.add(
         "GroupQueryAttention",
-        [q.name, *separate, *names, "last_positions", "total_length", cos, sin],
+        [*parts, *names, "last_positions", "total_length", cos, sin],
         [node.name, *[f"{name}.out" for name in names]],
         CONTRIB,
-        num_heads=num_heads,
+        num_heads=given.num_heads,
         kv_num_heads=num_kv_heads,
-        scale=scale,
+        scale=given.scale,
+        softcap=given.soft_cap,
         do_rotary=1,
-        rotary_interleaved=int(bool(interleaved)),
-        local_window_size=window if window else -1,
+        rotary_interleaved=int(given.interleaved),
+        local_window_size=given.window if given.window else -1,
     )
+
+
+def _normed_heads(
+    emitter: Emitter,
+    node: Node,
+    given: ops.RopeAttentionArguments,
+    parts: list[str],
+    num_kv_heads: int,
+) -> list[str]:
+    """q, k and v apart, with every head of q and k normed: the operator does not do it itself."""
+    head_dim = emitter.recipe(given.q_norm).shape[0]
+    counts = [given.num_heads, num_kv_heads, num_kv_heads]
+    if not parts[1]:
+        sizes = [count * head_dim for count in counts]
+        parts = _split(emitter, parts[0], sizes, f"{node.name}_parts")
+    normed: list[str] = []
+    for part, count, weight in zip(
+        parts[:2], counts[:2], (given.q_norm, given.k_norm), strict=True
+    ):
+        heads, flat = (
+            emitter.constant(f"shape_{'_'.join(map(str, shape))}", np.array(shape, dtype=np.int64))
+            for shape in ((0, 0, count, head_dim), (0, 0, count * head_dim))
+        )
+        name = f"{node.name}_{'qk'[len(normed)]}"
+        emitter.add("Reshape", [part, heads], [f"{name}_heads"])
+        add_norm(emitter, f"{name}_heads", weight, given.norm_eps, f"{name}_normed")
+        emitter.add("Reshape", [f"{name}_normed", flat], [name])
+        normed.append(name)
+    return [*normed, parts[2]]
 
 
 def _emit_index_select(emitter: Emitter, node: Node) -> None:
@@ -303,22 +303,12 @@ def _emit_index_select(emitter: Emitter, node: Node) -> None:
     emitter.add("Gather", [f"{node.name}_flat", "logit_rows"], [node.name])
 
 
-def _emit_add(emitter: Emitter, node: Node) -> None:
-    left, right = node.args
-    assert isinstance(left, Node) and isinstance(right, Node)
-    emitter.add("Add", [left.name, right.name], [node.name])
-
-
 _EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {
     ops.embedding.overload: _emit_embedding,
     ops.linear.overload: _emit_linear,
-    ops.rms_norm.overload: _emit_rms_norm,
-    ops.add_rms_norm.overload: _emit_add_rms_norm,
-    ops.swiglu.overload: _emit_swiglu,
-    ops.swiglu_packed.overload: _emit_swiglu_packed,
     ops.rope_attention_step.overload: _emit_attention,
     aten.split_with_sizes.default: _emit_split,
     aten.index_select.default: _emit_index_select,
-    aten.add.Tensor: _emit_add,
     operator.getitem: _emit_getitem,
+    **ELEMENTWISE_EMITTERS,
 }

@@ -27,8 +27,9 @@ from compiler.targets.base import (
 )
 from compiler.targets.contract import NumericContract
 from compiler.targets.cpu.cache import SlotCaches, padded_length
-from compiler.targets.cpu.model_file import OpenModel, single_torch_thread
+from compiler.targets.cpu.model_file import OpenModel
 from compiler.targets.slots import SlotPool
+from compiler.targets.threads import single_torch_thread
 
 _MAX_GAP = 4
 """Idle slots a decode window may span: beyond that a second run costs less than dummy rows."""

@@ -5,13 +5,11 @@ The file says all that a session needs to be used; it knows no batches, slots or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnxruntime as ort
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -20,6 +18,7 @@ from compiler.errors import CheckpointError, CompileError, NoRoomError, one_line
 from compiler.targets.base import CompileOptions, Progress, vocab_size
 from compiler.targets.cpu.emit import KEY_SUFFIX, VALUE_SUFFIX, CacheSpec, Emitter
 from compiler.targets.cpu.weights import WeightFile
+from compiler.targets.threads import single_torch_thread
 
 MODEL, WEIGHTS = "model.onnx", "weights.bin"
 _SPIN_US = 2000
@@ -108,18 +107,3 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
             f"context of {options.max_context} positions; {path} was built for up to {max_context}"
         )
     return OpenModel(session, caches, num_logits, weight_bytes)
-
-
-@contextmanager
-def single_torch_thread() -> Iterator[None]:
-    """Keep torch's own threads asleep.
-
-    Beside a session they fight its threads for the cores, and a decode step takes twice as long;
-    packing weights is bound by memory, and gains nothing from them.
-    """
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(num_threads)

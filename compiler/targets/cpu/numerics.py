@@ -139,7 +139,7 @@ def meanings(exact: bool) -> Meanings:
     def weight(name: str, axis: str) -> Meaning:
         return Meaning(HONOURED, name if axis == "in" else f"{name} blocks along out")
 
-    def fidelity(format_name: str, axis: str, asked: str) -> Meaning:
+    def fidelity(format_name: str, axis: str, asked: str, phase: str) -> Meaning:
         if is_native(format_name, axis, asked, exact=exact):
             return Meaning(EMULATED, "int8 activations")
         return Meaning(NOT_HONOURED, "fp32")
@@ -147,7 +147,7 @@ def meanings(exact: bool) -> Meanings:
     return Meanings(
         weight=weight,
         fidelity=fidelity,
-        attention=lambda asked: Meaning(NOT_HONOURED, "fp32"),
+        attention=lambda asked, phase: Meaning(NOT_HONOURED, "fp32"),
         kv_cache=lambda name: Meaning(HONOURED if name == "fp32" else NOT_HONOURED, "fp32"),
         activation=lambda name: Meaning(NOT_HONOURED, "fp32"),
     )

@@ -11,6 +11,8 @@ import models
 from compiler.artifacts.places import MANIFEST
 from compiler.bench.sweep.journal import Journal
 from compiler.cli import main
+from compiler.commands.sweep.options import read_options
+from compiler.commands.sweep.run import plan_cells
 from tests.commands.conftest import Refused
 from tests.commands.sweep import journals
 from tests.sweep_cells import cell, planned
@@ -80,6 +82,10 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["search", "--max-kl", "1", "--results", "a.yaml"], ["--output", "sweep's file"]),
         (["search", "--models", "MODEL", "--max-kl", "1", "--devices", "H200"], ["allowed: CPU"]),
         (["search", "--models", "MODEL", "--max-kl", "1", "--levels", "fp7"], ["fp7", "allowed"]),
+        (
+            ["search", "--models", "MODEL", "--targets", "n150", "--max-kl", "1"],
+            ["a search on n150", "allowed there: the plans pareto"],
+        ),
         (["search", "--max-kl", "1", "--resume"], ["search.jsonl", "No such file"]),
         (["search", "--max-kl", "1", "--rounds", "10000"], ["50005 cells", "--yes"]),
         (["nosuch.yaml"], ["nosuch.yaml", "No such file"]),
@@ -196,3 +202,14 @@ def test_a_dry_run_of_a_search_measures_nothing(
     assert "all=q80:hifi2" in out and "cells that depend on them" in out
     assert "the search measures the sensitivities first" in err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_board_s_cells_are_predicted_once_and_have_time(tiny_gguf: Path, tmp_path: Path) -> None:
+    argv = ["pareto", "--models", str(tiny_gguf), "--targets", "n150"]
+    options = read_options([*argv, "--results", str(tmp_path / "sweep.jsonl")])
+    assert options.timeout_s == 3600.0
+    found = plan_cells(options)
+    assert {cell.round for cell in found} == {0}
+    assert len([cell for cell in found if cell.kind == "speed"]) == 13
+    cpu = read_options([*argv[:-1], "cpu", "--results", str(tmp_path / "sweep.jsonl")])
+    assert (cpu.timeout_s, len(plan_cells(cpu))) == (900.0, 13 + 3 * 13)

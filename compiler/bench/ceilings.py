@@ -1,0 +1,88 @@
+"""What a device does at best, measured now: streaming reads, and large dense products."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from compiler.bench.bandwidth import BUFFER_BYTES, read_bandwidth
+from compiler.bench.roofline import Ceilings
+from compiler.devices import describe_cpu
+
+READ_BYTES = 4 << 30
+"""Of the buffer a GPU adds up: far beyond its caches."""
+PRODUCT_SIZE = 8192
+_CPU_PRODUCT_SIZE = 1024
+_WARM_UP = 3
+_REPEATS = 15
+_CPU_REPEATS = 3
+
+
+def measure_ceilings(target: str) -> Ceilings:
+    """The ceilings of the device that a target uses here.
+
+    Raises:
+        CompileError: for ``cuda`` without a GPU.
+    """
+    if target == "cuda":
+        from compiler.targets.cuda.device import open_device
+
+        device = open_device()
+        if device.type == "cuda":
+            return gpu_ceilings(device)
+    return cpu_ceilings(describe_cpu().num_cores)
+
+
+def cpu_ceilings(num_threads: int, *, num_bytes: int = BUFFER_BYTES) -> Ceilings:
+    """Reads by NumPy over a buffer beyond the caches; products of float32 by torch."""
+    reads = [read_bandwidth(num_threads, num_bytes=num_bytes) for _ in range(_CPU_REPEATS)]
+    size = _CPU_PRODUCT_SIZE
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    out = torch.empty(size, size)
+    torch.mm(a, b, out=out)
+    products = []
+    for _ in range(_CPU_REPEATS):
+        started = time.perf_counter()
+        torch.mm(a, b, out=out)
+        products.append(2.0 * size**3 / (time.perf_counter() - started))
+    name = f"{describe_cpu().model_name}, {num_threads} threads"
+    return Ceilings(name, tuple(reads), tuple(products), "fp32")
+
+
+def gpu_ceilings(device: torch.device) -> Ceilings:
+    """Reads: the sum of 4 GiB as int64, the fastest stream found. Products: 8192^3 of random
+    bfloat16 by the library; zeros would run faster, with less power.
+    """
+    reads = tuple(READ_BYTES / seconds for seconds in _read_seconds(device))
+    products = tuple(2.0 * PRODUCT_SIZE**3 / seconds for seconds in _product_seconds(device))
+    torch.cuda.empty_cache()
+    return Ceilings(torch.cuda.get_device_name(device), reads, products, "bf16")
+
+
+def _read_seconds(device: torch.device) -> list[float]:
+    values = torch.ones(READ_BYTES // 8, dtype=torch.int64, device=device)
+    return _gpu_seconds(lambda: torch.sum(values))
+
+
+def _product_seconds(device: torch.device) -> list[float]:
+    shape = PRODUCT_SIZE, PRODUCT_SIZE
+    a = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    b = torch.randn(shape, dtype=torch.bfloat16, device=device)
+    out = torch.empty_like(a)
+    return _gpu_seconds(lambda: torch.mm(a, b, out=out))
+
+
+def _gpu_seconds(run: Callable[[], object]) -> list[float]:
+    """Seconds of each of several runs that are queued together, so that no launch counts."""
+    for _ in range(_WARM_UP):
+        run()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        run()
+        mark.record()
+    torch.cuda.synchronize()
+    return [1e-3 * float(before.elapsed_time(after)) for before, after in pairwise(marks)]

@@ -1,0 +1,218 @@
+"""What a step of a compiled model must move and compute at the least, and how fast a device could
+do that: a limit that measured times are compared with. It measures nothing (see ceilings).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from compiler.bench import stats
+from compiler.driver import Compiled
+from compiler.ir.cost import step_costs
+from compiler.ir.info import CONSTANT, WEIGHT, info
+from compiler.ir.recipe import WeightRecipe
+from compiler.ir.state import PER_TOKEN, StateSpec
+from compiler.targets.base import Target, get_target
+
+EMBEDDING, OTHER, STATE = "embedding", "other", "state"
+"""Parts of a step: rows of a table; norms, biases and constants; caches. The rest are tensor
+groups."""
+
+_MANY_POSITIONS = 1 << 16
+"""State is kept in whole pages: over so many positions their rounding does not count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a device was measured to do: samples of bytes read and of operations, a second each.
+
+    ``products``: two operations a multiply and add, of large dense products in ``product_type``.
+    """
+
+    device: str
+    reads: tuple[float, ...]
+    products: tuple[float, ...]
+    product_type: str
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The middle of the reads."""
+        return stats.median(self.reads)
+
+    @property
+    def flops_per_s(self) -> float:
+        """The middle of the products."""
+        return stats.median(self.products)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One step: ``bytes_by_part`` read from memory at the least, and floating-point operations.
+
+    Values that one kernel hands to the next are not counted, nor are logits: caches hold them.
+    """
+
+    bytes_by_part: Mapping[str, float]
+    flops: float
+
+    @property
+    def num_bytes(self) -> float:
+        """Of all parts."""
+        return sum(self.bytes_by_part.values())
+
+
+def limit_seconds(work: Work, ceilings: Ceilings) -> float:
+    """The least time a step can take: the longer of reading and computing, fully overlapped."""
+    return max(work.num_bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s)
+
+
+def fraction(work: Work, ceilings: Ceilings, seconds: float) -> float:
+    """The limit over a measured time: 1 is as fast as the device was measured to be."""
+    return limit_seconds(work, ceilings) / seconds
+
+
+def decode_work(compiled: Compiled, *, batch: int, context: float) -> Work:
+    """One token of each of ``batch`` sequences of ``context`` positions (a mean may be broken)."""
+    return step_work(
+        compiled.graph(),
+        num_tokens=batch,
+        batch=batch,
+        context=context,
+        attended=context,
+        num_logits=batch,
+        target=get_target(compiled.target),
+        compute=compiled.compute,
+        state_bytes=compiled.executable.state_bytes,
+    )
+
+
+def prefill_work(compiled: Compiled, *, num_tokens: int) -> Work:
+    """A prompt from its start: attention is causal, and the last token alone wants logits."""
+    return step_work(
+        compiled.graph(),
+        num_tokens=num_tokens,
+        batch=1,
+        context=num_tokens,
+        attended=(num_tokens + 1) / 2,
+        num_logits=1,
+        target=get_target(compiled.target),
+        compute=compiled.compute,
+        state_bytes=compiled.executable.state_bytes,
+    )
+
+
+def step_work(
+    graph_module: GraphModule,
+    *,
+    num_tokens: int,
+    batch: int,
+    context: float,
+    attended: float,
+    num_logits: int,
+    target: Target,
+    compute: str,
+    state_bytes: Callable[[int], int],
+) -> Work:
+    """The work of a step of a lowered graph.
+
+    Args:
+        num_tokens: of all sequences; ``batch``: sequences.
+        context: positions of each sequence's state after the step.
+        attended: positions that a token sees, in the mean.
+        state_bytes: `Executable.state_bytes`: positions in what the target really keeps.
+    """
+    costs = step_costs(
+        graph_module, num_tokens=num_tokens, context=math.ceil(attended), num_logits=num_logits
+    )
+    parts = weight_bytes(graph_module, num_tokens=num_tokens, target=target, compute=compute)
+    parts[STATE] = batch * _cache_bytes(graph_module, context, state_bytes)
+    return Work(parts, sum(cost.flops for cost in costs))
+
+
+def weight_bytes(
+    graph_module: GraphModule, *, num_tokens: int, target: Target, compute: str
+) -> dict[str, float]:
+    """Bytes of the weights that a step reads, as the target holds them, by part.
+
+    A weight that several nodes read counts once, and of an embedding only the tokens' rows.
+    """
+    parts: dict[str, float] = defaultdict(float)
+    seen: set[WeightRecipe] = set()
+    for part, node, recipe in _reads(graph_module):
+        if part != EMBEDDING and recipe in seen:
+            continue
+        facts = info(node)
+        fidelities = ("hifi4", "hifi4")
+        if facts.compute is not None:
+            fidelities = facts.compute.prefill, facts.compute.decode
+        assert recipe.format is not None
+        holding = target.holding(
+            recipe.shape,
+            recipe.format,
+            block_axis=recipe.block_axis,
+            group="" if part == OTHER else part,
+            compute=compute,
+            fidelities=fidelities,
+        )
+        share = 1.0
+        if part == EMBEDDING:
+            share = min(num_tokens, recipe.shape[0]) / recipe.shape[0]
+        else:
+            seen.add(recipe)
+        parts[part] += share * holding.num_bytes
+    return dict(parts)
+
+
+def product_groups(graph_module: GraphModule) -> list[str]:
+    """The tensor groups of the graph's products, in the order in which they run."""
+    found = []
+    for node in graph_module.graph.nodes:
+        reads = [part for part, _, _ in _reads_of(node)]
+        found += [part for part in reads if part not in (EMBEDDING, OTHER)]
+    return found
+
+
+def _reads(graph_module: GraphModule) -> Iterator[tuple[str, Node, WeightRecipe]]:
+    for node in graph_module.graph.nodes:
+        yield from _reads_of(node)
+
+
+def _reads_of(node: Node) -> Iterator[tuple[str, Node, WeightRecipe]]:
+    """The weights that a node reads, and the part of a step that each belongs to."""
+    if node.op != "call_function":
+        return
+    for argument in node.all_input_nodes:
+        held = info(argument)
+        if held.role not in (WEIGHT, CONSTANT) or held.recipe is None:
+            continue
+        is_matrix = held.role == WEIGHT and len(held.recipe.shape) > 1
+        group = info(node).tensor_group if is_matrix else None
+        yield group or OTHER, node, held.recipe
+
+
+def _cache_bytes(
+    graph_module: GraphModule, context: float, state_bytes: Callable[[int], int]
+) -> float:
+    """Bytes of one sequence's state; layers with a window keep no more than that."""
+    specs = _states(graph_module)
+    unbounded = sum(dataclasses.replace(spec, window=0).num_elements(1) for spec in specs)
+    if not unbounded:
+        return 0.0
+    per_element = state_bytes(_MANY_POSITIONS) / (_MANY_POSITIONS * unbounded)
+    return per_element * sum(
+        math.prod(spec.shape) * (min(context, spec.window) if spec.window else context)
+        for spec in specs
+    )
+
+
+def _states(graph_module: GraphModule) -> Sequence[StateSpec]:
+    nodes = graph_module.graph.nodes
+    specs = [state for node in nodes if (state := info(node).state) is not None]
+    assert all(spec.kind == PER_TOKEN for spec in specs), "state a sequence has no cost here yet"
+    return specs

@@ -1,0 +1,131 @@
+"""Teacher forcing over many windows of our texts, each against its own fp32 reference.
+
+A window is what an accuracy run goes over: 512 tokens are prefilled, 512 predictions counted. Knows
+nothing of how runs are recorded or compared (target_runs).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiler.bench.accuracy import Predictions, divergence
+from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from compiler.bench.prompts import bench_text
+from compiler.bench.reference import Reference, Subject, build_reference, text_hash
+from compiler.errors import ConfigError
+from compiler.runtime.engine import Engine
+from compiler.targets.base import Executable
+
+TEXTS = ("accuracy.txt", "held_out.txt", "long.txt")
+"""What windows are cut from, one behind the other."""
+
+NUM_COUNTED = ACCURACY_CONTEXT - ACCURACY_PREFILL
+"""Predictions of a window, and the distance from one window's start to the next's: so no token is
+predicted twice, and the prefilled half of a window is what the one before it was counted on.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The fp32 model on one window: its guesses, and its logits ``[predictions, vocab]``."""
+
+    reference: Reference
+    logits: Tensor
+
+
+def cut_windows(encode: Callable[[str], list[int]], num_windows: int) -> list[tuple[int, ...]]:
+    """The ids of the first windows; the first of all is the one of the accuracy case.
+
+    Raises:
+        ConfigError: when the texts have fewer windows with this tokenizer.
+    """
+    tokens = [token for name in TEXTS for token in encode(bench_text(name))]
+    most = (len(tokens) - ACCURACY_PREFILL) // NUM_COUNTED
+    if not 1 <= num_windows <= most:
+        raise ConfigError(
+            f"{num_windows} windows; allowed: 1 to {most}, for the texts have {len(tokens)} tokens "
+            "here"
+        )
+    starts = range(0, num_windows * NUM_COUNTED, NUM_COUNTED)
+    return [tuple(tokens[start : start + ACCURACY_CONTEXT]) for start in starts]
+
+
+def windows_hash(windows: Sequence[Sequence[int]]) -> str:
+    """Identity of the ids of all windows, in their order."""
+    return text_hash([token for window in windows for token in window])
+
+
+def build_windows(
+    executable: Executable,
+    subject: Subject,
+    windows: Sequence[Sequence[int]],
+    *,
+    on_window: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Window]:
+    """The fp32 model on every window; all logits are held, 4 bytes x 512 x vocabulary each.
+
+    ``executable``: of the reference target, in fp32. ``subject``: its text hash is not read.
+    """
+    found = []
+    for index, tokens in enumerate(windows):
+        of = dataclasses.replace(subject, text_hash=text_hash(tokens))
+        found.append(Window(*build_reference(executable, of, tokens)))
+        on_window(index + 1, len(windows))
+    return found
+
+
+def force_windows(
+    executable: Executable,
+    windows: Sequence[Window],
+    *,
+    batch: int = 1,
+    on_step: Callable[[int, int], None] = lambda done, total: None,
+) -> Predictions:
+    """Guesses and KL at every counted position, window after window.
+
+    ``batch``: windows that are run side by side, each a sequence of its own. The last group is
+    smaller where they do not come out even.
+    """
+    engine = Engine(executable)
+    total = sum(len(window.reference.guesses) for window in windows)
+    guesses: list[int] = []
+    kl: list[float] = []
+    for start in range(0, len(windows), batch):
+        group = windows[start : start + batch]
+        done = len(guesses)
+
+        def report(steps: int, done: int = done, width: int = len(group)) -> None:
+            on_step(done + steps * width, total)
+
+        for found in _force_group(engine, group, report):
+            guesses += found.guesses
+            kl += found.kl
+    return Predictions(tuple(guesses), tuple(kl))
+
+
+def _force_group(
+    engine: Engine, group: Sequence[Window], report: Callable[[int], None]
+) -> list[Predictions]:
+    """Windows of equal lengths, side by side."""
+    ids = list(range(len(group)))
+    tokens = torch.tensor([window.reference.tokens for window in group])
+    prefill = group[0].reference.prefill
+    guesses: list[list[int]] = [[] for _ in group]
+    kl: list[list[float]] = [[] for _ in group]
+    rows = engine.prefill(ids, list(tokens[:, :prefill]))
+    for step in range(len(group[0].reference.guesses)):
+        if step:
+            rows = engine.decode(ids, tokens[:, prefill + step - 1])
+        # a NaN would be counted as no divergence
+        assert bool(rows.isfinite().all()), f"logits that are no numbers, {step} steps on"
+        for index, window in enumerate(group):
+            guesses[index].append(int(rows[index].argmax()))
+            kl[index].append(divergence(window.logits[step], rows[index]))
+        report(step + 1)
+    engine.remove(ids)
+    return [Predictions(tuple(g), tuple(k)) for g, k in zip(guesses, kl, strict=True)]

@@ -1,0 +1,249 @@
+"""``tilewright run`` on a board that is not there: emulated text and accuracy, predicted speed.
+
+What the emulator takes on this machine is never printed as a board's figure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from compiler.bench.record import Result
+from compiler.bench.results import append, dumps
+from compiler.commands import measure
+from compiler.commands.console import (
+    RANDOM_NOTE,
+    accuracy_rows,
+    compile_progress,
+    err,
+    model_title,
+    print_table,
+)
+from compiler.commands.options import RunOptions
+from compiler.commands.screen import TextPrinter, explain_contract, explain_precision
+from compiler.commands.source import Source, precision_of
+from compiler.driver import lower_model, resolve_precision, silent
+from compiler.environment import environment
+from compiler.errors import ConfigError
+from compiler.passes.dumps import dump_folder
+from compiler.runtime.llm import LLM
+from compiler.runtime.request import Request
+from compiler.targets.base import CompileOptions, get_target
+from compiler.targets.tenstorrent import BoardTarget
+from compiler.targets.tenstorrent.memory_plan import plan_memory
+from compiler.targets.tenstorrent.perf_model import Prediction, explain_time, predict
+from compiler.targets.tenstorrent.text import program_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from compiler.driver import Compiled
+
+_GROUPS = 32
+"""Data-parallel groups of the largest box."""
+
+
+def run_board(source: Source, options: RunOptions, screen: Console) -> int:
+    """Predict; emulate what the case asks for; print and record. Returns the exit code."""
+    _check(source, options)
+    plan = measure.plan_jobs(source, options, max_groups=_GROUPS)
+    if options.explain:
+        explain_precision(screen, precision_of(source, options.model.precision))
+    board = _Board(source, options, plan)
+    if source.weights == "random":
+        screen.print(RANDOM_NOTE.format(source.name), style="dim")
+    records = [board.predicted()] if board.num_generated > 1 else []
+    if options.case.is_natural or options.case.token_accuracy:
+        records.append(board.emulated(screen))
+    if options.explain:
+        explain_contract(screen, board.contract)
+    if options.explain_time:
+        for title, columns, rows in board.time_tables():
+            print_table(screen, title, columns, rows, numbers=True)
+    last = records[-1]
+    title = f"{last.case}: {model_title(last)} on {last.device}, {last.precision_name}"
+    rows = [row for record in records for row in _rows(record)]
+    print_table(screen, title, ("", "figure"), rows, numbers=True)
+    screen.print(f"{last.device_detail}; {last.heading}", style="dim")
+    for record in records:
+        if record.kind == "emulated" and record.accuracy is None:
+            continue  # a text was emulated: no figure
+        if options.results is not None:
+            append(options.results, record)
+        if options.as_json:
+            print(dumps(record))
+    if options.results is not None:
+        screen.print(f"recorded in {options.results}", style="dim")
+    return 0
+
+
+def _check(source: Source, options: RunOptions) -> None:
+    """Refuse what neither the emulator nor the model of time can answer.
+
+    Raises:
+        ConfigError: replicas with anything but a prediction, or repeats that are compared.
+    """
+    case = options.case
+    emulates = case.is_natural or case.token_accuracy
+    if case.data_parallel > 1 and (emulates or source.manifest is not None):
+        raise ConfigError(
+            f"case {case.name!r} on a board with a prompt, accuracy or a compiled folder: one "
+            "group is emulated; allowed: its prediction from a model, without them"
+        )
+    if case.rotate_prompts:
+        raise ConfigError(
+            f"case {case.name!r} on a board, which is emulated once; allowed: other cases, or "
+            "--target cpu"
+        )
+
+
+class _Board:
+    """A model on a board: its programs, and the records made of them."""
+
+    def __init__(self, source: Source, options: RunOptions, plan: measure.Plan) -> None:
+        self._source, self._options, self._plan = source, options, plan
+        self._compiled: Compiled | None = None
+        case = options.case
+        name = options.model.target if source.manifest is None else source.manifest.target
+        target = get_target(name)
+        assert isinstance(target, BoardTarget)
+        self._target = target
+        if case.data_parallel == 1 and (source.manifest is not None or self._needs_executable):
+            with compile_progress(err()) as progress:
+                self._compiled = measure.compile_for(source, options, plan, progress)
+            graph = self._compiled.graph()
+            summary = self._compiled.precision
+        else:
+            assert source.model is not None and options.model.precision is not None
+            resolved = resolve_precision(source.model, options.model.precision)
+            summary = resolved.summary(options.model.precision.name)
+            graph, _ = lower_model(
+                source.model, resolved, target.stages(), silent, dump_dir=options.model.dump_dir
+            )
+        self._precision = summary
+        self._prompt_length = max(len(job.prompt) for job in plan.jobs)
+        self.num_generated = max(job.sampling.max_tokens for job in plan.jobs)
+        choices = CompileOptions(
+            max_batch=case.batch_size, max_context=plan.context, compute=options.model.compute
+        )
+        self.contract = target.contract(graph, choices)
+        self.prefill, self.decode = target.programs(
+            graph, choices, length=self._prompt_length, num_groups=case.data_parallel
+        )
+        if (folder := dump_folder(options.model.dump_dir)) is not None:
+            for program in (self.prefill, self.decode):
+                path = folder / f"program_{program.phase}.txt"
+                path.write_text(program_text(program), encoding="utf-8")
+
+    @property
+    def _needs_executable(self) -> bool:
+        return self._options.case.is_natural or self._options.case.token_accuracy
+
+    def predicted(self) -> Result:
+        """The record of the performance model's figures."""
+        found: Prediction = predict(
+            self.prefill,
+            self.decode,
+            num_generated=self.num_generated,
+            num_groups=self._options.case.data_parallel,
+        )
+        batch = self._options.case.batch_size
+        return replace(
+            self._record("predicted by the performance model"),
+            kind="predicted",
+            ttft_ms=found.ttft_ms,
+            decode_tsu=found.decode_tsu,
+            tps=found.decode_tsu * batch * self._options.case.data_parallel,
+            ttft_error=found.ttft_error,
+            decode_error=found.decode_error,
+        )
+
+    def time_tables(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+        """Where a step and a prompt go: titles, columns and rows."""
+        return [*explain_time(self.prefill, self.decode, num_generated=self.num_generated)]
+
+    def emulated(self, screen: Console) -> Result:
+        """The record of what was emulated: the text is printed, the accuracy measured."""
+        compiled = self._compiled
+        assert compiled is not None
+        for note in compiled.notes:
+            screen.print(note, style="dim")
+        if self._options.case.is_natural:
+            self._print_text(screen, compiled)
+        detail = compiled.executable.device_detail
+        result = replace(self._record(detail or "emulated"), kind="emulated")
+        if self._options.case.token_accuracy:
+            with compile_progress(err()) as progress:
+                accuracy = measure.measure_accuracy(
+                    self._source, compiled, progress, text=self._options.accuracy_text
+                )
+            result = replace(result, accuracy=accuracy)
+        compiled.executable.close()
+        return result
+
+    def _print_text(self, screen: Console, compiled: Compiled) -> None:
+        printer = TextPrinter(self._source.tokenizer, screen, self._options)
+        requests = [
+            Request(user, job.prompt, job.sampling) for user, job in enumerate(self._plan.jobs)
+        ]
+        LLM(compiled.executable).generate(
+            requests, lambda request, token: printer.hear(0, request, token)
+        )
+        printer.close([request.output for request in requests])
+
+    def _record(self, detail: str) -> Result:
+        case, contract = self._options.case, self.contract
+        surroundings = environment(hash_host=True)
+        plan = plan_memory(self.decode)
+        num_chips = self.decode.mesh.num_chips * case.data_parallel
+        return Result(
+            case=f"{case.name}*" if self._options.is_case_changed else case.name,
+            model=self._source.name,
+            weights=self._source.weights,
+            model_hash=self._source.content_hash,
+            device=self.decode.device,
+            device_detail=detail,
+            target=self._target.name,
+            mesh=str(self.decode.mesh),
+            dp=case.data_parallel,
+            batch=case.batch_size,
+            prompt_length=self._prompt_length,
+            num_generated=self.num_generated,
+            context=self._plan.context,
+            precision_name=self._precision.name,
+            precision_id=self._precision.id,
+            heading=self._precision.heading,
+            effective_id=contract.effective_id,
+            resident_bytes=plan.weight_bytes * num_chips,
+            cache_bytes=plan.cache_bytes * num_chips,
+            contract=measure.contract_lines(contract),
+            versions=surroundings.versions,
+            commit=surroundings.commit,
+            host=surroundings.host,
+            timestamp=surroundings.timestamp,
+        )
+
+
+def _rows(record: Result) -> list[tuple[str, str]]:
+    """The figures of one kind, each named by it."""
+    if record.kind == "emulated":
+        return [(f"{name}, emulated", text) for name, text in accuracy_rows(record.accuracy)]
+    return [
+        ("TTFT (ms), predicted", _with_error(record.ttft_ms, record.ttft_error)),
+        ("decode (t/s/u), predicted", _with_error(record.decode_tsu, record.decode_error)),
+        ("all users (t/s), predicted", f"{record.tps or 0:,.1f}"),
+        ("weights, all chips (MB)", f"{(record.resident_bytes or 0) / 1e6:,.0f}"),
+        ("cache, all chips (MB)", f"{(record.cache_bytes or 0) / 1e6:,.0f}"),
+    ]
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return "-"
+    bar = (
+        "extrapolated: no model fitted is as small"
+        if error is None
+        else f"error {100 * error:.0f} %"
+    )
+    return f"{value:,.1f}  ({bar})"

@@ -1,0 +1,167 @@
+"""``tilewright convert``: a model becomes dllama's files, or a program in the compiled cache."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compiler.artifacts.places import cache_dir, is_compiled
+from compiler.commands.arguments import Parser, add_model_options, read_model_options
+from compiler.errors import ConfigError, NoRoomError, allowed
+from models import find_model
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from compiler.targets.base import Progress
+    from models import LoadedModel
+
+DEFAULT_PRECISION = "performance"
+_WEIGHTS = {"q40": "Q4_0", "f32": "F32"}
+"""As dllama's own file names have them, and as ggml calls them."""
+_OF_CACHE = ("target", "precision", "compute")
+_OF_DLLAMA = ("output", "weights")
+_NOT_IN_NAMES = re.compile(r"[^\w.-]+")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    if arguments.path is not None and arguments.model is not None:
+        raise ConfigError("PATH and --model; allowed: one of them")
+    arguments.model = arguments.path or arguments.model
+    if arguments.dump is not None:
+        raise ConfigError("--dump with convert; allowed: with tilewright compile")
+    for option in _OF_CACHE if arguments.to == "dllama" else _OF_DLLAMA:
+        if getattr(arguments, option) is not None:
+            raise ConfigError(
+                f"--{option} with --to {arguments.to}; allowed: without --{option}, or --to "
+                + ("cache" if arguments.to == "dllama" else "dllama")
+            )
+    if arguments.model is not None and is_compiled(arguments.model):
+        raise ConfigError(f"{arguments.model}: is compiled already; allowed: a checkpoint")
+    return _to_dllama(arguments) if arguments.to == "dllama" else _to_cache(arguments)
+
+
+def _parser() -> argparse.ArgumentParser:
+    found = Parser(
+        prog="tilewright convert", description="Write a model for dllama, or into the cache."
+    )
+    found.add_argument("path", nargs="?", metavar="PATH", help="the same as --model")
+    found.add_argument(
+        "--to",
+        choices=("dllama", "cache"),
+        default="dllama",
+        help="dllama: a .m and a .t file; cache: the compiled program that the commands find",
+    )
+    dllama = found.add_argument_group("of --to dllama")
+    dllama.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder")
+    dllama.add_argument(
+        "--weights", choices=tuple(_WEIGHTS), help="the type of the matrices (default: q40)"
+    )
+    add_model_options(found)
+    return found
+
+
+def _to_dllama(arguments: argparse.Namespace) -> int:
+    if not arguments.output:
+        raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
+    try:
+        output = Path(arguments.output).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{arguments.output}: cannot be made ({error})") from None
+    path = find_model(arguments.model)
+    warnings.filterwarnings("ignore", module="torch")
+    from compiler.artifacts.folder import fresh_folder
+    from compiler.commands.console import compile_progress, err, out
+    from models import load_model
+
+    with fresh_folder(output) as folder:
+        model = load_model(path)
+        with compile_progress(err()) as progress:
+            notes = _write_dllama(model, folder, arguments.weights or "q40", progress)
+    screen = out()
+    for note in notes:
+        screen.print(note, style="dim", soft_wrap=True)
+    for file in sorted(output.iterdir()):
+        screen.print(f"{file.stat().st_size / 1e6:10,.1f} MB  {file.name}", soft_wrap=True)
+    screen.print(f"run it here: tilewright run --model {output}", soft_wrap=True)
+    return 0
+
+
+def _write_dllama(
+    model: LoadedModel, folder: Path, weights: str, progress: Progress
+) -> tuple[str, ...]:
+    """Both files, under the names that dllama gives its own."""
+    from compiler.artifacts.folder import write_file
+    from compiler.formats import get_format
+    from models.checkpoints.dllama_writer import write_model
+    from models.tokenizer import read_vocabulary
+    from models.vocabulary_dllama import is_special_to_dllama, pack_tokenizer
+
+    name = _NOT_IN_NAMES.sub("_", model.name)
+    vocabulary = read_vocabulary(model.checkpoint.tokenizer_source)
+    write_file(folder / f"dllama_tokenizer_{name}.t", pack_tokenizer(vocabulary))
+    path = folder / f"dllama_model_{name}_{weights}.m"
+    try:
+        with path.open("wb") as file:
+            write_model(
+                model.checkpoint,
+                file,
+                weights=_WEIGHTS[weights],
+                pack_q40=get_format("q40").pack,
+                progress=progress,
+            )
+    except OSError as error:
+        raise NoRoomError(
+            f"{path.name}: cannot be written ({error.strerror}); allowed: a folder with room for it"
+        ) from None
+    if is_special_to_dllama(vocabulary):
+        return ()
+    return (
+        "dllama takes every token from the beginning token on for a special one; in this "
+        "vocabulary others stand there, so dllama itself splits texts otherwise",
+    )
+
+
+def _to_cache(arguments: argparse.Namespace) -> int:
+    find_model(arguments.model)  # a shape has no files to be known by
+    options = read_model_options(arguments, DEFAULT_PRECISION)
+    warnings.filterwarnings("ignore", module="torch")
+    from compiler.commands.console import compile_progress, err, out
+    from compiler.commands.source import compile_source, open_source
+    from compiler.targets.base import CompileOptions, get_target
+
+    if not get_target(options.target).is_cached:
+        raise ConfigError(
+            f"target {options.target!r} keeps nothing in the cache, for it has little to build; "
+            + allowed(("cpu",))
+        )
+    _check_cache()
+    source = open_source(options.path)
+    context = min(CompileOptions().max_context, source.max_positions)
+    wanted = CompileOptions(max_batch=1, max_context=context, compute=options.compute)
+    with compile_progress(err()) as progress:
+        compiled = compile_source(source, options, wanted, progress, use_cache=True)
+    screen: Console = out()
+    for note in compiled.notes:
+        screen.print(note, style="dim")
+    screen.print(f"{source.name} for {options.target}, {compiled.precision.name}: in the cache")
+    compiled.executable.close()
+    return 0
+
+
+def _check_cache() -> None:
+    """Where the cache cannot be written, a program would be compiled and not kept.
+
+    Raises:
+        ConfigError: naming the place.
+    """
+    place = cache_dir()
+    try:
+        (place / "programs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the cache {place} cannot be used ({error.strerror})") from None

@@ -1,0 +1,89 @@
+"""What ``tilewright run`` shows besides its figures: answers as they come, and explanations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from compiler.commands.console import print_table
+from compiler.commands.options import RunOptions
+from compiler.precision import PrecisionSummary
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from compiler.driver import Compiled
+    from compiler.targets.contract import NumericContract
+    from models.tokenizer import Tokenizer
+
+_SHOWN_CHARACTERS = 160
+"""Of each answer of a batch; a single user's is streamed whole."""
+
+
+class TextPrinter:
+    """Streams the answer of a single user; prints those of a batch when they are complete."""
+
+    def __init__(self, tokenizer: Tokenizer, screen: Console, options: RunOptions) -> None:
+        self._tokenizer = tokenizer
+        self._screen = screen
+        self._shown = options.case.is_natural
+        self._streams = self._shown and options.case.batch_size == 1
+        self._stream = tokenizer.stream()
+
+    def hear(self, repeat: int, request: object, token: int) -> None:
+        """One token of a measured run; only the first repeat's are shown."""
+        if self._streams and repeat == 0:
+            self._write(self._stream.push(token))
+
+    def close(self, outputs: Sequence[Sequence[int]]) -> None:
+        """The first repeat is complete: the tokens of every user."""
+        if self._streams:
+            self._write(self._stream.flush() + "\n\n")
+        elif self._shown:
+            for user, output in enumerate(outputs):
+                text = " ".join(self._tokenizer.decode(list(output)).split())
+                shown = (
+                    text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
+                )
+                self._write(f"[{user}] {shown}\n")
+
+    def _write(self, text: str) -> None:
+        self._screen.file.write(text)
+        self._screen.file.flush()
+
+
+def explain_precision(screen: Console, precision: PrecisionSummary) -> None:
+    """The settings, who set each, and the heading."""
+    title = f"precision {precision.name}"
+    print_table(screen, title, ("where", "what", "is", "by"), precision.rows)
+    screen.print(precision.heading)
+
+
+def explain_contract(screen: Console, contract: NumericContract) -> None:
+    """What the target makes of every setting."""
+    rows = [
+        (entry.field, entry.layers, entry.requested, entry.meaning.status, entry.meaning.effective)
+        for entry in contract.entries
+    ]
+    columns = ("field", "layers", "asked", "status", "used")
+    print_table(screen, "numeric contract of the target", columns, rows)
+
+
+def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
+    """Bytes and operations of a decode step, by tensor group."""
+    from compiler.ir.cost import step_costs
+
+    costs = step_costs(compiled.graph(), num_tokens=1, context=context)
+    rows = [
+        (
+            cost.group,
+            ", ".join(cost.formats),
+            f"{cost.num_weights / 1e6:,.2f}",
+            f"{cost.weight_bytes / 1e6:,.2f}",
+            f"{cost.flops / 1e6:,.1f}",
+        )
+        for cost in costs
+    ]
+    columns = ("group", "formats", "weights (M)", "read (MB)", "operations (M)")
+    title = f"one decode step at a context of {context}"
+    print_table(screen, title, columns, rows, numbers=True)

@@ -1,0 +1,20 @@
+"""The operator that rounds what a product reads, where activations have a block format."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiler.formats import get_format
+from compiler.ops.library import Cost, operator
+
+
+def _cost(x: Tensor) -> Cost:
+    count = x.numel()
+    return Cost(4.0 * count, count, count)
+
+
+@operator(fake=lambda x: torch.empty_like(x), cost=_cost)
+def round_q80(x: Tensor) -> Tensor:
+    """``x [..., C]`` as q80 holds it: integers times one float16 scale a block of 32 along C."""
+    return get_format("q80").round_trip(x).to(x.dtype)

@@ -1,0 +1,50 @@
+"""A product takes in the residual add that reads it."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import emit, find_calls, replace
+from compiler.passes.runner import PassContext, graph_pass
+
+_PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
+
+
+@graph_pass
+def fuse_linear_residual(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Where nobody else reads the product; it keeps its facts. Of two, the second operand's."""
+    count = 0
+    for total in find_calls(graph_module.graph, torch.ops.aten.add.Tensor):
+        found = _product_and_residual(total)
+        if found is None:
+            continue
+        product, residual = found
+        args = ops.FusedArguments.of(product.args)._replace(residual=residual)
+        replace(total, emit(total, ops.fused_linear, args, facts=info(product)))
+        graph_module.graph.erase_node(product)
+        count += 1
+    return count
+
+
+def _product_and_residual(total: Node) -> tuple[Node, Node] | None:
+    """The operands of an add of equal types and shapes, one of them a product with one reader."""
+    left, right = total.args
+    if total.kwargs or not isinstance(left, Node) or not isinstance(right, Node) or left is right:
+        return None
+    types = [(each.meta["val"].dtype, tuple(each.meta["val"].shape)) for each in (left, right)]
+    if types[0] != types[1]:
+        return None
+    for product, residual in ((right, left), (left, right)):
+        if _takes_a_residual(product):
+            return product, residual
+    return None
+
+
+def _takes_a_residual(node: Node) -> bool:
+    if node.target not in _PRODUCTS or len(node.users) > 1:
+        return False
+    args = ops.FusedArguments.of(node.args)
+    return args.residual is None and not args.swiglu

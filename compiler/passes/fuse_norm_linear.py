@@ -1,0 +1,44 @@
+"""The products that read a norm compute it themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import emit, find_calls, replace
+from compiler.passes.runner import PassContext, graph_pass
+
+_PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
+
+
+@graph_pass
+def fuse_norm_linear(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Only where products are all its readers, or it would be computed and stored besides.
+
+    Products that were not merged get one copy each. They keep their facts.
+    """
+    count = 0
+    for norm in find_calls(graph_module.graph, ops.rms_norm):
+        norm_args: tuple[Any, ...] = norm.args
+        x, norm_weight, eps = norm_args
+        readers = list(norm.users)
+        if not readers or not all(_takes_the_norm(reader, norm) for reader in readers):
+            continue
+        for reader in readers:
+            args = ops.FusedArguments.of(reader.args)
+            args = args._replace(x=x, norm_weight=norm_weight, eps=eps)
+            replace(reader, emit(reader, ops.fused_linear, args, facts=info(reader)))
+        graph_module.graph.erase_node(norm)
+        count += 1
+    return count
+
+
+def _takes_the_norm(reader: Node, norm: Node) -> bool:
+    """Whether it is a product without a norm that reads this one as its ``x`` alone."""
+    if reader.target not in _PRODUCTS:
+        return False
+    args = ops.FusedArguments.of(reader.args)
+    return args.norm_weight is None and all(each is not norm for each in args[1:])

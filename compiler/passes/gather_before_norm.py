@@ -1,0 +1,31 @@
+"""Rows are picked before they are normed, so that the norm stands next to the product it feeds."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from compiler.passes.runner import PassContext, graph_pass
+
+_GATHER = torch.ops.aten.index_select.default
+_NORM = Call(ops.rms_norm.overload, Var("x"), Var("weight"), Literal("eps"))
+_PATTERN = Call(_GATHER, _NORM, 0, Var("rows"))
+
+
+@graph_pass
+def gather_before_norm(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Where nobody else reads the norm, whose rows are then computed only if asked for."""
+
+    def build(root: Node, found: Bindings) -> Node | None:
+        norm = root.args[0]
+        assert isinstance(norm, Node)
+        if len(norm.users) > 1 or found["x"].meta["val"].ndim < 2:
+            return None  # along its only dimension a norm depends on all that it reads
+        gathered = emit(root, _GATHER, (found["x"], 0, found["rows"]), facts=info(root))
+        args = (gathered, found["weight"], found["eps"])
+        return emit(root, ops.rms_norm, args, facts=info(norm))
+
+    return rewrite_matches(graph_module.graph, _PATTERN, build)

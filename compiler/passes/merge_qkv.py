@@ -1,0 +1,14 @@
+"""Only the products of q, k and v become one: for targets that want gate and up apart."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from compiler.passes.merge_parallel_linears import merge_families
+from compiler.passes.runner import PassContext, graph_pass
+
+
+@graph_pass
+def merge_qkv(graph_module: GraphModule, ctx: PassContext) -> int:
+    """As ``merge_parallel_linears``, for the tensor group ``wqkv`` alone."""
+    return merge_families(graph_module, ctx, ("wqkv",))

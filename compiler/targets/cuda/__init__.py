@@ -1,0 +1,133 @@
+"""NVIDIA GPUs: fused kernels over paged caches, a decode step in one CUDA graph.
+
+Tests run the same kernels on a CPU, in Triton's interpreter as tests/targets/cuda/conftest.py mends
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiler.passes.fuse_linear_residual import fuse_linear_residual
+from compiler.passes.fuse_linear_swiglu import fuse_linear_swiglu
+from compiler.passes.fuse_norm_linear import fuse_norm_linear
+from compiler.passes.fuse_rope_attention import fuse_rope_attention
+from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
+from compiler.passes.gather_before_norm import gather_before_norm
+from compiler.passes.merge_parallel_linears import merge_parallel_linears
+from compiler.targets.base import (
+    CompileOptions,
+    Executable,
+    Holding,
+    Program,
+    Progress,
+    Stage,
+    Target,
+)
+from compiler.targets.contract import NumericContract, build_contract
+from compiler.targets.cuda.numerics import holding, meanings
+from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from compiler.targets.cuda.plan import Plan
+    from compiler.targets.cuda.weights import Weights
+
+
+class CudaTarget(Target):
+    """Fusions after what the kernels do in one launch."""
+
+    name = "cuda"
+
+    def stages(self) -> tuple[Stage, ...]:
+        return (
+            MATCH,
+            PRECISION,
+            fuse(
+                merge_parallel_linears, fuse_swiglu_packed, fuse_linear_swiglu, fuse_linear_residual
+            ),
+            lower(fuse_rope_attention, gather_before_norm, fuse_norm_linear),
+        )
+
+    def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
+        return build_contract(graph_module, meanings(exact=options.compute == "exact"))
+
+    def holding(
+        self,
+        shape: tuple[int, ...],
+        format: str,
+        *,
+        block_axis: str,
+        group: str,
+        compute: str,
+        fidelities: tuple[str, str],
+    ) -> Holding:
+        """Whole tiles of 16 rows x 128 columns, in blocks or in bfloat16."""
+        return holding(shape, format, block_axis=block_axis, group=group)
+
+    def build(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        folder: Path,
+        options: CompileOptions,
+        progress: Progress,
+    ) -> None:
+        from compiler.targets.cuda.plan import make_plan
+        from compiler.targets.cuda.weights import write_weights
+
+        write_weights(make_plan(graph_module), get_weight, folder, progress)
+
+    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        from compiler.targets.cuda.weights import read_weights
+
+        graph_module, folder = program.graph(), program.folder
+        return _place(
+            graph_module,
+            lambda plan, device: read_weights(plan, folder, device, progress),
+            options,
+            program.contract,
+        )
+
+    def compile(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        options: CompileOptions,
+        progress: Progress,
+    ) -> Executable:
+        """Without the way over a folder: every tensor is converted on the device."""
+        from compiler.targets.cuda.weights import load_weights
+
+        return _place(
+            graph_module,
+            lambda plan, device: load_weights(plan, get_weight, device, progress),
+            options,
+            self.contract(graph_module, options),
+        )
+
+
+def _place(
+    graph_module: GraphModule,
+    get_weights: Callable[[Plan, torch.device], Weights],
+    options: CompileOptions,
+    contract: NumericContract,
+) -> Executable:
+    """The executable of a graph on this machine's GPU, once there is room for it."""
+    from compiler.targets.cuda.device import check_room, open_device
+    from compiler.targets.cuda.executable import CudaExecutable
+    from compiler.targets.cuda.plan import make_plan
+    from compiler.targets.cuda.weights import wanted_by
+
+    plan = make_plan(graph_module)
+    wanted_by(plan)  # an unsupported format, before a missing GPU
+    device = open_device()
+    check_room(plan, options, device)
+    return CudaExecutable(plan, get_weights(plan, device), options, contract, device)

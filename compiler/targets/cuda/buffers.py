@@ -1,0 +1,39 @@
+"""Where a step's values lie: views of a plan's buffers, for a number of rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from compiler.targets.cuda.held import TILE_COLUMNS
+from compiler.targets.cuda.plan import OPERAND, Place, Plan
+
+
+def padded(width: int) -> int:
+    """Columns of whole tiles: the rows of what a product reads."""
+    return -(-width // TILE_COLUMNS) * TILE_COLUMNS
+
+
+class Buffers:
+    """The buffers ``flat``, one of a plan's each, cut into ``num_rows`` rows."""
+
+    def __init__(self, plan: Plan, flat: list[Tensor], num_rows: int) -> None:
+        self._plan, self._flat, self._num_rows = plan, flat, num_rows
+        self._aliases: dict[Place, Place] = {}
+
+    def alias(self, place: Place, source: Place) -> None:
+        """``place`` is ``source`` in this step."""
+        self._aliases[place] = source
+
+    def view(self, place: Place) -> Tensor:
+        """``[rows, width]``; operands of products lie in rows of whole tiles."""
+        place = self._aliases.get(place, place)
+        stride = place.stride or place.width
+        if self._plan.buffers[place.buffer].role == OPERAND:
+            stride = padded(stride)
+        rows = self._flat[place.buffer][: self._num_rows * stride].view(self._num_rows, stride)
+        return rows[:, place.first : place.first + place.width]
+
+    @property
+    def logits(self) -> Tensor:
+        """What the last instruction wrote."""
+        return self.view(self._plan.instructions[-1].out)

@@ -1,0 +1,190 @@
+"""Decode steps and short prompts as CUDA graphs, each for a bucket of rows; on a CPU, run as they
+stand. Tokens and positions go from one decode step to the next on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiler.errors import RequestError
+from compiler.ops import SamplingBatch
+from compiler.targets.cuda.kernels.choose import choose, num_keys, sample
+from compiler.targets.cuda.steps import Rows, Steps
+
+PROMPT_BUCKETS = (16, 32, 64, 128, 256, 512)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How the tokens of B rows are chosen, and where they go: tensors that a graph reads.
+
+    ``end_tokens [B, E]``; the others ``[B]``. ``tokens`` and ``finished`` are the results.
+    """
+
+    tokens: Tensor
+    finished: Tensor
+    end_tokens: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+    keys: Tensor
+
+    def upload(self, batch: SamplingBatch, rows: Tensor | None = None) -> None:
+        """The parameters of as many rows as ``batch`` has: the first ones, or ``rows``.
+
+        Raises:
+            RequestError: for more end tokens than there is room for.
+        """
+        count, width = batch.end_tokens.shape
+        if width > self.end_tokens.shape[1]:
+            raise RequestError(
+                f"{width} end tokens; allowed on target cuda: {self.end_tokens.shape[1]} or fewer"
+            )
+        device = self.tokens.device
+        place = slice(count) if rows is None else rows.to(device)
+        self.end_tokens.fill_(-1)
+        padded = torch.nn.functional.pad(
+            batch.end_tokens, (0, self.end_tokens.shape[1] - width), value=-1
+        )
+        self.end_tokens[place] = padded.to(device)
+        for name in ("temperature", "top_k", "top_p", "seeds", "positions"):
+            kept = getattr(self, name)
+            kept[place] = getattr(batch, name).to(device, kept.dtype)
+
+    def apply(self, logits: Tensor, *, is_greedy: bool, advancing: Tensor | None = None) -> None:
+        """Choose from ``logits [B, V]``; positions ``advancing [B]`` go on by one, but padding."""
+        choose(
+            self.tokens,
+            self.finished,
+            logits,
+            end_tokens=self.end_tokens,
+            scratch=self.keys,
+            positions=advancing,
+        )
+        if is_greedy:
+            return
+        parameters = self.temperature, self.top_k, self.top_p, self.seeds, self.positions
+        self.tokens.copy_(sample(logits, *parameters))
+        torch.any(self.end_tokens == self.tokens.unsqueeze(-1), dim=-1, out=self.finished)
+
+
+def make_choice(
+    num_rows: int, vocab_size: int, num_ends: int, tokens: Tensor, device: torch.device
+) -> Choice:
+    """A choice of ``num_rows`` rows, greedy until told otherwise; it writes into ``tokens``."""
+
+    def zeros(dtype: torch.dtype) -> Tensor:
+        return torch.zeros(num_rows, dtype=dtype, device=device)
+
+    return Choice(
+        tokens=tokens,
+        finished=zeros(torch.bool),
+        end_tokens=torch.full((num_rows, num_ends), -1, device=device),
+        temperature=zeros(torch.float32),
+        top_k=zeros(torch.int64),
+        top_p=torch.ones(num_rows, device=device),
+        seeds=zeros(torch.int64),
+        positions=zeros(torch.int64),
+        keys=torch.empty(num_rows, num_keys(vocab_size), dtype=torch.int64, device=device),
+    )
+
+
+class Captured:
+    """A function of no arguments: run once as it stands, then captured, then replayed.
+
+    The first run compiles kernels and allocates what the library wants; it must be harmless.
+    """
+
+    def __init__(self, run: Callable[[], None], device: torch.device, pool: Any) -> None:
+        self._run, self._graph = run, None
+        if device.type != "cuda":
+            return
+        run()
+        torch.cuda.synchronize(device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            run()
+        self._graph = graph
+
+    def __call__(self) -> None:
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
+
+
+class DecodeBucket:
+    """One token of each of up to ``num_rows`` sequences; rows that are not used are padding."""
+
+    def __init__(
+        self, steps: Steps, num_rows: int, vocab_size: int, num_ends: int, pool: Any
+    ) -> None:
+        device = steps.device
+        self.num_rows = num_rows
+        self.rows = Rows.padding(num_rows, device)
+        self.choice = make_choice(num_rows, vocab_size, num_ends, self.rows.tokens, device)
+        self.logits = torch.empty(0)
+        self._steps, self._device, self._pool = steps, device, pool
+        self._captured: dict[bool, Captured] = {}
+
+    def run(self, *, is_greedy: bool) -> None:
+        """One step; the tokens chosen are those of the next, one position on."""
+        if is_greedy not in self._captured:
+            kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
+            positions = self.choice.positions.clone()
+            self.rows.positions.fill_(-1)  # while it is compiled and captured, all is padding
+            run = Captured(lambda: self._run(is_greedy), self._device, self._pool)
+            self._captured[is_greedy] = run
+            self.rows.tokens.copy_(kept[0])
+            self.rows.positions.copy_(kept[1])
+            self.choice.positions.copy_(positions)
+        self._captured[is_greedy]()
+
+    def _run(self, is_greedy: bool) -> None:
+        is_gpu = self._device.type == "cuda"
+        self.logits = self._steps.decode(self.rows, captured=is_gpu)
+        self.choice.apply(self.logits, is_greedy=is_greedy, advancing=self.rows.positions)
+        if not is_greedy:
+            self.choice.positions.add_(1)
+
+
+class PromptBucket:
+    """Up to ``num_tokens`` tokens of one sequence, and the choice of the token behind them."""
+
+    def __init__(
+        self, steps: Steps, num_tokens: int, vocab_size: int, num_ends: int, pool: Any
+    ) -> None:
+        device = steps.device
+        self.num_tokens = num_tokens
+        self.rows = Rows.padding(num_tokens, device)
+        self.last = torch.zeros(1, dtype=torch.int64, device=device)
+        tokens = torch.zeros(1, dtype=torch.int64, device=device)
+        self.choice = make_choice(1, vocab_size, num_ends, tokens, device)
+        self.logits = torch.empty(0)
+        self._steps, self._device, self._pool = steps, device, pool
+        self._captured: dict[bool, Captured] = {}
+
+    def run(self, tokens: Tensor, first: int, slot: int, *, is_greedy: bool) -> None:
+        """``tokens`` from position ``first`` on, of the sequence in ``slot``."""
+        if is_greedy not in self._captured:
+            self.rows.positions.fill_(-1)
+            run = Captured(lambda: self._run(is_greedy), self._device, self._pool)
+            self._captured[is_greedy] = run
+        count = len(tokens)
+        positions = torch.arange(first, first + count)
+        self.rows.upload(tokens, positions, torch.full_like(tokens, slot))
+        self.last.fill_(count - 1)
+        self._captured[is_greedy]()
+
+    def _run(self, is_greedy: bool) -> None:
+        logits = self._steps.prefill(self.rows, logit_rows=self.last)
+        assert logits is not None
+        self.logits = logits
+        self.choice.apply(logits, is_greedy=is_greedy)

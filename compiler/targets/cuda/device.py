@@ -1,0 +1,115 @@
+"""The GPU there is, whether a plan fits into its memory, and what would fit if it does not."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from compiler.errors import CompileError
+from compiler.targets.base import CompileOptions
+from compiler.targets.cuda.numerics import cache_kind, holding
+from compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
+from compiler.targets.cuda.plan import OPERAND, Plan
+from compiler.targets.cuda.weights import wanted_by
+
+_WORKSPACE = 2 << 30
+"""Bytes left to the library, to captured graphs and to the context."""
+PROMPT_CHUNK = 65_536
+"""Tokens of a prompt in one step: a longer one comes in pieces."""
+_GB = 1e9
+
+
+def open_device() -> torch.device:
+    """The current GPU; the CPU where Triton's interpreter is asked for.
+
+    Raises:
+        CompileError: where there is neither.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return torch.device("cpu")
+    raise CompileError(
+        "target cuda: this machine has no GPU that torch can use; allowed: --target cpu or "
+        "reference, or a machine with an NVIDIA GPU and a CUDA build of torch"
+    )
+
+
+def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> None:
+    """Refuse, before anything is loaded, what cannot fit into the GPU's free memory.
+
+    Raises:
+        CompileError: with the bytes needed and the largest context or batch that would fit.
+    """
+    if device.type != "cuda":
+        return
+    free, _ = torch.cuda.mem_get_info(device)
+    check_fits(plan, options, free)
+
+
+def check_fits(plan: Plan, options: CompileOptions, free: int) -> None:
+    """:func:`check_room` for a number of free bytes."""
+    weights, state, work = weight_bytes(plan), state_bytes(plan, options), work_bytes(plan, options)
+    if weights + state + work <= free:
+        return
+    need = weights + state + work
+    parts = f"{weights / _GB:.1f} of weights, {state / _GB:.1f} of cache, {work / _GB:.1f} to work"
+    raise CompileError(
+        f"target cuda: {need / _GB:.1f} GB are needed ({parts}) for a batch of "
+        f"{options.max_batch} with {options.max_context} positions each, and {free / _GB:.1f} GB "
+        f"of the GPU's memory are free; allowed: {_what_fits(plan, options, free)}"
+    )
+
+
+def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
+    """Whole pages of the same sequences, or fewer sequences of the same length."""
+    left = free - weight_bytes(plan) - work_bytes(plan, options)
+    a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
+    num_pages = left // a_page if left > 0 and a_page else 0
+    fits = []
+    if num_pages >= options.max_batch:
+        most = num_pages // options.max_batch * PAGE
+        fits.append(f"a context of up to {most} positions at this batch")
+    if num_pages >= pages_of(options.max_context):
+        most = num_pages // pages_of(options.max_context)
+        fits.append(f"a batch of up to {most} at this context")
+    if not fits and num_pages:
+        fits.append(f"a batch of 1 with up to {num_pages * PAGE} positions")
+    return ", or ".join(fits) or "a smaller model, or formats of fewer bits"
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Bytes of the plan's tensors on the device."""
+    total = 0
+    for wanted in wanted_by(plan):
+        recipe = wanted.recipe
+        if wanted.kind == "fp32":
+            total += 4 * torch.Size(recipe.shape).numel()
+        else:
+            group = "held"
+            total += holding(recipe.shape, wanted.kind, block_axis="in", group=group).num_bytes
+    return total
+
+
+def state_bytes(plan: Plan, options: CompileOptions) -> int:
+    """Bytes of the page pool: every sequence at full length."""
+    num_pages = options.max_batch * pages_of(options.max_context)
+    return num_pages * sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
+
+
+def work_bytes(plan: Plan, options: CompileOptions) -> int:
+    """Bytes of a prompt's intermediate values, a dequantised weight, and what libraries take."""
+    exact = options.compute == "exact"
+    size = 4 if exact else 2
+    tokens = min(options.max_context, PROMPT_CHUNK)
+    buffers = sum((size if each.role == OPERAND else 4) * each.width for each in plan.buffers[:-1])
+    shapes = [each.weight.shape for each in plan.products]
+    whole = shapes if exact else shapes[:-1]
+    dense = max((size * rows * columns for rows, columns in whole), default=0)
+    widest = max((rows for rows, _ in shapes[:-1]), default=0)
+    return _WORKSPACE + tokens * (buffers + size * widest) + dense
+
+
+def _kind(format_name: str, options: CompileOptions) -> str:
+    return cache_kind(format_name, exact=options.compute == "exact")

@@ -1,0 +1,394 @@
+// Attention of one new token a row over the paged cache, rotation and cache write inside.
+//
+// A row's pages in sight are cut into splits of equal runs, eight splits make a group: by its
+// position and the table's width alone. A block walks over `each_block` neighbouring splits of one
+// row and key/value head; the blocks of a group are a cluster, whose first block receives the
+// splits' sums and combines them in order; groups, where there are several, are combined in order
+// by the last to arrive. So a row has the same bits however many blocks share its splits.
+//
+// Four warps of a block take 16 positions each of every page. Compiled by NVRTC.
+
+#include "attention_pages.cuh"
+
+constexpr int PAGE = 64, WARPS = 4, THREADS = 128, GROUP = 8;
+
+struct Attend {
+  const float *qkv;          // [B, (H + 2 G) D]
+  u16 *out;                  // bf16 [B, out_stride]
+  const i64 *positions, *slots;
+  const int *tables;         // [S, table_width]
+  const float *inv_freq;     // [half]
+  u8 *values, *exponents;    // [P, 2, G, PAGE, D], [P, 2, G, PAGE, D / 16]
+  float *partial, *peaks, *totals;  // of groups: [B, G, groups, R, D], [B, G, groups, R]
+  u32 *arrived;              // [B, G], zeros between launches
+  int table_width, out_stride, group_heads, num_kv_heads, half, window, interleaved, early;
+  int num_groups, num_joined, each_block;  // num_joined: blocks of a cluster
+  int short_pages;           // pages that one group takes alone
+  float scale;               // times log2(e)
+};
+
+template <int F, int D, int NH> struct Shared {
+  float cos[D], sin[D];
+  u8 q[NH * 8 * Shape<F, D>::Q_ROW];
+  u8 fresh[2][D * 2];        // the new token's key and value as a row of a page
+  u32 fresh_exponents[2][2];
+  float2 warp_stats[WARPS][NH * 8];  // peak, total
+  float2 stats[GROUP][NH * 8];
+  unsigned long long received;       // mbarrier
+  int is_last;
+};
+// Behind it lie warp_sums [WARPS, R, D] and sums [GROUP, R, D] fp32.
+
+// Cosine and sine within 1e-7 for angles to 2^30: the reduction is in fp64.
+__device__ __forceinline__ float2 cos_sin(float angle) {
+  const double wide = angle, quarter = floor(wide * 0.6366197723675814 + 0.5);
+  const float r = (float)(wide - quarter * 1.5707963267948966), square = r * r;
+  float sin = square * (1.0f / 362880) - 1.0f / 5040;
+  sin = (sin * square + 1.0f / 120) * square - 1.0f / 6;
+  sin = r + r * square * sin;
+  float cos = square * (1.0f / 40320) - 1.0f / 720;
+  cos = (cos * square + 1.0f / 24) * square - 0.5f;
+  cos = 1.0f + square * cos;
+  const int turn = (int)quarter & 3;
+  const float c = turn & 1 ? sin : cos, s = turn & 1 ? cos : sin;
+  return make_float2(turn == 1 || turn == 2 ? -c : c, turn >= 2 ? -s : s);
+}
+
+// Four channels of a new key or value, rounded as the cache holds them, into the page and `fresh`.
+// Called by whole warps; only lanes below D / 4 have channels.
+template <int F, int D>
+__device__ __forceinline__ void store_fresh(float4 x, int lane, u8 *fresh, u8 *fresh_exponents,
+                                            u8 *row, u8 *exponents) {
+  if (F == BF16) {
+    const uint2 words = make_uint2(pack2(x.x, x.y), pack2(x.z, x.w));
+    if (lane < D / 4) {
+      *(uint2 *)(fresh + lane * 8) = words;
+      *(uint2 *)(row + lane * 8) = words;
+    }
+    return;
+  }
+  const float values[4] = {x.x, x.y, x.z, x.w};
+  int shared = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) shared = max(shared, __float_as_int(values[i]) >> 23 & 0xFF);
+  shared = max(shared, __shfl_xor_sync(~0u, shared, 1));
+  shared = max(shared, __shfl_xor_sync(~0u, shared, 2));
+  u32 word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int bits = __float_as_int(values[i]), own = bits >> 23 & 0xFF;
+    int magnitude = own == 0 ? 0 : (bits & 0x7FFFFF) | 0x800000;
+    magnitude >>= min(shared - own, 31);
+    magnitude = min((magnitude + (magnitude >> 17 & 1) + 0xFFFF) >> 17, 127);
+    word |= (u32)((bits < 0 ? -magnitude : magnitude) & 0xFF) << 8 * i;
+  }
+  if (lane < D / 4) {
+    *(u32 *)(fresh + lane * 4) = word;
+    *(u32 *)(row + lane * 4) = word;
+    if ((lane & 3) == 0) fresh_exponents[lane >> 2] = exponents[lane >> 2] = (u8)shared;
+  }
+}
+// Rotate the new token: q into `s.q`, and where the block `stores`, its key and value.
+template <int F, int D, int NH>
+__device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, const float *token,
+                                      int num_heads, int g, bool stores, i64 row) {
+  constexpr int ROUNDS = (NH * 8 + 2 + WARPS - 1) / WARPS;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c = lane < D / 4 ? lane * 4 : 0;
+  const int num_rows = num_heads + (stores ? 2 : 0);
+  int partner = c;  // of halves
+  if (!p.interleaved && c < 2 * p.half) partner = c < p.half ? c + p.half : c - p.half;
+  float4 own[ROUNDS], other[ROUNDS];
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    const int r = i * WARPS + warp, beyond = r - num_heads;
+    if (r >= num_rows) continue;
+    const int head = beyond < 0 ? g * num_heads + r : (num_heads + beyond) * p.num_kv_heads + g;
+    own[i] = read_floats(token + head * D + c);
+    other[i] = read_floats(token + head * D + partner);
+  }
+  __syncthreads();  // cos and sin are there
+  const float4 cos = *(const float4 *)(s.cos + c), sin = *(const float4 *)(s.sin + c);
+#pragma unroll
+  for (int i = 0; i < ROUNDS; ++i) {
+    const int r = i * WARPS + warp, of = r - num_heads;
+    if (r >= num_rows) continue;
+    float4 x = own[i];
+    if (of < 1) {
+      const float4 o = p.interleaved ? make_float4(x.y, x.x, x.w, x.z) : other[i];
+      x = make_float4(x.x * cos.x + o.x * sin.x, x.y * cos.y + o.y * sin.y,
+                      x.z * cos.z + o.z * sin.z, x.w * cos.w + o.w * sin.w);
+    }
+    if (of < 0) {
+      if (lane < D / 4)
+        *(uint2 *)(s.q + r * Shape<F, D>::Q_ROW + c * 2) =
+            make_uint2(pack2(x.x, x.y), pack2(x.z, x.w));
+    } else {
+      const i64 at = row + of * (i64)p.num_kv_heads * PAGE;
+      store_fresh<F, D>(x, lane, s.fresh[of], (u8 *)s.fresh_exponents[of],
+                        p.values + at * Shape<F, D>::ROW, p.exponents + at * Shape<F, D>::BLOCKS);
+    }
+  }
+  __syncthreads();
+}
+
+// Which of a row's pages a block reads: of `table`, [first, stop), in splits of `each` pages.
+struct Plan {
+  int newest, first, stop, each, used;  // the new token's page; `used`: splits of the row
+  int split, last_split, group, in_group;  // this block's splits; the group's end, in splits
+};
+__device__ __forceinline__ Plan plan_of(const Attend &p, int position) {
+  Plan plan;
+  const int seen = p.window > 0 ? max(position - p.window + 1, 0) / PAGE : 0;
+  plan.newest = position / PAGE;
+  const int end = plan.newest + 1, num_pages = end - seen;
+  const int num_splits = GROUP * (num_pages <= p.short_pages ? 1 : p.num_groups);
+  plan.each = (num_pages + num_splits - 1) / num_splits;
+  plan.used = position < 0 ? 0 : (num_pages + plan.each - 1) / plan.each;
+  plan.split = blockIdx.x * p.each_block;
+  plan.group = plan.split / GROUP;
+  plan.in_group = min(plan.used, (plan.group + 1) * GROUP);
+  plan.last_split = min(plan.split + p.each_block, plan.in_group);
+  plan.first = seen + plan.split * plan.each;
+  plan.stop = min(seen + plan.last_split * plan.each, end);
+  return plan;
+}
+
+__device__ __forceinline__ void finish(u16 *out, float4 acc, float total) {
+  const float scale = 1.0f / total;
+  *(uint2 *)out = make_uint2(pack2(acc.x * scale, acc.y * scale),
+                             pack2(acc.z * scale, acc.w * scale));
+}
+
+// The splits' sums of a group, in order; out, or where there are several groups, into scratch.
+// Returns whether it is this block that combines the groups.
+template <int F, int D, int NH>
+__device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH> &s,
+                                               const float *sums, const Plan &plan, int num_heads,
+                                               u16 *out, i64 place) {
+  const int num_splits = plan.in_group - plan.group * GROUP;
+  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS) {
+    const int head = i / (D / 4);
+    float2 own[GROUP];
+    float4 parts[GROUP], acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    float peak = nothing(), total = 0.0f;
+#pragma unroll
+    for (int j = 0; j < GROUP; ++j) {  // all at once; places beyond the last repeat it
+      const int there = min(j, num_splits - 1);
+      own[j] = s.stats[there][head];
+      parts[j] = *(const float4 *)(sums + (there * num_heads * (D / 4) + i) * 4);
+      peak = fmaxf(peak, own[j].x);
+    }
+#pragma unroll
+    for (int j = 0; j < GROUP; ++j) {
+      const float weight = j < num_splits ? power_of_2(own[j].x - peak) : 0.0f;
+      total += weight * own[j].y;
+      add(acc, weight, parts[j]);
+    }
+    if (plan.used <= GROUP) {
+      finish(out + i * 4, acc, total);
+      continue;
+    }
+    const i64 at = (place * p.num_groups + plan.group) * num_heads;
+    *(float4 *)(p.partial + at * D + i * 4) = acc;
+    if (i % (D / 4) == 0) p.peaks[at + head] = peak, p.totals[at + head] = total;
+  }
+  if (plan.used <= GROUP) return false;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    const u32 num_groups = (plan.used + GROUP - 1) / GROUP;
+    s.is_last = count_arrival(p.arrived + place) == num_groups - 1;
+    if (s.is_last) p.arrived[place] = 0;
+  }
+  __syncthreads();
+  return s.is_last;
+}
+template <int D>
+__device__ __forceinline__ void combine_groups(const Attend &p, int used, int num_heads, u16 *out,
+                                               i64 place) {
+  const int num_groups = (used + GROUP - 1) / GROUP;
+  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS) {
+    const i64 first = place * p.num_groups * num_heads;
+    const float *peaks = p.peaks + first + i / (D / 4), *totals = p.totals + first + i / (D / 4);
+    const float *partial = p.partial + first * D + i * 4;
+    float peak = nothing(), total = 0.0f;
+    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int j = 0; j < num_groups; ++j) peak = fmaxf(peak, read_float(peaks + j * num_heads));
+    for (int j = 0; j < num_groups; ++j) {
+      const float weight = power_of_2(read_float(peaks + j * num_heads) - peak);
+      total += weight * read_float(totals + j * num_heads);
+      add(acc, weight, read_floats(partial + (i64)j * num_heads * D));
+    }
+    finish(out + i * 4, acc, total);
+  }
+}
+
+// A split's sums of the four warps, in order, into place `j` of the cluster's first block.
+template <int F, int D, int NH>
+__device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *warp_sums,
+                                              float *sums, int j, int num_heads, bool is_first) {
+  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS) {
+    const int head = i / (D / 4);
+    float2 all = make_float2(nothing(), 0.0f);
+    float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) all.x = fmaxf(all.x, s.warp_stats[w][head].x);
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const float2 own = s.warp_stats[w][head];
+      const float weight = power_of_2(own.x - all.x);
+      all.y += weight * own.y;
+      add(acc, weight, *(const float4 *)(warp_sums + (w * num_heads * (D / 4) + i) * 4));
+    }
+    float4 *to = (float4 *)(sums + (j * num_heads * (D / 4) + i) * 4);
+    if (is_first) *to = acc;
+    else send(to, acc, &s.received);
+    if (i % (D / 4)) continue;
+    if (is_first) s.stats[j][head] = all;
+    else send(&s.stats[j][head], all, &s.received);
+  }
+}
+
+template <int F, int D, int NH> __device__ __forceinline__ void attend(const Attend &p) {
+  using S = Shape<F, D>;
+  extern __shared__ __align__(128) u8 memory[];
+  Shared<F, D, NH> &s = *(Shared<F, D, NH> *)memory;
+  const int num_heads = p.group_heads;
+  float *warp_sums = (float *)(memory + (sizeof(Shared<F, D, NH>) + 15) / 16 * 16);
+  float *sums = warp_sums + WARPS * num_heads * D;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int b = blockIdx.y, kv_head = blockIdx.z;
+  const bool is_joined = p.num_joined > 1, is_first = (blockIdx.x & (p.num_joined - 1)) == 0;
+  release_dependents();
+  if (!p.early) wait_for_inputs();
+  const i64 slot = read_long(p.slots + b);
+  const int position = (int)read_long(p.positions + b);
+  if (is_joined) {
+    if (is_first && threadIdx.x == 0) open_barrier(&s.received);
+    __syncwarp();
+    cluster_arrive();
+  }
+  const Plan plan = plan_of(p, position);
+  u16 *out = p.out + (i64)b * p.out_stride + kv_head * num_heads * D;
+  if (plan.split >= plan.used) {
+    if (is_joined) cluster_wait();
+    if (position >= 0 || blockIdx.x > 0) return;
+    if (p.early) wait_for_inputs();
+    for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS)
+      *(uint2 *)(out + i * 4) = make_uint2(0, 0);
+    return;
+  }
+  // Everything up to the wait was written long before: the pages of earlier positions.
+  const u8 *table = (const u8 *)(p.tables + slot * p.table_width);
+  const u32 page_rows = 2 * p.num_kv_heads * PAGE, to_values = p.num_kv_heads * PAGE;
+  const int key_row = kv_head * PAGE + warp * 16 + g, value_row = to_values + key_row - g + 2 * t;
+  u32 number, next_number = 0, newest_number = 0;
+  read<1>(&number, table + (i64)plan.first * 4, true);
+  read<1>(&next_number, table + (i64)(plan.first + 1) * 4, plan.first + 1 < plan.stop);
+  const bool stores = plan.last_split == plan.used;
+  read<1>(&newest_number, table + (i64)plan.newest * 4, stores);
+  // Rows of a lane that the page holds: below `position`, and inside the window.
+  const int oldest = p.window > 0 ? position - p.window : -1;
+  Keys<F, D> keys;
+  Values<F, D> values;
+  auto ask_keys = [&](int page) {
+    const int at = page * PAGE + warp * 16 + g;
+    const i64 row = (i64)number * page_rows + key_row;
+    read_keys<F, D>(keys, p.values + row * S::ROW + t * 8 * S::BYTES,
+                    p.exponents + row * S::BLOCKS, at < position && at > oldest,
+                    at + 8 < position && at + 8 > oldest);
+  };
+  auto ask_values = [&](int page) {
+    const int at = page * PAGE + warp * 16 + 2 * t;
+    const i64 row = (i64)number * page_rows + value_row;
+    u32 wanted = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int here = at + (i & 1) + (i >> 1) * 8;
+      wanted |= (u32)(here < position && here > oldest) << i;
+    }
+    read_values<F, D>(values, p.values + row * S::ROW + g * S::V_WIDTH * S::BYTES,
+                      p.exponents + row * S::BLOCKS, wanted);
+  };
+  ask_keys(plan.first);
+  ask_values(plan.first);
+  if ((int)threadIdx.x < D) {
+    const int c = threadIdx.x;
+    const bool second = p.interleaved ? c & 1 : c >= p.half;
+    float2 turn = make_float2(1.0f, 0.0f);
+    if (c < 2 * p.half) {
+      const int i = p.interleaved ? c >> 1 : second ? c - p.half : c;
+      turn = cos_sin((float)position * p.inv_freq[i]);
+    }
+    s.cos[c] = turn.x;
+    s.sin[c] = second ? turn.y : -turn.y;
+  }
+  const int beyond = plan.in_group - plan.last_split;  // splits that others of the cluster send
+  if (is_first && beyond > 0 && threadIdx.x == 0)
+    expect_bytes(&s.received, beyond * num_heads * (D * 4 + 8));
+  if (p.early) wait_for_inputs();
+  const int width = (num_heads + 2) * p.num_kv_heads * D;
+  enter<F, D, NH>(p, s, p.qkv + (i64)b * width, num_heads, kv_head, stores,
+                  (i64)newest_number * page_rows + kv_head * PAGE + position % PAGE);
+  if (is_joined) cluster_wait();  // the first block is there to be sent to
+  int page = plan.first;
+  for (int split = plan.split; split < plan.last_split; ++split) {
+    Running<D, NH> run;
+    run.clear();
+    const int split_stop = min(page + plan.each, plan.stop);
+    do {
+      const int at = page * PAGE + warp * 16;
+      const bool is_fresh = at <= position && position < at + 16;
+      const int fresh = position - at;
+      if (is_fresh) {
+        if (g == fresh) take_key<F, D>(keys, 0, s.fresh[0], s.fresh_exponents[0], t);
+        if (g + 8 == fresh) take_key<F, D>(keys, 1, s.fresh[0], s.fresh_exponents[0], t);
+      }
+      float scores[NH][4];
+      u32 weights[NH][2];
+      score<F, D, NH>(scores, keys, s.q, num_heads, g, t);
+      const int next = page + 1;
+      if (next < plan.stop) {
+        number = next_number;
+        read<1>(&next_number, table + (i64)(next + 1) * 4, next + 1 < plan.stop);
+        ask_keys(next);
+      }
+      weigh<D, NH>(weights, run, scores, p.scale, at + g <= position && at + g > oldest,
+                   at + g + 8 <= position && at + g + 8 > oldest);
+      if (is_fresh) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (2 * t + (i & 1) + (i >> 1) * 8 == fresh)
+            take_value<F, D>(values, i, s.fresh[1], s.fresh_exponents[1], g);
+      }
+      add_values<F, D, NH>(run, values, weights, g);
+      if (next < plan.stop) ask_values(next);
+      page = next;
+    } while (page < split_stop);
+    leave<D, NH>(run, s.warp_stats[warp], warp_sums + warp * num_heads * D, num_heads, g, t);
+    __syncthreads();
+    combine_warps<F, D, NH>(s, warp_sums, sums, split % GROUP, num_heads, is_first);
+    __syncthreads();
+  }
+  if (!is_first) return;
+  if (beyond > 0) wait_bytes(&s.received);
+  const i64 place = (i64)b * p.num_kv_heads + kv_head;
+  if (combine_splits<F, D, NH>(p, s, sums, plan, num_heads, out, place))
+    combine_groups<D>(p, plan.used, num_heads, out, place);
+}
+
+#define ATTEND(name, F, D, NH)                                                                    \
+  extern "C" __global__ void __launch_bounds__(THREADS, NH == 1 ? 4 : 2)                          \
+  attend_##name##_##D##_##NH(const Attend p) { attend<F, D, NH>(p); }
+
+ATTEND(bf16, BF16, 64, 1)
+ATTEND(bf16, BF16, 96, 1)
+ATTEND(bf16, BF16, 128, 1)
+ATTEND(bf16, BF16, 64, 2)
+ATTEND(bf16, BF16, 96, 2)
+ATTEND(bf16, BF16, 128, 2)
+ATTEND(bfp8, BFP8, 64, 1)
+ATTEND(bfp8, BFP8, 96, 1)
+ATTEND(bfp8, BFP8, 128, 1)
+ATTEND(bfp8, BFP8, 64, 2)
+ATTEND(bfp8, BFP8, 96, 2)
+ATTEND(bfp8, BFP8, 128, 2)

@@ -1,0 +1,266 @@
+// A warp's part of attention: 16 positions of a page, whose keys and values its lanes hold in
+// registers as A fragments of mma.m16n8k16 with channels permuted. Scores are K q^T [16 positions,
+// 8 heads], sums are V^T P^T [16 channels, 8 heads]. Legend: lane = 4 g + t; NH eights of heads.
+
+#pragma once
+
+#include "attention_primitives.cuh"
+
+constexpr int BF16 = 0, BFP8 = 1;  // how the pages are held
+
+template <int F, int D> struct Shape {
+  static constexpr int BYTES = F == BF16 ? 2 : 1, ROW = D * BYTES, BLOCKS = D / 16;
+  static constexpr int K_PIECES = D / 32, K_WORDS = 2 * BYTES;  // 8 channels a piece
+  static constexpr int V_WIDTH = D == 96 ? 4 : 8;               // channels a piece
+  static constexpr int V_PIECES = D / 8 / V_WIDTH, V_WORDS = V_WIDTH * BYTES / 4;
+  static constexpr int Q_ROW = D * 2 + (D == 96 ? 0 : 64);      // eight lanes in different banks
+};
+
+// The peak of no positions, and what to subtract in its place.
+__device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); }
+__device__ __forceinline__ float finite(float peak) { return peak == nothing() ? 0.0f : peak; }
+
+// What a lane holds of a page: of keys rows g and g + 8 of its warp's, piece i from channel
+// 32 i + 8 t; of values rows 2 t + {0, 1, 8, 9}, piece i from channel (8 i + g) V_WIDTH; and the
+// exponents of these rows whole.
+template <int F, int D> struct Keys {
+  u32 words[2][D * Shape<F, D>::BYTES / 16], exponents[2][2];
+};
+template <int F, int D> struct Values {
+  u32 words[4][D * Shape<F, D>::BYTES / 32], exponents[4][2];
+};
+
+template <int D> __device__ __forceinline__ void read_exponents(u32 (&v)[2], const u8 *from,
+                                                                bool wanted) {
+  v[1] = 0;
+  if (D == 128) {
+    read<2>(v, from, wanted);
+  } else if (D == 64) {
+    read<1>(v, from, wanted);
+  } else {
+    v[0] = read2(from, wanted) | read2(from + 2, wanted) << 16;
+    v[1] = read2(from + 4, wanted);
+  }
+}
+template <int F, int D>
+__device__ __forceinline__ void read_keys(Keys<F, D> &k, const u8 *values, const u8 *exponents,
+                                          bool wanted, bool wanted8) {
+  using S = Shape<F, D>;
+#pragma unroll
+  for (int i = 0; i < S::K_PIECES; ++i) {
+    read<S::K_WORDS>(k.words[0] + i * S::K_WORDS, values + i * 32 * S::BYTES, wanted);
+    read<S::K_WORDS>(k.words[1] + i * S::K_WORDS, values + 8 * S::ROW + i * 32 * S::BYTES, wanted8);
+  }
+  if (F == BFP8) {
+    read_exponents<D>(k.exponents[0], exponents, wanted);
+    read_exponents<D>(k.exponents[1], exponents + 8 * S::BLOCKS, wanted8);
+  }
+}
+// `wanted`: bit i for the i-th of a lane's rows.
+template <int F, int D>
+__device__ __forceinline__ void read_values(Values<F, D> &v, const u8 *values, const u8 *exponents,
+                                            u32 wanted) {
+  using S = Shape<F, D>;
+#pragma unroll
+  for (int row = 0; row < 4; ++row) {
+    const int line = (row & 1) + (row >> 1) * 8;
+    const bool here = wanted >> row & 1;
+#pragma unroll
+    for (int i = 0; i < S::V_PIECES; ++i)
+      read<S::V_WORDS>(v.words[row] + i * S::V_WORDS,
+                       values + line * S::ROW + i * 8 * S::V_WIDTH * S::BYTES, here);
+    if (F == BFP8) read_exponents<D>(v.exponents[row], exponents + line * S::BLOCKS, here);
+  }
+}
+// The same lane's parts of the new token's row, which lies in shared memory as a page holds it.
+template <int F, int D>
+__device__ __forceinline__ void take_key(Keys<F, D> &k, int row, const u8 *fresh,
+                                         const u32 *exponents, int t) {
+  using S = Shape<F, D>;
+#pragma unroll
+  for (int i = 0; i < S::K_PIECES * S::K_WORDS; ++i)
+    k.words[row][i] = *(const u32 *)(fresh + (i / S::K_WORDS * 32 + t * 8) * S::BYTES +
+                                     i % S::K_WORDS * 4);
+  if (F == BFP8) k.exponents[row][0] = exponents[0], k.exponents[row][1] = exponents[1];
+}
+template <int F, int D>
+__device__ __forceinline__ void take_value(Values<F, D> &v, int row, const u8 *fresh,
+                                           const u32 *exponents, int g) {
+  using S = Shape<F, D>;
+#pragma unroll
+  for (int i = 0; i < S::V_PIECES * S::V_WORDS; ++i)
+    v.words[row][i] = *(const u32 *)(fresh + (i / S::V_WORDS * 8 + g) * S::V_WIDTH * S::BYTES +
+                                     i % S::V_WORDS * 4);
+  if (F == BFP8) v.exponents[row][0] = exponents[0], v.exponents[row][1] = exponents[1];
+}
+
+// Two bytes of mantissas, in the low bytes of both halves of v, times a pair of powers of two.
+// 0x4300 + (m & 127) is the bfloat16 128 + (m & 127); 0x4300 + (m & 128) is 128, or 256 below 0.
+__device__ __forceinline__ u32 widen(u32 v, u32 scales) {
+  const u32 low = mask_or(v, 0x007F007Fu, 0x43004300u), sign = mask_or(v, 0x00800080u, 0x43004300u);
+  return multiply2(fma2(sign, 0xBF80BF80u, low), scales);
+}
+// bfloat16 2^(e - 133) of the exponent at `shift`; 0 where e is under 7, as in Triton's kernels.
+__device__ __forceinline__ u32 scale_of(u32 exponents, int shift) {
+  return (max((int)(exponents >> shift & 0xFF), 6) - 6) << 7;
+}
+// Piece i of a key's row as four pairs of channels.
+template <int F, int D>
+__device__ __forceinline__ void key_piece(u32 (&out)[4], const Keys<F, D> &k, int row, int i,
+                                          int t) {
+  using S = Shape<F, D>;
+  const u32 *words = k.words[row] + i * S::K_WORDS;
+  if (F == BF16) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) out[j] = words[j];
+  } else {
+    const u32 scale = scale_of(k.exponents[row][i >> 1], 16 * (i & 1) + 8 * (t >> 1)) * 0x10001u;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      out[j] = widen(__byte_perm(words[j >> 1], 0, j & 1 ? 0x4342 : 0x4140), scale);
+  }
+}
+// Channel `i` of a lane's, of its rows 2 `pair` and 2 `pair` + 1; their scales, of its piece.
+template <int F, int D>
+__device__ __forceinline__ u32 value_pair(const Values<F, D> &v, int pair, int i, u32 scales) {
+  if (F == BF16)
+    return __byte_perm(v.words[2 * pair][i >> 1], v.words[2 * pair + 1][i >> 1],
+                       i & 1 ? 0x7632 : 0x5410);
+  return widen(__byte_perm(v.words[2 * pair][i >> 2], v.words[2 * pair + 1][i >> 2],
+                           (i & 3) * 0x0011 + (4 + (i & 3)) * 0x1100), scales);
+}
+template <int F, int D>
+__device__ __forceinline__ u32 value_scales(const Values<F, D> &v, int pair, int piece, int g) {
+  if (F == BF16) return 0;
+  const int word = D == 96 ? piece >> 1 : piece;
+  const int shift = D == 96 ? 16 * (piece & 1) + 8 * (g >> 2) : 8 * (g >> 1);
+  return scale_of(v.exponents[2 * pair][word], shift) |
+         scale_of(v.exponents[2 * pair + 1][word], shift) << 16;
+}
+
+// The running softmax, base 2, of a warp over its positions. A lane has heads 8 h + 2 t + {0, 1}:
+// `sums` of its channels i: [h][i][{0, 1}] below D / 16, [h][i - D / 16][{2, 3}] from there on.
+template <int D, int NH> struct Running {
+  float peak[NH][2], total[NH][2], sums[NH][D / 16][4];
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int h = 0; h < NH; ++h) {
+      peak[h][0] = peak[h][1] = nothing();
+      total[h][0] = total[h][1] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < D / 16; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[h][j][i] = 0.0f;
+    }
+  }
+};
+template <int F, int D, int NH>
+__device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &k, const u8 *q,
+                                      int num_heads, int g, int t) {
+  using S = Shape<F, D>;
+  float odd[NH][4];
+#pragma unroll
+  for (int h = 0; h < NH; ++h)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[h][i] = odd[h][i] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < S::K_PIECES; ++i) {
+    u32 top[4], low[4];
+    key_piece(top, k, 0, i, t);
+    key_piece(low, k, 1, i, t);
+    const u32 a[4] = {top[0], low[0], top[1], low[1]}, a_odd[4] = {top[2], low[2], top[3], low[3]};
+#pragma unroll
+    for (int h = 0; h < NH; ++h) {
+      uint4 b = make_uint4(0, 0, 0, 0);
+      if (h * 8 + g < num_heads) b = *(const uint4 *)(q + (h * 8 + g) * S::Q_ROW + i * 64 + t * 16);
+      mma(scores[h], a, b.x, b.y);
+      mma(odd[h], a_odd, b.z, b.w);
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < NH; ++h)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[h][i] += odd[h][i];
+}
+// Scores become weights: `weights[h]` are P^T as B fragments.
+template <int D, int NH>
+__device__ __forceinline__ void weigh(u32 (&weights)[NH][2], Running<D, NH> &run,
+                                      const float (&scores)[NH][4], float scale, bool valid,
+                                      bool valid8) {
+#pragma unroll
+  for (int h = 0; h < NH; ++h) {
+    float w[4], fade[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      w[i] = valid ? scores[h][i] * scale : nothing();
+      w[2 + i] = valid8 ? scores[h][2 + i] * scale : nothing();
+      float peak = fmaxf(w[i], w[2 + i]);
+#pragma unroll
+      for (int offset = 4; offset <= 16; offset <<= 1)
+        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, offset));
+      peak = fmaxf(peak, run.peak[h][i]);
+      const float base = finite(peak);
+      fade[i] = power_of_2(run.peak[h][i] - base);
+      run.peak[h][i] = peak;
+      w[i] = power_of_2(w[i] - base);
+      w[2 + i] = power_of_2(w[2 + i] - base);
+      run.total[h][i] = run.total[h][i] * fade[i] + (w[i] + w[2 + i]);
+    }
+    weights[h][0] = transpose(pack2(w[0], w[1]));
+    weights[h][1] = transpose(pack2(w[2], w[3]));
+#pragma unroll
+    for (int j = 0; j < D / 16; ++j) {
+      run.sums[h][j][0] *= fade[0], run.sums[h][j][1] *= fade[1];
+      run.sums[h][j][2] *= fade[0], run.sums[h][j][3] *= fade[1];
+    }
+  }
+}
+template <int F, int D, int NH>
+__device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, D> &v,
+                                           const u32 (&weights)[NH][2], int g) {
+  using S = Shape<F, D>;
+  u32 scales[2][S::V_PIECES];
+#pragma unroll
+  for (int i = 0; i < S::V_PIECES; ++i)
+    scales[0][i] = value_scales(v, 0, i, g), scales[1][i] = value_scales(v, 1, i, g);
+#pragma unroll
+  for (int j = 0; j < D / 16; ++j) {
+    const int low = j + D / 16, p0 = j / S::V_WIDTH, p1 = low / S::V_WIDTH;
+    const u32 a[4] = {value_pair(v, 0, j, scales[0][p0]), value_pair(v, 0, low, scales[0][p1]),
+                      value_pair(v, 1, j, scales[1][p0]), value_pair(v, 1, low, scales[1][p1])};
+#pragma unroll
+    for (int h = 0; h < NH; ++h) mma(run.sums[h][j], a, weights[h][0], weights[h][1]);
+  }
+}
+// A warp's sums into shared memory: `stats` [NH * 8], `sums` [num_heads, D].
+template <int D, int NH>
+__device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, float *sums,
+                                      int num_heads, int g, int t) {
+  constexpr int WIDTH = D == 96 ? 4 : 8, HALF = D / 16;
+#pragma unroll
+  for (int h = 0; h < NH; ++h)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int head = h * 8 + 2 * t + i;
+      float total = run.total[h][i];
+#pragma unroll
+      for (int offset = 4; offset <= 16; offset <<= 1)
+        total += __shfl_xor_sync(~0u, total, offset);
+      if (g == 0) stats[head] = make_float2(run.peak[h][i], total);
+      if (head >= num_heads) continue;
+#pragma unroll
+      for (int first = 0; first < D / 8; first += 4) {
+        float c[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          c[j] = first + j < HALF ? run.sums[h][(first + j) % HALF][i]
+                                  : run.sums[h][(first + j) % HALF][2 + i];
+        *(float4 *)(sums + head * D + (first / WIDTH * 8 + g) * WIDTH + first % WIDTH) =
+            make_float4(c[0], c[1], c[2], c[3]);
+      }
+    }
+}
+// acc = acc * 1 + weight * v, four channels.
+__device__ __forceinline__ void add(float4 &acc, float weight, float4 v) {
+  acc.x += weight * v.x, acc.y += weight * v.y, acc.z += weight * v.z, acc.w += weight * v.w;
+}

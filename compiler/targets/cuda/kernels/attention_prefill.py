@@ -1,0 +1,152 @@
+"""Attention of one sequence's new tokens over its pages, which hold their keys and values already.
+
+Legend: T tokens, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiler.targets.cuda.kernels.kv_cache import load_tile, page_arguments, product, tile_values
+from compiler.targets.cuda.kernels.launch import (
+    LOG2_E,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from compiler.targets.cuda.pages import PAGE, KVPages
+
+# A score that no real one is below; finite, so that a row that has seen nothing yet is no NaN.
+HIDDEN = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def _add_pages(
+    peak, total, acc, q, position, first, stop, newest, oldest,
+    values, exponents, table, g, scale, MASKED: tl.constexpr, WINDOW: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, L: tl.constexpr, BFP8: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The running softmax (base 2) of ``q [R, E]`` with the pages ``first .. stop`` added.
+
+    ``MASKED``: keys after a row's position or before its window are hidden, and none before
+    ``oldest`` or after ``newest`` are read.
+    """
+    for page in range(first, stop):
+        number = tl.load(table + page).to(tl.int64)
+        row = (number * 2 * G + g) * L
+        at = page * L + tl.arange(0, L)
+        valid = tl.full([L], True, tl.int1)
+        if MASKED:
+            valid = (at <= newest) & (at >= oldest)
+        k, k_shared = load_tile(values, exponents, row, valid, L, D, E, BFP8)
+        keys = tile_values(k, k_shared, L, E, BFP8, CHAINED)
+        start = tl.zeros([q.shape[0], L], tl.float32)
+        scores = product(q, tl.trans(keys), start, CHAINED) * scale
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, HIDDEN)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_peak[:, None])
+        fade = tl.exp2(peak - new_peak)
+        total = total * fade + tl.sum(weights, 1)
+        v, v_shared = load_tile(values, exponents, row + G * L, valid, L, D, E, BFP8)
+        vals = tile_values(v, v_shared, L, E, BFP8, CHAINED)
+        acc = product(weights.to(vals.dtype), vals, acc * fade[:, None], CHAINED)
+        peak = new_peak
+    return peak, total, acc
+
+
+@triton.jit
+def _attend_prefill_kernel(
+    q, out, positions, slots, num_tokens, out_stride, scale, values, exponents, tables, table_width,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    L: tl.constexpr, WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (i, h): R tokens of head h, the last of them in program 0, which has most to do."""
+    release_dependents(CHAINED)
+    h = tl.program_id(1)
+    g = h // (H // G)
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    token = block.to(tl.int64) * R + tl.arange(0, R)
+    d = tl.arange(0, E)[None, :]
+    inside = (token < num_tokens)[:, None] & (d < D)
+    here = token[:, None] * (H * D) + h * D + d
+    wait_for_inputs(CHAINED)
+    position = tl.load(positions + token, mask=token < num_tokens, other=-1).to(tl.int32)
+    table = tables + tl.load(slots) * table_width
+    work: tl.constexpr = tl.bfloat16 if BFP8 else values.dtype.element_ty
+    rows = tl.load(q + here, mask=inside & (position >= 0)[:, None], other=0.0).to(work)
+    newest = tl.max(position, 0)
+    # Positions are consecutive: the block's first one, and what its windows reach back to.
+    lowest = tl.load(positions + block.to(tl.int64) * R).to(tl.int32)
+    oldest = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW > 0 else 0
+    peak, total = tl.full([R], HIDDEN, tl.float32), tl.zeros([R], tl.float32)
+    acc = tl.zeros([R, E], tl.float32)
+    if newest >= 0:
+        first, stop = oldest // L, newest // L + 1
+        # Pages first .. begin and full .. stop have keys that some row does not see.
+        begin = first
+        full = (lowest + 1) // L
+        if WINDOW > 0:
+            begin = tl.minimum(tl.maximum(newest - WINDOW + L, 0) // L, stop)
+            full = tl.maximum(full, begin)
+            peak, total, acc = _add_pages(
+                peak, total, acc, rows, position, first, begin, newest, oldest, values, exponents,
+                table, g, scale, True, WINDOW, G, D, E, L, BFP8, CHAINED,
+            )  # fmt: skip
+        peak, total, acc = _add_pages(
+            peak, total, acc, rows, position, begin, full, newest, oldest, values, exponents,
+            table, g, scale, False, WINDOW, G, D, E, L, BFP8, CHAINED,
+        )  # fmt: skip
+        peak, total, acc = _add_pages(
+            peak, total, acc, rows, position, full, stop, newest, oldest, values, exponents,
+            table, g, scale, True, WINDOW, G, D, E, L, BFP8, CHAINED,
+        )  # fmt: skip
+    seen, total = (position >= 0)[:, None], total[:, None]
+    result = tl.where(seen, acc / tl.where(seen, total, 1.0), 0.0)
+    out += token[:, None] * out_stride + h * D + d
+    tl.store(out, result.to(out.dtype.element_ty), mask=inside)
+
+
+def attend_prefill(
+    pages: KVPages,
+    q: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_tables: torch.Tensor,
+    scale: float,
+    window: int = 0,
+) -> None:
+    """Attend causally from rotated ``q [T, H, D]`` to the pages, into ``out [T, H D]``.
+
+    All tokens are of the sequence in ``slots[0]``, at consecutive ``positions [T]`` int64, whose
+    keys and values the pages of ``block_tables [S, M]`` int32 hold already. Negative positions,
+    at the end only, are padding and get zeros. In bf16 with fp32 sums and softmax, or in fp32 with
+    fp32 pages; ``scale`` and ``window`` as in :func:`compiler.ops.attention.attention_step`.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
+    rows, num_warps, num_stages = _tile(num_tokens, head_dim, pages.values.itemsize == 4)
+    _attend_prefill_kernel[(triton.cdiv(num_tokens, rows), num_heads)](
+        q, out, positions, slots, num_tokens, out.stride(0), scale * LOG2_E,
+        **page_arguments(pages, block_tables),
+        H=num_heads, R=rows, L=PAGE, WINDOW=window,
+        num_warps=num_warps, num_stages=num_stages, **chained(q),
+    )  # fmt: skip
+
+
+def _tile(num_tokens: int, head_dim: int, is_fp32: bool) -> tuple[int, int, int]:
+    """Tokens a program takes, its warps, and the pages in flight."""
+    if is_fp32:
+        return 32, 8, 1
+    if head_dim > 128:
+        return 64 if num_tokens <= 512 else 128, 8, 2
+    # Short prompts: more, smaller programs.
+    return (64, 4, 2) if num_tokens <= 512 else (128, 8, 3)

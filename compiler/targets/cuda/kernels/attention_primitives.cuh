@@ -1,0 +1,105 @@
+// PTX by name, of attention: barriers and stores between the blocks of a cluster, reads past the
+// first-level cache. It knows nothing of pages.
+#pragma once
+
+#include "primitives.cuh"
+
+typedef long long i64;
+
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void open_barrier(void *barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;" ::"r"(
+                   shared_address(barrier))
+               : "memory");
+}
+__device__ __forceinline__ void expect_bytes(void *barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                   shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait_bytes(void *barrier) {
+  u32 done;
+  do {
+    asm volatile("{\n.reg .pred p;\n"
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+                 "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(shared_address(barrier)) : "memory");
+  } while (!done);
+}
+// Four floats, or two, to the same place of the cluster's first block, counted by its barrier.
+__device__ __forceinline__ u32 in_first_block(const void *p) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(p)));
+  return there;
+}
+__device__ __forceinline__ void send(float4 *to, float4 v, void *barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+               "[%0], {%1, %2, %3, %4}, [%5];" ::"r"(in_first_block(to)),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(in_first_block(barrier)) : "memory");
+}
+__device__ __forceinline__ void send(float2 *to, float2 v, void *barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
+               ::"r"(in_first_block(to)), "f"(v.x), "f"(v.y), "r"(in_first_block(barrier))
+               : "memory");
+}
+// Past the first-level cache; zeros where not wanted.
+template <int WORDS> __device__ __forceinline__ void read(u32 *v, const u8 *from, bool wanted) {
+  if (WORDS == 4)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+                 "mov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+                 "@p ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+                 : "=&r"(v[0]), "=&r"(v[1]), "=&r"(v[2]), "=&r"(v[3])
+                 : "l"(from), "r"((int)wanted) : "memory");
+  else if (WORDS == 2)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+                 "@p ld.global.cg.v2.u32 {%0, %1}, [%2];\n}"
+                 : "=&r"(v[0]), "=&r"(v[1]) : "l"(from), "r"((int)wanted) : "memory");
+  else
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\nmov.b32 %0, 0;\n"
+                 "@p ld.global.cg.u32 %0, [%1];\n}"
+                 : "=&r"(v[0]) : "l"(from), "r"((int)wanted) : "memory");
+}
+__device__ __forceinline__ u32 read2(const u8 *from, bool wanted) {
+  u16 v;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\nmov.b16 %0, 0;\n"
+               "@p ld.global.cg.u16 %0, [%1];\n}"
+               : "=&h"(v) : "l"(from), "r"((int)wanted) : "memory");
+  return v;
+}
+__device__ __forceinline__ i64 read_long(const i64 *from) {
+  i64 v;
+  asm volatile("ld.global.cg.s64 %0, [%1];" : "=l"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ float4 read_floats(const float *from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ float read_float(const float *from) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
+  return v;
+}
+// How many have come to `counter` before; all that this block wrote is seen by those after it.
+__device__ __forceinline__ u32 count_arrival(u32 *counter) {
+  u32 before;
+  asm volatile("fence.acq_rel.gpu;\natom.acq_rel.gpu.global.add.u32 %0, [%1], 1;\n"
+               "fence.acq_rel.gpu;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+__device__ __forceinline__ float power_of_2(float x) {
+  float d;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+  return d;
+}
+__device__ __forceinline__ u32 transpose(u32 v) {  // of 8 x 8 bfloat16
+  u32 d;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
+  return d;
+}

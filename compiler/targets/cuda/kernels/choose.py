@@ -1,0 +1,166 @@
+"""The next token of every row: the likeliest in two kernels, or a sample in torch operations.
+
+Both make the choices of `ops.sample`, and both can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiler.targets.cuda.kernels.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+
+_CHUNK = 2048  # logits that one program looks at
+_LAST = tl.constexpr(0xFFFFFFFF)
+_NOTHING = tl.constexpr(-(2**63))
+_NAN = tl.constexpr(-(2**31))
+
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+@triton.jit
+def _partial_kernel(
+    keys_ptr, logits_ptr, vocabulary, keys_stride, logits_stride,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """The best key of a chunk. A key orders by logit, then by token, the lowest being the best."""
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = chunk * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocabulary
+    logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=0.0)
+    # Integers in the order of the floats; the two zeros are equal, and NaN is below everything.
+    bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
+    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    order = tl.where(logits == logits, order, _NAN).to(tl.int64)
+    keys = tl.where(inside, (order << 32) | (_LAST - token.to(tl.int64)), _NOTHING)
+    tl.store(keys_ptr + row * keys_stride + chunk, tl.max(keys))
+
+
+@triton.jit
+def _final_kernel(
+    tokens_ptr, finished_ptr, keys_ptr, ends_ptr, positions_ptr, num_keys, num_ends,
+    keys_stride, ends_stride,
+    BLOCK: tl.constexpr, ENDS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    chunk, end = tl.arange(0, BLOCK), tl.arange(0, ENDS)
+    keys = tl.load(keys_ptr + row * keys_stride + chunk, mask=chunk < num_keys, other=_NOTHING)
+    token = _LAST - (tl.max(keys) & _LAST)
+    ends = tl.load(ends_ptr + row * ends_stride + end, mask=end < num_ends, other=-1)
+    tl.store(tokens_ptr + row, token)
+    tl.store(finished_ptr + row, tl.max((ends == token).to(tl.int32)).to(tl.uint8))
+    if positions_ptr is not None:
+        position = tl.load(positions_ptr + row)
+        tl.store(positions_ptr + row, tl.where(position < 0, position, position + 1))
+
+
+def num_keys(vocabulary: int) -> int:
+    """Columns of the scratch that :func:`choose` needs for so many logits a row."""
+    return triton.cdiv(vocabulary, _CHUNK)
+
+
+def choose(
+    tokens_out: Tensor,
+    finished: Tensor,
+    logits: Tensor,
+    *,
+    end_tokens: Tensor,
+    scratch: Tensor,
+    positions: Tensor | None = None,
+) -> None:
+    """The first of the largest of ``logits [B, V]`` (float32): ``tokens_out [B]``, int64.
+
+    ``finished [B]`` (bool) is whether the token is among ``end_tokens [B, E]`` (int64, padded with
+    -1). NaN never wins; of a row of nothing else the first token is taken.
+    ``scratch`` is int64 ``[>= B, >= num_keys(V)]``, overwritten. ``positions [B]`` (int64), where
+    given, go on by one, negative ones apart.
+    """
+    num_rows, vocabulary = logits.shape
+    assert tokens_out.shape == finished.shape == (num_rows,) and end_tokens.shape[0] == num_rows
+    assert scratch.shape[0] >= num_rows and scratch.shape[1] >= num_keys(vocabulary)
+    assert logits.stride(1) == end_tokens.stride(1) == scratch.stride(1) == 1
+    assert tokens_out.is_contiguous() and finished.is_contiguous()
+    count = num_keys(vocabulary)
+    _partial_kernel[(num_rows, count)](
+        scratch, logits, vocabulary, scratch.stride(0), logits.stride(0),
+        BLOCK=_CHUNK, num_warps=8, **chained(logits),
+    )  # fmt: skip
+    num_ends = end_tokens.shape[1]
+    _final_kernel[(num_rows,)](
+        tokens_out, finished.view(torch.uint8), scratch, end_tokens, positions,
+        count, num_ends, scratch.stride(0), end_tokens.stride(0),
+        BLOCK=block_of(count), ENDS=block_of(num_ends), **chained(logits),
+    )  # fmt: skip
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """:func:`compiler.ops.uniform` of int64 seeds and positions of one shape: float64 in [0, 1).
+
+    Products of 32-bit words wrap around in int64, which leaves their 64 bits right.
+    """
+    counter = [positions & _MASK, (positions >> 32) & _MASK]
+    counter += [torch.zeros_like(positions), torch.zeros_like(positions)]
+    key = [seeds & _MASK, (seeds >> 32) & _MASK]
+    for _ in range(_ROUNDS):
+        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            ((second >> 32) & _MASK) ^ counter[1] ^ key[0],
+            second & _MASK,
+            ((first >> 32) & _MASK) ^ counter[3] ^ key[1],
+            first & _MASK,
+        ]
+        key = [(key[0] + 0x9E3779B9) & _MASK, (key[1] + 0xBB67AE85) & _MASK]
+    return counter[0].double() / 2.0**32
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """Token ids ``[R]`` from ``logits [R, V]``, row by row what :data:`compiler.ops.sample` picks.
+
+    Parameters are ``[R]`` each, see :class:`compiler.ops.SamplingBatch`; every row is sampled and
+    sorted, and the greedy ones are then taken from an argmax. No value is read by the host.
+    """
+    vocabulary = logits.shape[-1]
+    wide = logits.float()
+    heat = temperature.float().unsqueeze(-1)
+    scaled = (wide - wide.amax(-1, keepdim=True)) / heat.masked_fill(heat <= 0.0, 1.0)
+    scaled = scaled.masked_fill(~_kept(scaled, top_k, top_p), float("-inf"))
+    cumulative = scaled.double().softmax(-1).cumsum(-1)
+    target = uniform(seeds.long(), positions.long()).unsqueeze(-1) * cumulative[:, -1:]
+    chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=vocabulary - 1)
+    return torch.where(heat <= 0.0, logits.argmax(-1, keepdim=True), chosen).squeeze(-1)
+
+
+def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """bool ``[R, V]``: what is among the top k and, of these, in the nucleus.
+
+    Equal logits are ranked by token id, lowest first.
+    """
+    vocabulary = scaled.shape[-1]
+    ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
+    limit = top_k.long().unsqueeze(-1)
+    limit = limit.masked_fill((limit <= 0) | (limit > vocabulary), vocabulary)
+    keep = torch.arange(vocabulary, device=scaled.device) < limit
+    share = top_p.double().unsqueeze(-1)
+    weights = ranked.masked_fill(~keep, float("-inf")).double().softmax(-1)
+    keep = keep & ((weights.cumsum(-1) - weights < share) | (share >= 1.0))
+    keep[:, 0] = True
+    return torch.zeros_like(keep).scatter(-1, order, keep)

@@ -1,0 +1,100 @@
+// The product of one token: x whole in shared memory, weights streaming past it.
+#pragma once
+
+#include "norm.cuh"
+
+// Eight warps of a block walk over row tiles: together, each
+// on its slice of K, or each on tiles of its own.
+template <int F, int DEPTH> __device__ __forceinline__ void gemv(const Product &p) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ float sums[2][SLICES][16];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const bool is_cut = p.num_slices > 1;
+  const int first = is_cut ? warp * p.num_steps / SLICES : 0;
+  const int last = is_cut ? (warp + 1) * p.num_steps / SLICES : p.num_steps;
+  const int first_tile = blockIdx.x + (is_cut ? 0 : gridDim.x * warp);
+  const int tile_stride = gridDim.x * (is_cut ? 1 : 8);
+  u16 *x = (u16 *)memory;
+  const int padded = p.num_steps * STEP;
+  const u32 ring = shared_address(memory) + padded * 2 + warp * DEPTH * step_bytes<F>;
+  const int num_steps = last - first;
+  Source<F> source(p, first_tile, first, lane);
+  const u32 to = ring + source.to, to4 = ring + source.to4;
+  const u32 run = num_steps * Source<F>::ADVANCE;  // of `a`, from a tile's first step to its end
+  const long long jump = (long long)tile_stride * p.num_steps * tile_bytes<F> - run;
+  u32 end = low_bits(source.a) + run;
+  int next_tile = num_steps ? first_tile : p.num_tiles;
+  auto fetch = [&](int slot) {
+    if (next_tile < p.num_tiles) {
+      source.fetch(to + slot * step_bytes<F>, to4 + slot * step_bytes<F>);
+      if (__builtin_expect(low_bits(source.a) == end, 0)) {
+        next_tile += tile_stride;
+        source.skip(jump);
+        end = low_bits(source.a) + run;
+      }
+    }
+    commit();
+  };
+  release_dependents();
+#pragma unroll
+  for (int slot = 0; slot < DEPTH; ++slot) fetch(slot);
+  if (p.norm) {
+    normalise((const float *)p.x, p.norm, p.num_columns, padded, p.eps, x);
+  } else {
+    wait_for_inputs();
+    for (int at = threadIdx.x * 8; at < padded; at += 256 * 8)
+      *(uint4 *)(x + at) = *(const uint4 *)((const u16 *)p.x + at);
+  }
+  __syncthreads();
+  const u32 from = ring + weight_offset<F>(lane), from4 = F == BF16 ? from ^ 32 : to4;
+  const u32 x_first = shared_address(memory) + x_offset<F>(lane, 0) + first * (STEP * 2);
+  const u32 x_last = x_first + num_steps * (STEP * 2);
+  u32 at = x_first;
+  int tile = first_tile, turn = 0;
+  float acc[1][1][4] = {};
+  auto finish_tile = [&] {
+    if (!is_cut) {
+      if ((lane & 3) == 0) finish(p, 0, tile, lane >> 2, acc[0][0][0], acc[0][0][2]);
+    } else {
+      float(*partial)[16] = sums[turn & 1];
+      if ((lane & 3) == 0) {
+        partial[warp][lane >> 2] = acc[0][0][0];
+        partial[warp][8 + (lane >> 2)] = acc[0][0][2];
+      }
+      __syncthreads();  // the other buffer is free again: its reader has passed this barrier too
+      if (warp == (turn & 7) && lane < 8) {
+        float top = partial[0][lane], low = partial[0][lane + 8];
+#pragma unroll
+        for (int slice = 1; slice < SLICES; ++slice) {
+          top += partial[slice][lane];
+          low += partial[slice][lane + 8];
+        }
+        finish(p, 0, tile, lane, top, low);
+      }
+    }
+    acc[0][0][0] = acc[0][0][1] = acc[0][0][2] = acc[0][0][3] = 0.0f;
+    at = x_first;
+    tile += tile_stride;
+    ++turn;
+  };
+  if (num_steps == 0) {
+    while (tile < p.num_tiles) finish_tile();
+    return;
+  }
+  while (tile < p.num_tiles) {
+#pragma unroll
+    for (int slot = 0; slot < DEPTH; ++slot) {
+      wait_copies<DEPTH - 1>();
+      if (F == BF16) __syncwarp();  // its lanes read each other's pieces
+      const u32 place = slot * step_bytes<F>;
+      multiply_tiles<F, 1, 1>(acc, from + place, from4 + place, at, 0);
+      if (F == BF16) __syncwarp();
+      fetch(slot);
+      at += STEP * 2;
+      if (__builtin_expect(at == x_last, 0)) {
+        finish_tile();
+        if (tile >= p.num_tiles) break;
+      }
+    }
+  }
+}

@@ -1,0 +1,48 @@
+// Products of a few tokens (1 to 64) with a weight that is read once: y[M, N] = x[M, K] W[N, K]^T.
+//
+// mma.m16n8k16 with 16 rows of W as A and 8 tokens as B. Inside a tile of a block format K is
+// permuted so that a lane reads whole 16-byte pieces; held.py says how weights lie. A weight of few
+// rows is cut into 8 slices of K, each summed in the matrix unit in order, the slices then added in
+// order; one of many rows is not cut. Either way a token's result has the same bits in every kernel
+// here, whatever the batch. Needs no headers but its own; compiled by NVRTC.
+
+#include "gemm.cuh"
+#include "gemv.cuh"
+
+extern "C" __global__ void __launch_bounds__(256)
+rms_norm(const float *x, const float *norm, u16 *out, int num_columns, int x_stride, int out_stride,
+         float eps) {
+  release_dependents();
+  const size_t token = blockIdx.x;
+  normalise(x + token * x_stride, norm, num_columns, num_columns, eps, out + token * out_stride);
+}
+
+#define GEMV(name, F, DEPTH)                                                                      \
+  extern "C" __global__ void __launch_bounds__(256, 3) gemv_##name##_##DEPTH(const Product p) {   \
+    gemv<F, DEPTH>(p);                                                                            \
+  }
+#define GEMM(name, F, MT, R, DEPTH)                                                               \
+  extern "C" __global__ void __launch_bounds__(256, MT * R > 8 ? 1 : 2)                           \
+  gemm_##name##_##MT##_##R##_##DEPTH(const Product p) { gemm<F, MT, R, DEPTH>(p); }
+
+GEMV(bf16, BF16, 2)
+GEMV(bf16, BF16, 3)
+GEMV(bfp8, BFP8, 3)
+GEMV(bfp8, BFP8, 4)
+GEMV(bfp4, BFP4, 3)
+GEMM(bf16, BF16, 1, 1, 2)
+GEMM(bf16, BF16, 1, 1, 3)
+GEMM(bf16, BF16, 1, 1, 4)
+GEMM(bf16, BF16, 2, 1, 2)
+GEMM(bf16, BF16, 4, 1, 2)
+GEMM(bf16, BF16, 4, 2, 3)
+GEMM(bfp8, BFP8, 1, 1, 3)
+GEMM(bfp8, BFP8, 1, 1, 4)
+GEMM(bfp8, BFP8, 2, 1, 4)
+GEMM(bfp8, BFP8, 4, 1, 3)
+GEMM(bfp8, BFP8, 4, 1, 4)
+GEMM(bfp8, BFP8, 8, 1, 3)
+GEMM(bfp4, BFP4, 1, 1, 4)
+GEMM(bfp4, BFP4, 2, 1, 5)
+GEMM(bfp4, BFP4, 4, 1, 4)
+GEMM(bfp4, BFP4, 8, 1, 4)

@@ -1,0 +1,291 @@
+"""linear.cu on the device: which of its kernels takes a product, and how it is cut into blocks.
+
+Knows nothing of where its operands come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from compiler.targets.cuda.held import TILE_BYTES, HeldWeight
+from compiler.targets.cuda.kernels import nvrtc
+
+MAX_TOKENS = 64
+MAX_NORM_COLUMNS = 8192
+STORE, ADD, SWIGLU = 0, 1, 2
+
+MOST_SHARED = nvrtc.MOST_SHARED - 2048
+"""Bytes of dynamic shared memory that a block may have."""
+
+_HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
+_SLICES = 8
+_UNCUT_TILES = 1024
+_STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
+_X_PADDING = 8
+_NUM_THREADS = 256
+
+
+class _Product(ctypes.Structure):
+    """`Product` of linear.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "bias", "out")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_rows", "num_columns")),
+        *((name, ctypes.c_int) for name in ("num_tiles", "num_steps", "num_slices")),
+        *((name, ctypes.c_int) for name in ("x_stride", "out_stride", "epilogue")),
+        ("eps", ctypes.c_float),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """How a product of one token goes over its weight: steps of 128 columns in flight a warp,
+    blocks a multiprocessor.
+    """
+
+    depth: int
+    blocks_each: int
+
+    def kernel(self, kind: str) -> str:
+        """The kernel's name."""
+        return f"gemv_{kind}_{self.depth}"
+
+    def shared_bytes(self, kind: str, num_steps: int) -> int:
+        """Dynamic shared memory of a block, for so many steps of x."""
+        return num_steps * 256 + 8 * self.depth * _STEP_BYTES[kind]
+
+    def has_room(self, kind: str, num_steps: int) -> bool:
+        """Whether so many blocks fit a multiprocessor, which keeps 1 KB of each for itself."""
+        each = self.shared_bytes(kind, num_steps) + 2048 + 1024
+        return self.blocks_each * each <= nvrtc.MOST_SHARED + 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How a product of several tokens lies on the device: warps a block, row tiles a warp, steps in
+    flight.
+    """
+
+    num_warps: int
+    tiles_per_warp: int
+    depth: int
+
+    @property
+    def tiles_per_block(self) -> int:
+        return self.num_warps * self.tiles_per_warp
+
+    def kernel(self, kind: str, groups: int) -> str:
+        """The kernel's name, for ``groups`` eights of tokens."""
+        return f"gemm_{kind}_{groups}_{self.tiles_per_warp}_{self.depth}"
+
+    def shared_bytes(self, held: HeldWeight, groups: int) -> int:
+        """Dynamic shared memory of a block, for ``groups`` eights of tokens."""
+        x_bytes = groups * 8 * (128 + _X_PADDING) * 2
+        shared = self.depth * (x_bytes + self.tiles_per_block * _STEP_BYTES[held.kind])
+        partials = groups * 8 * (self.tiles_per_block * 16 + 8) * 4
+        return max(shared, partials if num_slices(held) > 1 else 0)
+
+
+def takes_norm(num_columns: int) -> bool:
+    """Whether norms of so many columns run here."""
+    return num_columns <= MAX_NORM_COLUMNS and num_columns % 4 == 0
+
+
+def num_slices(held: HeldWeight) -> int:
+    """Into how many slices K is cut: a property of the weight, so that no result depends on the
+    batch. One of many rows gives every warp of the device rows of its own.
+    """
+    return 1 if held.num_row_tiles >= _UNCUT_TILES else _SLICES
+
+
+def most_tokens(held: HeldWeight) -> int:
+    """Of a product here: with more, the library's was measured faster for a bfloat16 weight."""
+    if held.kind != "bf16":
+        return MAX_TOKENS
+    is_small = held.num_row_tiles <= 256 and held.num_column_tiles <= 32
+    return 32 if num_slices(held) == 1 or is_small else 16
+
+
+_WALKS: dict[str, tuple[Walk, ...]] = {
+    "bf16": (Walk(3, 2), Walk(2, 2), Walk(2, 1)),
+    "bfp8": (Walk(4, 2), Walk(3, 2), Walk(4, 1)),
+    "bfp4": (Walk(3, 2), Walk(3, 1)),
+}
+"""Of one token: the first that has room. Measured in whole models on an H200: one block a
+multiprocessor is as fast in a chain of one shape, and a tenth to a half slower in a model."""
+
+
+def choose_walk(held: HeldWeight) -> Walk:
+    """How one token's product with a weight goes."""
+    walks = _WALKS[held.kind]
+    return next((w for w in walks if w.has_room(held.kind, held.num_column_tiles)), walks[-1])
+
+
+_GRIDS = {
+    "bf16": {
+        1: (Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 3), Grid(7, 1, 4)),
+        2: (Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 2), Grid(7, 1, 2)),
+        4: (Grid(6, 1, 2), Grid(6, 1, 2), Grid(6, 1, 2), Grid(7, 2, 3)),
+    },
+    "bfp8": {
+        1: (Grid(4, 1, 4), Grid(6, 1, 4), Grid(7, 1, 3), Grid(8, 1, 4)),
+        2: (Grid(6, 1, 4), Grid(6, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
+        4: (Grid(6, 1, 3), Grid(6, 1, 3), Grid(7, 1, 3), Grid(7, 1, 4)),
+        8: (Grid(6, 1, 3), Grid(6, 1, 3), Grid(7, 1, 3), Grid(7, 1, 3)),
+    },
+    "bfp4": {
+        1: (Grid(6, 1, 4), Grid(6, 1, 4), Grid(7, 1, 4), Grid(8, 1, 4)),
+        2: (Grid(6, 1, 5), Grid(6, 1, 5), Grid(7, 1, 5), Grid(7, 1, 5)),
+        4: (Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
+        8: (Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4), Grid(7, 1, 4)),
+    },
+}
+"""Of several tokens, by eights of them: for few rows of few columns and of more, for more rows, and
+for an uncut weight.
+
+Measured on an H200. A cut weight's eight blocks are a cluster within a group of 16 or 18
+multiprocessors: blocks of eight warps fill the device on paper, and in fact wait for a place.
+"""
+
+_FEW_TILES = 300
+_FEW_COLUMNS = 8192
+
+
+def choose_grid(held: HeldWeight, num_tokens: int) -> Grid:
+    """The blocks of a product of several tokens."""
+    few_short, few_long, some, many = _GRIDS[held.kind][_token_groups(num_tokens)]
+    if num_slices(held) == 1:
+        return many
+    if held.num_row_tiles > _FEW_TILES:
+        return some
+    return few_short if held.num_columns <= _FEW_COLUMNS else few_long
+
+
+def _token_groups(num_tokens: int) -> int:
+    """Eights of tokens, as kernels are made for."""
+    return next(count for count in (1, 2, 4, 8) if num_tokens <= 8 * count)
+
+
+def linear(
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    *,
+    epilogue: int,
+    num_tokens: int,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    grid: Grid | None = None,
+    walk: Walk | None = None,
+) -> None:
+    """``y = x W^T (+ bias)``, then ``epilogue``: STORE y in ``out`` fp32, ADD it there, or SWIGLU
+    of paired rows into ``out`` bf16 [., N / 2].
+
+    ``x`` bf16 [8, 16, 32 or 64 rows at least, columns padded to whole tiles with zeros]; with
+    ``norm`` (weight fp32, eps), which takes one token of at most 8,192 columns, fp32 [1, K].
+    """
+    assert 1 <= num_tokens <= most_tokens(held) and held.num_columns % 4 == 0
+    product = _Product(
+        weight=held.data.data_ptr(),
+        x=x.data_ptr(),
+        norm=None if norm is None else norm[0].data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=num_tokens,
+        num_rows=held.num_rows,
+        num_columns=held.num_columns,
+        num_tiles=held.num_row_tiles,
+        num_steps=held.num_column_tiles,
+        num_slices=num_slices(held),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        epilogue=epilogue,
+        eps=0.0 if norm is None else norm[1],
+        scale=held.scale,
+    )
+    if num_tokens == 1:
+        _launch_gemv(product, held, walk or choose_walk(held))
+        return
+    assert norm is None
+    grid = grid or choose_grid(held, num_tokens)
+    _launch_gemm(product, held, grid, _token_groups(num_tokens))
+
+
+def _launch_gemv(product: _Product, held: HeldWeight, walk: Walk) -> None:
+    """One token: as many blocks as are resident, each walking over row tiles."""
+    num_blocks = walk.blocks_each * _num_processors(torch.cuda.current_device())
+    at = nvrtc.Launch(
+        (min(held.num_row_tiles, num_blocks), 1, 1),
+        _NUM_THREADS,
+        walk.shared_bytes(held.kind, held.num_column_tiles),
+    )
+    nvrtc.launch(source(), walk.kernel(held.kind), at=at, arguments=product)
+
+
+def _launch_gemm(product: _Product, held: HeldWeight, grid: Grid, groups: int) -> None:
+    """Several tokens, ``groups`` eights of them: a block a run of row tiles and slice of K."""
+    slices = num_slices(held)
+    at = nvrtc.Launch(
+        (-(-held.num_row_tiles // grid.tiles_per_block), slices, 1),
+        32 * grid.num_warps,
+        grid.shared_bytes(held, groups),
+        cluster=(1, slices, 1),
+    )
+    nvrtc.launch(source(), grid.kernel(held.kind, groups), at=at, arguments=product)
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "out")),
+        *((name, ctypes.c_int) for name in ("num_columns", "x_stride", "out_stride")),
+        ("eps", ctypes.c_float),
+    )
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float, num_tokens: int) -> None:
+    """``x`` fp32 to ``out`` bf16, with the bits of the norm inside :func:`linear`."""
+    arguments = _Norm(
+        x=x.data_ptr(),
+        norm=weight.data_ptr(),
+        out=out.data_ptr(),
+        num_columns=weight.numel(),
+        x_stride=x.stride(0),
+        out_stride=out.stride(0),
+        eps=eps,
+    )
+    at = nvrtc.Launch((num_tokens, 1, 1), _NUM_THREADS)
+    nvrtc.launch(source(), "rms_norm", at=at, arguments=arguments, spread=True)
+
+
+@functools.cache
+def _num_processors(device: int) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def kernel_names(text: str) -> tuple[str, ...]:
+    """The products that linear.cu's last lines ask for, by name."""
+    made = re.findall(r"^(GEM[VM])\((\w+), \w+, ([\d, ]+)\)", text, re.M)
+    return tuple(
+        f"{macro.lower()}_{kind}_{sizes.replace(', ', '_')}" for macro, kind, sizes in made
+    )
+
+
+@functools.cache
+def source() -> nvrtc.Source:
+    """linear.cu and what it includes."""
+    path = Path(__file__).with_name("linear.cu")
+    names = (*kernel_names(path.read_text()), "rms_norm")
+    return nvrtc.Source(path, names, nvrtc.MOST_SHARED - MOST_SHARED, _HEADERS)
+
+
+def why_not(device: torch.device) -> str:
+    """Why linear.cu cannot run on a device; empty where it can."""
+    return nvrtc.why_not(device, source())

@@ -1,0 +1,210 @@
+"""attention.cu on the device: decode attention of bf16 and bfp8 pages at the usual head sizes.
+
+Knows how a row's pages are shared out between blocks, and nothing of where its operands come from.
+Legend: B rows, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from compiler.formats.block_float import BLOCK_SIZE
+from compiler.targets.cuda.kernels import nvrtc
+from compiler.targets.cuda.kernels.attention_decode import Scratch
+from compiler.targets.cuda.kernels.launch import LOG2_E
+from compiler.targets.cuda.pages import KVPages
+
+HEAD_DIMS = (64, 96, 128)
+MAX_GROUP_HEADS = 16
+"""Query heads of a key/value head, at most."""
+
+SHORT_PAGES = 32
+"""Pages in sight, up to which one group of splits takes a row."""
+
+MANY_BLOCKS = 768
+"""Blocks of a launch of one row over a long table, about: four a multiprocessor."""
+
+ENOUGH_BLOCKS = 512
+"""Blocks from which on a launch of several rows gives a block more splits instead."""
+
+_THREADS = 128
+_WARPS = 4
+_GROUP = 8
+_MAX_GROUPS = 16
+
+SOURCE = nvrtc.Source(
+    Path(__file__).with_name("attention.cu"),
+    tuple(f"attend_{kind}_{d}_{n}" for kind in ("bf16", "bfp8") for d in HEAD_DIMS for n in (1, 2)),
+    headers=("primitives.cuh", "attention_primitives.cuh", "attention_pages.cuh"),
+)
+
+
+class _Attend(ctypes.Structure):
+    """`Attend` of attention.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "positions", "slots", "tables")),
+        *((name, ctypes.c_void_p) for name in ("inv_freq", "values", "exponents")),
+        *((name, ctypes.c_void_p) for name in ("partial", "peaks", "totals", "arrived")),
+        *((name, ctypes.c_int) for name in ("table_width", "out_stride", "group_heads")),
+        *((name, ctypes.c_int) for name in ("num_kv_heads", "half", "window", "interleaved")),
+        *((name, ctypes.c_int) for name in ("early", "num_groups", "num_joined", "each_block")),
+        ("short_pages", ctypes.c_int),
+        ("scale", ctypes.c_float),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How a launch shares out the splits of a row: groups of up to eight splits, blocks of a group,
+    splits of a block. The first is a property of the table, and so are the bits of a row.
+    """
+
+    num_groups: int
+    num_joined: int
+    each_block: int
+
+
+def choose_share(num_rows: int, num_kv_heads: int, num_pages: int) -> Share:
+    """For a launch over tables of ``num_pages``."""
+    num_groups = 1
+    if num_pages > SHORT_PAGES:
+        most = MANY_BLOCKS // (_GROUP * num_kv_heads)
+        num_groups = max(2, min(_MAX_GROUPS, most))
+    splits = _GROUP if num_groups > 1 else _splits_of_one_group(num_pages)
+    num_joined = splits
+    while num_joined > 1 and num_rows * num_kv_heads * num_groups * num_joined > ENOUGH_BLOCKS:
+        num_joined //= 2
+    return Share(num_groups, num_joined, splits // num_joined)
+
+
+def _splits_of_one_group(num_pages: int) -> int:
+    """A power of two, as the blocks of a group are."""
+    return next(count for count in (1, 2, 4, 8) if count == _GROUP or count >= num_pages)
+
+
+def why_not(pages: KVPages, *, num_heads: int, num_frequencies: int) -> str:
+    """Why attention.cu cannot take such pages and heads; empty where it can."""
+    if pages.values.dtype not in (torch.bfloat16, torch.int8):
+        return f"pages of {pages.values.dtype}"
+    if pages.head_dim not in HEAD_DIMS:
+        return f"head size {pages.head_dim}"
+    if num_heads > MAX_GROUP_HEADS * pages.num_kv_heads:
+        return f"{num_heads} heads over {pages.num_kv_heads} of keys and values"
+    if num_frequencies % 4:
+        return f"{num_frequencies} frequencies of rotation"
+    return nvrtc.why_not(pages.values.device, SOURCE)
+
+
+def attend_decode(
+    pages: KVPages,
+    qkv: torch.Tensor,
+    *,
+    out: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_tables: torch.Tensor,
+    inv_freq: torch.Tensor,
+    num_heads: int,
+    scale: float,
+    window: int = 0,
+    interleaved: bool = False,
+    scratch: Scratch,
+    early: bool = False,
+    share: Share | None = None,
+) -> None:
+    """What :func:`compiler.targets.cuda.kernels.attention_decode.attend_decode` does, with the same
+    arguments, where :func:`why_not` has no objection; ``out`` is bf16, its rows 8-byte aligned.
+    """
+    num_rows, num_pages = qkv.shape[0], block_tables.shape[1]
+    share = share or choose_share(num_rows, pages.num_kv_heads, num_pages)
+    _check_operands(pages, qkv, out, block_tables, inv_freq)
+    assert positions.dtype == slots.dtype == torch.int64
+    parts = num_rows * num_heads * share.num_groups if share.num_groups > 1 else 0
+    assert scratch.peaks.numel() >= parts and scratch.partial.numel() >= parts * pages.head_dim
+    arguments = _Attend(
+        **_page_arguments(pages, block_tables),
+        qkv=qkv.data_ptr(),
+        out=out.data_ptr(),
+        positions=positions.data_ptr(),
+        slots=slots.data_ptr(),
+        **_rotation(inv_freq, interleaved),
+        partial=scratch.partial.data_ptr(),
+        peaks=scratch.peaks.data_ptr(),
+        totals=scratch.totals.data_ptr(),
+        arrived=scratch.arrived.data_ptr(),
+        out_stride=out.stride(0),
+        group_heads=num_heads // pages.num_kv_heads,
+        window=window,
+        early=early,
+        num_groups=share.num_groups,
+        num_joined=share.num_joined,
+        each_block=share.each_block,
+        short_pages=SHORT_PAGES,
+        scale=scale * LOG2_E,
+    )
+    _launch(pages, arguments, num_rows)
+
+
+def _page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, int]:
+    return {
+        "values": pages.values.data_ptr(),
+        "exponents": 0 if pages.exponents is None else pages.exponents.data_ptr(),
+        "num_kv_heads": pages.num_kv_heads,
+        "tables": block_tables.data_ptr(),
+        "table_width": block_tables.shape[1],
+    }
+
+
+def _rotation(inv_freq: torch.Tensor, interleaved: bool) -> dict[str, int]:
+    return {
+        "inv_freq": inv_freq.data_ptr(),
+        "half": inv_freq.shape[0],
+        "interleaved": interleaved,
+    }
+
+
+def _launch(pages: KVPages, arguments: _Attend, num_rows: int) -> None:
+    """The kernel of these pages and so many heads, over the blocks that ``arguments`` speak of."""
+    kind = "bf16" if pages.exponents is None else "bfp8"
+    heads, joined = arguments.group_heads, arguments.num_joined
+    nvrtc.launch(
+        SOURCE,
+        f"attend_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
+        at=nvrtc.Launch(
+            blocks=(arguments.num_groups * joined, num_rows, pages.num_kv_heads),
+            num_threads=_THREADS,
+            shared=_shared_bytes(pages.head_dim, heads, joined * arguments.each_block),
+            cluster=(joined, 1, 1),
+        ),
+        arguments=arguments,
+    )
+
+
+def _check_operands(
+    pages: KVPages,
+    qkv: torch.Tensor,
+    out: torch.Tensor,
+    block_tables: torch.Tensor,
+    inv_freq: torch.Tensor,
+) -> None:
+    """What the kernel takes for granted."""
+    assert pages.values.is_contiguous() and block_tables.is_contiguous() and qkv.is_contiguous()
+    assert pages.exponents is None or pages.exponents.is_contiguous()
+    assert qkv.dtype == inv_freq.dtype == torch.float32 and out.dtype == torch.bfloat16
+    assert block_tables.dtype == torch.int32 and 2 * inv_freq.shape[0] <= pages.head_dim
+    assert qkv.data_ptr() % 16 == 0 and pages.values.data_ptr() % 16 == 0
+    assert out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
+
+
+def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:
+    """`Shared` of attention.cu, with some to spare, and the sums of warps and splits behind it."""
+    eights = 1 if group_heads <= 8 else 2
+    queries = eights * 8 * (2 * head_dim + 64)
+    stats = (_WARPS + _GROUP) * eights * 8 * 8
+    fixed = 8 * head_dim + queries + 4 * head_dim + BLOCK_SIZE + stats + 64
+    return fixed + (_WARPS + num_splits) * group_heads * head_dim * 4

@@ -1,0 +1,162 @@
+"""CUDA C++ on the device: compiled once by NVRTC, kept by the hash of its source, launched.
+
+Knows nothing of what its kernels compute.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiler.errors import CompileError, one_line
+from compiler.files import cache_dir, replace_file
+
+MOST_SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have, fixed and dynamic together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A file of kernels, by name; the bytes of shared memory that each fixes, at most; the headers
+    beside the file, by name, that it includes, directly or not.
+    """
+
+    path: Path
+    names: tuple[str, ...]
+    fixed_shared: int = 0
+    headers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Blocks along x, y, z, threads of each, bytes of dynamic shared memory, and how many blocks
+    along x, y, z are placed together and reach each other's shared memory.
+    """
+
+    blocks: tuple[int, int, int]
+    num_threads: int
+    shared: int = 0
+    cluster: tuple[int, int, int] = (1, 1, 1)
+
+
+def launch(
+    source: Source,
+    name: str,
+    *,
+    at: Launch,
+    arguments: ctypes.Structure,
+    spread: bool = False,
+) -> None:
+    """Launch behind the current stream's last kernel, which may still be running.
+
+    ``spread``: each field is a parameter of its own; else the structure is the only one.
+    """
+    from cuda.bindings import driver
+
+    address = ctypes.addressof(arguments)
+    fields = [getattr(type(arguments), field[0]).offset for field in arguments._fields_]
+    places = [address + offset for offset in fields] if spread else [address]
+    pointers = (ctypes.c_void_p * len(places))(*places)
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = at.blocks
+    config.blockDimX, config.blockDimY, config.blockDimZ = at.num_threads, 1, 1
+    config.sharedMemBytes = at.shared
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    behind = driver.CUlaunchAttribute()
+    behind.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    behind.value.programmaticStreamSerializationAllowed = 1
+    config.attrs = [behind]
+    if at.cluster != (1, 1, 1):
+        together = driver.CUlaunchAttribute()
+        together.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        together.value.clusterDim.x, together.value.clusterDim.y = at.cluster[:2]
+        together.value.clusterDim.z = at.cluster[2]
+        config.attrs = [behind, together]
+    config.numAttrs = len(config.attrs)
+    function = _functions(source, torch.cuda.current_device())[name]
+    check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+@functools.cache
+def why_not(device: torch.device, source: Source) -> str:
+    """Why the source's kernels cannot run on a device; empty where they can."""
+    if device.type != "cuda":
+        return "no GPU"
+    if os.environ.get("TILEWRIGHT_NATIVE_KERNELS") == "0":
+        return "switched off by TILEWRIGHT_NATIVE_KERNELS=0"
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return "made for compute capability 9.0"
+    try:
+        _functions(source, device.index or 0)
+    except (ImportError, CompileError, RuntimeError) as error:
+        return one_line(error)
+    return ""
+
+
+@functools.cache
+def _functions(source: Source, device: int) -> dict[str, Any]:
+    """Every kernel of a source, loaded on the device."""
+    from cuda.bindings import driver
+
+    torch.zeros(1, device=f"cuda:{device}")  # makes the context
+    capability = torch.cuda.get_device_capability(device)
+    module = check(driver.cuModuleLoadData(_cubin(source, capability)))
+    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    found = {}
+    for name in source.names:
+        found[name] = check(driver.cuModuleGetFunction(module, name.encode()))
+        check(driver.cuFuncSetAttribute(found[name], limit, MOST_SHARED - source.fixed_shared))
+    return found
+
+
+def _cubin(source: Source, capability: tuple[int, int]) -> bytes:
+    """The machine code for a device of this capability, compiled if it is not in the cache.
+
+    Raises:
+        CompileError: with the beginning of NVRTC's log.
+    """
+    from cuda.bindings import nvrtc
+
+    path, text = source.path, source.path.read_bytes()
+    names = [name.encode() for name in source.headers]
+    headers = [path.with_name(name).read_bytes() for name in source.headers]
+    version = check(nvrtc.nvrtcVersion())
+    options = [b"--std=c++17", b"--gpu-architecture=sm_%d%da" % capability]
+    key = hashlib.sha256(repr((text, names, headers, options, version)).encode()).hexdigest()[:32]
+    kept = cache_dir() / "kernels" / f"{path.stem}-{key}.cubin"
+    if kept.is_file():
+        return kept.read_bytes()
+    name = path.name.encode()
+    program = check(nvrtc.nvrtcCreateProgram(text, name, len(names), headers, names))
+    error, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(error):
+        log = b" " * int(check(nvrtc.nvrtcGetProgramLogSize(program)))
+        check(nvrtc.nvrtcGetProgramLog(program, log))
+        raise CompileError(f"{path.name} does not compile: {log.decode(errors='replace')[:300]!r}")
+    binary = b" " * int(check(nvrtc.nvrtcGetCUBINSize(program)))
+    check(nvrtc.nvrtcGetCUBIN(program, binary))
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(kept, binary)
+    except OSError:
+        pass  # compiled again next time: seconds
+    return binary
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """The value of a driver or NVRTC call.
+
+    Raises:
+        RuntimeError: with the error's name, where it failed.
+    """
+    error, *values = result
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA: {error!r}")
+    return values[0] if values else None

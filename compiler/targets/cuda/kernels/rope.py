@@ -1,0 +1,129 @@
+"""Rotary embedding of a prompt's queries and keys, and its keys and values into the pages.
+
+Legend: T tokens, H query heads, G key/value heads, D head size, S slots, M pages of a slot.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiler.targets.cuda.kernels.kv_cache import (
+    channel_partners,
+    page_arguments,
+    store_rows,
+    turn_of,
+)
+from compiler.targets.cuda.kernels.launch import chained, release_dependents, wait_for_inputs
+from compiler.targets.cuda.pages import PAGE, KVPages
+
+HEADS = 8
+"""Heads a program rotates."""
+
+
+@triton.jit
+def _token(position_at, slot_at, tables, table_width, L: tl.constexpr):
+    """A token's position and its page, -1 and page 0 where it is padding."""
+    position = tl.load(position_at)
+    slot = tl.load(slot_at)
+    real = position >= 0
+    page = tl.load(tables + slot * table_width + position // L, mask=real, other=0)
+    return position, page.to(tl.int64)
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv, q_out, k_out, v_out, positions, slots, inv_freq, values, exponents, tables, table_width,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
+    L: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BFP8: tl.constexpr,
+    COPIES: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    Q_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
+    KV_TILES: tl.constexpr = (G + HEADS - 1) // HEADS
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    d = tl.arange(0, E)
+    frequency, partner, second = channel_partners(HALF, E, INTERLEAVED)
+    frequencies = tl.load(inv_freq + frequency, mask=d < 2 * HALF, other=0.0)
+    # First of the row's heads, and how many there are of this kind: queries, keys, values.
+    kind = tl.where(tile < Q_TILES, 0, tl.where(tile < Q_TILES + KV_TILES, 1, 2))
+    base = tl.where(kind == 0, 0, tl.where(kind == 1, H, H + G))
+    limit = tl.where(kind == 0, H, G)
+    behind = tl.where(kind == 0, 0, tl.where(kind == 1, Q_TILES, Q_TILES + KV_TILES))
+    head = (tile - behind) * HEADS + tl.arange(0, HEADS)
+    keep = head < limit
+    inside = keep[:, None] & (d < D)[None, :]
+    wait_for_inputs(CHAINED)
+    row = qkv + token * ((H + 2 * G) * D)
+    at = (base + head)[:, None] * D
+    x = tl.load(row + at + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    position, page = _token(positions + token, slots + token, tables, table_width, L)
+    real = position >= 0
+    if kind < 2:
+        other = tl.load(row + at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+        cos, sin = turn_of(position, frequencies, second)
+        x = x * cos[None, :] + other * sin[None, :]
+    x = tl.where(real, x, 0.0)
+    here = head[:, None] * D + d[None, :]
+    if kind == 0:
+        tl.store(q_out + token * (H * D) + here, x.to(q_out.dtype.element_ty), mask=inside)
+    else:
+        rows = ((page * 2 + kind - 1) * G + head) * L + position % L
+        held = store_rows(values, exponents, x, rows, keep & real, HEADS, D, E, BFP8)
+        if COPIES:
+            copy = tl.where(real, held, 0.0).to(k_out.dtype.element_ty)
+            if kind == 1:
+                tl.store(k_out + token * (G * D) + here, copy, mask=inside)
+            else:
+                tl.store(v_out + token * (G * D) + here, copy, mask=inside)
+
+
+def rotate_and_store(
+    pages: KVPages,
+    qkv: torch.Tensor,
+    *,
+    q_out: torch.Tensor,
+    k_out: torch.Tensor | None = None,
+    v_out: torch.Tensor | None = None,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    block_tables: torch.Tensor,
+    inv_freq: torch.Tensor,
+    num_heads: int,
+    interleaved: bool = False,
+) -> None:
+    """Rotate the queries of ``qkv [T, (H + 2 G) D]`` into ``q_out [T, H, D]``, and store its
+    rotated keys and its values in the pages, rounded to them.
+
+    ``positions [T]`` and ``slots [T]`` int64, ``block_tables [S, M]`` int32 page numbers,
+    ``inv_freq [R]`` fp32: the first 2 R channels turn, as pairs (i, i + R), or as neighbours when
+    ``interleaved``. ``k_out`` and ``v_out [T, G, D]``, both or none and of one type, get what the
+    pages hold. A token at a negative position is padding: nothing of it is stored, and its rows of
+    the outputs are zeros.
+    """
+    assert qkv.is_contiguous() and q_out.is_contiguous()
+    assert (k_out is None) == (v_out is None)
+    assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim
+    for copy in (k_out, v_out):
+        assert copy is None or copy.is_contiguous()
+    num_tiles = triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(pages.num_kv_heads, HEADS)
+    _rotate_and_store_kernel[(qkv.shape[0], num_tiles)](
+        qkv,
+        q_out,
+        q_out if k_out is None else k_out,
+        q_out if v_out is None else v_out,
+        positions,
+        slots,
+        inv_freq,
+        **page_arguments(pages, block_tables),
+        H=num_heads,
+        HALF=inv_freq.shape[0],
+        L=PAGE,
+        HEADS=HEADS,
+        INTERLEAVED=interleaved,
+        COPIES=k_out is not None,
+        num_warps=4,
+        **chained(qkv),
+    )

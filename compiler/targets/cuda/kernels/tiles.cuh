@@ -1,0 +1,197 @@
+// Tiles of a held weight (held.py): how a warp fetches, decodes and multiplies them, and what
+// becomes of a product.
+#pragma once
+
+#include "primitives.cuh"
+
+constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2;          // how the weight is held
+constexpr int STORE = 0, ADD = 1, SWIGLU = 2;        // what becomes of y
+constexpr int SLICES = 8;
+constexpr int STEP = 128;                            // columns of a tile
+
+template <int F> constexpr int pieces = F == BF16 ? 8 : F == BFP8 ? 4 : 2;
+template <int F> constexpr int step_bytes = pieces<F> * 512 + (F == BF16 ? 0 : 128);
+template <int F> constexpr int tile_bytes = F == BF16 ? 16 * STEP * 2 : step_bytes<F>;  // in memory
+constexpr int X_PADDING = 8;  // elements a row of x in shared memory: eight rows in different banks
+
+struct Product {
+  const u8 *weight;
+  const void *x;          // bf16 [M, x_stride], or fp32 [K] where norm is given (M = 1)
+  const float *norm;      // [K], or null
+  const float *bias;      // [N], or null
+  void *out;              // fp32 [M, out_stride] (STORE, ADD), bf16 (SWIGLU: [M, N / 2])
+  int num_tokens, num_rows, num_columns, num_tiles, num_steps, num_slices;
+  int x_stride, out_stride, epilogue;
+  float eps;
+  float scale;            // of what is held: a power of two
+};
+
+__device__ __forceinline__ u32 low_bits(const void *p) { return (u32)(size_t)p; }
+
+// A lane's way through the tiles that its warp fetches: row tiles of some steps each.
+template <int F> struct Source {
+  static constexpr int ADVANCE = F == BF16 ? STEP * 2 : step_bytes<F>;
+  const u8 *a, *b;   // bf16: rows g and g + 8; block formats: pieces and exponents
+  u32 to, to4;       // the lane's places in a tile of shared memory
+
+  __device__ __forceinline__ Source(const Product &p, int tile, int step, int lane) {
+    if (F == BF16) {
+      const int g = lane >> 2, t = lane & 3;
+      const size_t stride = (size_t)p.num_steps * (STEP * 2);
+      a = p.weight + ((size_t)tile * 16 + g) * stride + step * (STEP * 2) + t * 16;
+      b = a + 8 * stride;
+      to = to4 = (g * 4 + (t ^ (g >> 1))) * 16;  // chunk t of eight rows: in eight banks
+    } else {
+      a = p.weight + ((size_t)tile * p.num_steps + step) * step_bytes<F> + lane * 16;
+      b = a + pieces<F> * 512 - lane * 12;
+      to = lane * 16;
+      to4 = pieces<F> * 512 + lane * 4;
+    }
+  }
+  __device__ __forceinline__ void fetch(u32 place16, u32 place4) {
+    if (F == BF16) {
+#pragma unroll
+      for (int piece = 0; piece < 8; ++piece)
+        copy16(place16 + piece * 512, (piece & 1 ? b : a) + (piece >> 1) * 64);
+    } else {
+#pragma unroll
+      for (int piece = 0; piece < pieces<F>; ++piece)
+        copy16(place16 + piece * 512, a + piece * 512);
+      copy4(place4, b);
+    }
+    skip(ADVANCE);
+  }
+  __device__ __forceinline__ void skip(long long bytes) {
+    a += bytes;
+    b += bytes;
+  }
+};
+
+// Where a lane reads a tile's weights and x in shared memory.
+template <int F> __device__ __forceinline__ u32 weight_offset(int lane) {
+  const int row = lane & 7, matrix = lane >> 3;
+  return F == BF16 ? (matrix & 1) * 512 + (row * 4 + ((matrix >> 1) ^ (row >> 1))) * 16 : lane * 16;
+}
+template <int F> __device__ __forceinline__ u32 x_offset(int lane, int row_bytes) {
+  return F == BF16 ? (lane & 7) * row_bytes + (lane >> 3) * 16
+                   : (lane >> 2) * row_bytes + (lane & 3) * 32;
+}
+
+// 2^e in both halves, e being byte `i` of the exponents: the one scale of both formats.
+__device__ __forceinline__ u32 scale_of(u32 exponents, int i) {
+  return __byte_perm(exponents, 0, 0x4440 | i) * 0x00800080u + 0x3F803F80u;
+}
+// Four rows-by-columns fragments of 16 columns a lane, for each half of a tile: see held.py. Codes
+// are subnormal bfloat16, or above 2^-122; the scale makes them exact.
+__device__ __forceinline__ void decode_bfp8(u32 (&a)[8], const u32 (&w)[4], u32 scale) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    a[2 * i] = multiply2(w[i] & 0x807F807Fu, scale);
+    a[2 * i + 1] = multiply2(__byte_perm(w[i], 0, 0x2301) & 0x807F807Fu, scale);
+  }
+}
+__device__ __forceinline__ void decode_bfp4(u32 (&a)[8], u32 w0, u32 w1, u32 scale) {
+  const u32 offset = multiply2(scale, 0x82888288u);  // -(2^-122 + 8 * 2^-129) * scale
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 w = i & 2 ? w1 : w0, v = i & 1 ? __byte_perm(w, 0, 0x2301) : w;
+    a[2 * i] = fma2(mask_or(v, 0x000F000Fu, 0x02800280u), scale, offset);
+    a[2 * i + 1] = multiply2(v & 0x80708070u, scale);
+  }
+}
+
+// acc += R tiles x 128 columns of MT * 8 tokens, from a lane's places in shared memory.
+template <int MT, int R>
+__device__ __forceinline__ void multiply_bf16(float (&acc)[R][MT][4], u32 weight, u32 weight_odd,
+                                              u32 x, u32 x_row8) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    u32 a[2][R][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+        read_matrices(a[half][r], (half ? weight_odd : weight) + r * step_bytes<BF16> + j * 1024);
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+      u32 b[4];
+      read_matrices(b, x + m * x_row8 + j * 64);
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int r = 0; r < R; ++r)
+          mma(acc[r][m], a[half][r], b[2 * half], b[2 * half + 1]);
+    }
+  }
+}
+template <int F, int MT, int R>
+__device__ __forceinline__ void multiply_blocks(float (&acc)[R][MT][4], u32 weight, u32 weight4,
+                                                u32 x, u32 x_row8) {
+  u32 exponents[R], w[R][4][4];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    exponents[r] = read4(weight4 + r * step_bytes<F>);
+#pragma unroll
+    for (int piece = 0; piece < pieces<F>; ++piece)
+      read16(w[r][piece], weight + r * step_bytes<F> + piece * 512);
+  }
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    u32 top[R][8], low[R][8];
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const u32 e0 = scale_of(exponents[r], 2 * j), e1 = scale_of(exponents[r], 2 * j + 1);
+      if (F == BFP8) {
+        decode_bfp8(top[r], w[r][2 * j], e0);
+        decode_bfp8(low[r], w[r][2 * j + 1], e1);
+      } else {
+        decode_bfp4(top[r], w[r][0][2 * j], w[r][0][2 * j + 1], e0);
+        decode_bfp4(low[r], w[r][1][2 * j], w[r][1][2 * j + 1], e1);
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < MT; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        u32 b[4];
+        read16(b, x + m * x_row8 + j * 128 + half * 16);
+#pragma unroll
+        for (int i = 0; i < 4; i += 2)
+#pragma unroll
+          for (int r = 0; r < R; ++r) {
+            const int k = 4 * half + i;
+            const u32 a[4] = {top[r][k], low[r][k], top[r][k + 1], low[r][k + 1]};
+            mma(acc[r][m], a, b[i], b[i + 1]);
+          }
+      }
+    }
+  }
+}
+template <int F, int MT, int R>
+__device__ __forceinline__ void multiply_tiles(float (&acc)[R][MT][4], u32 weight, u32 weight4,
+                                               u32 x, u32 x_row8) {
+  if (F == BF16) multiply_bf16<MT, R>(acc, weight, weight4, x, x_row8);
+  else multiply_blocks<F, MT, R>(acc, weight, weight4, x, x_row8);
+}
+
+// Two neighbouring values of a row: gate g and up g + 8 where they are paired.
+__device__ __forceinline__ void finish(const Product &p, int token, int tile, int g, float top,
+                                       float low) {
+  if (token >= p.num_tokens) return;
+  const int row = tile * 16 + g;
+  top *= p.scale;
+  low *= p.scale;
+  if (p.bias) {
+    if (row < p.num_rows) top += p.bias[row];
+    if (row + 8 < p.num_rows) low += p.bias[row + 8];
+  }
+  if (p.epilogue == SWIGLU) {
+    const float value = __fdividef(top, 1.0f + __expf(-top)) * low;
+    if (row + 8 < p.num_rows)
+      ((u16 *)p.out)[(size_t)token * p.out_stride + tile * 8 + g] = (u16)pack2(value, 0.0f);
+    return;
+  }
+  float *out = (float *)p.out + (size_t)token * p.out_stride + row;
+  if (row < p.num_rows) out[0] = p.epilogue == ADD ? out[0] + top : top;
+  if (row + 8 < p.num_rows) out[8] = p.epilogue == ADD ? out[8] + low : low;
+}

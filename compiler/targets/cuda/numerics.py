@@ -1,0 +1,108 @@
+"""What the kernels make of formats and fidelities: the cuda numeric contract, and how weights and
+caches are held for it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from compiler.errors import CompileError, allowed
+from compiler.formats import get_format
+from compiler.ir.recipe import Segment, WeightRecipe
+from compiler.targets.base import Holding
+from compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
+from compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+
+BLOCK_KINDS = tuple(TILE_BYTES)
+"""Formats that kernels read in blocks."""
+
+_EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
+CACHE_KINDS = ("bf16", "bfp8")
+TABLES = ("embedding",)
+
+
+def held_kind(recipe: WeightRecipe, group: str | None) -> str:
+    """How a product's weight is held: its own blocks, or bfloat16 values (exact).
+
+    Raises:
+        CompileError: for a format whose values bfloat16 cannot hold.
+    """
+    assert recipe.format is not None
+    if recipe.format not in _EXACT_IN_BF16:
+        raise CompileError(
+            f"{group or 'weight'} {recipe.names[0]}: format {recipe.format} on target cuda, whose "
+            f"products take values that are exact in bfloat16; {allowed(_EXACT_IN_BF16)}"
+        )
+    in_blocks = recipe.format in BLOCK_KINDS and recipe.block_axis == "in"
+    return recipe.format if in_blocks and group not in TABLES else "bf16"
+
+
+def cache_kind(format_name: str, *, exact: bool) -> str:
+    """How keys and values are kept: as asked where a kernel does, else bfloat16; fp32 if exact."""
+    if exact:
+        return "fp32"
+    return format_name if format_name in CACHE_KINDS else "bf16"
+
+
+def holding(shape: tuple[int, ...], format_name: str, *, block_axis: str, group: str) -> Holding:
+    """Bytes of a weight as `packing` lays it out; norms and biases are float32.
+
+    Raises:
+        CompileError: for a format whose values bfloat16 cannot hold.
+    """
+    if not group:
+        return Holding("float32", 4 * math.prod(shape))
+    recipe = WeightRecipe((Segment(group, shape[0]),), shape, format_name, block_axis)
+    kind = held_kind(recipe, group)
+    num_tiles = -(-shape[0] // TILE_ROWS) * -(-shape[1] // TILE_COLUMNS)
+    if kind == "bf16":
+        return Holding("bfloat16", 2 * num_tiles * TILE_ROWS * TILE_COLUMNS)
+    return Holding(f"{kind} blocks", num_tiles * TILE_BYTES[kind])
+
+
+def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
+    """The values that the recipe's format has for a dense weight, float32."""
+    assert recipe.format is not None
+    axis = -1 if recipe.block_axis == "in" or dense.dim() == 1 else 0
+    return get_format(recipe.format).round_trip(dense, axis=axis)
+
+
+def meanings(*, exact: bool) -> Meanings:
+    """The contract's answers; ``exact`` is ``--compute exact``."""
+
+    def weight(name: str, axis: str) -> Meaning:
+        if name not in _EXACT_IN_BF16:
+            return Meaning(NOT_HONOURED, "refused")
+        if (name in BLOCK_KINDS and axis == "in") or name == "bf16":
+            return Meaning(HONOURED, name)
+        return Meaning(EMULATED, f"{name} values in bf16, blocks along {axis}")
+
+    def fidelity(format_name: str, axis: str, asked: str, phase: str) -> Meaning:
+        if exact:
+            return Meaning(NOT_HONOURED, "fp32")
+        return Meaning(EMULATED, "bf16 x bf16, fp32 sums")
+
+    def attention(asked: str, phase: str) -> Meaning:
+        if exact:
+            return Meaning(NOT_HONOURED, "fp32")
+        return Meaning(EMULATED, "bf16 x bf16, fp32 sums and softmax")
+
+    def kv_cache(name: str) -> Meaning:
+        used = cache_kind(name, exact=exact)
+        return Meaning(HONOURED if used == name else NOT_HONOURED, used)
+
+    def activation(name: str) -> Meaning:
+        if exact:
+            return Meaning(NOT_HONOURED, "fp32")
+        status = HONOURED if name == "bf16" else NOT_HONOURED
+        return Meaning(status, "bf16 into products, fp32 between layers")
+
+    return Meanings(
+        weight=weight,
+        fidelity=fidelity,
+        attention=attention,
+        kv_cache=kv_cache,
+        activation=activation,
+    )

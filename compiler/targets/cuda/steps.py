@@ -1,0 +1,364 @@
+"""Runs a plan's instructions: decode rows on the kernels that read a weight once, prompts on the
+library's large products.
+
+Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from compiler.targets.cuda.buffers import Buffers, padded
+from compiler.targets.cuda.held import HeldWeight
+from compiler.targets.cuda.kernels import attention_decode, native, native_attention
+from compiler.targets.cuda.kernels.attention_prefill import attend_prefill
+from compiler.targets.cuda.kernels.dequantise import dequantise
+from compiler.targets.cuda.kernels.embedding import embed
+from compiler.targets.cuda.kernels.linear import linear as triton_linear
+from compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
+from compiler.targets.cuda.kernels.rope import rotate_and_store
+from compiler.targets.cuda.kernels.swiglu import swiglu, swiglu_apart
+from compiler.targets.cuda.library import (
+    add_product,
+    apply_function,
+    attend_from_start,
+    store_product,
+)
+from compiler.targets.cuda.plan import (
+    LOGITS,
+    OPERAND,
+    Attend,
+    Elementwise,
+    Embed,
+    Gather,
+    Linear,
+    Norm,
+    NormHeads,
+    Place,
+    Plan,
+    SwiGLU,
+)
+from compiler.targets.cuda.state import PagedState
+from compiler.targets.cuda.weights import Weights, product_of, table_of, vector_of
+
+MAX_ROWS = native.MAX_TOKENS
+"""Rows of a decode step."""
+
+LIBRARY_ATTENTION = 512
+"""Prompts longer than this, from their first position, attend through the library."""
+
+
+LIBRARY_HEAD_DIM = 256
+"""Heads are at most so wide there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The tokens of a step: ``tokens``, ``positions`` (negative: padding) and ``slots``, int64."""
+
+    tokens: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    @classmethod
+    def padding(cls, num_rows: int, device: torch.device) -> Self:
+        """Rows that nothing has been uploaded to."""
+        tokens, slots = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        return cls(tokens, torch.full_like(tokens, -1), slots)
+
+    def upload(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> None:
+        """The first rows' values, on the host; the other rows become padding."""
+        staged = torch.zeros(3, len(self.tokens), dtype=torch.int64)
+        staged[1] = -1
+        for place, values in zip(staged, (tokens, positions, slots), strict=True):
+            place[: len(values)] = values
+        kept = (self.tokens, self.positions, self.slots)
+        for place, values in zip(kept, staged.to(self.tokens.device), strict=True):
+            place.copy_(values)
+
+
+class Steps:
+    """A plan with its weights and state. Every method is capturable in a CUDA graph.
+
+    ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
+    """
+
+    def __init__(
+        self, plan: Plan, weights: Weights, state: PagedState, *, max_rows: int, exact: bool
+    ) -> None:
+        self.device = state.tables.device
+        self.exact = exact
+        self.is_native = not exact and not native.why_not(self.device)
+        self._plan, self._weights, self._state = plan, weights, state
+        self._operand = torch.float32 if exact else torch.bfloat16
+        # native kernels read whole eights of rows
+        self._num_rows = rows = MAX_ROWS if self.is_native else max_rows
+        self._flat = [
+            torch.zeros(
+                rows * padded(buffer.width), dtype=self._type(buffer.role), device=self.device
+            )
+            for buffer in plan.buffers
+        ]
+        widest = max((each.weight.shape[1] for each in plan.products), default=1)
+        self._normed = torch.zeros(rows * padded(widest), dtype=self._operand, device=self.device)
+        self._attention = self._attention_scratch(max_rows)
+
+    def _attention_scratch(self, max_rows: int) -> attention_decode.Scratch | None:
+        found = [each for each in self._plan.instructions if isinstance(each, Attend)]
+        if not found:
+            return None
+        most = max(found, key=lambda each: each.num_heads * each.state.shape[-1])
+        heads, width = most.num_heads, most.state.shape[-1]
+        num_pages = self._state.tables.shape[1]
+        return attention_decode.decode_scratch(max_rows, heads, width, num_pages, self.device)
+
+    def kernels(self) -> str:
+        """Which kernels run, and why where it is not the fast ones."""
+        if self.exact:
+            return "the library in float32"
+        attends = [each for each in self._plan.instructions if isinstance(each, Attend)]
+        found = {
+            "products": native.why_not(self.device),
+            "attention": next(filter(None, map(self._why_no_native_attention, attends)), ""),
+        }
+        parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
+        return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")
+
+    def _why_no_native_attention(self, each: Attend) -> str:
+        if self.device.type != "cuda":
+            return "no GPU"
+        return native_attention.why_not(
+            self._state.pages[each.state.name],
+            num_heads=each.num_heads,
+            num_frequencies=math.prod(each.inv_freq.shape),
+        )
+
+    def _type(self, role: str) -> torch.dtype:
+        return self._operand if role == OPERAND else torch.float32
+
+    def decode(self, rows: Rows, *, captured: bool = False) -> Tensor:
+        """One token of each of B sequences: logits ``[B, V]``, overwritten by the next step.
+
+        ``captured``: nothing in the chain of these kernels writes ``rows``, tables or old pages
+        before the last of them has read them.
+        """
+        step = self._decode_buffers(len(rows.tokens))
+        for each in self._plan.instructions:
+            if isinstance(each, Gather):
+                step.alias(each.out, each.x)
+            elif isinstance(each, Attend):
+                self._attend_decode(each, step, rows, captured)
+            else:
+                self._run(each, step, rows)
+        return step.logits
+
+    def prefill(
+        self, rows: Rows, *, logit_rows: Tensor | None, from_start: bool = False
+    ) -> Tensor | None:
+        """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for.
+
+        ``from_start``: the first of them is the sequence's first, and none is padding.
+        """
+        step = self._fresh_buffers(len(rows.tokens))
+        for each in self._plan.instructions:
+            if isinstance(each, Gather):
+                if logit_rows is None:
+                    return None
+                x = step.view(each.x)
+                few = len(logit_rows) <= self._num_rows
+                step = (
+                    self._decode_buffers(len(logit_rows))
+                    if few
+                    else self._fresh_buffers(len(logit_rows), with_logits=True)
+                )
+                torch.index_select(x, 0, logit_rows, out=step.view(each.out))
+            elif isinstance(each, Attend):
+                self._attend_prompt(each, step, rows, from_start)
+            else:
+                self._run(each, step, rows)
+        return step.logits
+
+    def _run(
+        self,
+        each: Embed | Linear | SwiGLU | NormHeads | Norm | Elementwise,
+        step: Buffers,
+        rows: Rows,
+    ) -> None:
+        if isinstance(each, Embed):
+            embed(step.view(each.out), rows.tokens, self._weights.held(table_of(each)).data)
+        elif isinstance(each, SwiGLU):
+            swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
+        elif isinstance(each, NormHeads):
+            weights = (self._weights.vector(vector_of(one)) for one in (each.q_norm, each.k_norm))
+            rms_norm_heads(step.view(each.out), *weights, num_heads=each.num_heads, eps=each.eps)
+        elif isinstance(each, Norm):
+            weight = self._weights.vector(vector_of(each.weight))
+            rms_norm(step.view(each.out), step.view(each.x), weight, eps=each.eps)
+        elif isinstance(each, Elementwise):
+            inputs = [step.view(one) if isinstance(one, Place) else one for one in each.inputs]
+            apply_function(each.function, step.view(each.out), inputs)
+        else:
+            self._product(each, step.view(each.out), step.view(each.x))
+
+    def _product(self, each: Linear, out: Tensor, x: Tensor) -> None:
+        held = self._weights.held(product_of(each))
+        bias = None
+        if each.bias is not None:
+            bias = self._weights.vector(vector_of(each.bias, is_paired=each.swiglu))
+        norm = None
+        if each.norm is not None:
+            norm = self._weights.vector(vector_of(each.norm)), each.eps
+        num_rows = len(x)
+        is_native = self.is_native and held.num_columns % 4 == 0
+        most = native.most_tokens(held) if is_native else MAX_ROWS
+        if self.exact or num_rows > most:
+            self._library_product(each, out, self._norm(x, norm), held, bias)
+        elif is_native:
+            if norm is not None and (num_rows > 1 or not native.takes_norm(held.num_columns)):
+                x, norm = self._norm(x, norm), None
+            epilogue = (
+                native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
+            )
+            native.linear(
+                out,
+                x,
+                held,
+                epilogue=epilogue,
+                num_tokens=num_rows,
+                bias=bias,
+                norm=norm,
+            )
+        else:
+            triton_linear(
+                out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
+            )
+
+    def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
+        """The operand of a product: x, or its norm in a buffer of its own."""
+        if norm is None:
+            return x
+        weight, eps = norm
+        stride = padded(x.shape[1])
+        if len(x) * stride <= self._normed.numel():
+            out = self._normed[: len(x) * stride].view(-1, stride)
+        else:
+            out = torch.empty(len(x), stride, dtype=self._operand, device=self.device)
+        if self.is_native and native.takes_norm(weight.numel()) and len(x) <= MAX_ROWS:
+            native.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
+        else:
+            rms_norm(out, x, weight, eps=eps)
+        return out[:, : x.shape[1]]
+
+    def _library_product(
+        self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
+    ) -> None:
+        weight = self._dense(held)
+        if each.swiglu:
+            gate_up = torch.mm(x, weight.T)
+            if bias is not None:
+                gate_up += bias
+            swiglu(out, gate_up, paired=held.is_paired)
+            return
+        if each.residual:
+            add_product(out, x, weight)
+        else:
+            store_product(out, x, weight)
+        if bias is not None:
+            out += bias
+
+    def _dense(self, held: HeldWeight) -> Tensor:
+        """``[out, in]`` in the operands' type; blocks are dequantised into fresh memory."""
+        rows, columns = held.num_rows, held.num_columns
+        if held.kind == "bf16":
+            return held.data[:rows, :columns].to(self._operand)
+        shape = rows, padded(columns)
+        dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
+        dequantise(dense, held)
+        return dense
+
+    def _attend_decode(self, each: Attend, step: Buffers, rows: Rows, captured: bool) -> None:
+        assert self._attention is not None
+        pages = self._state.pages[each.state.name]
+        attend = attention_decode.attend_decode
+        if not self._why_no_native_attention(each):
+            attend = native_attention.attend_decode
+        attend(
+            pages,
+            step.view(each.qkv),
+            out=step.view(each.out),
+            positions=rows.positions,
+            slots=rows.slots,
+            block_tables=self._state.tables,
+            inv_freq=self._weights.vector(vector_of(each.inv_freq)),
+            num_heads=each.num_heads,
+            scale=each.scale,
+            window=each.window,
+            interleaved=each.interleaved,
+            scratch=self._attention,
+            early=captured,
+        )
+
+    def _attend_prompt(self, each: Attend, step: Buffers, rows: Rows, from_start: bool) -> None:
+        pages, qkv, out = (
+            self._state.pages[each.state.name],
+            step.view(each.qkv),
+            step.view(each.out),
+        )
+        num_tokens, head_dim = len(qkv), each.state.shape[-1]
+        through_library = from_start and num_tokens > LIBRARY_ATTENTION and not self.exact
+        through_library = through_library and self.device.type == "cuda" and not each.window
+        through_library = through_library and head_dim <= LIBRARY_HEAD_DIM
+        q = torch.empty(
+            num_tokens, each.num_heads, head_dim, dtype=self._operand, device=self.device
+        )
+        k = v = None
+        if through_library:
+            k = q.new_empty(num_tokens, *each.state.shape[1:])
+            v = torch.empty_like(k)
+        rotate_and_store(
+            pages,
+            qkv,
+            q_out=q,
+            k_out=k,
+            v_out=v,
+            positions=rows.positions,
+            slots=rows.slots,
+            block_tables=self._state.tables,
+            inv_freq=self._weights.vector(vector_of(each.inv_freq)),
+            num_heads=each.num_heads,
+            interleaved=each.interleaved,
+        )
+        if k is not None and v is not None:
+            out.copy_(attend_from_start(q, k, v, each.scale))
+            return
+        attend_prefill(
+            pages,
+            q,
+            out=out,
+            positions=rows.positions,
+            slots=rows.slots,
+            block_tables=self._state.tables,
+            scale=each.scale,
+            window=each.window,
+        )
+
+    def _decode_buffers(self, num_rows: int) -> Buffers:
+        return Buffers(self._plan, self._flat, num_rows)
+
+    def _fresh_buffers(self, num_rows: int, *, with_logits: bool = False) -> Buffers:
+        """Operands' padding is zero: what lies there is multiplied, by zeros."""
+        capacity = max(num_rows, self._num_rows)
+        flat = [
+            (torch.zeros if buffer.role == OPERAND else torch.empty)(
+                capacity * padded(buffer.width) if with_logits or buffer.role != LOGITS else 0,
+                dtype=self._type(buffer.role),
+                device=self.device,
+            )
+            for buffer in self._plan.buffers
+        ]
+        return Buffers(self._plan, flat, num_rows)

@@ -1,0 +1,27 @@
+"""Tensors of a program on disk, in safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from compiler.errors import NoRoomError, one_line
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write them to a new file.
+
+    Raises:
+        NoRoomError: where the folder cannot be written.
+    """
+    try:
+        save_file(dict(tensors), path)
+    except (OSError, SafetensorError) as error:
+        raise NoRoomError(
+            f"{path.parent}: the weights cannot be written ({one_line(error)}); "
+            "allowed: a folder with room for them"
+        ) from None

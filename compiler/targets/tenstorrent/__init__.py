@@ -1,0 +1,11 @@
+"""Tenstorrent boards without the hardware: emulated in value, checked in form, priced in time."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from compiler.targets.tenstorrent.target import BoardTarget
+
+N150, N300, T3K, TG = (partial(BoardTarget, name) for name in ("n150", "n300", "t3k", "tg"))
+
+__all__ = ["N150", "N300", "T3K", "TG", "BoardTarget"]

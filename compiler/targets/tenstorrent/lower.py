@@ -1,0 +1,247 @@
+"""The lowered graph becomes a program of device instructions for one phase on one mesh.
+
+Columns are dealt as in Megatron-LM (Shoeybi et al., 2019): the first product of a block over its
+outputs, the second over its inputs, whose partial sums are then added. On a mesh of two axes each
+product is dealt over both. Fidelities and formats come from the graph, placement from here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.devices import get_device
+from compiler.errors import CompileError
+from compiler.ir.info import info
+from compiler.ir.recipe import WeightRecipe
+from compiler.targets.tenstorrent import placement
+from compiler.targets.tenstorrent.lower_attention import lower_attention, qkv_axis
+from compiler.targets.tenstorrent.lower_context import (
+    SMALL,
+    LoweringContext,
+    recipe_of,
+    whose,
+)
+from compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh, Split, deal
+from compiler.targets.tenstorrent.program import (
+    DECODE,
+    PREFILL,
+    Add,
+    AllGather,
+    AllReduce,
+    ComputeConfig,
+    DeviceProgram,
+    Embedding,
+    Matmul,
+    Memory,
+    ReduceScatter,
+    RmsNorm,
+    SelectRows,
+    SwiGLU,
+    Value,
+    Weight,
+)
+
+aten = torch.ops.aten
+
+
+def lower_program(
+    graph_module: GraphModule,
+    *,
+    device: str,
+    mesh: Mesh,
+    phase: str,
+    batch: int,
+    length: int,
+    context: int,
+) -> DeviceProgram:
+    """The program of one step: ``batch`` users with ``length`` tokens each (1 in decode).
+
+    ``context``: positions of a user that the caches have room for. Prefill takes one user at a
+    time.
+
+    Raises:
+        CompileError: for an operator no instruction stands for, or heads the mesh cannot split.
+    """
+    assert (phase == DECODE and length == 1) or (phase == PREFILL and batch == 1)
+    ctx = LoweringContext(
+        graph_module,
+        get_device(device).name,
+        mesh,
+        phase=phase,
+        batch=batch,
+        length=length,
+        context=context,
+    )
+    vocab_size = 0
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            _lower(ctx, node)
+        elif node.op == "output":
+            logits: Any = node.args[0]
+            vocab_size = int(logits.meta["val"].shape[-1])
+    return DeviceProgram(
+        device=ctx.device,
+        mesh=mesh,
+        phase=phase,
+        batch=batch,
+        length=length,
+        context=context,
+        vocab_size=vocab_size,
+        inputs=(ctx.tokens, ctx.positions),
+        instructions=tuple(ctx.instructions),
+    )
+
+
+def _lower(ctx: LoweringContext, node: Node) -> None:
+    target: Any = node.target
+    if target is ops.embedding.overload:
+        _embedding(ctx, node)
+    elif target is ops.rms_norm.overload:
+        _norm(ctx, node)
+    elif target is ops.linear.overload:
+        _linear(ctx, node)
+    elif target is ops.rope_attention_step.overload:
+        lower_attention(ctx, node)
+    elif target is ops.swiglu.overload:
+        gate, up = ctx.operands(node)
+        out = ctx.like(node, gate, ctx.format(node, "swiglu"))
+        ctx.put(node, SwiGLU(out, *whose(node), gate, up))
+    elif target is aten.add.Tensor:
+        x, y = ctx.operands(node)
+        out = ctx.like(node, x, ctx.format(node, "residual_add"))
+        ctx.put(node, Add(out, *whose(node), x, y))
+    elif target is aten.index_select.default:
+        (x,) = ctx.operands(node)
+        rows = ctx.batch if ctx.phase == DECODE else 1
+        out = ctx.value(node, rows, x.columns, x.format, x.over, x.split)
+        ctx.put(node, SelectRows(out, *whose(node), x))
+    else:
+        raise CompileError(
+            f"{info(node).fqn or node.name}: {target} has no instruction on target "
+            f"{ctx.device.lower()}; allowed: --target reference, cpu or cuda"
+        )
+
+
+def _embedding(ctx: LoweringContext, node: Node) -> None:
+    recipe = recipe_of(node.args[1])
+    if recipe.format != "bf16":
+        raise CompileError(
+            f"embedding in {recipe.format}: rows are looked up untiled, which block formats "
+            "are not; allowed on Tenstorrent boards: bf16"
+        )
+    over, split = ctx.axis(COLUMNS, recipe.shape[1])
+    table = Weight(
+        name=f"{info(node).fqn}.weight",
+        recipe=recipe,
+        rows=recipe.shape[0],
+        columns=split.size if split else recipe.shape[1],
+        format="bf16",
+        memory=Memory(),
+        out_over=over,
+        out_split=split,
+        transposed=False,
+    )
+    rows = ctx.batch * ctx.length
+    out = ctx.value(node, rows, table.columns, "bf16", over, split)
+    ctx.put(node, Embedding(out, *whose(node), ctx.tokens, table))
+
+
+def _norm(ctx: LoweringContext, node: Node) -> None:
+    x = ctx.value_of(node.args[0])
+    recipe = recipe_of(node.args[1])
+    weight = ctx.vector(f"{info(node).fqn}.weight", recipe, x.over, x.split)
+    out = ctx.like(node, x, ctx.format(node, "rms_norm"))
+    eps: Any = node.args[2]
+    norm = RmsNorm(out, *whose(node), x, weight, float(eps), recipe.shape[0], SMALL)
+    ctx.put(node, norm)
+
+
+def _linear(ctx: LoweringContext, node: Node) -> None:
+    facts = info(node)
+    x = ctx.value_of(node.args[0])
+    recipe = recipe_of(node.args[1])
+    is_second = bool(x.over == ROWS)  # its inputs are dealt: partial sums follow
+    out_over, out_split = _out_axis(ctx, node, is_second, recipe)
+    weight = _weight(node, recipe, x, out_over, out_split)
+    bias_node = node.args[2] if len(node.args) > 2 else None
+    bias = None
+    if bias_node is not None:
+        if x.over:
+            raise CompileError(
+                f"{facts.fqn}: a bias behind a product whose inputs are dealt over "
+                f"{ctx.mesh}; allowed: a mesh of one axis, or --target cuda"
+            )
+        bias = ctx.vector(f"{facts.fqn}.bias", recipe_of(bias_node), out_over, out_split)
+    op = facts.op_group or ""
+    partial = x.over
+    rows = x.rows
+    out = ctx.value(
+        node, rows, weight.columns, ctx.format(node, op), out_over, out_split, partial=partial
+    )
+    assert facts.compute is not None
+    cores, k_block = placement.matmul_blocks(x, weight, ctx.phase)
+    compute = ComputeConfig(getattr(facts.compute, ctx.phase))
+    group = facts.tensor_group or ""
+    ctx.put(node, Matmul(out, *whose(node), x, weight, bias, compute, k_block, cores, group))
+    _finish_product(ctx, node, out, group)
+
+
+def _finish_product(ctx: LoweringContext, node: Node, out: Value, group: str) -> None:
+    """Collectives behind a product: partial sums are added, logits gathered."""
+    # logits are no activation: they stay as the head wrote them
+    format_ = out.format if group == "lm_head" else ctx.format(node, "collective")
+    if out.partial and ctx.mesh.columns == 1 and out.tiles[1] % ctx.mesh.rows == 0:
+        split = deal(out.columns, ctx.mesh.rows)
+        scattered = ctx.value(node, out.rows, split.size, format_, ROWS, split, suffix="scattered")
+        ctx.put(node, ReduceScatter(scattered, *whose(node), out, ROWS))
+        whole = ctx.value(node, out.rows, out.columns, format_, suffix="gathered")
+        ctx.put(node, AllGather(whole, *whose(node), scattered, ROWS))
+    elif out.partial:
+        reduced = ctx.value(
+            node, out.rows, out.columns, format_, out.over, out.split, suffix="reduced"
+        )
+        ctx.put(node, AllReduce(reduced, *whose(node), out, out.partial))
+    if group == "lm_head" and out.over:
+        current = ctx.value_of(node)
+        columns = out.columns * ctx.mesh.size(out.over)
+        logits = ctx.value(node, out.rows, columns, current.format, suffix="logits")
+        ctx.put(node, AllGather(logits, *whose(node), current, out.over))
+
+
+def _out_axis(
+    ctx: LoweringContext, node: Node, is_second: bool, recipe: WeightRecipe
+) -> tuple[str, Split | None]:
+    """How a product's outputs are dealt: whole heads, the stream's columns, or plain shares."""
+    reader = next(iter(node.users))
+    if reader.target is ops.rope_attention_step.overload:
+        return qkv_axis(ctx, reader)
+    return ctx.axis(COLUMNS if is_second else ROWS, recipe.shape[0])
+
+
+def _weight(
+    node: Node,
+    recipe: WeightRecipe,
+    x: Value,
+    out_over: str,
+    out_split: Split | None,
+) -> Weight:
+    facts = info(node)
+    placement.check_weight_format(facts.fqn, recipe.format)
+    columns = out_split.size if out_split else recipe.shape[0]
+    assert x.columns == (x.split.size if x.split else recipe.shape[1])
+    return Weight(
+        name=f"{facts.fqn}.weight",
+        recipe=recipe,
+        rows=x.columns,
+        columns=columns,
+        format=str(recipe.format),
+        memory=placement.weight_memory(),
+        in_over=x.over,
+        in_split=x.split,
+        out_over=out_over,
+        out_split=out_split,
+    )

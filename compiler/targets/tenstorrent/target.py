@@ -1,0 +1,276 @@
+"""The boards as targets: passes, the numeric contract, programs and the emulated executable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiler.errors import (
+    CheckpointError,
+    CompileError,
+    ConfigError,
+    allowed,
+    one_line,
+)
+from compiler.formats.block_float import TILE
+from compiler.passes.fuse_rope_attention import fuse_rope_attention
+from compiler.passes.gather_before_norm import gather_before_norm
+from compiler.passes.merge_qkv import merge_qkv
+from compiler.precision.names import MIXED
+from compiler.targets.base import (
+    CompileOptions,
+    Executable,
+    Holding,
+    Program,
+    Progress,
+    Stage,
+    Target,
+)
+from compiler.targets.contract import (
+    HONOURED,
+    NOT_HONOURED,
+    Meaning,
+    Meanings,
+    NumericContract,
+    build_contract,
+)
+from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+from compiler.targets.tensor_files import save_tensors
+from compiler.targets.tenstorrent.chips import Dealt, axes_of, check_part, load_weight
+from compiler.targets.tenstorrent.lower import lower_program
+from compiler.targets.tenstorrent.memory_plan import check_memory
+from compiler.targets.tenstorrent.mesh import Mesh
+from compiler.targets.tenstorrent.placement import (
+    ACTIVATION_FORMATS,
+    CACHE_FORMATS,
+    PROMPT_CHUNK,
+    WEIGHT_FORMATS,
+    check_weight_format,
+)
+from compiler.targets.tenstorrent.program import DECODE, PREFILL, DeviceProgram, tile_bytes
+
+_WEIGHTS = "weights.safetensors"
+
+# Heads are dealt over the first number, the residual stream over the second.
+MESHES: Mapping[str, Mesh] = {
+    "n150": Mesh(1),
+    "n300": Mesh(2),
+    "t3k": Mesh(8),
+    "tg": Mesh(8, 4),
+}
+
+
+class BoardTarget(Target):
+    """One board, or the mesh of chips in one box."""
+
+    is_emulated = True
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.mesh = MESHES[name]
+
+    def group(self, num_groups: int) -> Mesh:
+        """The mesh of one of ``num_groups`` data-parallel groups of the box.
+
+        Raises:
+            ConfigError: where its chips cannot be dealt so.
+        """
+        chips = self.mesh.num_chips
+        if num_groups == 1:
+            return self.mesh
+        if chips % num_groups:
+            counts = [str(n) for n in range(1, chips + 1) if chips % n == 0]
+            raise ConfigError(
+                f"{num_groups} data-parallel groups of the {chips} chips of {self.name}; "
+                f"{allowed(counts)}"
+            )
+        return Mesh(chips // num_groups)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Gate and up stay apart: their products run on all cores, and are read side by side."""
+        return (
+            MATCH,
+            PRECISION,
+            fuse(merge_qkv),
+            lower(fuse_rope_attention, gather_before_norm),
+        )
+
+    def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
+        return build_contract(graph_module, _MEANINGS)
+
+    def holding(
+        self,
+        shape: tuple[int, ...],
+        format: str,
+        *,
+        block_axis: str,
+        group: str,
+        compute: str,
+        fidelities: tuple[str, str],
+    ) -> Holding:
+        """One copy in tiles of 32 x 32, without those that fill a product up to all banks; vectors
+        and the table in bfloat16.
+        """
+        if group in ("", "embedding"):
+            format = "bf16"
+        else:
+            check_weight_format(group, format)
+        tiles = math.prod(-(-size // TILE) for size in shape)
+        return Holding(f"{format} tiles", tiles * tile_bytes(format))
+
+    def programs(
+        self,
+        graph_module: GraphModule,
+        options: CompileOptions,
+        *,
+        length: int | None = None,
+        num_groups: int = 1,
+    ) -> tuple[DeviceProgram, DeviceProgram]:
+        """The prefill program of ``length`` tokens (default: of a chunk), and the decode program of
+        the whole batch, of a data-parallel group.
+
+        Prompts longer than a chunk run in chunks; what they need of a chip is a chunk's.
+
+        Raises:
+            CompileError: for a graph or formats without instructions, heads the mesh cannot split,
+                more users than a tile has rows, or what does not fit the board.
+        """
+        if options.compute == "exact":
+            raise CompileError(
+                f"compute exact on target {self.name}, whose arithmetic is the board's own; "
+                "allowed: fast, or --target reference"
+            )
+        if options.max_batch > TILE:
+            raise CompileError(
+                f"{options.max_batch} users of {self.name}: a decode step is one tile of rows; "
+                f"allowed: 1 to {TILE} a data-parallel group"
+            )
+        mesh = self.group(num_groups)
+
+        def lowered(phase: str, batch: int, length: int) -> DeviceProgram:
+            return lower_program(
+                graph_module,
+                device=self.name,
+                mesh=mesh,
+                phase=phase,
+                batch=batch,
+                length=length,
+                context=options.max_context,
+            )
+
+        chunk = lowered(PREFILL, 1, min(length or PROMPT_CHUNK, PROMPT_CHUNK, options.max_context))
+        decode = lowered(DECODE, options.max_batch, 1)
+        for program in (chunk, decode):
+            check_memory(program)
+        if length is not None and length > chunk.length:
+            return lowered(PREFILL, 1, length), decode
+        return chunk, decode
+
+    def build(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        folder: Path,
+        options: CompileOptions,
+        progress: Progress,
+    ) -> None:
+        # Whether caches have room is asked when it is loaded, with the context it then serves.
+        _, decode = self.programs(graph_module, replace(options, max_context=1))
+        dealt = self._load_weights(decode, get_weight, progress)
+        parts = {
+            f"{name}@{row}.{column}": part
+            for name, weight in dealt.items()
+            for (row, column), part in weight.parts().items()
+        }
+        save_tensors(parts, folder / _WEIGHTS)
+
+    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        graph_module, path = program.graph(), program.folder / _WEIGHTS
+        prefill, decode = self.programs(graph_module, options)
+        progress("weights", 0, 1)
+        dealt = {}
+        try:
+            parts = load_file(path)
+            for weight in decode.weights:
+                dealt[weight.name] = Dealt(self.mesh, axes_of(weight))
+                for chip in dealt[weight.name].chips():
+                    name = f"{weight.name}@{chip[0]}.{chip[1]}"
+                    dealt[weight.name][chip] = check_part(weight, name, parts[name])
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                f"{path}: not the weights of this graph: {one_line(error)}"
+            ) from None
+        progress("weights", 1, 1)
+        return _executable(prefill, decode, dealt, options, program.contract)
+
+    def compile(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        options: CompileOptions,
+        progress: Progress,
+    ) -> Executable:
+        """Without the way over a folder."""
+        prefill, decode = self.programs(graph_module, options)
+        dealt = self._load_weights(decode, get_weight, progress)
+        return _executable(prefill, decode, dealt, options, self.contract(graph_module, options))
+
+    def _load_weights(
+        self,
+        decode: DeviceProgram,
+        get_weight: Callable[[str], Tensor],
+        progress: Progress,
+    ) -> dict[str, Dealt]:
+        dealt, weights = {}, decode.weights
+        for done, weight in enumerate(weights):
+            dealt[weight.name] = load_weight(weight, self.mesh, get_weight)
+            progress("weights", done + 1, len(weights))
+        return dealt
+
+
+def _executable(
+    prefill: DeviceProgram,
+    decode: DeviceProgram,
+    weights: Mapping[str, Dealt],
+    options: CompileOptions,
+    contract: NumericContract,
+) -> Executable:
+    from compiler.targets.tenstorrent.executable import EmulatedExecutable, emulation_device
+
+    device = emulation_device()
+    for dealt in weights.values():
+        for chip, part in list(dealt.parts().items()):
+            dealt[chip] = part.to(device)
+    return EmulatedExecutable(prefill, decode, weights, options, contract)
+
+
+def _weight(name: str, axis: str) -> Meaning:
+    if name not in WEIGHT_FORMATS:
+        return Meaning(NOT_HONOURED, "refused")
+    if name == "bf16":
+        return Meaning(HONOURED, name)
+    return Meaning(HONOURED if axis == "out" else NOT_HONOURED, f"{name} blocks along out")
+
+
+def _held(name: str, formats: tuple[str, ...]) -> Meaning:
+    return Meaning(HONOURED, name) if name in formats else Meaning(NOT_HONOURED, "refused")
+
+
+def _fidelity(format_: str, axis: str, fidelity: str, phase: str) -> Meaning:
+    return Meaning(HONOURED, fidelity)
+
+
+_MEANINGS = Meanings(
+    weight=_weight,
+    fidelity=_fidelity,
+    attention=lambda fidelity, phase: Meaning(HONOURED, fidelity),
+    kv_cache=lambda name: _held(name, CACHE_FORMATS),
+    activation=lambda name: _held(name, (*ACTIVATION_FORMATS, MIXED)),
+)

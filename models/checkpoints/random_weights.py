@@ -1,0 +1,78 @@
+"""Random weights in the place of a checkpoint: to measure speed without one.
+
+Tensors are made where they are wanted, when they are asked for; nothing is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from models.checkpoints.base import TensorMeta, TokenizerSource, row_range, unknown_tensor
+from models.config import ModelConfig
+from models.shapes import SHAPES, ShapeName
+
+STD = 0.02
+_DTYPE = torch.bfloat16
+_SEEDS = 1 << 63
+
+
+class RandomCheckpoint:
+    """Normal bfloat16 tensors around 0, norms around 1; see `models.checkpoints.base.Checkpoint`.
+
+    Equal for equal ``shape``, tensor and type of device; another type of device has other values,
+    because its generator differs. ``expected``: shapes by tensor name.
+    """
+
+    def __init__(
+        self, shape: ShapeName, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._shape = shape
+        self.path = Path(str(shape))
+        self.files: tuple[Path, ...] = ()
+        self.config = config
+        self.names: Mapping[str, TensorMeta] = {
+            name: TensorMeta(sizes, "BF16", math.prod(sizes) * _DTYPE.itemsize)
+            for name, sizes in expected.items()
+        }
+
+    @property
+    def tokenizer_source(self) -> TokenizerSource:
+        """Nothing that can be read: `models.byte_tokenizer` makes the tokenizer."""
+        return TokenizerSource(self.path)
+
+    def get(self, name: str, rows: slice | None = None) -> Tensor:
+        """One tensor, or some of its ``rows``, on torch's default device.
+
+        Raises:
+            CheckpointError: a name that is not there.
+        """
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        device = torch.get_default_device()
+        generator = torch.Generator(device)
+        generator.manual_seed(self._seed(name, device.type))
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        values = torch.empty(self.names[name].shape, dtype=_DTYPE, device=device)
+        values.normal_(mean, STD, generator=generator)
+        if rows is None:
+            return values
+        start, stop = row_range(rows, values.shape[0])
+        return values[start:stop].clone()
+
+    def content_hash(self) -> str:
+        """Identity of the shape, the same on every device."""
+        body = [str(self._shape), dict(SHAPES[self._shape.name])]
+        digest = hashlib.sha256(b"tilewright random weights 1\n")
+        digest.update(json.dumps(body, sort_keys=True).encode())
+        return digest.hexdigest()
+
+    def _seed(self, tensor: str, device_type: str) -> int:
+        digest = hashlib.sha256(f"{self._shape}\n{tensor}\n{device_type}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") % _SEEDS

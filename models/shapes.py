@@ -1,0 +1,248 @@
+"""Named public shapes, ``shape:llama-3.1-8b``: the configuration of a model without its weights.
+
+The table is what the models' own config.json files say, in their keys; it makes no tensors.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from compiler.errors import CheckpointError, allowed
+from models.architectures import model_types
+from models.shape_factors import PHI3_LONG, PHI3_SHORT, PHI35_LONG, PHI35_SHORT
+
+if TYPE_CHECKING:
+    from models.config import ModelConfig
+
+PREFIX = "shape:"
+FORM = f"{PREFIX}NAME (random weights of a known shape)"
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeName:
+    """A key of `SHAPES`; as text it is what ``--model`` takes."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return PREFIX + self.name
+
+
+def _llama3(name: str, *, factor: float, **sizes: object) -> Mapping[str, object]:
+    """What Llama 3.1 and 3.2 have in common; ``factor`` stretches the rotation."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    return MappingProxyType(
+        {
+            "_name_or_path": name,
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "vocab_size": 128256,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "rope_scaling": scaling,
+            "tie_word_embeddings": False,
+            **sizes,
+        }
+    )
+
+
+def _qwen(name: str, model_type: str, **sizes: object) -> Mapping[str, object]:
+    """What Qwen2.5 and Qwen3 have in common."""
+    return MappingProxyType(
+        {
+            "_name_or_path": name,
+            "model_type": model_type,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1000000.0,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            **sizes,
+        }
+    )
+
+
+def _phi3(name: str, short: tuple[float, ...], long: tuple[float, ...]) -> Mapping[str, object]:
+    """What Phi-3-mini-128k and Phi-3.5-mini have in common: all but the factors."""
+    return MappingProxyType(
+        {
+            "_name_or_path": name,
+            "model_type": "phi3",
+            "hidden_act": "silu",
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "type": "longrope",
+                "short_factor": list(short),
+                "long_factor": list(long),
+            },
+            "sliding_window": 262144,
+            "tie_word_embeddings": False,
+        }
+    )
+
+
+SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "tiny": MappingProxyType(
+            {
+                "_name_or_path": "Tiny",
+                "model_type": "llama",
+                "vocab_size": 512,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "max_position_embeddings": 8192,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": False,
+            }
+        ),
+        "llama-3.2-1b": _llama3(
+            "Llama-3.2-1B",
+            factor=32.0,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=16,
+            num_attention_heads=32,
+            head_dim=64,
+            tie_word_embeddings=True,
+        ),
+        "llama-3.2-3b": _llama3(
+            "Llama-3.2-3B",
+            factor=32.0,
+            hidden_size=3072,
+            intermediate_size=8192,
+            num_hidden_layers=28,
+            num_attention_heads=24,
+            head_dim=128,
+            tie_word_embeddings=True,
+        ),
+        "llama-3.1-8b": _llama3(
+            "Llama-3.1-8B",
+            factor=8.0,
+            hidden_size=4096,
+            intermediate_size=14336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+        ),
+        "llama-3.1-70b": _llama3(
+            "Llama-3.1-70B",
+            factor=8.0,
+            hidden_size=8192,
+            intermediate_size=28672,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+        ),
+        "llama-2-70b": MappingProxyType(
+            {
+                "_name_or_path": "Llama-2-70B",
+                "model_type": "llama",
+                "hidden_act": "silu",
+                "vocab_size": 32000,
+                "hidden_size": 8192,
+                "intermediate_size": 28672,
+                "num_hidden_layers": 80,
+                "num_attention_heads": 64,
+                "num_key_value_heads": 8,
+                "max_position_embeddings": 4096,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 10000.0,
+                "tie_word_embeddings": False,
+            }
+        ),
+        "qwen2.5-7b": _qwen(
+            "Qwen2.5-7B",
+            "qwen2",
+            vocab_size=152064,
+            hidden_size=3584,
+            intermediate_size=18944,
+            num_hidden_layers=28,
+            num_attention_heads=28,
+            num_key_value_heads=4,
+            max_position_embeddings=131072,
+        ),
+        "qwen2.5-72b": _qwen(
+            "Qwen2.5-72B",
+            "qwen2",
+            vocab_size=152064,
+            hidden_size=8192,
+            intermediate_size=29568,
+            num_hidden_layers=80,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            max_position_embeddings=131072,
+        ),
+        "phi-3-mini-128k": _phi3("Phi-3-mini-128k", PHI3_SHORT, PHI3_LONG),
+        "phi-3.5-mini": _phi3("Phi-3.5-mini", PHI35_SHORT, PHI35_LONG),
+        "qwen3-8b": _qwen(
+            "Qwen3-8B",
+            "qwen3",
+            vocab_size=151936,
+            hidden_size=4096,
+            intermediate_size=12288,
+            num_hidden_layers=36,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            max_position_embeddings=40960,
+        ),
+    }
+)
+"""Contents of config.json by name. A shape whose architecture is not there yet is refused."""
+
+
+def shape_names() -> tuple[str, ...]:
+    """The shapes that can be loaded, as ``--model`` takes them."""
+    known = (name for name, values in SHAPES.items() if values["model_type"] in model_types())
+    return tuple(PREFIX + name for name in known)
+
+
+def parse_shape_name(text: str) -> ShapeName | None:
+    """``shape:NAME``, in any case; None for a text that does not begin with ``shape:``.
+
+    Raises:
+        CheckpointError: a shape that is not in the table, or whose architecture is not there yet.
+    """
+    if not text.lower().startswith(PREFIX):
+        return None
+    name = text[len(PREFIX) :].lower()
+    if name not in SHAPES:
+        wrong = reprlib.repr(text[len(PREFIX) :])
+        raise CheckpointError(f"{PREFIX} unknown shape {wrong}; {allowed(shape_names())}")
+    if SHAPES[name]["model_type"] not in model_types():
+        kind = SHAPES[name]["model_type"]
+        raise CheckpointError(
+            f"{PREFIX}{name}: architecture {kind!r} is not built yet; {allowed(shape_names())}"
+        )
+    return ShapeName(name)
+
+
+def shape_config(shape: ShapeName) -> ModelConfig:
+    """The configuration of a shape, checked as one from a file is."""
+    from models.config import ModelConfig
+
+    return ModelConfig.from_hf(SHAPES[shape.name], where=str(shape))

@@ -1,0 +1,52 @@
+"""Sliding windows of attention, by layer, from config.json: 0 where a layer sees every position."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from models.config_keys import Keys
+from models.rope import MAX_POSITIONS
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def windows_of_all(keys: Keys, num_layers: int, max_positions: int) -> tuple[int, ...]:
+    """``sliding_window`` for every layer; none where it is null."""
+    if keys.get("sliding_window") is None:
+        return ()
+    return windows_by_type(keys, [SLIDING] * num_layers, max_positions)
+
+
+def windows_of_upper(keys: Keys, num_layers: int, max_positions: int) -> tuple[int, ...]:
+    """For layers from ``max_window_layers`` on, where ``use_sliding_window`` says so."""
+    first = keys.integer("max_window_layers", 0, MAX_POSITIONS, default=28)
+    kinds = keys.get("layer_types")  # asked for, whatever the switch says
+    if not keys.boolean("use_sliding_window", default=False) or keys.get("sliding_window") is None:
+        return ()
+    if kinds is None:
+        kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return windows_by_type(keys, checked_types(keys, kinds, num_layers), max_positions)
+
+
+def checked_types(keys: Keys, kinds: object, num_layers: int) -> list[str]:
+    """``layer_types``, one for each layer.
+
+    Raises:
+        CheckpointError: a list of another length, or another type of layer.
+    """
+    tail = f"allowed: {num_layers} of {FULL}, {SLIDING}"
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise keys.error("layer_types", kinds, tail)
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise keys.error("layer_types", kind, tail)
+    return kinds
+
+
+def windows_by_type(keys: Keys, kinds: Iterable[str], max_positions: int) -> tuple[int, ...]:
+    """``sliding_window`` for the sliding layers; empty where no window is shorter than all."""
+    window = keys.integer("sliding_window", 1, MAX_POSITIONS)
+    if window >= max_positions:
+        return ()
+    windows = tuple(window if kind == SLIDING else 0 for kind in kinds)
+    return windows if any(windows) else ()

@@ -1,0 +1,152 @@
+"""What must hold of every architecture on every target: transformers' logits, however the tokens
+come. Each architecture's own test file calls these with its tiny models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+
+from compiler.runtime.engine import Engine
+from compiler.targets.base import Executable
+from models.architectures import architecture_of
+from models.checkpoints import Checkpoint, check_tensors, open_checkpoint
+from models.sources import stored_shapes
+from tests.runtime.test_engine import Operations
+from tests.tiny import compiled, lowered, pipeline, precision_of, prefill, random_tokens, step
+from tests.twins import twin_of
+
+TARGETS = ("reference", "cpu")
+WITHIN = 1e-4
+ODD_CHUNKS = ([1] * 22, [3, 7, 5], [1, 1, 13, 2], [22])
+
+
+def check_logits(model: SimpleNamespace, target: str, **options: Any) -> None:
+    """fp32 logits are transformers', and the same token by token and in chunks of odd sizes."""
+    tokens = random_tokens(23, vocab_size=model.config.vocab_size)
+    expected = their_logits(model, tokens)
+    executable = compiled(model, target, **options)
+    assert 0.1 < expected.std() < 30
+    for sizes in ([], *ODD_CHUNKS):
+        assert_near(prefill(executable, tokens, sizes), expected)
+    executable.close()
+
+
+def their_logits(model: SimpleNamespace, tokens: list[int]) -> Tensor:
+    """What transformers' twin makes of one sequence, at every position."""
+    with torch.no_grad():
+        found = twin_of(model.config, model.checkpoint.tensors)(torch.tensor([tokens])).logits[0]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def check_mixed_lengths(model: SimpleNamespace, target: str) -> None:
+    """Sequences of different lengths decode together, in any order, as each does alone."""
+    executable = compiled(model, target)
+    prompts = [random_tokens(count, seed=count) for count in (5, 1, 17, 9)]
+    tails = [random_tokens(3, seed=100 + index) for index in range(4)]
+    alone = [prefill(executable, a + b)[-3:] for a, b in zip(prompts, tails, strict=True)]
+    handles = [executable.reserve(40) for _ in prompts]
+    for handle, prompt in zip(handles, prompts, strict=True):
+        step(executable, [(handle, prompt, 0)])
+    for at, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0])):
+        work = [(handles[i], tails[i][at : at + 1], len(prompts[i]) + at) for i in order]
+        logits = step(executable, work)
+        for row, i in enumerate(order):
+            assert_near(logits[row], alone[i][at])
+    executable.close()
+
+
+def check_random_operations(model: SimpleNamespace, target: str, seed: int = 0) -> None:
+    """100 random calls of an engine leave every sequence as if it were alone and fresh."""
+    engine = Engine(compiled(model, target, max_context=32), prefill_chunk=5)
+    operations = Operations(engine, oracle_of(model), seed)
+    operations.run(100)
+    assert min(operations.counts.values()) > 0
+    engine.executable.close()
+
+
+def oracle_of(model: SimpleNamespace) -> Executable:
+    return compiled(model, "reference", max_batch=32, max_context=32)
+
+
+def check_formats(model: SimpleNamespace) -> None:
+    """In blocks, too, the cpu target computes what the reference does."""
+    tokens = random_tokens(19, vocab_size=model.config.vocab_size)
+    for name, axis in (("bf16", "in"), ("bfp8", "in"), ("bfp4", "out")):
+        precision = precision_of(name, block_axis=axis)
+        expected = prefill(compiled(model, precision=precision), tokens)
+        executable = compiled(model, "cpu", precision=precision)
+        assert_near(prefill(executable, tokens, [17, 1]), expected)
+        executable.close()
+
+
+def check_rewrites(model: SimpleNamespace) -> None:
+    """Every pass of every target fires as often as the module says, where it says."""
+    expected = model.module.expected_rewrites()
+    for target in (*TARGETS, "cuda"):
+        _, ctx = lowered(model, target=target, precision=precision_of("bf16"))
+        found = {report.name: report.num_rewrites for report in ctx.reports}
+        assert found.keys() == {each.name for each in pipeline(target)}
+        wrong = {n: c for n, c in found.items() if n in expected and c != expected[n]}
+        assert not wrong, target
+
+
+def check_folder(model: SimpleNamespace, folder: Path) -> None:
+    """What transformers saves is read as the configuration and the tensors it was made of."""
+    twin_of(model.config, model.checkpoint.tensors).save_pretrained(folder)
+    _check_checkpoint(model, open_checkpoint(folder))
+
+
+def check_gguf(
+    model: SimpleNamespace,
+    path: Path,
+    *,
+    architecture: gguf.MODEL_ARCH,
+    extra: Callable[[gguf.GGUFWriter], None],
+) -> None:
+    """So is a file with the names of llama.cpp's own library; ``extra`` writes further keys."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_positions)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    extra(writer)
+    names = gguf.get_tensor_name_map(architecture, config.num_layers)
+    added = architecture_of(config.model_type).gguf_norm_offset
+    for name, tensor in model.checkpoint.tensors.items():
+        theirs = names.get_name(name, (".weight", ".bias"))
+        assert theirs is not None, name
+        values = tensor + added if name.endswith("norm.weight") else tensor
+        writer.add_tensor(theirs, values.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    _check_checkpoint(model, open_checkpoint(path))
+
+
+def _check_checkpoint(model: SimpleNamespace, checkpoint: Checkpoint) -> None:
+    assert dataclasses.replace(checkpoint.config, name=model.config.name) == model.config
+    check_tensors(checkpoint, stored_shapes(model.module))
+    for name, tensor in model.checkpoint.tensors.items():
+        torch.testing.assert_close(checkpoint.get(name), tensor, atol=1e-6, rtol=0)
+
+
+def assert_near(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=WITHIN, rtol=0)

@@ -1,0 +1,32 @@
+"""Ceilings are measured: positive, of this device, and on a GPU near what its makers say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiler.bench.ceilings import cpu_ceilings, measure_ceilings
+from compiler.errors import CompileError
+
+
+def test_the_cpu_s_are_measured() -> None:
+    found = cpu_ceilings(1, num_bytes=1 << 22)
+    assert "1 threads" in found.device and found.product_type == "fp32"
+    assert len(found.reads) == len(found.products) == 3
+    assert found.bytes_per_s > 1e8 and found.flops_per_s > 1e8
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_are_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(CompileError, match="no GPU"):
+        measure_ceilings("cuda")
+
+
+@pytest.mark.gpu
+def test_the_gpu_s_are_measured() -> None:
+    found = measure_ceilings("cuda")
+    assert found.device == torch.cuda.get_device_name() and found.product_type == "bf16"
+    assert min(found.reads) > 0.8 * found.bytes_per_s > 1e11
+    assert min(found.products) > 0.5 * found.flops_per_s > 1e12
+    assert torch.cuda.memory_reserved() < 1 << 30, "the buffers are given back"

@@ -1,0 +1,80 @@
+"""Only whole rows of norms that nobody else reads are picked earlier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler import ops
+from compiler.ir.rewrite import find_calls
+from compiler.passes.gather_before_norm import gather_before_norm
+from compiler.passes.runner import run_passes
+from tests.tiny import context_of, function_graph, run_graph, step_inputs
+
+Function = Callable[..., Tensor]
+ROWS = torch.tensor([4, 0, 0, 2])
+
+
+def norm(x: Tensor, scale: Tensor) -> Tensor:
+    out: Tensor = ops.rms_norm(x, scale, 1e-2)
+    return out
+
+
+def read_twice(x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+    normed = norm(x, scale)
+    return normed.index_select(0, positions) + normed
+
+
+def columns(x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+    return norm(x, scale).index_select(1, positions)
+
+
+def columns_from_the_end(x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+    return norm(x, scale).index_select(-1, positions)
+
+
+def of_no_norm(x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+    return norm(x, scale).sin().index_select(0, positions)
+
+
+def of_a_vector(x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+    return norm(scale, scale).index_select(0, positions)
+
+
+@pytest.mark.parametrize(
+    "function", [read_twice, columns, columns_from_the_end, of_no_norm, of_a_vector]
+)
+def test_near_misses_are_left_alone(function: Function) -> None:
+    graph_module, model = function_graph(function, scale=(32,))
+    assert gather_before_norm(graph_module, context_of(model)) == 0
+
+
+def rows(x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+    return norm(x, scale).index_select(0, positions)
+
+
+def rows_of_heads(x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+    return norm(x.unflatten(-1, (1, 32)), scale).index_select(0, positions)
+
+
+def rows_of_what_others_read(x: Tensor, positions: Tensor, scale: Tensor) -> Tensor:
+    return norm(x, scale).index_select(0, positions) * x.index_select(0, positions).sin()
+
+
+@pytest.mark.parametrize("function", [rows, rows_of_heads, rows_of_what_others_read])
+def test_rows_are_picked_before_they_are_normed(function: Function) -> None:
+    graph_module, model = function_graph(function, scale=(32,))
+    inputs = step_inputs(5) | {"positions": ROWS}
+    before = run_graph(graph_module, model, **inputs)
+    assert len(before) == len(ROWS)
+    ctx = context_of(model)
+    run_passes(graph_module, [gather_before_norm], ctx)
+    assert ctx.reports[-1].num_rewrites == 1
+    assert ctx.reports[-1].op_changes == {}
+    (normed,) = find_calls(graph_module.graph, ops.rms_norm)
+    assert normed.args[0] in find_calls(graph_module.graph, torch.ops.aten.index_select.default)
+    after = run_graph(graph_module, model, **inputs)
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-6)

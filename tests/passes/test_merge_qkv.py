@@ -1,0 +1,100 @@
+"""q, k and v become one product; gate and up, and whatever else shares an input, stay apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import find_calls
+from compiler.ir.text import graph_text
+from compiler.passes.merge_qkv import merge_qkv
+from compiler.passes.runner import PassContext, run_passes
+from compiler.precision import PrecisionConfig
+from tests.tiny import (
+    QWEN2,
+    check_golden,
+    context_of,
+    function_graph,
+    lowered,
+    precision_of,
+    run_graph,
+    step_inputs,
+    tiny_model,
+)
+
+NAME = "merge_qkv"
+
+
+def given(precision: PrecisionConfig, **changes: Any) -> tuple[GraphModule, PassContext]:
+    return lowered(tiny_model(**changes), target="n150", until=NAME, precision=precision)
+
+
+@pytest.mark.parametrize("architecture", [{}, QWEN2], ids=["llama", "qwen2"])
+def test_it_fires_once_a_layer(architecture: dict[str, Any]) -> None:
+    graph_module, ctx = given(precision_of("bfp8"), num_layers=3, **architecture)
+    run_passes(graph_module, [merge_qkv], ctx)
+    assert (ctx.reports[-1].num_rewrites, ctx.notes) == (3, [])
+    names = [
+        info(node).fqn.rpartition(".")[2] for node in find_calls(graph_module.graph, ops.linear)
+    ]
+    a_layer = ["q_proj_k_proj_v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert names == [*a_layer * 3, "lm_head"]
+    assert merge_qkv(graph_module, ctx) == 0, "nothing the second time"
+
+
+def test_gate_and_up_are_left_alone() -> None:
+    """Without a word: that they were not merged is no fault of the configuration."""
+    rule = "0: {li_ff1_3: lofi}, *.up_proj: {ff1_3: bfp4}"
+    graph_module, ctx = given(precision_of("bfp8", layers=rule))
+    assert merge_qkv(graph_module, ctx) == 2
+    assert ctx.notes == []
+
+
+def test_unequal_parts_are_left_alone_and_reported() -> None:
+    graph_module, ctx = given(precision_of("bfp8", layers="*.1.*.v_proj: {wqkv: bfp4}"))
+    before = len(find_calls(graph_module.graph, ops.linear))
+    assert merge_qkv(graph_module, ctx) == 1
+    assert len(find_calls(graph_module.graph, ops.linear)) == before - 2
+    path = "model.layers.1.self_attn"
+    assert ctx.notes == [
+        f"not merged: {path}.q_proj, {path}.k_proj, {path}.v_proj (formats bfp4, bfp8)"
+    ]
+
+
+def test_a_graph_without_a_decoder_is_left_alone() -> None:
+    graph_module, model = function_graph(lambda x, positions: (x + 1).exp() * 2)
+    before = graph_text(graph_module.graph)
+    assert merge_qkv(graph_module, context_of(model)) == 0
+    assert graph_text(graph_module.graph) == before
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_numbers_stay(bias: bool) -> None:
+    model = tiny_model(attention_bias=bias, std=0.2)
+    graph_module, ctx = lowered(model, target="n150", until=NAME, precision=precision_of("bfp8"))
+    inputs = step_inputs(9)
+    before = run_graph(graph_module, model, **inputs)
+    run_passes(graph_module, [merge_qkv], ctx)
+    after = run_graph(graph_module, model, **inputs)
+    assert before.std() > 0.05
+    torch.testing.assert_close(after, before, atol=1e-6, rtol=1e-6)
+
+
+def test_the_golden_text() -> None:
+    graph_module, ctx = given(precision_of("bfp8", "hifi2"))
+    run_passes(graph_module, [merge_qkv], ctx)
+    check_golden(f"passes/{NAME}.txt", graph_text(graph_module.graph))
+
+
+def test_a_layer_of_the_boards_pipeline() -> None:
+    graph_module, _ = lowered(
+        tiny_model(), target="n150", precision=precision_of("bfp8", "hifi2", embedding="bf16")
+    )
+    check_golden(
+        "passes/board_pipeline_layer_merge_qkv.txt", graph_text(graph_module.graph, layer=0)
+    )

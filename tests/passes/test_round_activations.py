@@ -1,0 +1,143 @@
+"""Where activations are q80, products read rounded values; everything else reads what it read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiler import ops
+from compiler.formats import get_format
+from compiler.ir.info import info, set_info
+from compiler.ir.rewrite import find_calls
+from compiler.ir.serialise import graph_json, read_graph
+from compiler.ir.text import graph_text
+from compiler.ir.verify import verify_precision
+from compiler.passes.round_activations import round_activations
+from compiler.passes.runner import run_passes
+from compiler.precision import PrecisionConfig
+from compiler.targets.base import CompileOptions, get_target
+from tests.tiny import (
+    check_golden,
+    context_of,
+    function_graph,
+    lowered,
+    precision_of,
+    run_graph,
+    step_inputs,
+    tiny_model,
+)
+
+NUM_LAYERS = 2
+PRODUCTS = 7 * NUM_LAYERS + 1
+
+
+def precision(activation: str = "q80", **changes: str) -> PrecisionConfig:
+    return precision_of("q40", kv_cache="fp32", activation=activation, **changes)
+
+
+def test_every_product_reads_rounded_values_and_shares_them() -> None:
+    """q, k and v read one rounded norm, gate and up another: five of seven a layer are shared."""
+    model = tiny_model(num_layers=NUM_LAYERS)
+    graph_module, ctx = lowered(
+        model, until="round_activations", target="reference", precision=precision()
+    )
+    run_passes(graph_module, [round_activations], ctx, verify=verify_precision)
+    assert ctx.reports[-1].num_rewrites == PRODUCTS
+    assert ctx.reports[-1].op_changes == {"round_q80": 4 * NUM_LAYERS + 1}
+    products = find_calls(graph_module.graph, ops.linear)
+    assert len(products) == PRODUCTS
+    rounded = find_calls(graph_module.graph, ops.round_q80)
+    assert {node.args[0] for node in products} == set(rounded)
+    assert round_activations(graph_module, ctx) == 0
+
+
+@pytest.mark.parametrize("activation", ["mixed", "fp32", "bf16", "bfp8"])
+def test_other_formats_are_left_alone(activation: str) -> None:
+    graph_module, ctx = lowered(
+        tiny_model(),
+        until="round_activations",
+        target="reference",
+        precision=precision(activation),
+    )
+    before = graph_text(graph_module.graph)
+    assert round_activations(graph_module, ctx) == 0
+    assert graph_text(graph_module.graph) == before
+
+
+def test_a_graph_without_products_and_one_without_precision_are_left_alone() -> None:
+    def product(x: torch.Tensor, positions: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = ops.linear(x, weight)
+        return out
+
+    for graph_module, model in (
+        function_graph(lambda x, positions: (x + 1).exp() * 2),
+        function_graph(product, weight=(8, 32)),
+    ):
+        before = graph_text(graph_module.graph)
+        assert round_activations(graph_module, context_of(model)) == 0
+        assert graph_text(graph_module.graph) == before
+
+
+def test_layers_and_routers_that_are_to_stay_as_they_are() -> None:
+    model = tiny_model(num_layers=NUM_LAYERS)
+    only_one = precision_of(
+        "q40", kv_cache="fp32", activation="fp32", layers="1: {activation: q80}"
+    )
+    graph_module, ctx = lowered(
+        model, until="round_activations", target="reference", precision=only_one
+    )
+    routed = find_calls(graph_module.graph, ops.linear)[-2]
+    set_info(routed, tensor_group="router")
+    assert round_activations(graph_module, ctx) == 6
+    rounded = find_calls(graph_module.graph, ops.round_q80)
+    assert {info(node).layer for node in rounded} == {1}
+    assert routed.args[0] not in rounded
+
+
+def test_the_numbers_are_those_of_the_format() -> None:
+    """By hand: the same graph, in which each product's input is rounded as ggml's Q8_0."""
+    model = tiny_model(std=0.2, hidden_size=40, intermediate_size=56)
+    inputs = step_inputs(9)
+    plain, _ = lowered(model, target="reference", precision=precision("fp32"))
+    expected = run_graph(plain, model, **inputs)
+    for node in find_calls(plain.graph, ops.linear):
+        with plain.graph.inserting_before(node):
+            by_hand = plain.graph.call_function(get_format("q80").round_trip, (node.args[0],))
+        node.update_arg(0, by_hand)
+    by_hand = run_graph(plain, model, **inputs)
+    rounded, _ = lowered(model, target="reference", precision=precision())
+    found = run_graph(rounded, model, **inputs)
+    assert torch.equal(found, by_hand)
+    assert 1e-4 < (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        ("reference", "activation: q80: honoured (q80 into products)"),
+        ("cpu", "activation: q80: not honoured (fp32)"),
+    ],
+)
+def test_targets_say_what_they_make_of_it(target: str, line: str) -> None:
+    """A target without the pass runs the configuration, and says with which activations."""
+    graph_module, _ = lowered(tiny_model(), target=target, precision=precision())
+    options = CompileOptions(max_batch=1, max_context=32, compute="exact")
+    found = get_target(target).contract(graph_module, options)
+    assert line in [str(entry) for entry in found.entries]
+
+
+def test_the_golden_text() -> None:
+    graph_module, ctx = lowered(
+        tiny_model(), until="round_activations", target="reference", precision=precision()
+    )
+    run_passes(graph_module, [round_activations], ctx)
+    check_golden("passes/round_activations.txt", graph_text(graph_module.graph))
+    back = read_graph(graph_json(lowered_whole()), Path("graph.json"))
+    assert len(find_calls(back.graph, ops.round_q80)) == 4 * NUM_LAYERS + 1
+
+
+def lowered_whole() -> torch.fx.GraphModule:
+    """After all stages: what a compiled folder keeps."""
+    return lowered(tiny_model(), target="reference", precision=precision())[0]

@@ -1,0 +1,71 @@
+"""Where the CUDA target's kernels run in tests: on the GPU, or in Triton's interpreter without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from compiler.formats.base import BlockEncoded
+from compiler.formats.block_float import BFP8
+from compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Where this machine runs the kernels."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Pages that hold some positions of some slots, and what those hold, float32 [S, L, G, D]."""
+
+    pages: KVPages
+    tables: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def at(self, slot: int, position: int, of: int) -> torch.Tensor:
+        """The fp32 key (``of`` = 0) or value (1) ``[G, D]`` that a page holds."""
+        page, row = int(self.tables[slot, position // PAGE]), position % PAGE
+        mantissas = self.pages.values[page, of, :, row].cpu()
+        if self.pages.exponents is None:
+            return mantissas.float()
+        exponents = self.pages.exponents[page, of, :, row].cpu()
+        return BFP8.dequantise(BlockEncoded(exponents=exponents, mantissas=mantissas, axis=-1))
+
+
+@pytest.fixture
+def paged(device: torch.device) -> Callable[..., Paged]:
+    """Makes pages in shuffled order with ``lengths[slot]`` random positions each, NaN elsewhere."""
+
+    def make(kind: str, lengths: Sequence[int], *, num_pages: int, size: tuple[int, int]) -> Paged:
+        num_slots = len(lengths)
+        pages = allocate_pages(num_slots * num_pages + 1, *size, kind=kind, device=device)
+        pages.values.fill_(127 if kind == "bfp8" else float("nan"))
+        if pages.exponents is not None:
+            pages.exponents.fill_(255)
+        order = 1 + torch.randperm(num_slots * num_pages).view(num_slots, num_pages)
+        held = torch.randn(2, num_slots, num_pages * PAGE, *size)
+        if kind == "bfp8":
+            encoded = BFP8.quantise(held)
+            held = BFP8.dequantise(encoded)
+        elif kind == "bf16":
+            held = held.bfloat16().float()
+        for slot, length in enumerate(lengths):
+            for start in range(0, length, PAGE):
+                page, stop = int(order[slot, start // PAGE]), min(start + PAGE, length)
+                for of in (0, 1):
+                    part = (of, slot, slice(start, stop))
+                    rows = pages.values[page, of, :, : stop - start]
+                    exact = encoded.mantissas if kind == "bfp8" else held
+                    rows.copy_(exact[part].transpose(0, 1))
+                    if pages.exponents is not None:
+                        rows = pages.exponents[page, of, :, : stop - start]
+                        rows.copy_(encoded.exponents[part].transpose(0, 1))
+        return Paged(pages, order.to(torch.int32).to(device), held[0], held[1])
+
+    return make

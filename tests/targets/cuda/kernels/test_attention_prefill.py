@@ -1,0 +1,131 @@
+"""Prefill attention against float64 over what the pages hold: sizes, windows, starts, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compiler.ops.attention import attention
+from compiler.targets.cuda.kernels.attention_prefill import attend_prefill
+
+NAN = float("nan")
+SCALE = 0.11
+
+
+def check(
+    paged: Callable[..., Any],
+    device: torch.device,
+    *,
+    kind: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    start: int,
+    num_tokens: int,
+    num_padding: int = 0,
+    window: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Tokens ``start ..`` of slot 1, whose pages end with them; the other slot's are longer."""
+    length = start + num_tokens
+    cache = paged(kind, [length + 5, length], num_pages=length // 64 + 2, size=(heads[1], head_dim))
+    work = torch.float32 if kind == "fp32" else torch.bfloat16
+    q = torch.randn(num_tokens + num_padding, heads[0], head_dim, device=device).to(work)
+    q[num_tokens:] = NAN
+    out = torch.full((len(q), heads[0] * head_dim), NAN, dtype=dtype, device=device)
+    positions = torch.full((len(q),), -1, device=device)
+    positions[:num_tokens] = torch.arange(start, length)
+    attend_prefill(
+        cache.pages,
+        q,
+        out=out,
+        positions=positions,
+        slots=torch.ones(len(q), dtype=torch.int64, device=device),
+        block_tables=cache.tables,
+        scale=SCALE,
+        window=window,
+    )
+    keys, values = cache.keys[1, :length], cache.values[1, :length]
+    queries = torch.zeros(length, heads[0], head_dim)
+    queries[start:] = q[:num_tokens]
+    want = attention(queries.double(), keys.double(), values.double(), SCALE, window)[start:]
+    tolerance = 4e-6 if kind == "fp32" and dtype == torch.float32 else 8e-3
+    got = out[:num_tokens].cpu().double()
+    torch.testing.assert_close(got, want.flatten(1).double(), rtol=tolerance, atol=tolerance)
+    assert not out[num_tokens:].any()
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "bfp8"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "start", "num_tokens", "settings"),
+    [
+        ((4, 1), 64, 0, 5, {}),
+        ((3, 1), 80, 0, 130, {"num_padding": 70}),
+        ((2, 2), 96, 100, 33, {"window": 40, "num_padding": 1}),
+        ((7, 1), 128, 63, 2, {"dtype": torch.bfloat16}),
+        ((1, 1), 16, 62, 3, {}),
+        ((1, 1), 192, 64, 64, {"window": 64}),
+        ((8, 1), 256, 127, 1, {}),
+        ((1, 1), 72, 190, 70, {"window": 1}),
+        ((1, 1), 32, 300, 66, {"window": 200}),
+    ],
+)
+def test_against_float64(
+    kind: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    start: int,
+    num_tokens: int,
+    settings: dict[str, Any],
+    paged: Callable[..., Any],
+    device: torch.device,
+) -> None:
+    check(
+        paged,
+        device,
+        kind=kind,
+        heads=heads,
+        head_dim=head_dim,
+        start=start,
+        num_tokens=num_tokens,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("window", [0, 500])
+def test_blocks_of_a_long_prompt(
+    window: int, paged: Callable[..., Any], device: torch.device
+) -> None:
+    """The larger tile, with whole pages on both sides of a window's edge."""
+    check(
+        paged,
+        device,
+        kind="bf16",
+        heads=(1, 1),
+        head_dim=16,
+        start=150,
+        num_tokens=520,
+        num_padding=130,
+        window=window,
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bfp8", "fp32"])
+@pytest.mark.parametrize(("head_dim", "window"), [(128, 0), (64, 1000), (256, 0)])
+def test_large(
+    kind: str, head_dim: int, window: int, paged: Callable[..., Any], device: torch.device
+) -> None:
+    check(
+        paged,
+        device,
+        kind=kind,
+        heads=(8, 2),
+        head_dim=head_dim,
+        start=777,
+        num_tokens=1500,
+        num_padding=36,
+        window=window,
+    )

@@ -1,0 +1,178 @@
+"""The product in Triton against float64: every kind, odd sizes, all that is fused with it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiler.targets.cuda.held import HeldWeight
+from compiler.targets.cuda.kernels.linear import linear
+from compiler.targets.cuda.packing import hold, unpack
+
+NAN = float("nan")
+KINDS = ["bf16", "bfp8", "bfp4"]
+
+
+def weight(
+    kind: str, size: tuple[int, int], device: torch.device, *, paired: bool = False
+) -> HeldWeight:
+    dense = torch.randn(size, device=device) / size[1] ** 0.5
+    return hold(dense, kind, paired=paired)
+
+
+def tokens(size: tuple[int, int], device: torch.device) -> torch.Tensor:
+    """bfloat16 ``size``, rows further apart than they are long, with NaN between them."""
+    around = torch.full((size[0], size[1] + 3), NAN, dtype=torch.bfloat16, device=device)
+    around[:, : size[1]] = torch.randn(size, device=device)
+    return around
+
+
+def poisoned(
+    size: tuple[int, int], device: torch.device, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output full of NaN, and the memory around it."""
+    around = torch.full((size[0], size[1] + 5), NAN, dtype=dtype, device=device)
+    return around[:, : size[1]], around
+
+
+def expected(x: torch.Tensor, held: HeldWeight) -> torch.Tensor:
+    """The product in float64."""
+    return x[:, : held.num_columns].double() @ unpack(held).double().T
+
+
+def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    """float32 sums of terms of about 1, and one rounding where the output is bfloat16."""
+    epsilon = 2.0**-8 if got.dtype == torch.bfloat16 else 2e-6
+    torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=4e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_tokens", "size"),
+    [(1, (40, 200)), (2, (16, 128)), (3, (33, 576)), (8, (64, 80)), (17, (48, 130)), (64, (7, 9))],
+)
+def test_product(kind: str, num_tokens: int, size: tuple[int, int], device: torch.device) -> None:
+    held, x = weight(kind, size, device), tokens((num_tokens, size[1]), device)
+    out, around = poisoned((num_tokens, size[0]), device)
+    linear(out, x, held)
+    assert_near(out, expected(x, held))
+    assert bool(around[:, size[0] :].isnan().all())
+    rounded, _ = poisoned((num_tokens, size[0]), device, torch.bfloat16)
+    linear(rounded, x, held)
+    assert torch.equal(rounded, out.bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_integers_are_exact(kind: str, device: torch.device) -> None:
+    """Every place of a weight meets its own token: a one-hot product picks single values."""
+    dense = torch.randint(-7, 8, (48, 300), device=device) / 8
+    held = hold(dense, kind, paired=False)
+    assert kind == "bfp4" or torch.equal(unpack(held), dense)
+    x = torch.randint(-3, 4, (5, 300), device=device).bfloat16()
+    out, _ = poisoned((5, 48), device)
+    linear(out, x, held)
+    assert torch.equal(out.double(), expected(x, held))
+    one_hot = torch.eye(300, device=device, dtype=torch.bfloat16)
+    picked, _ = poisoned((300, 48), device)
+    linear(picked, one_hot, held)
+    assert torch.equal(picked, unpack(held).T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_wide_programs(kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tiles of rows a program, the last one with a single tile."""
+    monkeypatch.setattr("compiler.targets.cuda.kernels.linear._WIDE", 0)
+    held, x = weight(kind, (80, 200), device), tokens((3, 200), device)
+    out, _ = poisoned((3, 80), device)
+    linear(out, x, held)
+    assert_near(out, expected(x, held))
+    paired = weight(kind, (96, 200), device, paired=True)
+    halves, _ = poisoned((3, 48), device)
+    linear(halves, x, paired, swiglu=True)
+    assert_near(halves, gated(expected(x, paired)))
+
+
+def gated(product: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of pairs in turns of 8, float64."""
+    sides = product.unflatten(1, (-1, 2, 8))
+    gate, up = sides[:, :, 0].flatten(1), sides[:, :, 1].flatten(1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bias_and_residual(kind: str, device: torch.device) -> None:
+    held, x = weight(kind, (40, 200), device), tokens((3, 200), device)
+    bias = torch.randn(40, device=device)
+    out, _ = poisoned((3, 40), device)
+    linear(out, x, held, bias=bias)
+    assert_near(out, expected(x, held) + bias)
+    before = torch.randn(3, 40, device=device)
+    total, around = poisoned((3, 40), device)
+    total.copy_(before)
+    linear(total, x, held, bias=bias, residual=True)
+    assert torch.equal(total, before + out)
+    assert bool(around[:, 40:].isnan().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_swiglu(kind: str, num_tokens: int, device: torch.device) -> None:
+    held = weight(kind, (80, 200), device, paired=True)
+    x = tokens((num_tokens, 200), device)
+    out, around = poisoned((num_tokens, 40), device, torch.bfloat16)
+    linear(out, x, held, swiglu=True)
+    assert_near(out, gated(expected(x, held)))
+    assert bool(around[:, 40:].isnan().all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("width", [96, 200])
+def test_norm(kind: str, width: int, device: torch.device) -> None:
+    held = weight(kind, (40, width), device)
+    x = torch.full((5, width + 4), NAN, device=device)[:, :width]
+    x.copy_(torch.randn(5, width, device=device) * 3)
+    gain = torch.rand(width, device=device) + 0.5
+    out, _ = poisoned((5, 40), device)
+    linear(out, x, held, norm=(gain, 1e-5))
+    wide = x.double()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * gain
+    # A value on the edge between two bfloat16 may fall on either side.
+    torch.testing.assert_close(
+        out.double(), expected(normed.bfloat16(), held), rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_a_row_is_the_same_in_every_batch(kind: str, with_norm: bool, device: torch.device) -> None:
+    held = weight(kind, (48, 260), device)
+    gain = torch.rand(260, device=device)
+    x = torch.randn(70, 260, device=device)
+    if not with_norm:
+        x = x.bfloat16()
+    norm = (gain, 1e-5) if with_norm else None
+    whole, _ = poisoned((70, 48), device)
+    linear(whole, x, held, norm=norm)
+    for first, last in [(0, 1), (5, 7), (3, 11), (20, 37), (6, 70)]:
+        part, _ = poisoned((last - first, 48), device)
+        linear(part, x[first:last], held, norm=norm)
+        assert torch.equal(part, whole[first:last])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 3, 16, 33, 64, 200])
+@pytest.mark.parametrize("size", [(6144, 4096), (4096, 14336), (28672, 4096), (2048, 2048)])
+def test_real_shapes(
+    kind: str, num_tokens: int, size: tuple[int, int], device: torch.device
+) -> None:
+    held, x = weight(kind, size, device, paired=True), tokens((num_tokens, size[1]), device)
+    out, _ = poisoned((num_tokens, size[0]), device)
+    linear(out, x, held)
+    torch.testing.assert_close(out.double(), expected(x, held), rtol=1e-4, atol=1e-4)
+    alone, _ = poisoned((1, size[0]), device)
+    linear(alone, x[-1:], held)
+    assert torch.equal(alone, out[-1:])
+    halves, _ = poisoned((num_tokens, size[0] // 2), device, torch.bfloat16)
+    linear(halves, x, held, swiglu=True)
+    torch.testing.assert_close(halves.double(), gated(out.double()), rtol=2.0**-8, atol=1e-5)

@@ -1,0 +1,305 @@
+"""linear.cu: how it is launched, that it compiles without spills, and on a GPU what it computes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiler.targets.cuda.held import HeldWeight
+from compiler.targets.cuda.kernels import native, nvrtc
+from compiler.targets.cuda.packing import hold, unpack
+
+KINDS = ["bf16", "bfp8", "bfp4"]
+BATCHES = [1, 2, 5, 8, 13, 16, 30, 33, 64]
+
+
+def batches(held: HeldWeight) -> list[int]:
+    return [count for count in BATCHES if count <= native.most_tokens(held)]
+
+
+SIZES = [(4096, 4096), (6144, 4096), (4096, 14336), (576, 1536), (960, 576), (48, 200), (35, 2052)]
+SOURCE = Path(native.__file__).with_name("linear.cu")
+NAN = float("nan")
+
+
+def shaped(kind: str, num_rows: int, num_columns: int) -> HeldWeight:
+    """A weight of a shape, without one."""
+    return HeldWeight(kind, num_rows, num_columns, torch.empty(0))
+
+
+any_weight = st.builds(
+    shaped, st.sampled_from(KINDS), st.integers(1, 300_000), st.integers(1, 32_768)
+)
+
+
+@given(held=any_weight, num_tokens=st.integers(2, 64))
+def test_a_grid_is_a_kernel_that_fits(held: HeldWeight, num_tokens: int) -> None:
+    num_tokens = min(num_tokens, native.most_tokens(held))
+    grid = native.choose_grid(held, num_tokens)
+    groups = next(count for count in (1, 2, 4, 8) if num_tokens <= 8 * count)
+    assert grid.kernel(held.kind, groups) in native.source().names
+    assert grid.num_warps * 32 >= 128  # x is copied by 128 threads
+    assert 1 <= grid.shared_bytes(held, groups) <= 225 * 1024
+
+
+@given(held=any_weight)
+def test_a_walk_is_a_kernel_that_fits(held: HeldWeight) -> None:
+    walk = native.choose_walk(held)
+    assert walk.kernel(held.kind) in native.source().names
+    num_bytes = walk.shared_bytes(held.kind, held.num_column_tiles)
+    assert num_bytes <= 225 * 1024
+    assert walk.blocks_each * (num_bytes + 3072) <= 228 * 1024
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kernel_has_a_product(kind: str) -> None:
+    """The machine code is compiled where a model starts: it holds nothing that is never launched"""
+    chosen = set()
+    for num_rows, num_columns in [*SIZES, (28672, 4096), (2048, 8192), (64, 28672)]:
+        held = shaped(kind, num_rows, num_columns)
+        chosen.add(native.choose_walk(held).kernel(kind))
+        for groups in (1, 2, 4, 8):
+            if 8 * groups <= native.most_tokens(held):
+                chosen.add(native.choose_grid(held, 8 * groups).kernel(kind, groups))
+    assert {name for name in native.source().names if kind in name} == chosen
+
+
+@pytest.mark.parametrize(
+    ("held", "walk"),
+    [
+        (shaped("bf16", 6144, 4096), native.Walk(3, 2)),
+        (shaped("bf16", 28672, 4096), native.Walk(3, 2)),
+        (shaped("bf16", 4096, 14336), native.Walk(2, 2)),
+        (shaped("bf16", 2048, 8192), native.Walk(2, 2)),
+        (shaped("bfp8", 4096, 4096), native.Walk(4, 2)),
+        (shaped("bfp8", 4096, 14336), native.Walk(4, 2)),
+        (shaped("bfp8", 3072, 2048), native.Walk(4, 2)),
+        (shaped("bfp8", 8192, 28672), native.Walk(3, 2)),
+        (shaped("bfp4", 28672, 4096), native.Walk(3, 2)),
+        (shaped("bfp4", 16384, 2048), native.Walk(3, 2)),
+    ],
+    ids=lambda each: f"{each.kind} {each.num_rows}" if isinstance(each, HeldWeight) else "",
+)
+def test_walks_of_usual_shapes(held: HeldWeight, walk: native.Walk) -> None:
+    assert native.choose_walk(held) == walk
+
+
+@given(held=any_weight)
+def test_slices_depend_on_the_weight_alone(held: HeldWeight) -> None:
+    assert native.num_slices(held) == (1 if held.num_rows > 1023 * 16 else 8)
+
+
+def test_names_of_kernels() -> None:
+    text = "GEMV(bf16, BF16, 3)\n#define GEMV(name, F, A)\nGEMM(bfp8, BFP8, 4, 2, 3)\n"
+    assert native.kernel_names(text) == ("gemv_bf16_3", "gemm_bfp8_4_2_3")
+
+
+def test_every_header_is_named_once() -> None:
+    """NVRTC reads no directory: what is included must be handed over"""
+    asked = {native.source().path.name}
+    found: set[str] = set()
+    while asked - found:
+        name = min(asked - found)
+        found.add(name)
+        asked |= set(re.findall(r'^#include "(.+)"', SOURCE.with_name(name).read_text(), re.M))
+    assert sorted(found) == sorted((*native.source().headers, "linear.cu"))
+
+
+def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvrtc.why_not.cache_clear()
+    assert native.why_not(torch.device("cpu")) == "no GPU"
+    monkeypatch.setenv("TILEWRIGHT_NATIVE_KERNELS", "0")
+    assert "TILEWRIGHT_NATIVE_KERNELS=0" in native.why_not(torch.device("cuda", 0))
+    nvrtc.why_not.cache_clear()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_it_compiles_without_spills(tmp_path: Path) -> None:
+    target = "-gencode=arch=compute_90a,code=sm_90a"
+    command = ["nvcc", "-std=c++17", "-cubin", target, "-Xptxas", "-v", str(SOURCE)]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "linear.cubin")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[:2000]
+    kernels = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers",
+        done.stderr,
+        re.S,
+    )
+    assert {name for name, *_ in kernels} == set(native.source().names)
+    assert [name for name, spilled, _ in kernels if spilled != "0"] == []
+    assert max(int(used) for name, _, used in kernels if name.startswith("gemv")) <= 80
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """A GPU on which linear.cu runs."""
+    reason = native.why_not(torch.device(device.type, 0) if device.type == "cuda" else device)
+    if reason:
+        pytest.skip(reason)
+    return torch.device("cuda", 0)
+
+
+def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> HeldWeight:
+    dense = torch.randn(size, device=gpu) / size[1] ** 0.5
+    return hold(dense, kind, paired=paired)
+
+
+def tokens(held: HeldWeight, gpu: torch.device) -> torch.Tensor:
+    """bfloat16 ``[64, whole tiles]``, zero behind the columns."""
+    x = torch.zeros(64, held.num_column_tiles * 128, dtype=torch.bfloat16, device=gpu)
+    x[:, : held.num_columns] = torch.randn(64, held.num_columns, device=gpu)
+    return x
+
+
+def poisoned(width: int, gpu: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full((66, width + 8), NAN, dtype=dtype, device=gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [*SIZES, (28672, 4096), (16391, 2048)])
+def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
+    """Against float64; the first token has the same bits in every batch; nothing else is written"""
+    held = weight(kind, size, gpu, paired=False)
+    x = tokens(held, gpu)
+    bias = torch.randn(size[0], device=gpu)
+    want = x[:, : size[1]].double() @ unpack(held).double().T + bias
+    first = None
+    for num_tokens in batches(held):
+        around = poisoned(size[0], gpu)
+        out = around[:64, : size[0]]
+        native.linear(out, x, held, epilogue=native.STORE, num_tokens=num_tokens, bias=bias)
+        torch.testing.assert_close(
+            out[:num_tokens].double(), want[:num_tokens], rtol=1e-4, atol=1e-4
+        )
+        assert bool(around[num_tokens:].isnan().all())
+        assert bool(around[:, size[0] :].isnan().all())
+        first = out[0].clone() if first is None else first
+        assert torch.equal(out[0], first)
+        total = torch.ones(64, size[0], device=gpu)
+        native.linear(total, x, held, epilogue=native.ADD, num_tokens=num_tokens, bias=bias)
+        assert torch.equal(total[:num_tokens], 1 + out[:num_tokens])
+        assert bool((total[num_tokens:] == 1).all())
+
+
+def variants() -> list[tuple[str, int, native.Walk | native.Grid]]:
+    """Every product of linear.cu: kind, most tokens, and what chooses it."""
+    found: list[tuple[str, int, native.Walk | native.Grid]] = []
+    for name in native.kernel_names(SOURCE.read_text()):
+        family, kind, *rest = name.split("_")
+        sizes = [int(size) for size in rest]
+        if family == "gemv":
+            found += [(kind, 1, native.Walk(sizes[0], each)) for each in (1, 2)]
+        else:
+            groups, tiles_per_warp, depth = sizes
+            found.append((kind, 8 * groups, native.Grid(5, tiles_per_warp, depth)))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(2064, 2176), (16400, 640), (80, 8192)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kernel_gives_the_same_bits(
+    kind: str, size: tuple[int, int], gpu: torch.device
+) -> None:
+    held = weight(kind, size, gpu, paired=False)
+    x = tokens(held, gpu)
+    want = poisoned(size[0], gpu)[:64, : size[0]]
+    reference = native.Grid(4, 1, {"bf16": 2, "bfp8": 3, "bfp4": 4}[kind])
+    count = native.most_tokens(held)
+    native.linear(want, x, held, epilogue=native.STORE, num_tokens=count, grid=reference)
+    exact = x[:, : size[1]].double() @ unpack(held).double().T
+    torch.testing.assert_close(want[:count].double(), exact[:count], rtol=1e-4, atol=1e-4)
+    for of, most, chosen in variants():
+        if of != kind:
+            continue
+        around = poisoned(size[0], gpu)
+        out = around[:64, : size[0]]
+        for num_tokens in {1} if most == 1 else {max(2, most // 2 + 1), most - 1, most}:
+            if num_tokens > count:
+                continue
+            how = {"walk": chosen} if isinstance(chosen, native.Walk) else {"grid": chosen}
+            native.linear(out, x, held, epilogue=native.STORE, num_tokens=num_tokens, **how)
+            assert torch.equal(out[:num_tokens], want[:num_tokens]), (chosen, num_tokens)
+        assert bool(around[most:].isnan().all()), chosen
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(28672, 4096), (16384, 2048), (3072, 576), (48, 200)])
+def test_swiglu(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
+    held = weight(kind, size, gpu, paired=True)
+    x = tokens(held, gpu)
+    product = (x[:, : size[1]].double() @ unpack(held).double().T).unflatten(1, (-1, 2, 8))
+    want = (torch.nn.functional.silu(product[:, :, 0]) * product[:, :, 1]).flatten(1)
+    first = None
+    for num_tokens in batches(held):
+        around = poisoned(size[0] // 2, gpu, torch.bfloat16)
+        out = around[:64, : size[0] // 2]
+        native.linear(out, x, held, epilogue=native.SWIGLU, num_tokens=num_tokens)
+        torch.testing.assert_close(
+            out[:num_tokens].double(), want[:num_tokens], rtol=2.0**-7, atol=1e-4
+        )
+        assert bool(around[num_tokens:].isnan().all())
+        assert bool(around[:, size[0] // 2 :].isnan().all())
+        first = out[0].clone() if first is None else first
+        assert torch.equal(out[0], first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(6144, 4096), (128, 8192), (28672, 4096), (960, 576), (48, 200)])
+def test_a_norm_inside_has_the_bits_of_one_before(
+    kind: str, size: tuple[int, int], gpu: torch.device
+) -> None:
+    held = weight(kind, size, gpu, paired=False)
+    x, gain = torch.randn(5, size[1], device=gpu) * 3, torch.rand(size[1], device=gpu) + 0.5
+    normed = torch.zeros(64, held.num_column_tiles * 128, dtype=torch.bfloat16, device=gpu)
+    native.rms_norm(normed, x, gain, eps=1e-5, num_tokens=5)
+    want = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5) * gain
+    got = normed[:5, : size[1]].double()
+    torch.testing.assert_close(got, want, rtol=2.0**-8, atol=1e-6)
+    assert bool((normed[5:] == 0).all())
+    inside, before = poisoned(size[0], gpu)[:64], poisoned(size[0], gpu)[:64]
+    native.linear(inside, x, held, epilogue=native.STORE, num_tokens=1, norm=(gain, 1e-5))
+    native.linear(before, normed, held, epilogue=native.STORE, num_tokens=3)
+    assert torch.equal(inside[0, : size[0]], before[0, : size[0]])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_chain_in_a_graph_is_the_chain(kind: str, gpu: torch.device) -> None:
+    """Kernels that begin before their inputs are written still read them."""
+    helds = [weight(kind, (1024, 1024), gpu, paired=False) for _ in range(6)]
+    x = torch.randn(1, 1024, device=gpu)
+    gain = torch.ones(1024, device=gpu)
+    outs = [torch.zeros(1, 1024, device=gpu) for _ in helds]
+
+    def chain() -> None:
+        for before, out, held in zip([x, *outs[:-1]], outs, helds, strict=True):
+            norm = (gain, 1e-5)
+            native.linear(out, before, held, epilogue=native.STORE, num_tokens=1, norm=norm)
+
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chain()
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        got = outs[-1].clone()
+        chain()
+        assert torch.equal(got, outs[-1])

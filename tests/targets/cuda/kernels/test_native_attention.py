@@ -1,0 +1,281 @@
+"""attention.cu against float64 over what the pages hold, its bits, and how it is shared out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from compiler.targets.cuda.kernels import native_attention
+from compiler.targets.cuda.kernels.native_attention import Share, choose_share
+from compiler.targets.cuda.pages import KVPages, allocate_pages
+from tests.targets.cuda.decode_step import SCALE, DecodeStep, rounded
+
+NAN = float("nan")
+CONTEXTS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 200, 330, 511, 512, 700, 999]
+
+
+class Step(DecodeStep):
+    """Through attention.cu."""
+
+    def __init__(
+        self,
+        paged: Callable[..., Any],
+        device: torch.device,
+        *,
+        num_pages: int = 16,
+        **settings: Any,
+    ) -> None:
+        super().__init__(paged, device, num_pages=num_pages, **settings)
+
+    def run(
+        self, rows: list[int] | None = None, *, early: bool = False, share: Share | None = None
+    ) -> torch.Tensor:
+        """bf16 ``[rows, H, D]`` on the CPU, from an output full of NaN with a margin a row."""
+        chosen = list(range(len(self.positions))) if rows is None else rows
+        width = self.heads[0] * self.head_dim
+        shape = (len(chosen), width + 64)
+        out = torch.full(shape, NAN, dtype=torch.bfloat16, device=self.qkv.device)
+        qkv = self.qkv[chosen].contiguous()
+        arguments = self.arguments(chosen)
+        if out.is_cuda:
+            torch.cuda.synchronize()  # what `early` asks for
+        native_attention.attend_decode(
+            self.cache.pages, qkv, out=out[:, :width], early=early, share=share, **arguments
+        )
+        assert not self.scratch.arrived.any()
+        assert out[:, width:].isnan().all()
+        return out[:, :width].cpu().view(len(chosen), self.heads[0], self.head_dim)
+
+    def check(self, got: torch.Tensor) -> None:
+        torch.testing.assert_close(got.double(), self.all_expected(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "settings"),
+    [
+        ((4, 1), 64, {}),
+        ((3, 1), 128, {"interleaved": True}),
+        ((4, 2), 96, {"half": 16}),
+        ((7, 1), 128, {"window": 40}),
+        ((8, 1), 96, {"window": 64, "half": 24, "interleaved": True}),
+        ((2, 2), 64, {"window": 1}),
+        ((32, 8), 128, {}),
+        ((5, 1), 128, {"window": 300, "half": 32}),
+        ((16, 1), 128, {}),
+        ((12, 1), 64, {"half": 8}),
+        ((10, 1), 96, {"window": 129}),
+    ],
+)
+def test_against_float64(
+    kind: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    settings: dict[str, Any],
+    paged: Callable[..., Any],
+    device: torch.device,
+) -> None:
+    positions = [*CONTEXTS, -1]
+    step = Step(
+        paged, device, kind=kind, heads=heads, head_dim=head_dim, positions=positions, **settings
+    )
+    got = step.run()
+    step.check(got)
+    assert torch.equal(got, step.run(early=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_pages", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+def test_short_tables(
+    num_pages: int, kind: str, paged: Callable[..., Any], device: torch.device
+) -> None:
+    last = 64 * num_pages - 1
+    for position in sorted({0, last // 2, last - 64, last - 1, last} - {-1}):
+        step = Step(
+            paged,
+            device,
+            kind=kind,
+            heads=(8, 2),
+            head_dim=128,
+            positions=[position],
+            num_pages=num_pages,
+        )
+        got = step.run()
+        step.check(got)
+        assert torch.equal(got, step.run(early=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_stores_the_new_token_and_nothing_else(
+    kind: str, head_dim: int, paged: Callable[..., Any], device: torch.device
+) -> None:
+    step = Step(
+        paged, device, kind=kind, heads=(8, 2), head_dim=head_dim, positions=[70, -1, 64, 699]
+    )
+    step.qkv[0, :: head_dim // 4] *= 2.0**-20  # blocks that lose bits, and a row of zeros
+    step.qkv[2, -head_dim:] = 0.0
+    step.qkv[3, -head_dim:] = torch.arange(head_dim, device=device) % 16 + 0.5  # ties
+    step.qkv[3, -head_dim::16] = 100.0
+    pages = step.cache.pages
+    before = [t.clone() for t in (pages.values, pages.exponents) if t is not None]
+    step.run()
+    for row in (0, 2, 3):
+        position, slot = int(step.positions[row]), int(step.slots[row])
+        _, k, v = step.new(row)
+        # A key may be rounded the other way where its rotation is an ulp apart.
+        ulp = {"bf16": 2**-6, "bfp8": 2**-5}[kind]
+        assert (step.cache.at(slot, position, 0) - rounded(k, kind)).abs().max() <= ulp
+        assert torch.equal(step.cache.at(slot, position, 1), rounded(v, kind))
+        page, line = int(step.cache.tables[slot, position // 64]), position % 64
+        for old, now in zip(before, (pages.values, pages.exponents), strict=False):
+            assert now is not None
+            old[page, :, :, line] = now[page, :, :, line]
+    for old, now in zip(before, (pages.values, pages.exponents), strict=False):
+        assert now is not None
+        assert torch.equal(old.view(torch.uint8), now.view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+def test_a_row_does_not_depend_on_its_batch(
+    kind: str, paged: Callable[..., Any], device: torch.device
+) -> None:
+    """Nor on how many blocks its splits are spread over, nor on a run before it."""
+    step = Step(paged, device, kind=kind, heads=(4, 1), head_dim=64, positions=[140, -1, 30, 900])
+    together = step.run()
+    step.check(together)
+    assert torch.equal(together, torch.cat([step.run([row]) for row in range(4)]))
+    for num_joined in (1, 2, 4, 8):
+        assert torch.equal(together, step.run(share=Share(1, num_joined, 8 // num_joined)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+@pytest.mark.parametrize(
+    ("heads", "head_dim"), [((32, 8), 128), ((14, 2), 64), ((28, 4), 128), ((16, 1), 96)]
+)
+def test_large(
+    kind: str,
+    heads: tuple[int, int],
+    head_dim: int,
+    paged: Callable[..., Any],
+    device: torch.device,
+) -> None:
+    """Several groups of splits, several pages a split."""
+    step = Step(
+        paged,
+        device,
+        kind=kind,
+        heads=heads,
+        head_dim=head_dim,
+        positions=[8191, -1, 330, 64, 0, 5000, 4095, 2047, 2048],
+        num_pages=130,
+    )
+    got = step.run()
+    step.check(got)
+    assert torch.equal(got, torch.cat([step.run([row]) for row in range(len(got))]))
+    for _ in range(20):
+        assert torch.equal(got, step.run(early=True))
+    groups = choose_share(1, heads[1], 130).num_groups
+    for num_joined in (1, 2, 4, 8):
+        assert torch.equal(got, step.run(share=Share(groups, num_joined, 8 // num_joined)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+def test_chained_in_a_graph(early: bool, paged: Callable[..., Any], device: torch.device) -> None:
+    """Steps over two layers' pages in turn, each waiting for the one before: the same each time."""
+    layers = [
+        Step(paged, device, kind=kind, heads=(32, 8), head_dim=128, positions=[330, 64, -1, 7])
+        for kind in ("bf16", "bfp8")
+    ]
+    shape = (8, 4, 32 * 128)
+    outs = torch.full(shape, NAN, dtype=torch.bfloat16, device=device)
+
+    def steps() -> None:
+        for i, out in enumerate(outs):
+            step = layers[i % 2]
+            native_attention.attend_decode(
+                step.cache.pages,
+                step.qkv,
+                out=out,
+                positions=step.positions,
+                slots=step.slots,
+                block_tables=step.cache.tables,
+                inv_freq=step.inv_freq,
+                num_heads=32,
+                scale=SCALE,
+                scratch=step.scratch,
+                early=early,
+            )
+
+    steps()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    wanted = [step.run().view(4, -1) for step in layers]
+    for step, got in zip(layers, wanted, strict=True):
+        step.check(got.view(4, 32, 128))
+    for _ in range(10):
+        outs.fill_(NAN)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        for i, out in enumerate(outs):
+            assert torch.equal(out.cpu(), wanted[i % 2])
+
+
+def test_groups_do_not_depend_on_the_batch() -> None:
+    for num_kv_heads in (1, 2, 4, 8, 16):
+        for num_pages in (1, 2, 3, 7, 8, 9, 32, 33, 130, 2048):
+            shares = [choose_share(rows, num_kv_heads, num_pages) for rows in (1, 2, 8, 31, 64)]
+            assert len({share.num_groups for share in shares}) == 1
+            for share in shares:
+                splits = share.num_joined * share.each_block
+                assert share.num_joined in (1, 2, 4, 8)
+                assert splits == 8 or (share.num_groups == 1 and splits >= num_pages)
+    assert choose_share(1, 8, 8) == Share(1, 8, 1)
+    assert choose_share(64, 8, 8) == Share(1, 1, 8)
+
+
+def test_every_kernel_is_asked_for() -> None:
+    made = re.findall(r"^ATTEND\((\w+), \w+, (\d+), (\d)\)", _source(), re.M)
+    assert sorted("attend_" + "_".join(each) for each in made) == sorted(
+        native_attention.SOURCE.names
+    )
+
+
+def test_arguments_are_in_the_kernel_s_order() -> None:
+    text = re.sub(r"//.*", "", _source().split("struct Attend {")[1].split("};")[0])
+    names = [re.findall(r"\w+$", part.strip())[0] for part in re.split(r"[,;]", text)[:-1]]
+    assert names == [field[0] for field in native_attention._Attend._fields_]
+
+
+def _source() -> str:
+    return native_attention.SOURCE.path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "head_dim", "num_heads", "num_frequencies", "why"),
+    [
+        ("fp32", 128, 8, 64, "pages of torch.float32"),
+        ("bf16", 80, 8, 40, "head size 80"),
+        ("bf16", 64, 34, 32, "34 heads over 2"),
+        ("bfp8", 64, 8, 6, "6 frequencies"),
+        ("bfp8", 64, 8, 8, "no GPU"),
+    ],
+)
+def test_why_not(kind: str, head_dim: int, num_heads: int, num_frequencies: int, why: str) -> None:
+    pages: KVPages = allocate_pages(1, 2, head_dim, kind=kind, device=torch.device("cpu"))
+    assert why in native_attention.why_not(
+        pages, num_heads=num_heads, num_frequencies=num_frequencies
+    )

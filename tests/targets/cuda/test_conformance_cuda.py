@@ -1,0 +1,247 @@
+"""The cuda executable computes what the reference does, in any order, batch and chunking."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler.precision import PrecisionConfig
+from compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
+from tests.targets.test_conformance import (  # noqa: F401 (tests that any executable must pass)
+    EXACT,
+    SHAPES,
+    assert_near,
+    test_a_copy_shares_its_past_and_goes_its_own_way,
+    test_a_slot_can_be_used_again,
+    test_mixed_lengths_are_one_at_a_time,
+    test_no_rows_are_asked_for,
+    test_some_rows_only_are_asked_for,
+    tokens_of,
+)
+from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
+
+SMALL: dict[str, Any] = {
+    **{"num_layers": 1, "hidden_size": 16, "intermediate_size": 32},
+    **{"num_heads": 2, "num_kv_heads": 1},
+}
+"""Few programs for Triton's interpreter to run."""
+
+BF16_NOISE = 10 * 2.0**-9
+"""Root mean square of an error, relative to the logits' spread.
+
+Rounding to bfloat16 is wrong by 2^-9 at most, by 2^-9 / sqrt(3) in the mean. Eight operands a layer
+are rounded, and the head's: 17 independent errors, of 2.4 x 2^-9 together where nothing makes them
+larger; softmax and sums that cancel may, four times.
+"""
+BFP8_CACHE_NOISE = 3 * BF16_NOISE
+"""A block's mantissas have 7 bits, of its largest element."""
+
+
+class Kept:
+    """An executable whose logits outlast its next step, for tests that compare several."""
+
+    def __init__(self, executable: Executable) -> None:
+        self._executable = executable
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executable, name)
+
+    def step(self, inputs: StepInput) -> StepOutput:
+        output = self._executable.step(inputs)
+        logits = None if output.logits is None else output.logits.clone()
+        return dataclasses.replace(output, logits=logits)
+
+
+def on_cuda(
+    model: SimpleNamespace, precision: PrecisionConfig, compute: str, **options: Any
+) -> Executable:
+    found = compiled(model, "cuda", precision=precision, compute=compute, **options)
+    return cast(Executable, Kept(found))
+
+
+def noise(got: Tensor, expected: Tensor) -> float:
+    """The error's root mean square, relative to the spread of what is expected."""
+    assert got.shape == expected.shape and 0.1 < expected.std() < 30
+    return float((got - expected).square().mean().sqrt() / expected.std())
+
+
+def in_pieces(executable: Executable, tokens: list[int], length: int) -> Tensor:
+    """Logits of a prompt's last position and of each token after it."""
+    handle = executable.reserve(len(tokens))
+    logits = [step(executable, [(handle, tokens[:length], 0)])]
+    for at in range(length, len(tokens)):
+        logits.append(step(executable, [(handle, tokens[at : at + 1], at)]))
+    executable.free(handle)
+    return torch.cat(logits)
+
+
+FORMATS = [("bf16", "in"), ("bfp8", "in"), ("bfp4", "in"), ("bfp8", "out"), ("bfp4", "out")]
+CASES = [("grouped", *each) for each in FORMATS] + [
+    (shape, *FORMATS[1 + index % 4])
+    for index, shape in enumerate(sorted(SHAPES.keys() - {"grouped"}))
+]
+
+
+@pytest.mark.parametrize(("shape", "name", "axis"), CASES)
+def test_both_computes_are_the_reference(shape: str, name: str, axis: str) -> None:
+    """Two layers in one case, one in the others, for time's sake."""
+    num_layers = 2 if (shape, name, axis) == ("grouped", "bfp8", "in") else 1
+    model = tiny_model(std=0.2, **{**SHAPES[shape], "num_layers": num_layers})
+    precision = precision_of(name, block_axis=axis, kv_cache="bf16")
+    tokens = tokens_of(model, 6)
+    expected = prefill(compiled(model, precision=precision), tokens)[4:]
+    assert_near(in_pieces(on_cuda(model, precision, "exact"), tokens, 5), expected, EXACT)
+    got = in_pieces(on_cuda(model, precision, "fast"), tokens, 5)
+    assert 0 < noise(got, expected) < BF16_NOISE
+
+
+def test_the_bounds_notice_what_is_wrong() -> None:
+    """A token of the past, a format, a bias, a rotation: each is far more than rounding."""
+    model = tiny_model(std=0.2, attention_bias=True, **SMALL)
+    tokens = random_tokens(12)
+    assert tokens[5] != 60 - tokens[5]
+    bfp8 = compiled(model, precision=precision_of("bfp8"))
+    expected = prefill(bfp8, tokens)[-1:]
+    wrong = {
+        "past": prefill(bfp8, [*tokens[:5], 60 - tokens[5], *tokens[6:]])[-1:],
+        "format": prefill(compiled(model, precision=precision_of("bfp4")), tokens)[-1:],
+    }
+    weights = model.checkpoint.tensors
+    names = {"bias": "model.layers.0.self_attn.v_proj.bias", "norm": "model.norm.weight"}
+    for what, name in names.items():
+        kept = weights[name]
+        weights[name] = kept.roll(1)
+        wrong[what] = prefill(compiled(model, precision=precision_of("bfp8")), tokens)[-1:]
+        weights[name] = kept
+    for what, logits in wrong.items():
+        assert noise(logits, expected) > 1.5 * BFP8_CACHE_NOISE, what
+
+
+def test_a_prompt_over_a_page_in_chunks_of_odd_sizes() -> None:
+    model = tiny_model(std=0.2, **{**SMALL, "num_heads": 1})
+    precision = precision_of("bf16", kv_cache="bfp8")
+    tokens = random_tokens(67)
+    expected = prefill(compiled(model, precision=precision, max_context=80), tokens)[-3:]
+    fast = on_cuda(model, precision, "fast", max_context=80)
+    handle = fast.reserve(67)
+    done, rows = 0, []
+    for size in (3, 1, 48, 13, 1, 1):
+        rows.append(step(fast, [(handle, tokens[done : done + size], done)]))
+        done += size
+    assert done == 67
+    assert 0 < noise(torch.cat(rows)[-3:], expected) < BFP8_CACHE_NOISE
+
+
+@pytest.fixture(scope="module")
+def executable() -> Executable:
+    """What the imported tests run."""
+    return on_cuda(tiny_model(std=0.2, **SMALL), precision_of("bf16"), "exact")
+
+
+@pytest.fixture(scope="module")
+def within() -> float:
+    return EXACT
+
+
+def test_a_prompt_is_its_tokens_one_by_one(executable: Executable) -> None:
+    tokens = random_tokens(7)
+    assert_near(prefill(executable, tokens, [1] * 6), prefill(executable, tokens))
+    assert_near(prefill(executable, tokens, [3, 1, 2]), prefill(executable, tokens))
+
+
+def fast_one(cache: str) -> Executable:
+    precision = precision_of("bf16", kv_cache=cache)
+    return on_cuda(tiny_model(std=0.2, **SMALL), precision, "fast")
+
+
+@pytest.fixture(scope="module")
+def fast() -> Executable:
+    """With keys and values in blocks."""
+    return fast_one("bfp8")
+
+
+def started(executable: Executable, lengths: tuple[int, ...]) -> list[StateHandle]:
+    """Sequences with prompts of these lengths, a prompt for a length."""
+    handles = [executable.reserve(40) for _ in lengths]
+    for handle, length in zip(handles, lengths, strict=True):
+        step(executable, [(handle, random_tokens(length, seed=length), 0)])
+    return handles
+
+
+def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
+    """Neither on how many rows there are, nor on which row it is."""
+    lengths = (5, 1, 9, 3)
+    handles = started(fast, lengths)
+    tokens = random_tokens(4, seed=99)
+    entries = [(handle, [tokens[i]], lengths[i]) for i, handle in enumerate(handles)]
+    alone = [step(fast, [entry]) for entry in entries]
+    for order in ((0, 1, 2, 3), (2, 0, 3)):
+        together = step(fast, [entries[i] for i in order])
+        for row, i in enumerate(order):
+            assert torch.equal(together[row], alone[i][0]), (order, i)
+    for handle in handles:
+        fast.free(handle)
+
+
+def poison(executable: Executable) -> None:
+    """What no step may read: every page, and every value between instructions but the operands,
+    whose padding is zero.
+    """
+    inner: Any = executable
+    for pages in inner._state.pages.values():
+        is_int = pages.values.dtype == torch.int8
+        pages.values.fill_(127 if is_int else float("nan"))
+        if pages.exponents is not None:
+            pages.exponents.fill_(255)
+    for buffer, values in zip(inner._steps._plan.buffers, inner._steps._flat, strict=True):
+        if buffer.role != "operand":
+            values.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("cache", ["bf16", "bfp8"])
+def test_nothing_is_read_that_was_not_written(cache: str) -> None:
+    """Not other sequences' pages, nor pages' old contents, nor buffers of the step before."""
+    fast = fast_one(cache)
+    tokens = random_tokens(5, seed=4)
+    expected = in_pieces(fast, tokens, 4)
+    assert expected.isfinite().all()
+    poison(fast)
+    assert torch.equal(in_pieces(fast, tokens, 4), expected)
+
+
+def test_pages_of_freed_sequences_leave_no_trace(fast: Executable) -> None:
+    """A sequence in pages that others left behind, in another order, is as in fresh ones."""
+    tokens = random_tokens(5, seed=4)
+    expected = in_pieces(fast, tokens, 4)
+    handles = started(fast, (5, 3, 4, 2))
+    for handle in (handles[2], handles[0], handles[3]):
+        fast.free(handle)
+    assert torch.equal(in_pieces(fast, tokens, 4), expected)
+    fast.free(handles[1])
+    assert fast.num_free() == 4
+
+
+def test_a_copy_has_the_bits_and_not_the_pages(fast: Executable) -> None:
+    (handle,) = started(fast, (9,))
+    copied = fast.copy(handle, 9)
+    first = step(fast, [(handle, [3], 9)])
+    step(fast, [(handle, [50], 9)])  # writes over position 9 of the original alone
+    assert torch.equal(step(fast, [(copied, [3], 9)]), first)
+    step(fast, [(copied, [4], 9)])
+    assert torch.equal(step(fast, [(handle, [3], 9)]), first)
+    fast.free(handle)
+    fast.free(copied)
+
+
+def test_an_empty_copy_is_a_fresh_sequence(fast: Executable) -> None:
+    (handle,) = started(fast, (6,))
+    fresh = fast.copy(handle, 0)
+    tokens = random_tokens(6, seed=6)
+    assert torch.equal(step(fast, [(fresh, tokens, 0)]), step(fast, [(handle, tokens, 0)]))
+    fast.free(handle)
+    fast.free(fresh)

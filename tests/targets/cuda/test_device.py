@@ -1,0 +1,175 @@
+"""What the GPU's memory must hold, what is said when it cannot, and machines without a GPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiler.driver import weight_source
+from compiler.errors import CompileError
+from compiler.targets.base import CompileOptions
+from compiler.targets.cuda import device as device_module
+from compiler.targets.cuda.device import (
+    check_fits,
+    check_room,
+    open_device,
+    state_bytes,
+    weight_bytes,
+    work_bytes,
+)
+from compiler.targets.cuda.numerics import cache_kind
+from compiler.targets.cuda.pages import allocate_pages, pages_of
+from compiler.targets.cuda.plan import Plan, make_plan
+from compiler.targets.cuda.weights import load_weights
+from tests.tiny import lowered, precision_of, tiny_model
+
+MODEL = tiny_model(max_positions=4096)
+OPTIONS = CompileOptions(max_batch=3, max_context=130)
+
+
+def plan_of(cache: str = "bf16") -> Plan:
+    precision = precision_of("bfp8", kv_cache=cache)
+    return make_plan(lowered(MODEL, target="cuda", precision=precision)[0])
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+
+def test_without_a_gpu_there_is_an_error_of_one_line(no_gpu: None) -> None:
+    with pytest.raises(CompileError) as caught:
+        open_device()
+    message = str(caught.value)
+    assert message.startswith("target cuda: this machine has no GPU that torch can use; allowed: ")
+    assert "--target cpu" in message and "\n" not in message
+
+
+def test_the_interpreter_stands_for_a_gpu_where_it_is_asked_for(
+    no_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("0", ""):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        with pytest.raises(CompileError, match="no GPU"):
+            open_device()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert open_device() == torch.device("cpu")
+
+
+@pytest.mark.parametrize("compute", ["fast", "exact"])
+@pytest.mark.parametrize("cache", ["bf16", "bfp8", "fp32"])
+def test_the_bytes_are_those_that_are_allocated(cache: str, compute: str) -> None:
+    plan, options = plan_of(cache), CompileOptions(3, 130, compute)
+    allocated = 0
+    for state in plan.states:
+        kind = cache_kind(state.format, exact=compute == "exact")
+        pages = allocate_pages(
+            3 * pages_of(130), *state.shape[1:], kind=kind, device=torch.device("cpu")
+        )
+        allocated += pages.num_bytes
+    assert state_bytes(plan, options) == allocated
+    weights = load_weights(
+        plan, weight_source(MODEL), torch.device("cpu"), lambda what, done, total: None
+    )
+    assert weight_bytes(plan) == weights.num_bytes
+
+
+@pytest.fixture
+def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the fixed part, which is far more than a tiny model."""
+    monkeypatch.setattr(device_module, "_WORKSPACE", 0)
+
+
+def needed(plan: Plan, options: CompileOptions) -> int:
+    return weight_bytes(plan) + state_bytes(plan, options) + work_bytes(plan, options)
+
+
+def test_what_fits_is_not_refused_and_one_byte_less_is(no_workspace: None) -> None:
+    plan = plan_of()
+    check_fits(plan, OPTIONS, needed(plan, OPTIONS))
+    with pytest.raises(CompileError):
+        check_fits(plan, OPTIONS, needed(plan, OPTIONS) - 1)
+
+
+PAGE_BYTES = 2 * 2 * 2 * 64 * 16 * 2
+"""Two layers; keys and values of two heads, 64 positions, 16 elements of bfloat16."""
+
+
+@pytest.mark.parametrize(
+    ("num_pages", "allowed"),
+    [
+        (
+            8,
+            "a context of up to 128 positions at this batch, or a batch of up to 2 at this context",
+        ),
+        (3, "a context of up to 64 positions at this batch, or a batch of up to 1 at this context"),
+        (2, "a batch of 1 with up to 128 positions"),
+        (0, "a smaller model, or formats of fewer bits"),
+        (-1, "a smaller model, or formats of fewer bits"),
+    ],
+)
+def test_the_message_says_what_would_fit(no_workspace: None, num_pages: int, allowed: str) -> None:
+    """Three sequences of 130 positions are nine pages of 64."""
+    plan = plan_of()
+    assert state_bytes(plan, OPTIONS) == 9 * PAGE_BYTES
+    free = needed(plan, OPTIONS) + (num_pages - 9) * PAGE_BYTES
+    with pytest.raises(CompileError) as caught:
+        check_fits(plan, OPTIONS, free)
+    message = str(caught.value)
+    assert "\n" not in message and message.endswith(f"allowed: {allowed}")
+    assert re.match(
+        r"target cuda: \d+\.\d GB are needed \(\d+\.\d of weights, \d+\.\d of cache, "
+        r"\d+\.\d to work\) for a batch of 3 with 130 positions each, and -?\d+\.\d GB of the ",
+        message,
+    )
+
+
+@pytest.mark.parametrize(("free", "asked"), [(8, (3, 130)), (5, (2, 200)), (2, (3, 130))])
+def test_what_the_message_allows_does_fit(
+    no_workspace: None, free: int, asked: tuple[int, int]
+) -> None:
+    plan, options = plan_of(), CompileOptions(*asked)
+    room = weight_bytes(plan) + work_bytes(plan, options) + free * PAGE_BYTES
+    with pytest.raises(CompileError) as caught:
+        check_fits(plan, options, room)
+    found = str(caught.value).partition("allowed: ")[2]
+    tried = 0
+    for pattern, change in (
+        (r"context of up to (\d+)", lambda most: {"max_context": most}),
+        (r"batch of up to (\d+)", lambda most: {"max_batch": most}),
+        (r"batch of 1 with up to (\d+)", lambda most: {"max_batch": 1, "max_context": most}),
+    ):
+        for most in re.findall(pattern, found):
+            changes: dict[str, Any] = {"max_batch": asked[0], "max_context": asked[1]}
+            changes |= change(int(most))
+            assert state_bytes(plan, CompileOptions(**changes)) <= free * PAGE_BYTES
+            tried += 1
+    assert tried >= 1
+
+
+def test_the_message_of_gigabytes() -> None:
+    """256 bytes a position of 16.8 million; 2 GiB of workspace and 5 MB of a prompt's values."""
+    with pytest.raises(CompileError) as caught:
+        check_fits(plan_of(), CompileOptions(max_batch=4096, max_context=4096), 4 * 10**9)
+    assert str(caught.value) == (
+        "target cuda: 6.4 GB are needed (0.0 of weights, 4.3 of cache, 2.2 to work) for a batch of "
+        "4096 with 4096 positions each, and 4.0 GB of the GPU's memory are free; allowed: a "
+        "context of up to 1728 positions at this batch, or a batch of up to 1761 at this context"
+    )
+
+
+def test_on_the_cpu_there_is_always_room(tmp_path: Path) -> None:
+    options = CompileOptions(max_batch=10**6, max_context=10**6)
+    check_room(plan_of(), options, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_too_large_a_cache_is_refused_on_the_device() -> None:
+    options = CompileOptions(max_batch=10**6, max_context=4096)
+    with pytest.raises(CompileError, match="GB of the GPU's memory are free; allowed: a context"):
+        check_room(plan_of(), options, open_device())

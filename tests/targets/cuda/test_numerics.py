@@ -1,0 +1,111 @@
+"""What the cuda target says of formats and fidelities, and how it holds them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiler.errors import CompileError
+from compiler.formats import get_format
+from compiler.ir.recipe import Segment, WeightRecipe
+from compiler.targets.base import CompileOptions, Holding, get_target
+from compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED
+from compiler.targets.cuda.numerics import cache_kind, format_values, held_kind, meanings
+from tests.tiny import lowered, precision_of, tiny_model
+
+
+def recipe(name: str, axis: str = "in") -> WeightRecipe:
+    return WeightRecipe((Segment("w", 32),), (32, 48), name, axis)
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "group", "kind"),
+    [
+        ("bf16", "in", "ff2", "bf16"),
+        ("bfp8", "in", "ff2", "bfp8"),
+        ("bfp4", "in", "lm_head", "bfp4"),
+        ("bfp2", "in", "ff2", "bf16"),
+        ("bfp8", "out", "ff2", "bf16"),
+        ("bfp4", "out", "wqkv", "bf16"),
+        ("bfp8", "in", "embedding", "bf16"),
+        ("bfp4", "in", "embedding", "bf16"),
+    ],
+)
+def test_blocks_along_in_are_held_as_blocks(name: str, axis: str, group: str, kind: str) -> None:
+    assert held_kind(recipe(name, axis), group) == kind
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfp8", "bfp4", "bfp2"])
+@pytest.mark.parametrize("axis", ["in", "out"])
+def test_the_values_are_exact_in_bfloat16(name: str, axis: str) -> None:
+    dense = torch.randn(32, 48)
+    values = format_values(dense, recipe(name, axis))
+    assert torch.equal(values.bfloat16().float(), values)
+    expected = get_format(name).round_trip(dense, axis=-1 if axis == "in" else 0)
+    assert torch.equal(values, expected)
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp16", "q80", "q40"])
+def test_other_formats_are_refused_wherever_they_are_asked_for(name: str) -> None:
+    message = rf"w: format {name} on target cuda, .*; allowed: bf16, bfp8, bfp4, bfp2$"
+    with pytest.raises(CompileError, match=message):
+        held_kind(recipe(name), "ff2")
+    assert meanings(exact=False).weight(name, "in").status == NOT_HONOURED
+
+
+def test_bytes_of_a_weight_by_hand() -> None:
+    def ask(form: str, group: str = "ff2", axis: str = "in", shape: tuple[int, ...] = (33, 129)):
+        return get_target("cuda").holding(
+            shape,
+            form,
+            block_axis=axis,
+            group=group,
+            compute="fast",
+            fidelities=("lofi", "lofi"),
+        )
+
+    assert ask("bf16") == Holding("bfloat16", 2 * 48 * 256)
+    assert ask("bfp8") == Holding("bfp8 blocks", 3 * 2 * (16 * 128 + 128))
+    assert ask("bfp4") == Holding("bfp4 blocks", 3 * 2 * (8 * 128 + 128))
+    assert ask("bfp4", axis="out") == ask("bfp8", "embedding") == ask("bf16")
+    assert ask("fp32", "", shape=(33,)) == Holding("float32", 132)
+    with pytest.raises(CompileError, match="format q80 on target cuda"):
+        ask("q80")
+
+
+@pytest.mark.parametrize(
+    ("name", "fast"),
+    [("bf16", "bf16"), ("bfp8", "bfp8"), ("fp32", "bf16"), ("fp16", "bf16"), ("bfp4", "bf16")],
+)
+def test_caches_are_kept_as_asked_or_in_bfloat16(name: str, fast: str) -> None:
+    assert cache_kind(name, exact=False) == fast
+    assert cache_kind(name, exact=True) == "fp32"
+    found = meanings(exact=False).kv_cache(name)
+    assert (found.status, found.effective) == (HONOURED if fast == name else NOT_HONOURED, fast)
+
+
+def test_weights_mean_what_is_held() -> None:
+    weight = meanings(exact=False).weight
+    for name in ("bf16", "bfp8", "bfp4"):
+        assert weight(name, "in") == weight(name, "in").__class__(HONOURED, name)
+    assert weight("bfp8", "out").status == weight("bfp2", "in").status == EMULATED
+    assert weight("bf16", "out").status == HONOURED
+
+
+def test_a_fidelity_is_the_same_in_both_phases_and_none_is_lower_than_asked_in_exact() -> None:
+    for asked in ("lofi", "hifi2", "hifi4"):
+        found = {meanings(exact=False).fidelity("bfp8", "in", asked, p).effective for p in "pd"}
+        assert found == {"bf16 x bf16, fp32 sums"}
+        assert meanings(exact=True).fidelity("bfp8", "in", asked, "prefill").effective == "fp32"
+
+
+def test_the_contract_names_every_part_of_a_graph() -> None:
+    graph_module, _ = lowered(tiny_model(), target="cuda", precision=precision_of("bfp8", "hifi2"))
+    fast, exact = (
+        get_target("cuda").contract(graph_module, CompileOptions(compute=compute))
+        for compute in ("fast", "exact")
+    )
+    effective = {entry.meaning.effective for entry in fast.entries}
+    assert {"bfp8", "bf16 x bf16, fp32 sums"} <= effective
+    assert fast.effective_id != exact.effective_id
+    assert len(fast.entries) == len(exact.entries)

@@ -1,0 +1,265 @@
+"""The bytes of held weights: the documented layout by hand, and the formats' values to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiler.errors import CompileError
+from compiler.formats import get_format
+from compiler.targets.cuda.held import BIAS, EXPONENTS, TILE_BYTES
+from compiler.targets.cuda.packing import fits, hold, unpack
+
+SIZES = [(16, 128), (32, 256), (1, 1), (5, 17), (17, 129), (48, 576), (33, 200), (100, 72)]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bfp8", "bfp4"])
+@pytest.mark.parametrize("size", SIZES)
+def test_values_are_the_formats(kind: str, size: tuple[int, int]) -> None:
+    dense = torch.randn(size) * 0.1
+    held = hold(dense, kind, paired=False)
+    assert torch.equal(unpack(held), get_format(kind).round_trip(dense))
+    assert (held.num_rows, held.num_columns) == size
+    if kind == "bf16":
+        assert held.data.shape == (held.num_row_tiles * 16, held.num_column_tiles * 128)
+        assert float(held.data.float().abs().sum()) == float(unpack(held).abs().sum())
+    else:
+        tiles = (held.num_row_tiles, held.num_column_tiles, TILE_BYTES[kind])
+        assert held.data.shape == tiles
+
+
+@given(
+    kind=st.sampled_from(["bfp8", "bfp4"]),
+    low=st.integers(-126, -1),
+    span=st.integers(0, 140),
+    seed=st.integers(0, 2**20),
+)
+def test_values_over_wide_ranges(kind: str, low: int, span: int, seed: int) -> None:
+    """Powers of two of every size in one block, zeros and denormals among them."""
+    generator = torch.Generator().manual_seed(seed)
+    low = max(low, -123) if kind == "bfp4" else low
+    high = min(low + span, -1)
+    powers = torch.randint(low, high + 1, (20, 150), generator=generator)
+    dense = (torch.randn(20, 150, generator=generator).clamp(-1.9, 1.9)) * torch.exp2(powers)
+    dense[torch.rand(20, 150, generator=generator) < 0.2] = 0.0
+    if kind == "bfp4":  # a block wholly below its range is refused, which is another test
+        dense[:, ::16] = 2.0**low
+    assert torch.equal(unpack(hold(dense, kind, paired=False)), get_format(kind).round_trip(dense))
+
+
+@pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
+def test_zeros_and_denormals(kind: str) -> None:
+    dense = torch.zeros(20, 140)
+    dense[3] = 1e-42
+    dense[4, 20] = -0.0
+    held = hold(dense, kind, paired=False)
+    assert torch.equal(unpack(held), torch.zeros(20, 140))
+    assert bool((held.data[..., -128:] == 64).all())
+
+
+@pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
+def test_the_smallest_normals_are_kept(kind: str) -> None:
+    """Blocks at the lower end of the exponents, where float arithmetic could underflow."""
+    dense = torch.full((16, 128), 2.0**-124)
+    dense[:, 1::2] = 2.0**-126 * 1.5
+    expected = get_format(kind).round_trip(dense)
+    assert torch.equal(unpack(hold(dense, kind, paired=False)), expected)
+
+
+def one_hot_tile(row: int, column: int) -> torch.Tensor:
+    """-96/64 at one place; every other block of the tile is of zeros."""
+    dense = torch.zeros(16, 128)
+    dense[row, column] = -1.5
+    return dense
+
+
+@pytest.mark.parametrize("row", [0, 3, 8, 15])
+@pytest.mark.parametrize("column", [0, 1, 2, 3, 6, 15, 16, 63, 64, 77, 127])
+def test_a_byte_of_a_bfp8_tile(row: int, column: int) -> None:
+    data = hold(one_hot_tile(row, column), "bfp8", paired=False).data.flatten()
+    lane = 4 * (row % 8) + column % 64 // 16
+    piece = 2 * (column // 64) + row // 8
+    expected = torch.zeros(2176, dtype=torch.uint8)
+    expected[2048:] = 64
+    byte = (0, 2, 1, 3)[column % 4]
+    word = 512 * piece + 16 * lane + column % 16 // 4 * 4
+    expected[word + byte] = 96
+    expected[word + (byte ^ 1)] |= 0x80
+    expected[2048 + 4 * lane + piece] = 127
+    assert torch.equal(data, expected)
+    assert -96 * 2.0 ** (127 - BIAS["bfp8"]) == -1.5
+
+
+@pytest.mark.parametrize("row", [0, 3, 8, 15])
+@pytest.mark.parametrize("column", [0, 1, 2, 3, 4, 5, 6, 7, 15, 16, 63, 64, 77, 127])
+def test_a_nibble_of_a_bfp4_tile(row: int, column: int) -> None:
+    data = hold(one_hot_tile(row, column), "bfp4", paired=False).data.flatten()
+    lane, half = 4 * (row % 8) + column % 64 // 16, column // 64
+    word = 128 * (row // 8) + 4 * lane + 2 * half + column % 16 // 8
+    part, half_word = column % 8 // 2, 16 * (column % 2)
+    words = [0x08080808] * 256
+    if part % 2:
+        words[word] |= (6 << 4 * part | (1 << 15 if part == 1 else 1 << 7)) << half_word
+    else:
+        words[word] += (-6 + 8 - 8) << (4 * part + half_word)
+    expected = torch.full((1152,), 64, dtype=torch.uint8)
+    raw = b"".join(value.to_bytes(4, "little") for value in words)
+    expected[:1024] = torch.tensor(list(raw), dtype=torch.uint8)
+    expected[1024 + 4 * lane + 2 * half + row // 8] = 127
+    assert torch.equal(data, expected)
+    assert -6 * 2.0 ** (127 - BIAS["bfp4"]) == -1.5
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bfp8", "bfp4"])
+def test_pairs_stand_in_turns_of_eight(kind: str) -> None:
+    dense = torch.randn(48, 40) * 0.1
+    gate, up = get_format(kind).round_trip(dense).chunk(2)
+    held = hold(dense, kind, paired=True)
+    values = unpack(held)
+    assert held.is_paired
+    for group in range(3):
+        assert torch.equal(values[16 * group : 16 * group + 8], gate[8 * group : 8 * group + 8])
+        assert torch.equal(values[16 * group + 8 : 16 * group + 16], up[8 * group : 8 * group + 8])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bfp8", "bfp4"])
+@pytest.mark.parametrize("paired", [False, True])
+def test_packing_in_pieces_changes_nothing(
+    kind: str, paired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = torch.randn(80, 200) * 0.1
+    whole = hold(dense, kind, paired=paired)
+    monkeypatch.setattr("compiler.targets.cuda.packing._CHUNK_ELEMENTS", 2 * 16 * 256)
+    assert torch.equal(hold(dense, kind, paired=paired).data, whole.data)
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "is_held"),
+    [
+        ("bfp8", 1.99, True),
+        ("bfp8", 2.0, True),
+        ("bfp8", 3e38, True),
+        ("bfp8", 2.0**-126, True),
+        ("bfp8", 1e-40, True),
+        ("bfp4", 1.75, True),
+        ("bfp4", 2.0, True),
+        ("bfp4", 2.0**-124, True),
+        ("bfp4", 2.0**-125, False),
+        ("bfp4", float("inf"), False),
+        ("bfp8", float("nan"), False),
+        ("bf16", 1e30, True),
+    ],
+)
+def test_what_fits(kind: str, value: float, is_held: bool) -> None:
+    dense = torch.zeros(3, 20)
+    dense[1, 17] = value
+    assert fits(dense, kind) is is_held
+    if is_held:
+        hold(dense, kind, paired=False)
+        return
+    with pytest.raises(CompileError, match=rf"{kind}: a block of weights has exponent \d+; allow"):
+        hold(dense, kind, paired=False)
+
+
+@pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
+@pytest.mark.parametrize("largest", [2.0, 57.3, 6e4])
+def test_values_of_two_and_more_are_held_with_a_scale(kind: str, largest: float) -> None:
+    dense = torch.randn(35, 130) * 0.02
+    dense[7, 19] = largest
+    held = hold(dense, kind, paired=False)
+    assert held.scale > 1 and torch.tensor(held.scale).log2() % 1 == 0
+    assert torch.equal(unpack(held), get_format(kind).round_trip(dense))
+
+
+@pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
+def test_blocks_too_far_apart_do_not_fit(kind: str) -> None:
+    dense = torch.full((1, 32), 1e-30)
+    dense[0, 16:] = 1e30
+    assert not fits(dense, kind)
+
+
+def test_what_cannot_be_held() -> None:
+    with pytest.raises(CompileError, match="no weights in q40; allowed: bf16, bfp8, bfp4"):
+        hold(torch.zeros(16, 16), "q40", paired=False)
+    with pytest.raises(CompileError, match="no weights in q40"):
+        fits(torch.zeros(16, 16), "q40")
+    with pytest.raises(CompileError, match="24 rows of gate and up"):
+        hold(torch.zeros(24, 16), "bf16", paired=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["bf16", "bfp8", "bfp4"])
+@pytest.mark.parametrize("size", [(28672, 4096), (112, 14336), (80, 300)])
+def test_a_device_packs_the_same_bytes(
+    kind: str, size: tuple[int, int], device: torch.device
+) -> None:
+    dense = torch.randn(size) * 0.02
+    here, there = hold(dense, kind, paired=True), hold(dense.to(device), kind, paired=True)
+    assert torch.equal(there.data.cpu(), here.data)
+    assert torch.equal(unpack(there).cpu(), unpack(here))
+
+
+def bfloat16(bits: torch.Tensor) -> torch.Tensor:
+    """The bfloat16 of each 16 bits, float32 (which holds subnormal ones as well)."""
+    return (bits.to(torch.int32) << 16).view(torch.float32)
+
+
+def halves(words: torch.Tensor) -> torch.Tensor:
+    """Each 32-bit word's halves, low one first."""
+    return torch.stack((words & 0xFFFF, words >> 16 & 0xFFFF), dim=-1)
+
+
+def exchanged(words: torch.Tensor) -> torch.Tensor:
+    """Words with the bytes of each half exchanged."""
+    return (words & 0x00FF00FF) << 8 | words >> 8 & 0x00FF00FF
+
+
+@pytest.mark.parametrize("kind", ["bfp8", "bfp4"])
+def test_a_mask_and_one_scale_decode(kind: str) -> None:
+    """The arithmetic of the device code, every code at every exponent: each step is exact."""
+    least, most = EXPONENTS[kind]
+    codes = torch.arange(-127, 128) if kind == "bfp8" else torch.arange(-7, 8)
+    largest = int(codes.max())
+    # A row an exponent, at every place of a word each code; the largest in each block sets it.
+    places = 4 if kind == "bfp8" else 8
+    columns = 16 * places * len(codes)
+    mantissas = torch.full((1, columns), largest)
+    for index, code in enumerate(codes.tolist()):
+        for place in range(places):
+            mantissas[0, 16 * (index * places + place) + place] = code
+    exponents = torch.arange(max(least, 1), most + 1)  # 0 is the exponent of zeros
+    dense = mantissas.double() * torch.exp2(exponents.double() - BIAS[kind])[:, None]
+    exact = get_format(kind).round_trip(dense.float()).double()
+    assert torch.equal(exact[6:], dense[6:])  # below, the format takes subnormal float32 for 0
+    held = hold(exact.float(), kind, paired=False)
+    words = held.data.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    pieces = words[..., :-32].unflatten(-1, (-1, 32, 4))
+    assert pieces.shape[2] == (4 if kind == "bfp8" else 2)
+    lane_exponents = held.data[..., -128:].long().view(*words.shape[:2], 32, 2, 2)
+    scale = torch.exp2(lane_exponents.double())  # lane, half, row
+    decoded = torch.zeros(held.data.shape[0], held.data.shape[1], 2, 32, 2, 16).double()
+    for half in range(2):
+        for row in range(2):
+            factor = scale[..., half, row][..., None, None]
+            if kind == "bfp8":
+                piece = pieces[:, :, 2 * half + row]
+                parts = [piece & 0x807F807F, exchanged(piece) & 0x807F807F]
+                values = [bfloat16(halves(part)).double() * factor for part in parts]
+            else:
+                piece = pieces[:, :, row, :, 2 * half : 2 * half + 2]
+                values = []
+                for word in (piece, exchanged(piece)):
+                    raised = bfloat16(halves(word & 0x000F000F | 0x02800280)).double()
+                    offset = bfloat16(torch.tensor(0x8288)).double() * factor
+                    assert torch.equal(offset.bfloat16().double(), offset)
+                    values.append(raised * factor + offset)
+                    values.append(bfloat16(halves(word & 0x80708070)).double() * factor)
+            block = torch.stack(values, dim=-2).flatten(-3)
+            assert torch.equal(block.bfloat16().double(), block)
+            decoded[:, :, row, :, half] = block
+    # Row tile, column tile, row + 8, g, t, half, 16 columns.
+    order = decoded.unflatten(3, (8, 4)).permute(0, 2, 3, 1, 5, 4, 6)
+    order = order.reshape(held.data_shape[0] * 16, -1)
+    assert torch.equal(order[: len(exponents), :columns], exact)
