@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -284,12 +285,19 @@ def run_alone(path: Path, name: str, *options: str) -> tuple[Result, float]:
     return loads(done.stdout.decode()), time.perf_counter() - started
 
 
+TRITON_BYTES = 110e6
+"""What torch.export imports and maps where triton is installed, used or not. Measured: 103 MB."""
+
+
 @pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
 def test_peak_memory(smollm2_path: Path, name: str) -> None:
-    """Weights as held, cache, and 700 MB. Measured beyond the first two: 503 and 499 MB."""
+    """Weights as held, cache, and 700 MB. Measured beyond the first two: 620 and 615 MB."""
     result, _ = run_alone(smollm2_path, name, "--no-cache")
     assert result.peak_memory_bytes and result.resident_bytes and result.cache_bytes
-    assert result.peak_memory_bytes <= result.resident_bytes + result.cache_bytes + 700e6
+    allowed = result.resident_bytes + result.cache_bytes + 700e6
+    if find_spec("triton") is not None:
+        allowed += TRITON_BYTES
+    assert result.peak_memory_bytes <= allowed
 
 
 @pytest.mark.slow

@@ -149,13 +149,14 @@ def block_codes(dense: Tensor, format_name: str) -> tuple[np.ndarray, np.ndarray
 
     The last block of a row is padded with zeros when ``in`` is no multiple of the block.
     """
-    number_format = get_format(format_name)
-    signed, scales = _signed_codes(dense, number_format)
+    number_format, num_columns = get_format(format_name), dense.shape[1]
     bits, layout = NATIVE_BITS[format_name], block_layout(tuple(dense.shape), format_name)
+    signed, scales = _signed_codes(dense, number_format)
+    del dense  # four times as large as what follows, and nobody else's
     zero = 1 << (bits - 1)
     width = layout.num_blocks * layout.block
     codes: np.ndarray = np.full((layout.num_rows, width), zero, dtype=np.uint8)
-    codes[:, : dense.shape[1]] = signed.numpy().astype(np.int16) + zero
+    codes[:, :num_columns] += signed.numpy().view(np.uint8)  # modulo 256, as two's complement
     if bits == 4:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     shape = layout.num_rows, layout.num_blocks, layout.block_bytes
