@@ -5,6 +5,7 @@ Every node learns which module it came from; nothing is lowered or decomposed he
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -22,12 +23,15 @@ _GROUPED = {
     torch.ops.aten.linear.default,
     torch.ops.aten.embedding.default,
     ops.attention.overload,
+    ops.expert_linear.overload,
 }
 _EXAMPLE_LENGTH = 7  # above 1, or torch.export would make the length a constant
 
 
 class TensorSource(Protocol):
-    """``rows`` (half-open; None: all) of a checkpoint's ``tensor``, with ``offset`` added."""
+    """``rows`` (half-open; None: all) of a checkpoint's ``tensor``, with ``offset`` added; rows are
+    counted over all axes but the last.
+    """
 
     @property
     def tensor(self) -> str: ...
@@ -42,8 +46,9 @@ class TraceableModel(Protocol):
 
     maps ``tokens [T]`` and ``positions [T]`` to ``logits [T, vocab]``; ``tensor_groups`` maps globs
     of module paths to tensor groups; ``sources()`` says where parameters stand in checkpoints that
-    have no tensor of their own there; ``constants(max_context)`` gives the values of its buffers,
-    for sequences up to so long (None: as long as the model allows).
+    have no tensor of their own there, one source each or several below one another;
+    ``constants(max_context)`` gives the values of its buffers, for sequences up to so long (None:
+    as long as the model allows).
     """
 
     tensor_groups: Mapping[str, str]
@@ -116,7 +121,7 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
     canonical: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         canonical[name] = first_name.setdefault(id(parameter), name)
-    sources: Mapping[str, TensorSource] = module.sources()  # type: ignore[operator]
+    sources: Mapping[str, TensorSource | tuple[TensorSource, ...]] = module.sources()  # type: ignore[operator]
     facts: dict[str, NodeInfo] = {}
     inputs = iter(("tokens", "positions"))
     for name, spec in specs.items():
@@ -125,7 +130,7 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
         elif spec.target in canonical:
             fqn = canonical[spec.target]
             shape = tuple(module.get_parameter(spec.target).shape)
-            recipe = WeightRecipe((_segment(fqn, shape[0], sources.get(fqn)),), shape)
+            recipe = WeightRecipe(_segments(fqn, shape, sources.get(fqn)), shape)
             facts[name] = NodeInfo(fqn=fqn, role=WEIGHT, layer=_layer(fqn), recipe=recipe)
         else:
             shape = tuple(module.get_buffer(spec.target).shape)
@@ -134,10 +139,25 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
     return facts
 
 
-def _segment(fqn: str, num_rows: int, source: TensorSource | None) -> Segment:
+def _segments(
+    fqn: str, shape: tuple[int, ...], source: TensorSource | tuple[TensorSource, ...] | None
+) -> tuple[Segment, ...]:
+    """Those of several sources are of the rows they name, or equally many each."""
+    part, num_rows = _part(fqn), math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
     if source is None:
-        return Segment(fqn, num_rows, part=_part(fqn))
-    return Segment(source.tensor, num_rows, rows=source.rows, part=_part(fqn), offset=source.offset)
+        return (Segment(fqn, num_rows, part=part),)
+    sources = source if isinstance(source, tuple) else (source,)
+    each_rows = num_rows // len(sources)
+    return tuple(
+        Segment(
+            one.tensor,
+            each_rows if one.rows is None else one.rows[1] - one.rows[0],
+            rows=one.rows,
+            part=part,
+            offset=one.offset,
+        )
+        for one in sources
+    )
 
 
 def _part(fqn: str) -> str:

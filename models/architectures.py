@@ -37,7 +37,11 @@ class Architecture:
         hf_defaults: values of keys that a config.json may leave out.
         read_hf, read_gguf: what else to read from config.json, and from GGUF metadata.
         has_partial_rotary: whether ``partial_rotary_factor`` is read.
+        has_mrope: whether positions may have sections for images, which are all alike for text.
         has_rope_by_layer: whether ``rope_parameters`` may have a section for each type of layer.
+        text_config: whether config.json may be that of a model of several kinds of input, with this
+            one's keys inside; then its tensors lie beside those of the others.
+        intermediate_key: the key of ``intermediate_size``, where no layer has a dense block.
         gguf_names: Hugging Face's names of GGUF's tensors of a layer, where they differ.
         gguf_pairs_adjacent: GGUF's converter moves the rows of q and k so that rotation pairs are
             neighbours; otherwise they are half a head apart, as in Hugging Face's files.
@@ -51,7 +55,10 @@ class Architecture:
     read_hf: Refine | None = None
     read_gguf: Refine | None = None
     has_partial_rotary: bool = False
+    has_mrope: bool = False
     has_rope_by_layer: bool = False
+    text_config: bool = False
+    intermediate_key: str = "intermediate_size"
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_pairs_adjacent: bool = False
     gguf_norm_offset: float = 0.0
@@ -72,14 +79,19 @@ def architecture_of(model_type: str) -> Architecture:
 
 
 def check_model_type(model_type: object, where: str) -> str:
-    """``model_type`` if it is one that is read; ``where`` names file and key in the message.
+    """``model_type`` if it is one that is read, or the text part of one; ``where`` names file and
+    key in the message.
 
     Raises:
         CheckpointError: an unknown architecture, with the known ones.
     """
-    if not isinstance(model_type, str) or model_type not in model_types():
-        raise _unknown(model_type, where)
-    return model_type
+    if isinstance(model_type, str):
+        if model_type in model_types():
+            return model_type
+        whole = model_type.removesuffix("_text")
+        if whole in model_types() and architecture_of(whole).text_config:
+            return whole
+    raise _unknown(model_type, where)
 
 
 def find_gguf_type(name: object, where: str) -> str:

@@ -124,6 +124,8 @@ class ModelConfig:
         """
         model_type = check_model_type(values.get("model_type"), f"{where}: model_type")
         architecture = architecture_of(model_type)
+        if architecture.text_config:
+            values = _text_values(values, where)
         keys = Keys({**architecture.hf_defaults, **values}, where)
         if values.get("quantization_config") is not None:
             method = values["quantization_config"]
@@ -139,7 +141,7 @@ class ModelConfig:
             "model_type": model_type,
             "vocab_size": keys.integer("vocab_size", 1, MAX_VOCAB),
             "hidden_size": hidden,
-            "intermediate_size": keys.integer("intermediate_size", 1, MAX_WIDTH),
+            "intermediate_size": keys.integer(architecture.intermediate_key, 1, MAX_WIDTH),
             "num_layers": keys.integer("num_hidden_layers", 1, MAX_LAYERS),
             "num_heads": num_heads,
             "num_kv_heads": _kv_heads(keys, "num_key_value_heads", num_heads),
@@ -151,6 +153,7 @@ class ModelConfig:
                 head_dim,
                 max_positions,
                 partial=architecture.has_partial_rotary,
+                mrope=architecture.has_mrope,
                 layers=FULL if architecture.has_rope_by_layer else None,
             ),
             "tie_embeddings": keys.boolean("tie_word_embeddings", default=False),
@@ -208,6 +211,17 @@ class ModelConfig:
         keys.refuse_unread(_GGUF_NEUTRAL)
         assert isinstance(config, ModelConfig)
         return config
+
+
+def _text_values(values: Mapping[str, object], where: Path | str) -> Mapping[str, object]:
+    """The keys of the text model, wherever they are; what is said of the whole holds for it."""
+    inner = values.get("text_config")
+    if inner is None:
+        return values
+    if not isinstance(inner, Mapping):
+        raise Keys(values, where).error("text_config", inner, "allowed: an object")
+    whole = ("_name_or_path", "quantization_config", "tie_word_embeddings")
+    return {**{key: values[key] for key in whole if key in values}, **inner}
 
 
 def _refuse_hf_extras(keys: Keys) -> None:

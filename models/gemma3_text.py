@@ -18,7 +18,7 @@ from models.config_keys import Keys
 from models.layers import MLP, Attention, Embedding, RMSNorm, RotaryEmbedding, rotate_half_split
 from models.llama import LlamaForCausalLM
 from models.rope import MAX_THETA, RopeConfig, hf_rope
-from models.sources import TensorSource
+from models.sources import Sources, TensorSource
 from models.windows import FULL, SLIDING, checked_types, windows_by_type
 
 _LAYERS_A_FULL_ONE = 6
@@ -51,7 +51,7 @@ class Gemma3Attention(Attention):
         super().__init__(config, window)
         self.scale, self.cap = config.query_scale**-0.5, config.attention_cap
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         assert self.q_norm is not None and self.k_norm is not None
         q_THD = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim)))
         k_TGD = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)))
@@ -59,7 +59,7 @@ class Gemma3Attention(Attention):
         q_THD = rotate_half_split(q_THD, cos, sin)
         k_TGD = rotate_half_split(k_TGD, cos, sin)
         o_THD = ops.attention(q_THD, k_TGD, v_TGD, self.scale, self.window, self.cap)
-        return self.o_proj(o_THD.flatten(-2))
+        return o_THD.flatten(-2)
 
 
 class Gemma3MLP(MLP):
@@ -122,7 +122,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         logits, cap = super().forward(tokens_T, positions_T), self.config.logit_cap
         return (logits / cap).tanh() * cap if cap else logits
 
-    def sources(self) -> dict[str, TensorSource]:
+    def sources(self) -> Sources:
         names = (name for name, _ in self.named_parameters() if name.endswith("norm.weight"))
         return {name: TensorSource(name, offset=1.0) for name in names}
 

@@ -96,6 +96,10 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.o_proj(self.attend(x, cos, sin))
+
+    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """All heads side by side, before the last product: ``[T, H D]``."""
         q_THD = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k_TGD = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v_TGD = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -104,7 +108,7 @@ class Attention(nn.Module):
         q_THD = rotate_half_split(q_THD, cos, sin)
         k_TGD = rotate_half_split(k_TGD, cos, sin)
         o_THD = ops.attention(q_THD, k_TGD, v_TGD, self.head_dim**-0.5, self.window)
-        return self.o_proj(o_THD.flatten(-2))
+        return o_THD.flatten(-2)
 
 
 class MLP(nn.Module):
@@ -122,14 +126,16 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Pre-norm attention and feed-forward (``mlp``, else a dense one), each added to the residual
+    stream.
+    """
 
-    def __init__(self, config: ModelConfig, window: int = 0) -> None:
+    def __init__(self, config: ModelConfig, window: int = 0, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = Attention(config, window)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if mlp is None else mlp
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)

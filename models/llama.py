@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from models.architectures import Architecture
 from models.config import ModelConfig, inverse_frequencies
 from models.layers import DecoderLayer, Embedding, Linear, RMSNorm, RotaryEmbedding
-from models.sources import TensorSource
+from models.sources import Sources
 
 
 class LlamaModel(nn.Module):
@@ -22,9 +22,13 @@ class LlamaModel(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         rope = config.rope
         self.rotary = RotaryEmbedding(rope.num_pairs(config.head_dim), rope.attention_factor)
-        layers = (DecoderLayer(config, config.window(i)) for i in range(config.num_layers))
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList(self.make_layer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    @staticmethod
+    def make_layer(config: Any, layer: int) -> nn.Module:
+        """The layer of this index."""
+        return DecoderLayer(config, config.window(layer))
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         x = self.embed_tokens(tokens_T)
@@ -65,7 +69,7 @@ class LlamaForCausalLM(nn.Module):
         logits: Tensor = self.lm_head(self.model(tokens_T, positions_T))
         return logits
 
-    def sources(self) -> dict[str, TensorSource]:
+    def sources(self) -> Sources:
         """Where parameters stand in checkpoints that have no tensor of their own there."""
         return {}
 

@@ -10,14 +10,14 @@ from models.architectures import Architecture
 from models.config import MAX_POSITIONS, ModelConfig
 from models.config_keys import Keys
 from models.llama import LlamaForCausalLM
-from models.sources import TensorSource
+from models.sources import Sources, TensorSource
 from models.windows import windows_of_all
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
     """A Llama whose parts are rows of the checkpoint's tensors."""
 
-    def sources(self) -> dict[str, TensorSource]:
+    def sources(self) -> Sources:
         config = self.config
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = config.intermediate_size

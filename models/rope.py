@@ -125,12 +125,14 @@ def hf_rope(
     max_positions: int,
     *,
     partial: bool = False,
+    mrope: bool = False,
     layers: str | None = None,
 ) -> RopeConfig:
     """Transformers 5 writes ``rope_parameters``, older files ``rope_theta``, ``rope_scaling``.
 
-    ``partial``: whether the architecture reads ``partial_rotary_factor``. ``layers``: the type of
-    layer whose section is read, where ``rope_parameters`` has one for each.
+    ``partial``: whether the architecture reads ``partial_rotary_factor``. ``mrope``: whether there
+    may be sections for images. ``layers``: the type of layer whose section is read, where
+    ``rope_parameters`` has one for each.
 
     Raises:
         CheckpointError: a type, a key or a value that is not read.
@@ -144,6 +146,9 @@ def hf_rope(
     fraction = rope.real("partial_rotary_factor", 0.0, 1.0, default=fraction)
     if fraction != 1.0 and not partial:
         raise holder.error("partial_rotary_factor", fraction, "allowed: 1.0")
+    if mrope:
+        for key in ("mrope_section", "mrope_interleaved"):
+            rope.get(key)
     num_rotated = int(head_dim * fraction)
     if num_rotated < 2 or num_rotated % 2:
         tail = f"allowed: an even number of the {head_dim} channels of a head"

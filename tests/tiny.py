@@ -33,7 +33,7 @@ from compiler.targets.base import (
 from compiler.tracer import trace
 from models.architectures import architecture_of
 from models.config import ModelConfig, RopeConfig
-from models.sources import stored_shapes
+from models.sources import each_source, stored_shapes
 
 GOLDENS = Path(__file__).parent / "goldens"
 UPDATE_VARIABLE = "TILEWRIGHT_UPDATE_GOLDENS"
@@ -91,7 +91,8 @@ def tiny_model(*, seed: int = 0, std: float = 0.05, **changes: Any) -> SimpleNam
         module: Any = architecture_of(config.model_type).model(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    offsets = {source.tensor: 1.0 - source.offset for source in module.sources().values()}
+    sources = [each for one in module.sources().values() for each in each_source(one)]
+    offsets = {source.tensor: 1.0 - source.offset for source in sources}
     for name, shape in stored_shapes(module).items():
         values = torch.randn(shape, generator=generator) * std
         tensors[name] = offsets.get(name, 1.0) + values if "norm" in name else values
@@ -114,6 +115,7 @@ def precision_of(
     it takes ``weights`` too.
     """
     formats = dict.fromkeys(_TENSOR_GROUPS, weights) | {"activation": "mixed"}
+    formats["router"] = weights if weights in ("fp32", "bf16", "fp16") else "bf16"
     fidelities = dict.fromkeys(_OP_GROUPS, fidelity)
     for key, value in changes.items():
         (fidelities if key.startswith(("li_", "sdpa_")) else formats)[key] = value

@@ -14,17 +14,21 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig
-from models.sources import TensorSource
+from models.sources import TensorSource, each_source
 from tests.tiny import random_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Twin:
-    """transformers' classes of an architecture, and what its configuration says besides."""
+    """transformers' classes of an architecture, and what its configuration says besides.
+
+    ``loaded``: a checkpoint's tensors as the class has them, where it stacks some.
+    """
 
     config: Any
     model: Any
     changes: Callable[[Any], dict[str, Any]] = lambda config: {}
+    loaded: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda tensors: tensors
 
 
 def _llama(config: ModelConfig) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def twin_of(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) ->
     }
     theirs = twin.model(twin.config(**{**values, **twin.changes(config)}))
     if tensors is not None:
-        left = theirs.load_state_dict(dict(tensors), strict=False)
+        left = theirs.load_state_dict(twin.loaded(dict(tensors)), strict=False)
         assert left.unexpected_keys == []
         assert left.missing_keys == (["lm_head.weight"] if config.tie_embeddings else [])
         theirs.tie_weights()
@@ -137,10 +141,14 @@ def parameters_of(model: SimpleNamespace) -> dict[str, Tensor]:
     and its constants.
     """
     sources, values = model.module.sources(), {}
-    for name, _ in model.module.named_parameters():
-        source = sources.get(name, TensorSource(name))
-        rows = slice(*source.rows) if source.rows else slice(None)
-        values[name] = model.checkpoint.tensors[source.tensor][rows] + source.offset
+    for name, weight in model.module.named_parameters():
+        parts = []
+        for source in each_source(sources.get(name, TensorSource(name))):
+            stored = model.checkpoint.tensors[source.tensor]
+            stored = stored.flatten(0, -2) if stored.dim() > 2 else stored
+            parts.append(stored[slice(*source.rows) if source.rows else slice(None)])
+            parts[-1] = parts[-1] + source.offset
+        values[name] = torch.cat(parts).view(weight.shape)
     return values | model.module.constants()
 
 
@@ -148,7 +156,8 @@ def assert_eager_equals_twin(model: SimpleNamespace) -> None:
     """Names, shapes and fp32 logits of a tiny model (`tests.tiny.tiny_model`) are transformers'."""
     theirs = twin_of(model.config, model.checkpoint.tensors)
     names = {name: tuple(weight.shape) for name, weight in theirs.named_parameters()}
-    assert names == {n: tuple(w.shape) for n, w in model.checkpoint.tensors.items()}
+    loaded = find_twin(model.config.model_type).loaded(dict(model.checkpoint.tensors))
+    assert names == {n: tuple(w.shape) for n, w in loaded.items()}
     tokens = torch.tensor(random_tokens(23))
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]

@@ -7,6 +7,7 @@ quantise. It knows names of tensors, not where they are kept.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,9 +22,9 @@ from compiler.formats import get_format
 class Segment:
     """Rows of one checkpoint tensor, in the order of ``permutation`` when there is one.
 
-    ``rows``: half-open range of the first axis, None for all. ``part``: what the rows are to the
-    operator that reads them (``q``, ``k``, ``gate`` ...), so that sharding after merging can cut
-    each part for itself. ``offset`` is added to every value.
+    Rows are counted over all axes but the last. ``rows``: half-open, None for all. ``part``: what
+    the rows are to the operator that reads them (``q``, ``k``, ``gate`` ...), so that sharding
+    after merging can cut each part for itself. ``offset`` is added to every value.
     """
 
     name: str
@@ -45,9 +46,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class WeightRecipe:
-    """Segments stacked along the first axis (out), padded, sharded, held in a format.
+    """Segments stacked row by row, padded, sharded, held in a format.
 
-    ``shape`` is that of the stacked tensor before padding and sharding. ``format`` is the name of
+    ``shape`` is that of the stacked tensor before padding and sharding: ``[out, in]``, or more axes
+    (experts) before these, whose rows follow one another. ``format`` is the name of
     a data format, None until precision is assigned; ``block_axis`` is ``in`` (along the last axis)
     or ``out``. ``pad_rows``: rows of zeros added at the end.
     """
@@ -58,6 +60,11 @@ class WeightRecipe:
     block_axis: str = "in"
     pad_rows: int = 0
     shard: Shard | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Of all segments; those of a vector are its elements."""
+        return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,21 +99,26 @@ def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     dense = parts[0] if len(parts) == 1 else torch.cat(parts)
     if recipe.pad_rows:
         dense = torch.cat((dense, dense.new_zeros((recipe.pad_rows, *dense.shape[1:]))))
+    if len(recipe.shape) > 2:
+        assert not recipe.pad_rows and recipe.shard is None, "more axes are not padded or sharded"
+        dense = dense.view(recipe.shape)
     return dense.contiguous()
 
 
 def load_values(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     """:func:`load_dense`, then the float32 values that the recipe's format has for it."""
     assert recipe.format is not None
-    axis = -1 if recipe.block_axis == "in" or len(recipe.shape) == 1 else 0
+    axis = -1 if recipe.block_axis == "in" or len(recipe.shape) == 1 else -2
     return get_format(recipe.format).round_trip(load_dense(recipe, get), axis=axis).contiguous()
 
 
 def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     tensor = get(segment.name)
+    if tensor.dim() > 2:
+        tensor = tensor.flatten(0, -2)
     if segment.rows is not None:
         tensor = tensor[segment.rows[0] : segment.rows[1]].clone()
-    expected = (segment.num_rows, *recipe.shape[1:])
+    expected = (segment.num_rows, *recipe.shape[1:][-1:])
     if tuple(tensor.shape) != expected:
         raise CheckpointError(
             f"tensor {segment.name!r} has shape {list(tensor.shape)}; allowed: {list(expected)}"

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Graph, Node
 
 from compiler.ir.info import COMPUTE, NodeInfo, info
+from compiler.ir.state import PER_SEQUENCE, PER_TOKEN
 from compiler.ops import OPERATORS
 
 _INPUT_DIMENSIONS = {
@@ -16,7 +17,8 @@ _INPUT_DIMENSIONS = {
     "slots": ("N",),
     "cu_seqlens": ("N+1",),
     "logit_rows": ("R",),
-    "state": ("S", "2", "L"),
+    PER_TOKEN: ("S", "2", "L"),
+    PER_SEQUENCE: ("S",),
 }
 
 
@@ -27,7 +29,8 @@ def dimension_names(graph: Graph) -> dict[str, str]:
         fake = node.meta.get("val")
         if node.op != "placeholder" or not isinstance(fake, torch.Tensor):
             continue
-        kind = "state" if info(node).state is not None else str(node.target)
+        state = info(node).state
+        kind = str(node.target) if state is None else state.kind
         for size, name in zip(fake.shape, _INPUT_DIMENSIONS.get(kind, ()), strict=False):
             if not isinstance(size, int):
                 sizes.setdefault(str(size), name)

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 from compiler import ops
 from compiler.ir.info import COMPUTE, CONSTANT, STATE, WEIGHT, info
 from compiler.ir.rewrite import find_calls
+from compiler.ir.text import operator_name
 from compiler.ops import OPERATORS
 
 aten = torch.ops.aten
@@ -26,6 +27,9 @@ STRUCTURAL = {
 
 ELEMENTWISE = {aten.mul.Tensor, aten.div.Tensor, aten.tanh.default}
 """And plain arithmetic: scaled embeddings, gates of other activations, capped logits."""
+
+STATEFUL = (ops.attention, ops.causal_conv1d, ops.gated_delta_rule)
+"""What models call and `insert_state` gives its state."""
 
 BESIDE_OURS = STRUCTURAL | ELEMENTWISE
 """All that is not ours."""
@@ -50,13 +54,15 @@ def verify_precision(graph_module: GraphModule) -> None:
         facts = info(node)
         if facts.role in (WEIGHT, CONSTANT):
             assert facts.recipe is not None and facts.recipe.format, f"{facts.fqn}: no format"
-    for node in find_calls(graph_module.graph, ops.linear, ops.fused_linear, ops.attention):
+    with_compute = ops.linear, ops.fused_linear, ops.expert_linear, ops.attention
+    for node in find_calls(graph_module.graph, *with_compute):
         assert info(node).compute is not None, f"{info(node).fqn}: no fidelity"
 
 
 def verify_lowered(graph_module: GraphModule) -> None:
     """State is explicit, recipes describe tensors of the shapes the graph reads."""
-    assert not find_calls(graph_module.graph, ops.attention), "attention without state is left"
+    left = find_calls(graph_module.graph, *STATEFUL)
+    assert not left, f"without state: {', '.join(map(operator_name, left))}"
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
             _verify_input(node)
@@ -74,6 +80,6 @@ def _verify_input(node: Node) -> None:
         actual = tuple(node.meta["val"].shape)
         assert actual == expected, f"{facts.fqn}: recipe {expected}, graph {actual}"
         stacked = sum(segment.num_rows for segment in facts.recipe.segments)
-        assert stacked == facts.recipe.shape[0], f"{facts.fqn}: segments do not add up"
+        assert stacked == facts.recipe.num_rows, f"{facts.fqn}: segments do not add up"
     elif facts.role == STATE:
         assert facts.state is not None, f"{facts.fqn}: state without a StateSpec"

@@ -6,6 +6,12 @@ from compiler.ops.attention import (
     attention_step,
     rope_attention_step,
 )
+from compiler.ops.delta_rule import (
+    causal_conv1d,
+    causal_conv1d_step,
+    gated_delta_rule,
+    gated_delta_rule_step,
+)
 from compiler.ops.dense import (
     add_rms_norm,
     embedding,
@@ -13,11 +19,13 @@ from compiler.ops.dense import (
     linear,
     rms_norm,
     rope,
+    sigmoid_gate,
     swiglu,
     swiglu_packed,
 )
 from compiler.ops.fused import FusedArguments, fused_linear
 from compiler.ops.library import OPERATORS, Cost, Operator
+from compiler.ops.moe import expert_linear, experts, router
 from compiler.ops.rounding import round_q80
 from compiler.ops.sample import SamplingBatch, sample, uniform
 
@@ -31,15 +39,23 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_step",
+    "causal_conv1d",
+    "causal_conv1d_step",
     "embedding",
+    "expert_linear",
+    "experts",
     "fused_linear",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
     "gelu",
     "linear",
     "rms_norm",
     "rope",
     "rope_attention_step",
     "round_q80",
+    "router",
     "sample",
+    "sigmoid_gate",
     "swiglu",
     "swiglu_packed",
     "uniform",

@@ -114,6 +114,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+@operator(fake=lambda x, gate: torch.empty_like(x), cost=_elementwise(4.0))
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``: ``x [T, C]``, ``gate [T, C]``, or ``[T, 1]`` for all its channels."""
+    return x * torch.sigmoid(gate)
+
+
 @operator(fake=lambda x, approximate="none": torch.empty_like(x), cost=_elementwise(8.0))
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """GELU of ``x`` (Hendrycks and Gimpel, 2016); ``approximate``: ``none``, or ``tanh``."""

@@ -12,7 +12,7 @@ from compiler.formats import get_format
 from compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
 from compiler.ir.rewrite import find_calls
 from compiler.passes.runner import PassContext, numerics_changing_pass
-from compiler.precision import OP_GROUP_OF
+from compiler.precision import ALWAYS_HIGH, OP_GROUP_OF
 
 
 @numerics_changing_pass
@@ -22,10 +22,11 @@ def assign_precision(graph_module: GraphModule, ctx: PassContext) -> int:
     Norms, biases and constants stay fp32. A product whose module no tensor group names is an error.
     """
     count = 0
-    for node in find_calls(graph_module.graph, ops.linear, ops.embedding):
+    products = ops.linear, ops.expert_linear
+    for node in find_calls(graph_module.graph, *products, ops.embedding):
         _assign_weight(node, ctx)
         count += 1
-    for node in find_calls(graph_module.graph, ops.linear, ops.attention):
+    for node in find_calls(graph_module.graph, *products, ops.attention):
         _assign_compute(node, ctx)
     for node in graph_module.graph.nodes:
         recipe = info(node).recipe
@@ -52,15 +53,16 @@ def _assign_weight(node: Node, ctx: PassContext) -> None:
 
 def _assign_compute(node: Node, ctx: PassContext) -> None:
     facts = info(node)
-    op_group = OP_GROUP_OF.get(facts.tensor_group or "")
+    group = facts.tensor_group or ""
+    op_group, highest = ALWAYS_HIGH.get(group, (OP_GROUP_OF.get(group), None))
     if op_group is None:
         raise CompileError(
             f"module {facts.fqn!r} is of tensor group {facts.tensor_group!r}, which has no products"
         )
     activation = ctx.precision.format("activation", layer=facts.layer, fqn=facts.fqn)
-    second = ctx.precision.format(facts.tensor_group or "", layer=facts.layer, fqn=facts.fqn)
+    second = ctx.precision.format(group, layer=facts.layer, fqn=facts.fqn)
     by_phase = {
-        phase: ctx.precision.fidelity(op_group, phase, layer=facts.layer, fqn=facts.fqn)
+        phase: highest or ctx.precision.fidelity(op_group, phase, layer=facts.layer, fqn=facts.fqn)
         for phase in ("prefill", "decode")
     }
     updated = dataclasses.replace(

@@ -1,8 +1,10 @@
-"""Attention gets its cache: a state input per layer, and the inputs that place a step in it."""
+"""Ops that remember get their state: an input for each, and those that place a step in it."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -10,19 +12,21 @@ from torch.fx import GraphModule, Node
 from compiler import ops
 from compiler.ir.info import INPUT, STATE, NodeInfo, info
 from compiler.ir.rewrite import add_input, emit, fake_input, find_calls, replace
-from compiler.ir.state import PER_TOKEN, StateSpec
+from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from compiler.ir.verify import STATEFUL
 from compiler.passes.runner import PassContext, graph_pass
 
 
 @graph_pass
 def insert_state(graph_module: GraphModule, ctx: PassContext) -> int:
-    """``attention`` becomes ``attention_step``; the new inputs carry their :class:`StateSpec`.
+    """``attention`` becomes ``attention_step``, and so with the other ops that remember; the new
+    inputs carry their :class:`StateSpec`.
 
     ``cu_seqlens [N + 1]`` cuts the step's tokens into sequences, ``slots [N]`` says where each
     keeps its state.
     """
     graph = graph_module.graph
-    found = find_calls(graph, ops.attention)
+    found = find_calls(graph, *STATEFUL)
     if not found:
         return 0
     positions = next(node for node in graph.nodes if node.target == "positions")
@@ -31,26 +35,68 @@ def insert_state(graph_module: GraphModule, ctx: PassContext) -> int:
     cu_seqlens = add_input(graph, "cu_seqlens", bounds_fake, step_info)
     slots_fake = fake_input(positions, ("num_sequences",), torch.int64)
     slots = add_input(graph, "slots", slots_fake, step_info)
+    where = positions, cu_seqlens, slots
     for node in found:
-        q, k, v, scale = node.args[:4]
-        window = node.args[4] if len(node.args) > 4 else 0
-        soft_cap = node.args[5:6]
-        assert isinstance(k, Node) and isinstance(window, int)
-        cache = _add_cache(graph_module, node, k, window, ctx)
-        args = (q, k, v, cache, positions, cu_seqlens, slots, scale, window, *soft_cap)
-        replace(node, emit(node, ops.attention_step, args, facts=info(node)))
+        _INSERTERS[node.target](graph_module, node, where, ctx)
     return len(found)
 
 
-def _add_cache(
-    graph_module: GraphModule, node: Node, key: Node, window: int, ctx: PassContext
-) -> Node:
+_Where = tuple[Node, Node, Node]
+
+
+def _attention(graph_module: GraphModule, node: Node, where: _Where, ctx: PassContext) -> None:
+    q, k, v, scale = node.args[:4]
+    window = node.args[4] if len(node.args) > 4 else 0
+    soft_cap = node.args[5:6]
+    assert isinstance(k, Node) and isinstance(window, int)
     facts = info(node)
-    num_kv_heads, head_dim = key.meta["val"].shape[-2:]
+    num_kv_heads, head_dim = k.meta["val"].shape[-2:]
     wanted = ctx.precision.format("kv_cache", layer=facts.layer, fqn=facts.fqn)
     shape = (2, int(num_kv_heads), int(head_dim))
     name = f"{facts.fqn}.kv"
     spec = StateSpec(name, PER_TOKEN, shape, wanted, shard_axis=1, window=window)
-    fake = fake_input(key, ("num_slots", 2, "max_length", *shape[1:]), torch.float32)
-    state_info = dataclasses.replace(facts, fqn=name, role=STATE, state=spec, compute=None)
-    return add_input(graph_module.graph, name.replace(".", "_"), fake, state_info)
+    cache = _add_state(graph_module, node, spec)
+    args = (q, k, v, cache, *where, scale, window, *soft_cap)
+    replace(node, emit(node, ops.attention_step, args, facts=facts))
+
+
+def _causal_conv1d(graph_module: GraphModule, node: Node, where: _Where, ctx: PassContext) -> None:
+    x, weight = node.args
+    assert isinstance(weight, Node)
+    num_channels, _, width = weight.meta["val"].shape
+    shape = (int(num_channels), int(width) - 1)
+    name = f"{info(node).fqn}.window"
+    window = _add_state(graph_module, node, StateSpec(name, PER_SEQUENCE, shape, "fp32", 0))
+    args = (x, weight, window, *where)
+    replace(node, emit(node, ops.causal_conv1d_step, args, facts=info(node)))
+
+
+def _gated_delta_rule(
+    graph_module: GraphModule, node: Node, where: _Where, ctx: PassContext
+) -> None:
+    """Its state is fp32 whatever is asked for: in bfloat16 a model falls into loops."""
+    key_dim = node.args[-1]
+    assert isinstance(key_dim, int)
+    num_heads, value_dim = node.meta["val"].shape[-2:]
+    shape = (int(num_heads), key_dim, int(value_dim))
+    name = f"{info(node).fqn}.memory"
+    state = _add_state(graph_module, node, StateSpec(name, PER_SEQUENCE, shape, "fp32", 0))
+    args = (*node.args, state, *where)
+    replace(node, emit(node, ops.gated_delta_rule_step, args, facts=info(node)))
+
+
+_INSERTERS: dict[Any, Callable[[GraphModule, Node, _Where, PassContext], None]] = {
+    ops.attention.overload: _attention,
+    ops.causal_conv1d.overload: _causal_conv1d,
+    ops.gated_delta_rule.overload: _gated_delta_rule,
+}
+
+
+def _add_state(graph_module: GraphModule, node: Node, spec: StateSpec) -> Node:
+    """The input that holds the state of every slot."""
+    sizes: tuple[int | str, ...] = ("num_slots", *spec.shape)
+    if spec.kind == PER_TOKEN:
+        sizes = ("num_slots", 2, "max_length", *spec.shape[1:])
+    fake = fake_input(node, sizes, torch.float32)
+    facts = dataclasses.replace(info(node), fqn=spec.name, role=STATE, state=spec, compute=None)
+    return add_input(graph_module.graph, spec.name.replace(".", "_"), fake, facts)

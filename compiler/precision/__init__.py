@@ -5,6 +5,7 @@ from __future__ import annotations
 from compiler.precision.config import PrecisionConfig
 from compiler.precision.fragment import Fragment, LayerRule
 from compiler.precision.names import (
+    ALWAYS_HIGH,
     MIXED,
     MIXED_ACTIVATION,
     OP_FAMILIES,
@@ -25,6 +26,7 @@ from compiler.precision.resolve import (
 )
 
 __all__ = [
+    "ALWAYS_HIGH",
     "MIXED",
     "MIXED_ACTIVATION",
     "OP_FAMILIES",

@@ -18,11 +18,33 @@ PHASES: tuple[Phase, Phase] = ("prefill", "decode")
 
 # The published six, in the order of a heading, then ours.
 SEED_TENSOR_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "kv_cache", "activation")
-OUR_TENSOR_GROUPS = ("lm_head", "embedding", "experts_ff1_3", "experts_ff2", "router")
+OUR_TENSOR_GROUPS = (
+    "lm_head",
+    "embedding",
+    "experts_ff1_3",
+    "experts_ff2",
+    "shared_ff1_3",
+    "shared_ff2",
+    "delta_in",
+    "delta_out",
+    "delta_gates",
+    "router",
+)
 TENSOR_GROUPS = SEED_TENSOR_GROUPS + OUR_TENSOR_GROUPS
 
-# Where experts are not set they follow the dense group.
-FOLLOWS = MappingProxyType({"experts_ff1_3": "ff1_3", "experts_ff2": "ff2"})
+# Where these are not set they follow the group that does the same in other models: experts and the
+# expert that every token has a dense block's, the linear attention's products the attention's.
+FOLLOWS = MappingProxyType(
+    {
+        "experts_ff1_3": "ff1_3",
+        "experts_ff2": "ff2",
+        "shared_ff1_3": "ff1_3",
+        "shared_ff2": "ff2",
+        "delta_in": "wqkv",
+        "delta_out": "wo",
+        "delta_gates": "router",
+    }
+)
 
 SEED_OP_GROUPS = (
     "li_ff1_3",
@@ -62,7 +84,18 @@ OP_GROUP_OF = MappingProxyType(
         "wo": "li_o",
         "lm_head": "li_lm_head",
         "kv_cache": "sdpa",
+        "experts_ff1_3": "li_ff1_3",
+        "experts_ff2": "li_ff2",
+        "shared_ff1_3": "li_ff1_3",
+        "shared_ff2": "li_ff2",
+        "delta_in": "li_qkv",
+        "delta_out": "li_o",
     }
+)
+
+# Groups whose products nobody sets: what they decide is worth more than what they cost.
+ALWAYS_HIGH = MappingProxyType(
+    {"router": ("li_router", "hifi4"), "delta_gates": ("li_delta_gates", "hifi4")}
 )
 
 # As stored: every op group with its phase, except the head's, which has one setting for both.
@@ -88,8 +121,14 @@ ALLOWED_FORMATS = MappingProxyType(
         "embedding": ("fp32", "bf16", "fp16", "bfp8", "bfp4", "q40", "q80"),
         "experts_ff1_3": _WEIGHT_FORMATS,
         "experts_ff2": _WEIGHT_FORMATS,
-        # Routing decides which weights are used at all: it stays high, as the norms do.
+        "shared_ff1_3": _WEIGHT_FORMATS,
+        "shared_ff2": _WEIGHT_FORMATS,
+        "delta_in": _WEIGHT_FORMATS,
+        "delta_out": _WEIGHT_FORMATS,
+        # Routing decides which weights are used at all, the gates how much of the past is kept:
+        # they stay high, as the norms do.
         "router": ("fp32", "bf16", "fp16"),
+        "delta_gates": ("fp32", "bf16", "fp16"),
     }
 )
 

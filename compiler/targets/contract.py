@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from compiler import ops
 from compiler.ir.info import NodeInfo, info
 from compiler.ir.rewrite import find_calls
+from compiler.ir.state import PER_TOKEN
 from compiler.precision import effective_id
 
 HONOURED, EMULATED, NOT_HONOURED = "honoured", "emulated", "not honoured"
@@ -76,11 +77,12 @@ class Meanings:
 def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericContract:
     """Ask the target about everything the graph's nodes carry; equal layers share a line."""
     layers: dict[tuple[str, str, Meaning], set[int | None]] = defaultdict(set)
-    for node in find_calls(graph_module.graph, ops.linear, ops.fused_linear, ops.embedding):
+    with_weights = ops.linear, ops.fused_linear, ops.expert_linear, ops.embedding
+    for node in find_calls(graph_module.graph, *with_weights):
         _add_product(layers, info(node), info(node.args[1]), meanings)  # type: ignore[arg-type]
     for node in graph_module.graph.nodes:
         facts = info(node)
-        if facts.state is not None:
+        if facts.state is not None and facts.state.kind == PER_TOKEN:
             wanted = facts.state.format
             layers["kv_cache", wanted, meanings.kv_cache(wanted)].add(facts.layer)
         if facts.op_group == "sdpa" and facts.compute is not None:

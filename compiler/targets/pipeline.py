@@ -12,6 +12,8 @@ from compiler.passes.match_gelu import match_gelu
 from compiler.passes.match_linear import match_linear
 from compiler.passes.match_rms_norm import match_rms_norm
 from compiler.passes.match_rope import match_rope
+from compiler.passes.match_router import match_router
+from compiler.passes.match_sigmoid_gate import match_sigmoid_gate
 from compiler.passes.match_swiglu import match_swiglu
 from compiler.passes.runner import Pass
 from compiler.targets.base import Stage
@@ -26,6 +28,8 @@ MATCH = Stage(
         match_rope,
         match_swiglu,
         match_gelu,
+        match_sigmoid_gate,
+        match_router,
     ),
     verify_matched,
 )

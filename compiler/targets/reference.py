@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from compiler.errors import CheckpointError
 from compiler.ir.info import INPUT, info
 from compiler.ir.recipe import WeightRecipe, load_values
+from compiler.ir.state import PER_TOKEN, StateSpec
 from compiler.passes.round_activations import ROUNDED, round_activations
 from compiler.targets.base import (
     Capabilities,
@@ -162,18 +163,20 @@ class ReferenceExecutable(Executable):
         self._graph_module = graph_module
         self._inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._values: dict[str, Tensor] = {}
-        self._caches: list[Tensor] = []
+        self._states: list[tuple[StateSpec, Tensor]] = []
         for node in self._inputs:
             facts = info(node)
             if facts.recipe is not None:
                 self._values[node.name] = get_values(facts.recipe)
             elif facts.state is not None:
-                kind, *rest = facts.state.shape
-                shape = (options.max_batch, kind, options.max_context, *rest)
+                shape = (options.max_batch, *facts.state.shape)
+                if facts.state.kind == PER_TOKEN:
+                    kind, *rest = facts.state.shape
+                    shape = (options.max_batch, kind, options.max_context, *rest)
                 self._values[node.name] = torch.zeros(shape)
-                self._caches.append(self._values[node.name])
+                self._states.append((facts.state, self._values[node.name]))
         weights = {id(tensor): tensor.nbytes for tensor in self._values.values()}
-        self._weight_bytes = sum(weights.values()) - sum(cache.nbytes for cache in self._caches)
+        self._weight_bytes = sum(weights.values()) - self.state_bytes(options.max_context)
         self.vocab_size = vocab_size(graph_module)
 
     @torch.no_grad()
@@ -199,16 +202,17 @@ class ReferenceExecutable(Executable):
 
     def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
         fresh = self._slots.reserve(max(1, num_positions))
-        for cache in self._caches:
-            cache[fresh, :, :num_positions] = cache[handle, :, :num_positions]
+        for spec, state in self._states:
+            part = (slice(None), slice(num_positions)) if spec.kind == PER_TOKEN else ()
+            state[fresh, *part] = state[handle, *part]
         return fresh
 
     def num_free(self) -> int:
         return self._slots.num_free()
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(self._weight_bytes, sum(cache.nbytes for cache in self._caches))
+        return MemoryUse(self._weight_bytes, self.state_bytes(self.capabilities.max_context))
 
     def state_bytes(self, num_positions: int) -> int:
         """The reference keeps every slot whole, whatever it holds."""
-        return sum(cache.nbytes for cache in self._caches)
+        return sum(state.nbytes for _, state in self._states)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from compiler.errors import CheckpointError, allowed, one_line
+from models.architectures import architecture_of
 from models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
@@ -31,6 +32,9 @@ from models.config import ModelConfig
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_TEXT_PREFIX = "model.language_model."
+_OTHER_PARTS = ("model.visual.", "mtp.")
+"""Of models of several kinds of input: the tower for images, and the layer that drafts tokens."""
 _COMPARED_ROWS = 4096
 
 
@@ -49,9 +53,14 @@ class SafetensorsCheckpoint:
         self._files = {shard: _open_shard(path / shard) for shard in self._shards}
         self._shard_of: dict[str, str] = {}
         self.names: dict[str, TensorMeta] = {}
+        self._stored_name: dict[str, str] = {}
+        self._has_parts = architecture_of(self.config.model_type).text_config
         for shard in self._shards:
             self._read_names(shard)
-        for name, shard in expected.items():
+        for stored, shard in expected.items():
+            name = self._name_of(stored)
+            if name is None:
+                continue
             if self._shard_of.get(name, shard) != shard or (
                 name not in self._shard_of and not name.endswith(_IGNORED_SUFFIX)
             ):
@@ -76,9 +85,9 @@ class SafetensorsCheckpoint:
         shape = self.names[name].shape
         try:
             if not shape:
-                return _owned(file.get_tensor(name))
+                return _owned(file.get_tensor(self._stored_name[name]))
             start, stop = row_range(rows, shape[0])
-            return _owned(file.get_slice(name)[start:stop])
+            return _owned(file.get_slice(self._stored_name[name])[start:stop])
         except (SafetensorError, OSError) as error:
             raise _unreadable(self.path / self._shard_of[name], error) from None
 
@@ -87,19 +96,20 @@ class SafetensorsCheckpoint:
         headers += [_header_of(self.path / shard) for shard in self._shards]
         tensors = []
         for shard in self._shards:
-            tensors += _stored_tensors(self.path / shard, self.names)
+            tensors += _stored_tensors(self.path / shard, set(self._stored_name.values()))
         return content_hash(headers, tensors)
 
     def _read_names(self, shard: str) -> None:
         file = self._files[shard]
-        for name in sorted(file.keys()):
-            if name.endswith(_IGNORED_SUFFIX):
+        for stored in sorted(file.keys()):
+            name = self._name_of(stored)
+            if name is None or name.endswith(_IGNORED_SUFFIX):
                 continue
             if name in self.names:
                 raise CheckpointError(
                     f"{self.path / shard}: tensor {shown(name)} is in {self._shard_of[name]} too"
                 )
-            view = file.get_slice(name)
+            view = file.get_slice(stored)
             shape, dtype = tuple(view.get_shape()), str(view.get_dtype())
             if dtype not in _ELEMENT_BYTES:
                 raise CheckpointError(
@@ -109,6 +119,17 @@ class SafetensorsCheckpoint:
             nbytes = math.prod(shape) * _ELEMENT_BYTES[dtype]
             self.names[name] = TensorMeta(shape, dtype, nbytes)
             self._shard_of[name] = shard
+            self._stored_name[name] = stored
+
+    def _name_of(self, stored: str) -> str | None:
+        """What a tensor of the text model is called by itself; None for those of other parts."""
+        if not self._has_parts:
+            return stored
+        if stored.startswith(_OTHER_PARTS):
+            return None
+        if stored.startswith(_TEXT_PREFIX):
+            return "model." + stored.removeprefix(_TEXT_PREFIX)
+        return stored
 
     def _settle_head(self, says: bool) -> None:
         """Decide whether the head is tied, where config.json is silent or the file has it twice."""
@@ -128,7 +149,7 @@ class SafetensorsCheckpoint:
                 f"{self.path}: {head} differs from {embedding}, but config.json has "
                 "tie_word_embeddings = true; allowed: equal tensors, no lm_head.weight, or false"
             )
-        del self.names[head], self._shard_of[head]
+        del self.names[head], self._shard_of[head], self._stored_name[head]
 
 
 def _open_shard(path: Path) -> Any:
@@ -159,7 +180,7 @@ def _header_of(path: Path, whole: bool = False) -> tuple[int, bytes]:
         return size, prefix + file.read(int.from_bytes(prefix, "little"))
 
 
-def _stored_tensors(path: Path, names: Mapping[str, TensorMeta]) -> list[Any]:
+def _stored_tensors(path: Path, names: Container[str]) -> list[Any]:
     """Name, bytes and byte reader of each tensor of an opened, hence valid, shard."""
     _, header = _header_of(path)
 

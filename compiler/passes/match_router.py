@@ -1,0 +1,48 @@
+"""Softmax, top-k and their normalisation become one router."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import Call, Literal, Var, emit, find_calls, match, replace
+from compiler.passes.runner import PassContext, graph_pass
+
+aten = torch.ops.aten
+
+_PROBABILITIES = Call(aten.softmax.int, Var("logits"), -1)
+_CHOSEN = Call(aten.topk.default, _PROBABILITIES, Literal("top_k"))
+_SUM = Call(aten.sum.dim_IntList, Var("weights"), [-1], True)
+_SHARE = Call(aten.div.Tensor, Var("weights"), _SUM)
+
+
+@graph_pass
+def match_router(graph_module: GraphModule, ctx: PassContext) -> int:
+    """One rewrite a choice of experts, whose weights may be divided by their sum."""
+    count = 0
+    for node in find_calls(graph_module.graph, aten.topk.default):
+        found = match(_CHOSEN, node)
+        pieces = {user.args[1]: user for user in node.users}
+        if found is None or any(each.target is not operator.getitem for each in node.users):
+            continue
+        weights = pieces.get(0)
+        shares = [] if weights is None else [each for each in weights.users if _is_share(each)]
+        renormalise = bool(shares) and weights is not None and len(weights.users) == 2
+        args = (found["logits"], found["top_k"], renormalise)
+        chosen = emit(node, ops.router, args, facts=info(node))
+        for index, piece in pieces.items():
+            fresh = emit(node, operator.getitem, (chosen, index), facts=info(node))
+            if index == 0 and renormalise:
+                replace(shares[0], fresh)
+            else:
+                replace(piece, fresh)
+        count += 1
+    return count
+
+
+def _is_share(node: Node) -> bool:
+    return match(_SHARE, node) is not None

@@ -1,0 +1,30 @@
+"""x * sigmoid(gate) becomes one sigmoid_gate."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
+from compiler.passes.runner import PassContext, graph_pass
+
+aten = torch.ops.aten
+
+_PATTERN = Call(
+    aten.mul.Tensor, Var("x"), Call(aten.sigmoid.default, Var("gate")), commutative=True
+)
+
+
+@graph_pass
+def match_sigmoid_gate(graph_module: GraphModule, ctx: PassContext) -> int:
+    """One rewrite a gate, as wide as what it lets through or one column for all of it."""
+
+    def build(root: Node, found: Bindings) -> Node | None:
+        x, gate = (tuple(found[name].meta["val"].shape) for name in ("x", "gate"))
+        if len(x) != len(gate) or gate[:-1] != x[:-1] or gate[-1] not in (1, x[-1]):
+            return None
+        return emit(root, ops.sigmoid_gate, (found["x"], found["gate"]), facts=info(root))
+
+    return rewrite_matches(graph_module.graph, _PATTERN, build)

@@ -1,0 +1,74 @@
+"""Qwen3.5's mixtures of experts (Qwen Team, 2026): Qwen3.5 whose blocks are sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from models.architectures import Architecture
+from models.config_keys import Keys
+from models.moe import (
+    TENSOR_GROUPS,
+    mlp_of,
+    read_hf_moe,
+    sources_of_stacks,
+    sparse_rewrites,
+)
+from models.qwen3_5 import (
+    DEFAULTS,
+    HybridConfig,
+    HybridLayer,
+    HybridModel,
+    Qwen35ForCausalLM,
+)
+from models.qwen3_5 import read_hf as read_hybrid
+from models.sources import Sources
+
+
+class SparseHybridModel(HybridModel):
+    """With experts."""
+
+    @staticmethod
+    def make_layer(config: HybridConfig, layer: int) -> HybridLayer:
+        return HybridLayer(config, layer, mlp_of(config, layer))
+
+
+class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
+    """Checkpoints have all experts of a layer in one tensor."""
+
+    model_class = SparseHybridModel
+    tensor_groups: Mapping[str, str] = {**Qwen35ForCausalLM.tensor_groups, **TENSOR_GROUPS}
+
+    def sources(self) -> Sources:
+        return {**super().sources(), **sources_of_stacks(self.config)}
+
+    def expected_rewrites(self) -> dict[str, int]:
+        counts = super().expected_rewrites()
+        for name, change in sparse_rewrites(self.config).items():
+            counts[name] = counts.get(name, 0) + change
+        counts["fuse_linear_residual"] -= self.config.num_sparse
+        return counts
+
+
+def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The kinds of layers and the experts."""
+    found: HybridConfig = read_hf_moe(keys, read_hybrid(keys, config))
+    return found
+
+
+DEFAULTS_MOE = {**DEFAULTS, "num_experts_per_tok": 8, "num_experts": 256}
+
+ARCHITECTURE = Architecture(
+    Qwen35MoeForCausalLM,
+    config=HybridConfig,
+    fixed={"qk_norm": True, "mlp_bias": False},
+    hf_defaults={
+        **DEFAULTS_MOE,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    read_hf=read_hf,
+    has_partial_rotary=True,
+    has_mrope=True,
+    text_config=True,
+    intermediate_key="moe_intermediate_size",
+)

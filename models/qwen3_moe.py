@@ -1,0 +1,64 @@
+"""Qwen3's mixtures of experts (Yang et al., 2025): Qwen3 whose dense blocks are sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from models.architectures import Architecture
+from models.config_keys import Keys
+from models.layers import DecoderLayer
+from models.llama import LlamaForCausalLM, LlamaModel
+from models.moe import (
+    TENSOR_GROUPS,
+    MoeConfig,
+    mlp_of,
+    read_hf_moe,
+    sources_by_expert,
+    sparse_rewrites,
+)
+from models.qwen3 import ARCHITECTURE as QWEN3
+from models.qwen3 import read_hf as read_qwen3
+from models.sources import Sources
+
+
+class Qwen3MoeModel(LlamaModel):
+    """Llama's with experts."""
+
+    @staticmethod
+    def make_layer(config: MoeConfig, layer: int) -> DecoderLayer:
+        return DecoderLayer(config, config.window(layer), mlp_of(config, layer))
+
+
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    """Checkpoints have a tensor for each product of each expert."""
+
+    config: MoeConfig
+    model_class = Qwen3MoeModel
+    tensor_groups: Mapping[str, str] = {**LlamaForCausalLM.tensor_groups, **TENSOR_GROUPS}
+
+    def sources(self) -> Sources:
+        return sources_by_expert(self.config)
+
+    def expected_rewrites(self) -> dict[str, int]:
+        counts, num_sparse = super().expected_rewrites(), self.config.num_sparse
+        for name, change in sparse_rewrites(self.config).items():
+            counts[name] = counts.get(name, 0) + change
+        counts["fuse_linear_residual"] -= num_sparse
+        counts["fuse_norm_linear"] -= num_sparse
+        return counts
+
+
+def read_hf(keys: Keys, config: MoeConfig) -> MoeConfig:
+    """Qwen3's windows, and the experts."""
+    found: MoeConfig = read_hf_moe(keys, read_qwen3(keys, config))
+    return found
+
+
+ARCHITECTURE = Architecture(
+    Qwen3MoeForCausalLM,
+    config=MoeConfig,
+    fixed={"qk_norm": True},
+    hf_defaults={**QWEN3.hf_defaults, "norm_topk_prob": False},
+    read_hf=read_hf,
+    gguf_names=QWEN3.gguf_names,
+)

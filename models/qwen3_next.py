@@ -1,0 +1,69 @@
+"""Qwen3-Next (Qwen Team, 2025): Qwen3.5's mixtures of experts, but for how tensors are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from models.gated_delta_net import DeltaShape
+from models.moe import sources_by_expert
+from models.qwen3_5 import HybridConfig
+from models.qwen3_5_moe import ARCHITECTURE as QWEN35_MOE
+from models.qwen3_5_moe import DEFAULTS_MOE, Qwen35MoeForCausalLM
+from models.sources import Sources, cut_rows
+
+
+class Qwen3NextForCausalLM(Qwen35MoeForCausalLM):
+    """Checkpoints have a tensor for each product of each expert; and, key head by key head, the
+    rows of what Gated DeltaNet's products share.
+    """
+
+    def sources(self) -> Sources:
+        found: dict[str, Any] = {**super().sources(), **sources_by_expert(self.config)}
+        for layer, is_linear in enumerate(self.config.linear_layers):
+            if is_linear:
+                found |= _by_key_head(f"model.layers.{layer}.linear_attn", self.config)
+        return found
+
+
+def _by_key_head(path: str, config: HybridConfig) -> dict[str, Any]:
+    """q, k, v and z of every key head lie below one another, and so do b and a."""
+    delta, hidden = config.delta, config.hidden_size
+    ratio = delta.num_value_heads // delta.num_key_heads
+    wide = ratio * delta.value_dim
+    qkvz = _parts(delta, (delta.key_dim, delta.key_dim, wide, wide))
+    gates = _parts(delta, (ratio, ratio))
+    shapes = {
+        "qkvz": (delta.qkv_width + delta.value_width, hidden),
+        "ba": (2 * delta.num_value_heads, hidden),
+    }
+    found = {}
+    for part, name, rows in (
+        ("qkv", "qkvz", [*qkvz[0], *qkvz[1], *qkvz[2]]),
+        ("z", "qkvz", qkvz[3]),
+        ("b", "ba", gates[0]),
+        ("a", "ba", gates[1]),
+    ):
+        tensor = f"{path}.in_proj_{name}.weight"
+        found[f"{path}.in_proj_{part}.weight"] = cut_rows(tensor, rows, shapes[name])
+    return found
+
+
+def _parts(delta: DeltaShape, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+    """The rows of each part, of every key head in turn."""
+    total = sum(sizes)
+    firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        [(head * total + first, head * total + first + size) for head in range(delta.num_key_heads)]
+        for first, size in zip(firsts, sizes, strict=True)
+    ]
+
+
+ARCHITECTURE = dataclasses.replace(
+    QWEN35_MOE,
+    model=Qwen3NextForCausalLM,
+    hf_defaults={**DEFAULTS_MOE, "num_experts_per_tok": 10, "num_experts": 512},
+    has_mrope=False,
+    text_config=False,
+    intermediate_key="intermediate_size",
+)

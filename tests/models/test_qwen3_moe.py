@@ -1,0 +1,71 @@
+"""Qwen3's mixtures of experts, on every target, and from a folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from models.moe import MoeConfig
+from tests import architecture_checks as checks
+from tests.tiny import tiny_model
+from tests.twins import TWINS, Twin, assert_eager_equals_twin
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "sparse": {},
+    "untied_and_partly_dense": {
+        **{"tie_embeddings": False, "renormalise": False, "experts_per_token": 3},
+        **{"num_layers": 3, "dense_layers": (1,), "num_experts": 7},
+    },
+}
+
+
+def _changes(config: MoeConfig) -> dict[str, Any]:
+    return {
+        **TWINS["qwen3"].changes(config),
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "norm_topk_prob": config.renormalise,
+        "mlp_only_layers": list(config.dense_layers),
+        "decoder_sparse_step": 1,
+    }
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A tensor for each product of each expert, as transformers' modules hold them."""
+    found, experts = {}, [name for name in tensors if ".mlp.experts." in name]
+    for name, tensor in tensors.items():
+        if name not in experts:
+            found[name] = tensor
+    for path in dict.fromkeys(name.split(".experts.")[0] + ".experts" for name in experts):
+        count = 1 + max(int(n.split(".experts.")[1].split(".")[0]) for n in experts if path in n)
+        gate, up, down = (
+            torch.stack([tensors[f"{path}.{expert}.{part}_proj.weight"] for expert in range(count)])
+            for part in ("gate", "up", "down")
+        )
+        found[f"{path}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        found[f"{path}.down_proj"] = down
+    return found
+
+
+TWIN = Twin(transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM, _changes, stacked)
+
+
+def make(shape: str = "sparse") -> Any:
+    sizes = {"num_experts": 6, "experts_per_token": 2, "expert_size": 24}
+    return tiny_model(std=0.2, model_type="qwen3_moe", **{**sizes, **SHAPES[shape]})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_eager_logits_and_names_are_transformers(shape: str) -> None:
+    assert_eager_equals_twin(make(shape))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("target", checks.TARGETS)
+def test_logits_on_every_target(target: str, shape: str) -> None:
+    checks.check_logits(make(shape), target)
