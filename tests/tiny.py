@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from compiler.driver import weight_source
 from compiler.ir.info import INPUT, info
 from compiler.ir.recipe import load_dense, load_values
+from compiler.ir.state import PER_TOKEN
 from compiler.passes.canonicalize_graph import canonicalize_graph
 from compiler.passes.runner import Pass, PassContext, run_passes
 from compiler.precision import PrecisionConfig, load_precision
@@ -248,7 +249,8 @@ def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: An
         else:
             assert facts.state is not None
             kinds, *rest = facts.state.shape
-            arguments.append(torch.zeros(1, kinds, 32, *rest))
+            sizes = (kinds, 32, *rest) if facts.state.kind == PER_TOKEN else facts.state.shape
+            arguments.append(torch.zeros(1, *sizes))
     with torch.no_grad():
         return graph_module(*arguments)
 

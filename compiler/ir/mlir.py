@@ -186,12 +186,11 @@ def _embed_constants(graph_module: GraphModule, constants: Mapping[str, Tensor])
 
 
 def _argument(node: Node, length: int | None, *, name: str = "", role: str = "") -> MlirArgument:
-    """What stands for a node in the function's signature; a recipe must name whole tensors."""
+    """What stands for a node in the function's signature; a recipe must be of segments alone."""
     facts, fake = info(node), node.meta["val"]
     if facts.recipe is not None:
-        parts = facts.recipe.segments
-        whole = all(part.rows is None and part.permutation is None for part in parts)
-        assert whole and not facts.recipe.pad_rows and facts.recipe.shard is None, facts.fqn
+        plain = all(part.permutation is None for part in facts.recipe.segments)
+        assert plain and not facts.recipe.pad_rows and facts.recipe.shard is None, facts.fqn
     return MlirArgument(
         name=name or facts.fqn or str(node.target),
         role=role or facts.role,

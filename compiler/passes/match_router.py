@@ -27,7 +27,7 @@ def match_router(graph_module: GraphModule, ctx: PassContext) -> int:
     for node in find_calls(graph_module.graph, aten.topk.default):
         found = match(_CHOSEN, node)
         pieces = {user.args[1]: user for user in node.users}
-        if found is None or any(each.target is not operator.getitem for each in node.users):
+        if found is None or not _takes_the_largest(node):
             continue
         weights = pieces.get(0)
         shares = [] if weights is None else [each for each in weights.users if _is_share(each)]
@@ -42,6 +42,12 @@ def match_router(graph_module: GraphModule, ctx: PassContext) -> int:
                 replace(piece, fresh)
         count += 1
     return count
+
+
+def _takes_the_largest(node: Node) -> bool:
+    """Along the last axis, which may be said or not."""
+    more = node.args[2:]
+    return more[:1] in ((), (-1,)) and all(more[1:])
 
 
 def _is_share(node: Node) -> bool:

@@ -75,7 +75,9 @@ def test_side_by_side_or_not_a_run_is_the_same(made: Path, tiny_gguf: Path, tmp_
     assert script(argv) == 0
     (again,), known = read_runs(path), read_runs(made)[1]
     assert again.run.batch == 2, "no more than there are windows"
-    assert (again.run.guesses, again.run.kl) == (known.run.guesses, known.run.kl)
+    assert again.run.guesses == known.run.guesses
+    # products of another number of rows are added up in another order
+    assert again.run.kl == pytest.approx(known.run.kl, rel=1e-4)
 
 
 def test_other_windows_are_refused_before_anything_is_run(

@@ -145,6 +145,14 @@ def test_a_fixed_length_and_constants_as_arguments() -> None:
     check_numbers(matched(model), model, emitted, 5)
 
 
+def test_arguments_that_are_rows_of_tensors() -> None:
+    model = tiny_model(num_layers=1, model_type="phi3")
+    emitted = emit_mlir(matched(model), length=5, constants=model.module.constants())
+    check_numbers(matched(model), model, emitted, 5)
+    key = next(e for e in emitted.arguments if e.name.endswith("k_proj.weight"))
+    assert key.tensors == ("model.layers.0.self_attn.qkv_proj.weight",)
+
+
 OPERATOR_CALLS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]]]] = {
     "embedding": (lambda x, p, w: x + ops.embedding(p, w), {"w": (64, 32)}),
     "linear": (lambda x, p, w, b: ops.linear(x, w, b), {"w": (24, 32), "b": (24,)}),
@@ -159,6 +167,8 @@ OPERATOR_CALLS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]
         {"inv_freq": (4,)},
     ),
     "gelu": (lambda x, p: ops.gelu(x), {}),
+    "causal_conv1d": (lambda x, p, w: ops.causal_conv1d(x, w), {"w": (32, 1, 4)}),
+    "sigmoid_gate": (lambda x, p, w: ops.sigmoid_gate(x, x * w), {"w": (32,)}),
     "swiglu": (lambda x, p, w: ops.swiglu(x, x * w), {"w": (32,)}),
     "swiglu_packed": (lambda x, p, w: ops.swiglu_packed(x * w), {"w": (32,)}),
     "attention": (  # a window, which the reference masks in place
@@ -169,14 +179,25 @@ OPERATOR_CALLS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]
         {"w": (32,)},
     ),
 }
-STATEFUL = {"attention_step", "rope_attention_step"}
+REFUSED: dict[str, Callable[..., Tensor]] = {
+    "router": lambda x, p, w: ops.router(x, 2, True)[0],
+    "expert_linear": lambda x, p, w: ops.expert_linear(x, w, p[:, None])[:, 0],
+    "experts": lambda x, p, w: ops.experts(x, x[:, :3], w, w, w, 2, True),
+    "gated_delta_rule": lambda x, p, w: ops.gated_delta_rule(
+        *(x[:, :24], x[:, :2], x[:, 2:4], w[0, 0, :2], w[0, 0, 2:4]), 1, 8
+    ).flatten(-2),
+}
+"""Whose references sort, or walk over experts or tokens."""
+STATEFUL = {
+    *("attention_step", "rope_attention_step", "causal_conv1d_step", "gated_delta_rule_step"),
+}
 AFTER_LOGITS = {"sample"}
 AFTER_PRECISION = {"round_q80"}
 
 
 def test_every_operator_that_a_model_has_is_tried_below() -> None:
     names = {entry.name for entry in OPERATORS.values() if entry.overload.namespace == "tilewright"}
-    assert names - STATEFUL - AFTER_LOGITS - AFTER_PRECISION == set(OPERATOR_CALLS)
+    assert names - STATEFUL - AFTER_LOGITS - AFTER_PRECISION == OPERATOR_CALLS.keys() | REFUSED
 
 
 @pytest.mark.parametrize("name", OPERATOR_CALLS)
@@ -188,6 +209,13 @@ def test_an_operator_becomes_its_reference(name: str) -> None:
     emitted = emit_mlir(graph_module)
     assert "tilewright" not in emitted.text
     check_numbers(graph_module, model, emitted, 1, 8)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_operators_whose_references_walk_are_refused(name: str) -> None:
+    graph_module, _ = function_graph(REFUSED[name], w=(3, 32, 32))
+    with pytest.raises(CompileError, match=r"has no MLIR|torch-mlir cannot lower"):
+        emit_mlir(graph_module)
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -43,6 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 def delta_keys(config: HybridConfig) -> dict[str, Any]:
     kinds = ("full_attention", "linear_attention")
     return {
+        "attention_bias": config.attention_bias,
         "layer_types": [kinds[each] for each in config.linear_layers],
         "linear_num_key_heads": config.delta.num_key_heads,
         "linear_num_value_heads": config.delta.num_value_heads,

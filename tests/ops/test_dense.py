@@ -103,6 +103,9 @@ def test_swiglu_and_its_packed_form() -> None:
     torch.testing.assert_close(ops.swiglu_packed(packed), expected)
 
 
+DELTA = torch.randn(T, C), *torch.randn(2, T, 2), *torch.randn(2, 2)
+"""Heads of 4 channels, one of keys and two of values, whose channels are 8."""
+
 EXAMPLES: dict[str, tuple[Any, ...]] = {
     "embedding": (torch.tensor([1, 2, 0]), torch.randn(4, C)),
     "linear": (torch.randn(T, C), torch.randn(7, C), torch.randn(7)),
@@ -126,6 +129,26 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
         *(torch.randn(T, (4 + 2 + 2) * D), None, None),
         *(torch.zeros(3, 2, 16, 2, D), torch.tensor([0, 1, 2, 0, 1])),
         *(torch.tensor([0, 3, 5]), torch.tensor([2, 0]), torch.rand(D // 2), 4, 0.3),
+    ),
+    "sigmoid_gate": (torch.randn(T, C), torch.randn(T, 1)),
+    "router": (torch.randn(T, 6), 2, True),
+    "expert_linear": (
+        *(torch.randn(T, 2, C), torch.randn(6, 7, C)),
+        *(torch.tensor([[0, 5], [1, 2], [3, 0], [4, 2], [5, 1]]), torch.rand(T, 2)),
+    ),
+    "experts": (
+        *(torch.randn(T, C), torch.randn(T, 6), torch.randn(6, 7, C), torch.randn(6, 7, C)),
+        *(torch.randn(6, C, 7), 2, False),
+    ),
+    "causal_conv1d": (torch.randn(T, C), torch.randn(C, 1, 4)),
+    "causal_conv1d_step": (
+        *(torch.randn(T, C), torch.randn(C, 1, 4), torch.zeros(3, C, 3)),
+        *(torch.tensor([0, 1, 2, 7, 8]), torch.tensor([0, 3, 5]), torch.tensor([2, 0])),
+    ),
+    "gated_delta_rule": (*DELTA, 1, 4),
+    "gated_delta_rule_step": (
+        *(*DELTA, 1, 4, torch.zeros(3, 2, 4, 8)),
+        *(torch.tensor([0, 1, 2, 7, 8]), torch.tensor([0, 3, 5]), torch.tensor([2, 0])),
     ),
     "round_q80": (torch.randn(T, C),),
     "sample": (
@@ -162,3 +185,9 @@ def test_costs_count_at_least_the_result(operator: ops.Operator) -> None:
 
 def test_the_cost_of_a_product() -> None:
     assert ops.linear.cost(torch.empty(5, 8), torch.empty(3, 8)) == Cost(240.0, 64, 15)
+
+
+def test_a_sigmoid_gates_each_channel_or_all() -> None:
+    x, gate = torch.randn(T, C), torch.randn(T, C)
+    torch.testing.assert_close(ops.sigmoid_gate(x, gate), x * torch.sigmoid(gate))
+    torch.testing.assert_close(ops.sigmoid_gate(x, gate[:, :1]), x * torch.sigmoid(gate[:, :1]))

@@ -8,9 +8,11 @@ from torch import Tensor
 from compiler import ops
 from compiler.ir.info import STATE, info
 from compiler.ir.rewrite import find_calls
-from compiler.ir.state import PER_TOKEN, StateSpec
+from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from compiler.ir.text import graph_text
 from compiler.passes.insert_state import insert_state
 from compiler.passes.runner import run_passes
+from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.tiny import context_of, function_graph, lowered, precision_of, tiny_model
 
 
@@ -57,3 +59,21 @@ def test_a_window_reaches_the_specification_and_the_step() -> None:
     assert facts.state is not None
     assert (facts.state.window, facts.state.shape) == (6, (2, 2, 16))
     assert step.meta["val"].dtype == torch.float32
+
+
+def test_layers_that_forget_get_a_state_of_one_size() -> None:
+    graph_module, ctx = lowered(make_hybrid(), until="insert_state", target="reference")
+    run_passes(graph_module, [insert_state], ctx)
+    states = [info(node).state for node in graph_module.graph.nodes if info(node).role == STATE]
+    assert [each.name.rpartition(".")[2] for each in states if each] == [
+        *["window", "memory"] * 3,
+        "kv",
+    ]
+    path = "model.layers.0.linear_attn"
+    assert states[:2] == [
+        StateSpec(f"{path}.conv1d.window", PER_SEQUENCE, (128, 3), "fp32", shard_axis=0),
+        StateSpec(f"{path}.memory", PER_SEQUENCE, (4, 16, 16), "fp32", shard_axis=0),
+    ]
+    assert states[0] is not None and states[0].num_elements(1000) == 128 * 3
+    text = graph_text(graph_module.graph)
+    assert f"{path}.memory: float32[S, 4, 16, 16] = state" in text

@@ -80,8 +80,8 @@ def test_a_block_divides_a_core_s_share_of_k(rows: int, k: int, n: int, form: st
         return
     assert k % cores == 0 and k // cores % block == 0
     assert block <= 8
-    room = 2 * block * math.ceil(n / cores) * tile_bytes(form)
-    assert block == 1 or room <= 700_000
+    room = 3 * block * math.ceil(n / 12) * tile_bytes(form)
+    assert block == 1 or room <= 700_000, "three blocks of a bank's share of N"
 
 
 def test_the_head_takes_the_cores_that_k_has() -> None:

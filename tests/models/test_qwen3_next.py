@@ -1,0 +1,48 @@
+"""Qwen3-Next: Qwen3.5's mixtures of experts, whose tensors are stored in other pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+from tests import architecture_checks as checks
+from tests.models.test_qwen3_5_moe import SIZES, moe_keys
+from tests.models.test_qwen3_moe import stacked
+from tests.tiny import tiny_model
+from tests.twins import Twin, assert_eager_equals_twin
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "as_published": {},
+    "with_a_dense_layer": {"dense_layers": (1,)},
+}
+
+
+def _changes(config: Any) -> dict[str, Any]:
+    return {
+        **moe_keys(config),
+        "norm_topk_prob": config.renormalise,
+        "mlp_only_layers": list(config.dense_layers),
+    }
+
+
+TWIN = Twin(transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, _changes, stacked)
+
+
+def make(shape: str = "as_published") -> Any:
+    return tiny_model(std=0.2, model_type="qwen3_next", **{**SIZES, **SHAPES[shape]})
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_eager_logits_and_names_are_transformers(shape: str) -> None:
+    assert_eager_equals_twin(make(shape))
+
+
+def test_logits_on_the_reference() -> None:
+    """Once it is loaded nothing tells it from Qwen3.5."""
+    checks.check_logits(make(), "reference")
+
+
+def test_passes_fire_as_often_as_expected() -> None:
+    checks.check_rewrites(make("with_a_dense_layer"))

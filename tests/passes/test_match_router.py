@@ -1,0 +1,85 @@
+"""Softmax and top-k become a router, with or without the weights' normalisation; others stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler import ops
+from compiler.ir.rewrite import find_calls
+from compiler.ir.text import graph_text
+from compiler.passes.match_embedding import match_embedding
+from compiler.passes.match_router import match_router
+from compiler.passes.runner import run_passes
+from tests.models.test_qwen3_moe import make
+from tests.tiny import (
+    check_golden,
+    context_of,
+    function_graph,
+    lowered,
+    run_graph,
+    step_inputs,
+)
+
+
+def routed(x: Tensor, *, renormalise: bool, k: int = 3) -> tuple[Tensor, Tensor]:
+    weights, experts = torch.topk(torch.softmax(x, dim=-1), k, dim=-1)
+    return weights / weights.sum(-1, keepdim=True) if renormalise else weights, experts
+
+
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_it_fires(renormalise: bool) -> None:
+    def weigh(x: Tensor, positions: Tensor, stack: Tensor) -> Tensor:
+        weights, experts = routed(x, renormalise=renormalise)
+        return ops.expert_linear(x, stack, experts, weights)
+
+    graph_module, model = function_graph(weigh, stack=(32, 4, 32))
+    before = run_graph(graph_module, model, **step_inputs(5))
+    run_passes(graph_module, [match_embedding, match_router], context_of(model))
+    (found,) = find_calls(graph_module.graph, ops.router)
+    assert found.args[1:] == (3, renormalise)
+    assert not find_calls(graph_module.graph, torch.ops.aten.topk.default)
+    torch.testing.assert_close(run_graph(graph_module, model, **step_inputs(5)), before)
+
+
+def sorted_only(x: Tensor, positions: Tensor) -> Tensor:
+    return torch.topk(x, 3, dim=-1)[0]
+
+
+def of_columns(x: Tensor, positions: Tensor) -> Tensor:
+    return torch.topk(torch.softmax(x, dim=0), 3, dim=-1)[0]
+
+
+def smallest(x: Tensor, positions: Tensor) -> Tensor:
+    return torch.topk(torch.softmax(x, dim=-1), 3, dim=-1, largest=False)[0]
+
+
+@pytest.mark.parametrize("function", [sorted_only, of_columns, smallest])
+def test_others_are_left_alone(function: Callable[..., Tensor]) -> None:
+    graph_module, model = function_graph(function)
+    assert match_router(graph_module, context_of(model)) == 0
+
+
+def test_weights_that_are_read_twice_are_not_taken_for_normalised() -> None:
+    def both(x: Tensor, positions: Tensor, stack: Tensor) -> Tensor:
+        weights, experts = routed(x, renormalise=False)
+        shares = weights / weights.sum(-1, keepdim=True)
+        return ops.expert_linear(x, stack, experts, weights + shares)
+
+    graph_module, model = function_graph(both, stack=(32, 4, 32))
+    before = run_graph(graph_module, model, **step_inputs(5))
+    run_passes(graph_module, [match_embedding, match_router], context_of(model))
+    torch.testing.assert_close(run_graph(graph_module, model, **step_inputs(5)), before)
+
+
+def test_a_models_numbers_stay_and_the_golden_text() -> None:
+    model = make()
+    graph_module, ctx = lowered(model, until="match_router", target="reference")
+    before = run_graph(graph_module, model, **step_inputs(9))
+    run_passes(graph_module, [match_router], ctx)
+    assert ctx.reports[-1].num_rewrites == 2
+    torch.testing.assert_close(run_graph(graph_module, model, **step_inputs(9)), before)
+    check_golden("passes/match_router_moe.txt", graph_text(graph_module.graph, layer=1))

@@ -1,0 +1,75 @@
+"""x * sigmoid(gate) becomes a gate, of all channels or each; other products stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler import ops
+from compiler.ir.rewrite import find_calls
+from compiler.ir.text import graph_text
+from compiler.ir.verify import verify_matched
+from compiler.passes.match_embedding import match_embedding
+from compiler.passes.match_linear import match_linear
+from compiler.passes.match_sigmoid_gate import match_sigmoid_gate
+from compiler.passes.runner import run_passes
+from tests.models.test_qwen3_5_moe import make
+from tests.tiny import (
+    check_golden,
+    context_of,
+    function_graph,
+    lowered,
+    run_graph,
+    step_inputs,
+)
+
+
+def of_each(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return x * torch.sigmoid(x * w)
+
+
+def of_all(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return torch.sigmoid(torch.nn.functional.linear(x, w[None])) * x
+
+
+@pytest.mark.parametrize("function", [of_each, of_all])
+def test_it_fires(function: Callable[..., Tensor]) -> None:
+    graph_module, model = function_graph(function, w=(32,))
+    before = run_graph(graph_module, model, **step_inputs(5))
+    passes = [match_embedding, match_linear, match_sigmoid_gate]
+    run_passes(graph_module, passes, context_of(model))
+    assert len(find_calls(graph_module.graph, ops.sigmoid_gate)) == 1
+    if function is of_each:
+        verify_matched(graph_module)
+    torch.testing.assert_close(run_graph(graph_module, model, **step_inputs(5)), before)
+
+
+def a_row_for_all(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return x * torch.sigmoid(w)
+
+
+def a_wider_gate(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return x[:, :1] * torch.sigmoid(x * w)
+
+
+def another_function(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return x * torch.tanh(x * w) + torch.sigmoid(x)
+
+
+@pytest.mark.parametrize("function", [a_row_for_all, a_wider_gate, another_function])
+def test_others_are_left_alone(function: Callable[..., Tensor]) -> None:
+    graph_module, model = function_graph(function, w=(32,))
+    assert match_sigmoid_gate(graph_module, context_of(model)) == 0
+
+
+def test_a_models_numbers_stay_and_the_golden_text() -> None:
+    model = make()
+    graph_module, ctx = lowered(model, until="match_sigmoid_gate", target="reference")
+    before = run_graph(graph_module, model, **step_inputs(9))
+    run_passes(graph_module, [match_sigmoid_gate], ctx)
+    assert ctx.reports[-1].num_rewrites == 5
+    torch.testing.assert_close(run_graph(graph_module, model, **step_inputs(9)), before)
+    check_golden("passes/match_sigmoid_gate_hybrid.txt", graph_text(graph_module.graph, layer=3))
