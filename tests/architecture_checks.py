@@ -11,9 +11,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import pytest
 import torch
 from torch import Tensor
 
+from compiler.errors import RequestError
 from compiler.runtime.engine import Engine
 from compiler.targets.base import Executable
 from models.architectures import architecture_of
@@ -71,6 +73,24 @@ def check_random_operations(model: SimpleNamespace, target: str, seed: int = 0) 
     operations.run(100)
     assert min(operations.counts.values()) > 0
     engine.executable.close()
+
+
+def check_snapshots(model: SimpleNamespace, target: str) -> None:
+    """A copy of a whole history goes its own way; one of less is refused, since state that is
+    rewritten in place cannot be cut back.
+    """
+    start, tails = random_tokens(9), [random_tokens(count, seed=count) for count in (4, 5)]
+    executable = compiled(model, target)
+    expected = [prefill(executable, start + tail)[len(start) :] for tail in tails]
+    handle = executable.reserve(40)
+    step(executable, [(handle, start, 0)])
+    handles = handle, executable.copy(handle, len(start))
+    for state, tail, wanted in zip(handles, tails, expected, strict=True):
+        got = [step(executable, [(state, [t], 9 + at)])[0] for at, t in enumerate(tail)]
+        assert_near(torch.stack(got), wanted)
+    with pytest.raises(RequestError, match=r"first 12 positions of a sequence of 13; allowed: all"):
+        executable.copy(handle, 12)
+    executable.close()
 
 
 def oracle_of(model: SimpleNamespace) -> Executable:

@@ -102,6 +102,10 @@ class Executable(ABC):
         """A new sequence with the first ``num_positions`` of this one's history.
 
         Also how a state is kept to be returned to (a snapshot): a copy nobody steps.
+
+        Raises:
+            RequestError: when nothing is free, or for less than the whole history where some of
+                the state is per sequence.
         """
 
     @abstractmethod

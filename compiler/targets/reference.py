@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from compiler.errors import CheckpointError
 from compiler.ir.info import INPUT, info
 from compiler.ir.recipe import WeightRecipe, load_values
-from compiler.ir.state import PER_TOKEN, StateSpec
+from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from compiler.passes.round_activations import ROUNDED, round_activations
 from compiler.targets.base import (
     Capabilities,
@@ -44,7 +44,7 @@ from compiler.targets.contract import (
     build_contract,
 )
 from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
-from compiler.targets.slots import SlotPool
+from compiler.targets.slots import SlotPool, check_copy
 from compiler.targets.tensor_files import save_tensors
 
 _WEIGHTS = "weights.safetensors"
@@ -160,6 +160,7 @@ class ReferenceExecutable(Executable):
             mixed_steps=True,
         )
         self._slots = SlotPool(options.max_batch, options.max_context)
+        self._lengths: dict[StateHandle, int] = {}
         self._graph_module = graph_module
         self._inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._values: dict[str, Tensor] = {}
@@ -192,16 +193,24 @@ class ReferenceExecutable(Executable):
             step_values[str(node.target)] if info(node).role == INPUT else self._values[node.name]
             for node in self._inputs
         ]
-        return finish_step(self._graph_module(*arguments).float(), inputs)
+        logits = self._graph_module(*arguments).float()
+        ends = inputs.positions[inputs.cu_seqlens[1:] - 1] + 1
+        self._lengths.update(zip(inputs.states, ends.tolist(), strict=True))
+        return finish_step(logits, inputs)
 
     def reserve(self, num_positions: int) -> StateHandle:
-        return self._slots.reserve(num_positions)
+        handle = self._slots.reserve(num_positions)
+        self._lengths[handle] = 0
+        return handle
 
     def free(self, handle: StateHandle) -> None:
         self._slots.free(handle)
 
     def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
+        if any(spec.kind == PER_SEQUENCE for spec, _ in self._states):
+            check_copy(num_positions, self._lengths[handle])
         fresh = self._slots.reserve(max(1, num_positions))
+        self._lengths[fresh] = num_positions
         for spec, state in self._states:
             part = (slice(None), slice(num_positions)) if spec.kind == PER_TOKEN else ()
             state[fresh, *part] = state[handle, *part]

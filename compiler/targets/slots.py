@@ -8,6 +8,19 @@ from compiler.errors import RequestError
 from compiler.targets.base import StateHandle
 
 
+def check_copy(num_positions: int, length: int) -> None:
+    """Whether state that is rewritten in place can be copied: only as it is after ``length``.
+
+    Raises:
+        RequestError: for a shorter history.
+    """
+    if num_positions != length:
+        raise RequestError(
+            f"a copy of the first {num_positions} positions of a sequence of {length}; "
+            f"allowed: all {length}, since its state cannot be cut back"
+        )
+
+
 class SlotPool:
     """Hands out the lowest free slot, so that the taken ones stay close together."""
 

@@ -55,3 +55,9 @@ def test_150_tokens_stay_together(target: str) -> None:
 
 def test_passes_fire_as_often_as_expected() -> None:
     checks.check_rewrites(make())
+
+
+def test_snapshots_and_batches_on_the_reference() -> None:
+    checks.check_snapshots(make(), "reference")
+    checks.check_mixed_lengths(make("other_sizes"), "reference")
+    checks.check_random_operations(make(), "reference")
