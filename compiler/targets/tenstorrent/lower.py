@@ -17,6 +17,7 @@ from compiler.devices import get_device
 from compiler.errors import CompileError
 from compiler.ir.info import info
 from compiler.ir.recipe import WeightRecipe
+from compiler.ir.text import operator_name
 from compiler.targets.tenstorrent import placement
 from compiler.targets.tenstorrent.lower_attention import lower_attention, qkv_axis
 from compiler.targets.tenstorrent.lower_context import (
@@ -121,7 +122,7 @@ def _lower(ctx: LoweringContext, node: Node) -> None:
         ctx.put(node, SelectRows(out, *whose(node), x))
     else:
         raise CompileError(
-            f"{info(node).fqn or node.name}: {target} has no instruction on target "
+            f"{info(node).fqn or node.name}: {operator_name(node)} has no instruction on target "
             f"{ctx.device.lower()}; allowed: --target reference, cpu or cuda"
         )
 

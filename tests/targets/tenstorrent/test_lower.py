@@ -28,6 +28,8 @@ from compiler.targets.tenstorrent.program import (
     SwiGLU,
     UpdateCache,
 )
+from tests.models.test_qwen3_5 import make as make_hybrid
+from tests.models.test_qwen3_moe import make as make_moe
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, programs
 from tests.tiny import QWEN2, lowered, tiny_model
 
@@ -231,3 +233,13 @@ def test_operators_without_an_instruction_are_refused() -> None:
         CompileError, match=r"mlp.*aten\.mul.* no instruction on target n150; allow"
     ):
         board().programs(graph_module, OPTIONS)
+
+
+def test_experts_and_linear_attention_are_refused_by_name() -> None:
+    for model, what in (
+        (make_hybrid(), r"linear_attn\.conv1d: causal_conv1d_step has"),
+        (make_moe(), r"self_attn: norms of q and k:"),
+    ):
+        graph_module, _ = lowered(model, target="n150", precision=board_precision())
+        with pytest.raises(CompileError, match=rf"^model\.layers\.0\.{what} no instruction on"):
+            board().programs(graph_module, OPTIONS)

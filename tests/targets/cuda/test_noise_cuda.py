@@ -1,0 +1,49 @@
+"""In bf16 every architecture stays as close to its fp32 logits on cuda as transformers does.
+
+Weights are bf16 on both sides; what differs is the arithmetic: transformers keeps activations and
+the residual stream in bf16, the kernels round what a product reads and keep the rest in fp32.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler.formats import get_format
+from tests.targets.cuda.test_architectures_cuda import SHAPES, SMALL
+from tests.targets.cuda.test_conformance_cuda import on_cuda
+from tests.tiny import FakeCheckpoint, precision_of, prefill, random_tokens, tiny_model
+from tests.twins import twin_of
+
+NUM_SEQUENCES, LENGTH = 2, 8
+
+
+def divergence(got: Tensor, expected: Tensor) -> float:
+    """The mean KL divergence to the fp32 logits, over all positions."""
+    wanted = expected.double().log_softmax(-1)
+    log_ratio = wanted - got.double().log_softmax(-1)
+    return float((wanted.exp() * log_ratio).sum(-1).mean())
+
+
+@pytest.mark.parametrize("model_type", ["llama", *SHAPES])
+def test_it_is_no_noisier_than_transformers(model_type: str) -> None:
+    changes = {"hidden_size": 32, **SMALL, **SHAPES.get(model_type, {}), "num_layers": 2}
+    changes["windows"] = tuple(changes.get("windows", ())) * 2
+    model = tiny_model(std=0.2, model_type=model_type, **changes)
+    rounded = {
+        name: get_format("bf16").round_trip(tensor)
+        for name, tensor in model.checkpoint.tensors.items()
+    }
+    model.checkpoint = FakeCheckpoint(rounded)
+    wide, narrow = (twin_of(model.config, rounded).to(t) for t in (torch.float32, torch.bfloat16))
+    ours = on_cuda(model, precision_of("bf16"), "fast")
+    theirs_off, ours_off = [], []
+    for seed in range(NUM_SEQUENCES):
+        tokens = random_tokens(LENGTH, seed=seed)
+        with torch.no_grad():
+            expected, theirs = (each(torch.tensor([tokens])).logits[0] for each in (wide, narrow))
+        theirs_off.append(divergence(theirs.float(), expected))
+        ours_off.append(divergence(prefill(ours, tokens, [LENGTH - 2, 1]), expected))
+    assert sum(theirs_off) > 0
+    assert sum(ours_off) <= 1.1 * sum(theirs_off)
