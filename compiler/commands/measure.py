@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -30,6 +31,7 @@ from compiler.bench.reference import (
     write_cache,
 )
 from compiler.bench.timing import Job, Run
+from compiler.commands.byte_plan import print_byte_plan
 from compiler.commands.options import RunOptions
 from compiler.commands.source import Source, compile_source
 from compiler.devices import DEVICES, describe_cpu
@@ -43,6 +45,9 @@ from compiler.runtime.request import SamplingParams
 from compiler.targets.base import CompileOptions, Executable, Progress, get_target
 from compiler.targets.contract import NumericContract
 from models import LoadedModel
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,21 @@ def _prompt_tokens(source: Source, options: RunOptions) -> list[tuple[list[int],
         tokens = tokenizer.encode(text, add_special=not tokenizer.has_chat_template)
         found.append((tokens, min(most, prompt.max_tokens or most)))
     return found
+
+
+def print_plan(screen: Console, source: Source, options: RunOptions, plan: Plan) -> None:
+    """The byte plan of what is going to be compiled; none of what is compiled already."""
+    if source.model is None or options.model.precision is None:
+        return
+    print_byte_plan(
+        screen,
+        source.model,
+        options.model.precision,
+        target=options.model.target,
+        batch=options.case.batch_size,
+        context=plan.context,
+        compute=options.model.compute,
+    )
 
 
 def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progress) -> Compiled:
@@ -339,4 +359,4 @@ def device_detail(threads: int | None) -> str:
 def cache_bytes(compiled: Compiled, plan: Plan) -> int:
     """Bytes of state the run needed at its fullest: every job's positions, as they are kept."""
     positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in plan.jobs)
-    return compiled.executable.state_bytes(positions)
+    return compiled.executable.state_bytes(positions, len(plan.jobs))

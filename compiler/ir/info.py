@@ -67,6 +67,13 @@ def info(node: Node) -> NodeInfo:
     return found
 
 
+def product_info(node: Node, weight: Node) -> NodeInfo:
+    """The facts of a node's product with a weight: its own, or the weight's where a node makes
+    several products, each with its own fidelity (``experts``).
+    """
+    return info(weight) if info(weight).compute is not None else info(node)
+
+
 def set_info(node: Node, facts: NodeInfo | None = None, **changes: Any) -> NodeInfo:
     """Replace the node's facts by ``facts`` (default: its own) with ``changes`` applied."""
     updated = dataclasses.replace(facts if facts is not None else info(node), **changes)

@@ -96,7 +96,9 @@ def read_graph(data: bytes, where: Path) -> GraphModule:
 
 def _written(argument: Any) -> Any:
     if isinstance(argument, Node):
-        return {"node": argument.name}
+        # FX writes names of its own, such as a_log for A_log; inputs are read by their targets
+        name = str(argument.target) if argument.op == "placeholder" else argument.name
+        return {"node": name}
     if isinstance(argument, list | tuple):
         return [_written(item) for item in argument]
     assert argument is None or isinstance(argument, bool | int | float), repr(argument)

@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiler import ops
-from compiler.ir.info import COMPUTE, CONSTANT, STATE, WEIGHT, info
+from compiler.ir.info import COMPUTE, CONSTANT, STATE, WEIGHT, info, product_info
 from compiler.ir.rewrite import find_calls
 from compiler.ir.text import operator_name
 from compiler.ops import OPERATORS
@@ -54,9 +54,14 @@ def verify_precision(graph_module: GraphModule) -> None:
         facts = info(node)
         if facts.role in (WEIGHT, CONSTANT):
             assert facts.recipe is not None and facts.recipe.format, f"{facts.fqn}: no format"
-    with_compute = ops.linear, ops.fused_linear, ops.expert_linear, ops.attention
+    experts = (ops.expert_linear,)
+    with_compute = ops.linear, ops.fused_linear, *experts, ops.attention
     for node in find_calls(graph_module.graph, *with_compute):
         assert info(node).compute is not None, f"{info(node).fqn}: no fidelity"
+    for node in find_calls(graph_module.graph, ops.experts):
+        for weight in node.args[2:5]:
+            assert isinstance(weight, Node)
+            assert product_info(node, weight).compute, f"{info(weight).fqn}: no fidelity"
 
 
 def verify_lowered(graph_module: GraphModule) -> None:

@@ -117,8 +117,8 @@ class Executable(ABC):
         """What is held now."""
 
     @abstractmethod
-    def state_bytes(self, num_positions: int) -> int:
-        """Bytes that this many positions need, of whatever sequences."""
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
+        """Bytes that this many positions of so many sequences need, all together."""
 
     def close(self) -> None:  # noqa: B027 (most have nothing to release)
         """Release everything; the executable is not used again."""
@@ -193,6 +193,12 @@ class Target(ABC):
         """
         axis = 0 if block_axis == "out" and len(shape) > 1 else -1
         return Holding(format, get_format(format).nbytes(shape, axis=axis))
+
+    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
+        """The same of state: of the keys and values ``[2, heads, head size]`` of one position, or
+        of what a sequence keeps in ``fp32`` whatever its length. Here, the format as packed.
+        """
+        return Holding(format, get_format(format).nbytes(shape))
 
     @abstractmethod
     def build(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -65,6 +65,8 @@ class Meanings:
 
     ``weight`` is asked with (format, block axis), ``fidelity`` with (format, block axis, fidelity,
     phase), ``attention`` with (fidelity, phase); the phase is ``prefill`` or ``decode``.
+    ``together``: what several answers to ``fidelity`` come to where one op makes those products;
+    None: each stays as it is.
     """
 
     weight: Callable[[str, str], Meaning]
@@ -72,14 +74,20 @@ class Meanings:
     attention: Callable[[str, str], Meaning]
     kv_cache: Callable[[str], Meaning]
     activation: Callable[[str], Meaning]
+    together: Callable[[Sequence[Meaning]], Meaning] | None = None
 
 
 def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericContract:
     """Ask the target about everything the graph's nodes carry; equal layers share a line."""
     layers: dict[tuple[str, str, Meaning], set[int | None]] = defaultdict(set)
-    with_weights = ops.linear, ops.fused_linear, ops.expert_linear, ops.embedding
+    products = ops.linear, ops.fused_linear, ops.expert_linear
+    with_weights = *products, ops.embedding
     for node in find_calls(graph_module.graph, *with_weights):
         _add_product(layers, info(node), info(node.args[1]), meanings)  # type: ignore[arg-type]
+    for node in find_calls(graph_module.graph, ops.experts):
+        weights = [info(weight) for weight in node.args[2:5]]  # type: ignore[arg-type]
+        for weight in weights:
+            _add_product(layers, weight, weight, meanings, weights)
     for node in graph_module.graph.nodes:
         facts = info(node)
         if facts.state is not None and facts.state.kind == PER_TOKEN:
@@ -108,7 +116,9 @@ def _add_product(
     facts: NodeInfo,
     weight: NodeInfo,
     meanings: Meanings,
+    together: Sequence[NodeInfo] = (),
 ) -> None:
+    """``together``: the weights of all products that its op makes, each with its own facts."""
     recipe = weight.recipe
     assert recipe is not None and recipe.format is not None
     wanted = recipe.format if recipe.block_axis == "in" else f"{recipe.format}/out"
@@ -119,9 +129,18 @@ def _add_product(
     for phase in ("prefill", "decode"):
         fidelity = getattr(facts.compute, phase)
         answer = meanings.fidelity(recipe.format, recipe.block_axis, fidelity, phase)
+        if meanings.together is not None and together:
+            answer = meanings.together([_fidelity_of(each, meanings, phase) for each in together])
         layers[f"{facts.op_group} {phase}", fidelity, answer].add(facts.layer)
     activation = facts.formats.in0
     layers["activation", activation, meanings.activation(activation)].add(facts.layer)
+
+
+def _fidelity_of(weight: NodeInfo, meanings: Meanings, phase: str) -> Meaning:
+    recipe = weight.recipe
+    assert recipe is not None and recipe.format is not None and weight.compute is not None
+    wanted = getattr(weight.compute, phase)
+    return meanings.fidelity(recipe.format, recipe.block_axis, wanted, phase)
 
 
 def _spell(found: set[int | None], everywhere: set[int]) -> str:

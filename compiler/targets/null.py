@@ -69,6 +69,10 @@ class NullTarget(Target):
         """Nothing of any weight."""
         return Holding("nothing", 0)
 
+    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
+        """Nothing."""
+        return Holding("nothing", 0)
+
     def build(
         self,
         graph_module: GraphModule,
@@ -133,5 +137,5 @@ class NullExecutable(Executable):
     def memory(self) -> MemoryUse:
         return MemoryUse(0, 0)
 
-    def state_bytes(self, num_positions: int) -> int:
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         return 0

@@ -90,6 +90,10 @@ class ReferenceTarget(Target):
         """The format's values in float32; two uses of one weight in one format share them."""
         return Holding("float32", 4 * math.prod(shape))
 
+    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
+        """In float32."""
+        return Holding("float32", 4 * math.prod(shape))
+
     def build(
         self,
         graph_module: GraphModule,
@@ -222,6 +226,6 @@ class ReferenceExecutable(Executable):
     def memory(self) -> MemoryUse:
         return MemoryUse(self._weight_bytes, self.state_bytes(self.capabilities.max_context))
 
-    def state_bytes(self, num_positions: int) -> int:
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         """The reference keeps every slot whole, whatever it holds."""
         return sum(state.nbytes for _, state in self._states)

@@ -39,6 +39,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+ON_CUDA: dict[str, Any] = {
+    **SIZES,
+    **{"num_layers": 2, "linear_layers": (True, False), "num_heads": 2, "num_kv_heads": 1},
+    **{"delta": DeltaShape(1, 2, 8, 24, 3), "num_experts": 4, "shared_size": 16},
+}
+
 
 def delta_keys(config: HybridConfig) -> dict[str, Any]:
     kinds = ("full_attention", "linear_attention")
@@ -79,3 +85,12 @@ def test_eager_logits_and_names_are_transformers(shape: str) -> None:
 @pytest.mark.parametrize("target", checks.TARGETS)
 def test_logits_on_every_target(target: str, shape: str) -> None:
     checks.check_logits(make(shape), target)
+
+
+def test_sequences_together_and_apart_on_the_cpu() -> None:
+    checks.check_mixed_lengths(make(), "cpu")
+    checks.check_random_operations(make(), "cpu")
+
+
+def test_formats_on_the_cpu() -> None:
+    checks.check_formats(make("unequal_sizes"))

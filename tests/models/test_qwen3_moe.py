@@ -22,6 +22,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+ON_CUDA: dict[str, Any] = {"num_experts": 4, "experts_per_token": 2, "expert_size": 24}
+
 
 def _changes(config: MoeConfig) -> dict[str, Any]:
     return {
@@ -69,3 +71,13 @@ def test_eager_logits_and_names_are_transformers(shape: str) -> None:
 @pytest.mark.parametrize("target", checks.TARGETS)
 def test_logits_on_every_target(target: str, shape: str) -> None:
     checks.check_logits(make(shape), target)
+
+
+def test_sequences_together_and_apart_on_the_cpu() -> None:
+    checks.check_mixed_lengths(make(), "cpu")
+    checks.check_random_operations(make(), "cpu")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_formats_on_the_cpu(shape: str) -> None:
+    checks.check_formats(make(shape))

@@ -129,7 +129,7 @@ class Operations:
         assert set(self.engine.request_ids) == set(self.histories)
         assert executable.num_free() == self.batch - len(self.histories)
         positions = sum(map(len, self.histories.values()))
-        assert executable.memory().state == executable.state_bytes(positions)
+        assert executable.memory().state == executable.state_bytes(positions, len(self.histories))
 
 
 def long(tokens: Sequence[int]) -> Tensor:
@@ -150,7 +150,7 @@ def test_a_thousand_random_operations(
     engine.remove(engine.request_ids)
     assert engine.request_ids == ()
     assert executable.num_free() == batch
-    assert executable.memory().state == executable.state_bytes(0)
+    assert executable.memory().state == executable.state_bytes(0, 0)
     executable.close()
 
 

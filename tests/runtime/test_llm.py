@@ -66,7 +66,7 @@ def answers(
             llm.add(coming.pop(0))
         llm.step()
     assert executable.num_free() == BATCH
-    assert executable.memory().state == executable.state_bytes(0)
+    assert executable.memory().state == executable.state_bytes(0, 0)
     return {index: (request.output, request.finish_reason) for index, request in requests.items()}
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiler.errors import CompileError
-from compiler.targets.cpu.cache import SlotCaches, padded_length
-from compiler.targets.cpu.emit import CacheSpec
+from compiler.targets.cpu.cache import SlotCaches, SlotStates, padded_length
+from compiler.targets.cpu.emit import CacheSpec, SequenceState
 from compiler.targets.cpu.executable import CpuExecutable
 from tests.tiny import compiled, prefill, random_tokens, step, tiny_model
 
@@ -26,9 +26,9 @@ def make(num_slots: int = 4, max_context: int = 600) -> SlotCaches:
 def view(caches: SlotCaches, slot: int, index: int) -> np.ndarray:
     """Tensor ``index`` (a.key, a.value, b.key, b.value) of one slot, writable."""
     _, shape, address = caches.bindings(slot, slot + 1)[index]
-    offset = address - caches._address
+    offset = address - caches._pages.address
     count = int(np.prod(shape)) * 4
-    return caches._bytes[offset : offset + count].view(np.float32).reshape(shape)
+    return caches._pages.bytes[offset : offset + count].view(np.float32).reshape(shape)
 
 
 @given(
@@ -62,12 +62,12 @@ def test_every_tensor_of_every_slot_is_its_own_memory() -> None:
     for slot in range(4):
         for index in range(4):
             assert (view(caches, slot, index) == 10 * slot + index + 1).all()
-    assert (caches._bytes.view(np.float32) != 0).all(), "and together they are all of it"
+    assert (caches._pages.bytes.view(np.float32) != 0).all(), "and together they are all of it"
 
 
 def test_a_released_slot_reads_as_zeros_and_its_neighbours_stay() -> None:
     caches = make()
-    caches._bytes.view(np.float32)[:] = 1.0
+    caches._pages.bytes.view(np.float32)[:] = 1.0
     caches.release(1)
     for slot in range(4):
         for index in range(4):
@@ -118,6 +118,66 @@ def test_a_copy_is_of_the_first_positions() -> None:
         assert (view(caches, 1, index) == 0).all()
 
 
+PIECES = (
+    SequenceState("a", (3, 8)),
+    SequenceState("b", (2, 40, 50)),
+    SequenceState("c", (5,)),
+    SequenceState("d", (mmap.PAGESIZE,)),
+)
+
+
+def filled() -> SlotStates:
+    """Four slots, in each piece ``10 * slot + piece + 1``."""
+    states = SlotStates(PIECES, 4)
+    for slot in range(4):
+        values = [np.float32(10 * slot + index + 1) for index in range(4)]
+        states.write(slot, [np.full(p.shape, v) for p, v in zip(PIECES, values, strict=True)])
+    return states
+
+
+def numbers(states: SlotStates, slot: int) -> list[set[float]]:
+    return [set(piece.flatten().tolist()) for piece in states.read(slot)]
+
+
+def test_every_piece_of_every_slot_is_its_own_memory() -> None:
+    states = filled()
+    for slot in range(4):
+        assert numbers(states, slot) == [{10.0 * slot + index + 1} for index in range(4)]
+    assert states.slot_bytes == 4 * (24 + 4000 + 5 + mmap.PAGESIZE)
+    whole, part = states.bindings(0, 4), states.bindings(2, 4)
+    assert [name for name, _, _ in whole] == ["a.state", "b.state", "c.state", "d.state"]
+    for (_, shape, address), (_, inside, at), piece in zip(whole, part, PIECES, strict=True):
+        assert (shape, inside) == ((4, *piece.shape), (2, *piece.shape))
+        assert at - address == 2 * int(np.prod(piece.shape)) * 4
+
+
+@pytest.mark.parametrize("slot", range(4))
+def test_a_released_slot_of_states_is_zeros_and_its_neighbours_stay(slot: int) -> None:
+    """Though their pages are shared."""
+    states = filled()
+    states.release(slot)
+    for other in range(4):
+        values = [10.0 * other + index + 1 for index in range(4)]
+        assert numbers(states, other) == [{0.0 if other == slot else value} for value in values]
+
+
+def test_a_copy_of_states_is_of_all_of_them() -> None:
+    states = filled()
+    states.copy(1, 3)
+    assert numbers(states, 3) == numbers(states, 1) == [{11.0}, {12.0}, {13.0}, {14.0}]
+    kept = states.read(3)
+    states.release(3)
+    assert all(piece.any() for piece in kept), "what is read is not the slot's memory"
+
+
+def test_state_that_no_memory_holds_is_refused_in_words() -> None:
+    huge = SequenceState("huge", (1 << 20, 1 << 10))
+    with pytest.raises(
+        CompileError, match=r"for 100000 sequences \(.*\); allowed: fewer sequences"
+    ):
+        SlotStates([huge], 100_000)
+
+
 def test_freeing_a_sequence_clears_its_slot() -> None:
     executable = compiled(tiny_model(std=0.2), "cpu")
     assert isinstance(executable, CpuExecutable)
@@ -125,11 +185,11 @@ def test_freeing_a_sequence_clears_its_slot() -> None:
     for handle in (kept, freed):
         step(executable, [(handle, random_tokens(30), 0)])
     caches = executable._caches
-    assert caches._bytes.any()
+    assert caches._pages.bytes.any()
     executable.free(freed)
     for _, shape, address in caches.bindings(freed, freed + 1):
-        offset = address - caches._address
-        assert not caches._bytes[offset : offset + int(np.prod(shape)) * 4].any()
+        offset = address - caches._pages.address
+        assert not caches._pages.bytes[offset : offset + int(np.prod(shape)) * 4].any()
     executable.free(kept)
-    assert not caches._bytes.any()
+    assert not caches._pages.bytes.any()
     assert prefill(executable, random_tokens(4)).shape == (4, 61)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,8 @@ from compiler.targets.base import CompileOptions, Holding, Target, get_target
 from compiler.targets.cpu.weights import block_codes
 from compiler.targets.tenstorrent import BoardTarget
 from compiler.targets.tenstorrent.program import tile_bytes
+from tests.models.test_qwen3_5_moe import make as make_hybrid
+from tests.models.test_qwen3_moe import make as make_sparse
 from tests.tiny import QWEN2, compiled, lowered, precision_of, tiny_model
 
 RAGGED = {"hidden_size": 40, "intermediate_size": 56, "head_dim": 48, "vocab_size": 131}
@@ -88,6 +90,32 @@ def test_the_cpu_holds_what_it_says(changes: dict[str, Any], name: str, compute:
     Nothing is left over: rotary tables are no weights, and are not counted by the executable.
     """
     model, precision = tiny_model(**changes), CONFIGURATIONS[name]
+    executable = compiled(model, "cpu", precision=precision, compute=compute)
+    expected = executable.memory().weights
+    executable.close()
+    assert sum(each.num_bytes for each in held(model, "cpu", precision, compute)) == expected
+
+
+EXPERTS = {
+    "fp32": precision_of("fp32"),
+    "bf16": precision_of("bf16"),
+    "blocks in int8": precision_of("bfp8", "hifi2"),
+    "narrow blocks": precision_of("bfp4", "lofi"),
+    "blocks in float": precision_of("bfp8", "hifi4"),
+    "ggml": precision_of("q40", "hifi2", **NOT_WEIGHTS | {"router": "bf16"}),
+    "by layer": precision_of("bfp8", "hifi2", layers="0: {ff1_3: q80, ff2: q80}"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "compute"), [*((name, "fast") for name in EXPERTS), ("narrow blocks", "exact")]
+)
+@pytest.mark.parametrize("make", [make_sparse, make_hybrid])
+def test_the_cpu_holds_experts_as_it_says(
+    make: Callable[[], SimpleNamespace], name: str, compute: str
+) -> None:
+    """Their inner channels fill whole blocks; convolutions and gates are float32."""
+    model, precision = make(), EXPERTS[name]
     executable = compiled(model, "cpu", precision=precision, compute=compute)
     expected = executable.memory().weights
     executable.close()

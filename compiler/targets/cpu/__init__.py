@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from compiler.passes.fuse_experts import fuse_experts
 from compiler.passes.fuse_rope_attention import fuse_rope_attention
 from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from compiler.passes.merge_parallel_linears import merge_parallel_linears
@@ -36,7 +38,7 @@ class CpuTarget(Target):
         return (
             MATCH,
             PRECISION,
-            fuse(merge_parallel_linears, fuse_swiglu_packed, fuse_add_rms_norm),
+            fuse(fuse_experts, merge_parallel_linears, fuse_swiglu_packed, fuse_add_rms_norm),
             lower(fuse_rope_attention),
         )
 
@@ -62,6 +64,10 @@ class CpuTarget(Target):
             exact=compute == "exact",
             fidelities=fidelities,
         )
+
+    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
+        """ONNX Runtime keeps floats."""
+        return Holding("float32", 4 * math.prod(shape))
 
     def build(
         self,

@@ -1,20 +1,57 @@
-"""Key/value caches in contiguous slots, bound to ONNX Runtime by pointer.
+"""What sequences keep, in contiguous slots bound to ONNX Runtime by pointer: key/value caches, and
+state that does not grow.
 
-Memory is reserved as address space and touched only where positions are written; a freed slot's
+Memory is reserved as address space and touched only where something is written; a freed slot's
 pages go back to the system at once.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 
 import numpy as np
 
 from compiler.errors import CompileError
-from compiler.targets.cpu.emit import CacheSpec
+from compiler.targets.cpu.emit import STATE_SUFFIX, CacheSpec, SequenceState
 
 _ITEM = 4  # float32
+
+Binding = tuple[str, tuple[int, ...], int]
+"""Name, shape and address of one tensor of a window of slots."""
+
+
+class _Pages:
+    """Zeros of the system's, which get memory of their own where they are written."""
+
+    def __init__(self, num_bytes: int, what: str, remedy: str) -> None:
+        """``what`` they are for, and what to ask for less of, in the words of an error."""
+        # private: the system keeps the pages of a shared mapping whatever it is advised
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            self._mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=kind)
+        except OSError as error:
+            raise CompileError(f"{what} ({error.strerror}); allowed: fewer {remedy}") from None
+        self.bytes = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.address = int(self.bytes.ctypes.data)
+
+    def floats(self, start: int, shape: tuple[int, ...]) -> np.ndarray:
+        """The float32 tensor that begins at a byte."""
+        part = self.bytes[start : start + math.prod(shape) * _ITEM]
+        found: np.ndarray = part.view(np.float32).reshape(shape)
+        return found
+
+    def clear(self, start: int, size: int) -> None:
+        """Zeros again: whole pages are given back."""
+        first = start + -start % mmap.PAGESIZE
+        last = max(first, (start + size) // mmap.PAGESIZE * mmap.PAGESIZE)
+        if not (hasattr(self._mapping, "madvise") and hasattr(mmap, "MADV_DONTNEED")):
+            first = last = start + size
+        if last > first:
+            self._mapping.madvise(mmap.MADV_DONTNEED, first, last - first)
+        self.bytes[start : min(first, start + size)] = 0
+        self.bytes[last : max(last, start + size)] = 0
 
 
 class SlotCaches:
@@ -35,53 +72,98 @@ class SlotCaches:
         for size in self._slot_bytes:
             self._offsets.append((total, total + size * num_slots))
             total += 2 * size * num_slots
-        # private: the system keeps the pages of a shared mapping whatever it is advised
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        try:
-            self._mapping = mmap.mmap(-1, max(total, mmap.PAGESIZE), flags=kind)
-        except OSError as error:
-            raise CompileError(
-                f"a cache of {total} bytes for {num_slots} sequences of {length} positions "
-                f"({error.strerror}); allowed: fewer sequences or positions"
-            ) from None
-        self._bytes = np.frombuffer(self._mapping, dtype=np.uint8)
-        self._address = int(self._bytes.ctypes.data)
+        wanted = f"a cache of {total} bytes for {num_slots} sequences of {length} positions"
+        self._pages = _Pages(total, wanted, "sequences or positions")
 
-    def bindings(self, first: int, last: int) -> list[tuple[str, tuple[int, ...], int]]:
-        """Name, shape and address of every cache tensor for the slots ``first`` to ``last - 1``."""
-        bound: list[tuple[str, tuple[int, ...], int]] = []
+    def bindings(self, first: int, last: int) -> list[Binding]:
+        """Of every cache tensor for the slots ``first`` to ``last - 1``."""
+        bound: list[Binding] = []
         for spec, size, offsets in zip(self.specs, self._slot_bytes, self._offsets, strict=True):
             shape = (last - first, spec.num_kv_heads, self.length, spec.head_dim)
             for part, offset in zip(("key", "value"), offsets, strict=True):
-                bound.append((f"{spec.name}.{part}", shape, self._address + offset + first * size))
+                address = self._pages.address + offset + first * size
+                bound.append((f"{spec.name}.{part}", shape, address))
         return bound
 
     def release(self, slot: int) -> None:
         """Give the pages of a slot back; it reads as zeros afterwards."""
         for size, offsets in zip(self._slot_bytes, self._offsets, strict=True):
             for offset in offsets:
-                self._advise(offset + slot * size, size)
+                self._pages.clear(offset + slot * size, size)
 
     def copy(self, source: int, target: int, num_positions: int) -> None:
         """Copy the first positions of one slot to another."""
         for spec, size, offsets in zip(self.specs, self._slot_bytes, self._offsets, strict=True):
-            count = spec.num_kv_heads * self.length * spec.head_dim
+            shape = (spec.num_kv_heads, self.length, spec.head_dim)
             for offset in offsets:
-                views = [
-                    self._bytes[offset + slot * size :][: count * _ITEM]
-                    .view(np.float32)
-                    .reshape(spec.num_kv_heads, self.length, spec.head_dim)
-                    for slot in (source, target)
-                ]
-                views[1][:, :num_positions] = views[0][:, :num_positions]
+                old, new = (
+                    self._pages.floats(offset + slot * size, shape) for slot in (source, target)
+                )
+                new[:, :num_positions] = old[:, :num_positions]
 
     def num_bytes(self, num_positions: int) -> int:
         """Bytes that hold this many positions, of whatever sequences."""
         return sum(2 * s.num_kv_heads * s.head_dim * _ITEM * num_positions for s in self.specs)
 
-    def _advise(self, start: int, size: int) -> None:
-        if hasattr(self._mapping, "madvise") and hasattr(mmap, "MADV_DONTNEED"):
-            self._mapping.madvise(mmap.MADV_DONTNEED, start, size)
+
+class SlotStates:
+    """State that does not grow, ``[num_slots, *shape]`` float32 a piece, in one anonymous mapping.
+
+    A row of a window that is not stepped is written as the others are: :meth:`read` it before and
+    :meth:`write` it back.
+    """
+
+    def __init__(self, specs: Sequence[SequenceState], num_slots: int) -> None:
+        self.specs = tuple(specs)
+        self._sizes = [math.prod(spec.shape) * _ITEM for spec in specs]
+        self._offsets = []
+        total = 0
+        for size in self._sizes:
+            self._offsets.append(total)
+            total += size * num_slots
+            total += -total % mmap.PAGESIZE
+        wanted = f"state of {total} bytes for {num_slots} sequences"
+        self._pages = _Pages(total, wanted, "sequences")
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one sequence."""
+        return sum(self._sizes)
+
+    def bindings(self, first: int, last: int) -> list[Binding]:
+        """Of every piece for the slots ``first`` to ``last - 1``."""
+        return [
+            (
+                f"{spec.name}{STATE_SUFFIX}",
+                (last - first, *spec.shape),
+                self._pages.address + offset + first * size,
+            )
+            for spec, size, offset in zip(self.specs, self._sizes, self._offsets, strict=True)
+        ]
+
+    def release(self, slot: int) -> None:
+        """A slot reads as zeros afterwards; whole pages of it go back."""
+        for size, offset in zip(self._sizes, self._offsets, strict=True):
+            self._pages.clear(offset + slot * size, size)
+
+    def read(self, slot: int) -> list[np.ndarray]:
+        """A copy of all pieces of a slot."""
+        return [view.copy() for view in self._views(slot)]
+
+    def write(self, slot: int, pieces: Sequence[np.ndarray]) -> None:
+        """Put into a slot what :meth:`read` gave."""
+        for view, piece in zip(self._views(slot), pieces, strict=True):
+            view[:] = piece
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one slot to another."""
+        self.write(target, self._views(source))
+
+    def _views(self, slot: int) -> list[np.ndarray]:
+        return [
+            self._pages.floats(offset + slot * size, spec.shape)
+            for spec, size, offset in zip(self.specs, self._sizes, self._offsets, strict=True)
+        ]
 
 
 def padded_length(specs: Sequence[CacheSpec], max_context: int) -> int:

@@ -21,11 +21,13 @@ from compiler.errors import CompileError
 from compiler.ir.info import CONSTANT, STATE, WEIGHT, info
 from compiler.ir.recipe import WeightRecipe
 from compiler.ir.text import operator_name
+from compiler.targets.cpu.emit_delta_rule import DELTA_EMITTERS
 from compiler.targets.cpu.emit_elementwise import CONTRIB, ELEMENTWISE_EMITTERS, add_norm
+from compiler.targets.cpu.emit_experts import emit_experts
 from compiler.targets.cpu.numerics import INT8_LEVEL, is_bfloat16_table, is_native
 from compiler.targets.cpu.weights import WeightFile
 
-KEY_SUFFIX, VALUE_SUFFIX = ".key", ".value"
+KEY_SUFFIX, VALUE_SUFFIX, STATE_SUFFIX = ".key", ".value", ".state"
 HEAD_DIM_MULTIPLE = 16
 """What GroupQueryAttention asks of head sizes when it rotates inside."""
 
@@ -46,6 +48,16 @@ class CacheSpec:
     head_dim: int
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """One piece of state that does not grow, as the session sees it: ``[B, *shape]``, bound by
+    pointer; what comes out takes the place of what went in.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
 class Emitter:
     """Turns nodes into ONNX nodes; values keep the names of the graph's nodes."""
 
@@ -63,9 +75,11 @@ class Emitter:
         self.max_context = max_context
         self.vocab_size = vocab_size
         self.caches: list[CacheSpec] = []
+        self.states: list[SequenceState] = []
         self._on_node = on_node
         self._nodes: list[onnx.NodeProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
+        self._emitted: set[str] = set()
         self._rotary: dict[tuple[WeightRecipe, float], tuple[str, str]] = {}
 
     def emit(self, graph_module: GraphModule) -> onnx.ModelProto:
@@ -110,6 +124,31 @@ class Emitter:
             self._constants[name] = numpy_helper.from_array(array, name)
         return name
 
+    def integers(self, *values: int) -> str:
+        """Such a constant: axes, sizes or a shape."""
+        name = "integers_" + "_".join(map(str, values))
+        return self.constant(name, np.array(values, dtype=np.int64))
+
+    def reshape(self, x: str, sizes: list[int], result: str) -> None:
+        """Another shape for what each token of ``[B, S, ...]`` has."""
+        self.add("Reshape", [x, self.integers(0, 0, *sizes)], [result])
+
+    def state(self, node: Node, shape: tuple[int, ...]) -> str:
+        """The input that holds a sequence's state, in this shape; ``.out`` is added to its name
+        where it comes out.
+        """
+        facts = info(node)
+        assert facts.role == STATE and facts.state is not None
+        self.states.append(SequenceState(facts.state.name, shape))
+        return f"{facts.state.name}{STATE_SUFFIX}"
+
+    def once(self, name: str, emit: Callable[[Emitter, str], None]) -> str:
+        """A value that several nodes read: emitted where it is asked for first."""
+        if name not in self._emitted:
+            self._emitted.add(name)
+            emit(self, name)
+        return name
+
     def recipe(self, node: Node) -> WeightRecipe:
         """The recipe of a weight or constant input."""
         facts = info(node)
@@ -151,6 +190,11 @@ class Emitter:
                 outputs.append(
                     helper.make_tensor_value_info(f"{name}.out", TensorProto.FLOAT, shape)
                 )
+        for state in self.states:
+            name = f"{state.name}{STATE_SUFFIX}"
+            sizes: list[str | int | None] = ["B", *state.shape]
+            inputs.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, sizes))
+            outputs.append(helper.make_tensor_value_info(f"{name}.out", TensorProto.FLOAT, sizes))
         initializers = [*self._constants.values(), *self.weights.initializers]
         graph = helper.make_graph(self._nodes, "tilewright", inputs, outputs, initializers)
         return helper.make_model(
@@ -281,14 +325,10 @@ def _normed_heads(
     for part, count, weight in zip(
         parts[:2], counts[:2], (given.q_norm, given.k_norm), strict=True
     ):
-        heads, flat = (
-            emitter.constant(f"shape_{'_'.join(map(str, shape))}", np.array(shape, dtype=np.int64))
-            for shape in ((0, 0, count, head_dim), (0, 0, count * head_dim))
-        )
         name = f"{node.name}_{'qk'[len(normed)]}"
-        emitter.add("Reshape", [part, heads], [f"{name}_heads"])
+        emitter.reshape(part, [count, head_dim], f"{name}_heads")
         add_norm(emitter, f"{name}_heads", weight, given.norm_eps, f"{name}_normed")
-        emitter.add("Reshape", [f"{name}_normed", flat], [name])
+        emitter.reshape(f"{name}_normed", [count * head_dim], name)
         normed.append(name)
     return [*normed, parts[2]]
 
@@ -308,7 +348,9 @@ _EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {
     ops.linear.overload: _emit_linear,
     ops.rope_attention_step.overload: _emit_attention,
     aten.split_with_sizes.default: _emit_split,
+    ops.experts.overload: emit_experts,
     aten.index_select.default: _emit_index_select,
     operator.getitem: _emit_getitem,
     **ELEMENTWISE_EMITTERS,
+    **DELTA_EMITTERS,
 }

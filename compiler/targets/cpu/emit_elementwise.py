@@ -1,4 +1,5 @@
-"""Norms, activations and arithmetic between values of equal shape, as ONNX Runtime's operators.
+"""Norms, activations, gates and arithmetic between values, and changes of shape, as ONNX Runtime's
+operators.
 
 It knows an emitter's methods, and nothing of weights' formats, attention or caches.
 """
@@ -80,6 +81,20 @@ def _emit_gelu(emitter: Emitter, node: Node) -> None:
     emitter.add("Gelu", [x.name], [node.name], approximate=approximate)
 
 
+def _emit_sigmoid_gate(emitter: Emitter, node: Node) -> None:
+    x, gate = node.args
+    assert isinstance(x, Node) and isinstance(gate, Node)
+    emitter.add("Sigmoid", [gate.name], [f"{node.name}_share"])
+    emitter.add("Mul", [x.name, f"{node.name}_share"], [node.name])
+
+
+def _emit_reshape(emitter: Emitter, node: Node) -> None:
+    """Of what a token has: windows and tokens stay."""
+    x = node.args[0]
+    assert isinstance(x, Node)
+    emitter.reshape(x.name, [int(size) for size in node.meta["val"].shape[1:]], node.name)
+
+
 def _emit_tanh(emitter: Emitter, node: Node) -> None:
     (x,) = node.args
     assert isinstance(x, Node)
@@ -109,6 +124,9 @@ ELEMENTWISE_EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {
     ops.swiglu.overload: _emit_swiglu,
     ops.swiglu_packed.overload: _emit_swiglu_packed,
     ops.gelu.overload: _emit_gelu,
+    ops.sigmoid_gate.overload: _emit_sigmoid_gate,
+    aten.unflatten.int: _emit_reshape,
+    aten.flatten.using_ints: _emit_reshape,
     aten.tanh.default: _emit_tanh,
     aten.add.Tensor: _arithmetic("Add"),
     aten.mul.Tensor: _arithmetic("Mul"),

@@ -1,7 +1,8 @@
 """Runs steps on one ONNX Runtime session over contiguous cache slots.
 
 Decode rows run as windows of neighbouring slots; a slot inside a window that is not stepped gets a
-dummy row, whose write behind its last position is overwritten by its next real token.
+dummy row, whose write behind its last position is overwritten by its next real token; state that
+does not grow is put back.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
+from compiler.errors import RequestError
 from compiler.targets.base import (
     Capabilities,
     CompileOptions,
@@ -26,7 +28,7 @@ from compiler.targets.base import (
     finish_step,
 )
 from compiler.targets.contract import NumericContract
-from compiler.targets.cpu.cache import SlotCaches, padded_length
+from compiler.targets.cpu.cache import SlotCaches, SlotStates, padded_length
 from compiler.targets.cpu.model_file import OpenModel
 from compiler.targets.slots import SlotPool
 from compiler.targets.threads import single_torch_thread
@@ -75,6 +77,7 @@ class CpuExecutable(Executable):
         self._weight_bytes = model.weight_bytes
         length = padded_length(model.caches, options.max_context)
         self._caches = SlotCaches(model.caches, options.max_batch, length)
+        self._states = SlotStates(model.states, options.max_batch)
         self._slots = SlotPool(options.max_batch, options.max_context)
         self._lengths = [0] * options.max_batch
         self._windows: OrderedDict[tuple[int, int, int, int], Window] = OrderedDict()
@@ -141,7 +144,10 @@ class CpuExecutable(Executable):
                 place = self._lengths[first + at] if row is None else positions[row]
                 window.last_positions[at] = place
             window.logit_rows[:] = shown
+            idle = self._idle_states(first, rows)
             parts.append(self._run(window))
+            for slot, pieces in idle.items():
+                self._states.write(slot, pieces)
             order += [wanted[row] for at in shown if (row := rows[at]) is not None]
         if len(parts) == 1 and rows == order == list(range(len(rows))):
             self._last = LastDecode(inputs.states, inputs.logit_rows, window)
@@ -150,6 +156,13 @@ class CpuExecutable(Executable):
         logits = torch.empty(len(order), self.vocab_size)
         logits[order] = torch.cat(parts)
         return logits
+
+    def _idle_states(self, first: int, rows: list[int | None]) -> dict[int, list[np.ndarray]]:
+        """By slot, what the sequences of a window's dummy rows keep that does not grow."""
+        if not self._states.specs:
+            return {}
+        idle = (first + at for at, row in enumerate(rows) if row is None)
+        return {slot: self._states.read(slot) for slot in idle if self._lengths[slot]}
 
     def _run(self, window: Window) -> Tensor:
         """Run a prepared call; its logits are overwritten when the window runs again."""
@@ -178,7 +191,8 @@ class CpuExecutable(Executable):
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         logits = window.logits
         binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        for name, shape, address in self._caches.bindings(first, last):
+        held = (*self._caches.bindings(first, last), *self._states.bindings(first, last))
+        for name, shape, address in held:
             binding.bind_input(name, "cpu", 0, np.float32, shape, address)
             binding.bind_output(f"{name}.out", "cpu", 0, np.float32, shape, address)
         self._windows[key] = window
@@ -196,10 +210,18 @@ class CpuExecutable(Executable):
         self._lengths[handle] = 0
         self._last = None
         self._caches.release(handle)
+        self._states.release(handle)
 
     def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
+        length = self._lengths[handle]
+        if self._states.specs and num_positions != length:
+            raise RequestError(
+                f"a copy of the first {num_positions} positions of a sequence of {length}; "
+                f"allowed: all {length}, since its state cannot be cut back"
+            )
         fresh = self._slots.reserve(max(1, num_positions))
         self._caches.copy(handle, fresh, num_positions)
+        self._states.copy(handle, fresh)
         self._lengths[fresh] = num_positions
         return fresh
 
@@ -207,15 +229,18 @@ class CpuExecutable(Executable):
         return self._slots.num_free()
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(self._weight_bytes, self._caches.num_bytes(sum(self._lengths)))
+        num_started = sum(length > 0 for length in self._lengths)
+        state = self._caches.num_bytes(sum(self._lengths)) + num_started * self._states.slot_bytes
+        return MemoryUse(self._weight_bytes, state)
 
-    def state_bytes(self, num_positions: int) -> int:
-        return self._caches.num_bytes(num_positions)
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
+        own = num_sequences * self._states.slot_bytes
+        return self._caches.num_bytes(num_positions) + own
 
     def close(self) -> None:
         self._windows.clear()
         self._last = None
-        del self._session, self._caches
+        del self._session, self._caches, self._states
 
 
 def plan_windows(slots: list[int], max_gap: int) -> list[tuple[int, int]]:

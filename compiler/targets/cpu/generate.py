@@ -6,7 +6,8 @@ Inputs of the model: ``tokens [B, S]`` int64, the new tokens of B sequences; ``l
 int32, the position of each one's last token; ``total_length`` int32, the largest of them plus one;
 ``logit_rows [R]`` int64, which of the B * S rows want logits; per layer ``*.key`` and ``*.value
 [B, heads, L, D]`` float32, the cache of L positions, which comes back as ``*.key.out`` and
-``*.value.out``. The result is ``logits [R, vocabulary]``.
+``*.value.out``, and ``*.state [B, ...]`` float32, state that does not grow, which comes back as
+``*.state.out``; zeros before the first token. The result is ``logits [R, vocabulary]``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ def generate(session: onnxruntime.InferenceSession, prompt: list[int], count: in
     """The likeliest token after everything before it, ``count`` times."""
     length = len(prompt) + count
     caches = {
-        each.name: np.zeros((1, each.shape[1], length, each.shape[3]), dtype=np.float32)
+        each.name: np.zeros((1, *(length if n == "L" else n for n in each.shape[1:])), np.float32)
         for each in session.get_inputs()
-        if each.name.endswith((".key", ".value"))
+        if each.name.endswith((".key", ".value", ".state"))
     }
     outputs = ["logits", *(f"{name}.out" for name in caches)]
     tokens, at = np.array([prompt], dtype=np.int64), len(prompt)

@@ -16,7 +16,14 @@ from torch.fx import GraphModule
 from compiler.devices import describe_cpu
 from compiler.errors import CheckpointError, CompileError, NoRoomError, one_line
 from compiler.targets.base import CompileOptions, Progress, vocab_size
-from compiler.targets.cpu.emit import KEY_SUFFIX, VALUE_SUFFIX, CacheSpec, Emitter
+from compiler.targets.cpu.emit import (
+    KEY_SUFFIX,
+    STATE_SUFFIX,
+    VALUE_SUFFIX,
+    CacheSpec,
+    Emitter,
+    SequenceState,
+)
 from compiler.targets.cpu.weights import WeightFile
 from compiler.targets.threads import single_torch_thread
 
@@ -33,6 +40,7 @@ class OpenModel:
 
     session: ort.InferenceSession
     caches: tuple[CacheSpec, ...]
+    states: tuple[SequenceState, ...]
     vocab_size: int
     weight_bytes: int
 
@@ -95,9 +103,16 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
             for name, shape in shape_of.items()
             if name.endswith(KEY_SUFFIX)
         )
-        num_logits = {each.name: each.shape for each in session.get_outputs()}["logits"][-1]
+        states = tuple(
+            SequenceState(name.removesuffix(STATE_SUFFIX), tuple(map(int, shape[1:])))
+            for name, shape in shape_of.items()
+            if name.endswith(STATE_SUFFIX)
+        )
+        shape_out = {each.name: each.shape for each in session.get_outputs()}
+        num_logits = shape_out["logits"][-1]
         weight_bytes, max_context = int(facts[_WEIGHT_BYTES]), int(facts[_MAX_CONTEXT])
         assert all(f"{cache.name}{VALUE_SUFFIX}" in shape_of for cache in caches)
+        assert all(f"{state.name}{STATE_SUFFIX}.out" in shape_out for state in states)
     except Exception as error:  # the library has exceptions of its own for every kind of damage
         raise CheckpointError(
             f"{path}: not a program of the cpu target: {one_line(error)}"
@@ -106,4 +121,4 @@ def open_model(folder: Path, options: CompileOptions) -> OpenModel:
         raise CompileError(
             f"context of {options.max_context} positions; {path} was built for up to {max_context}"
         )
-    return OpenModel(session, caches, num_logits, weight_bytes)
+    return OpenModel(session, caches, states, num_logits, weight_bytes)

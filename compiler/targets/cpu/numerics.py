@@ -5,14 +5,16 @@ how weights are held for it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from compiler import ops
 from compiler.errors import CompileError
 from compiler.formats import FIDELITIES, get_format
-from compiler.ir.info import info
+from compiler.ir.info import NodeInfo, info, product_info
+from compiler.ir.recipe import WeightRecipe
 from compiler.ir.rewrite import find_calls
 from compiler.targets.base import Holding
 from compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
@@ -22,6 +24,9 @@ NATIVE_BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
 
 EMBEDDING = "embedding"
 """The tensor group whose weights are looked up, not multiplied."""
+
+EXPERTS_IN = "experts_ff1_3"
+"""The tensor group of experts' weights that have a row for each inner channel."""
 
 INT8_LEVEL = 4
 """MatMulNBits accuracy level that rounds activations to int8 by block."""
@@ -74,6 +79,39 @@ def block_layout(shape: tuple[int, ...], format_name: str) -> BlockLayout:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """What QMoE holds a block of experts in: codes of one width, one block size, for all three of
+    its weights; so inner channels are padded to whole blocks.
+    """
+
+    bits: int
+    block: int
+
+    def padded(self, size: int) -> int:
+        """Of channels along which blocks lie."""
+        return -(-size // self.block) * self.block
+
+
+def expert_layout(weights: Sequence[NodeInfo], *, exact: bool) -> ExpertLayout | None:
+    """How the weights of one block of experts are held; None for float32 values.
+
+    A narrower format's codes are widened and longer blocks cut, which changes no value. Where one
+    of the products needs float arithmetic, all three have it: no operator mixes the two.
+    """
+    formats = []
+    for weight in weights:
+        recipe, compute = weight.recipe, weight.compute
+        assert recipe is not None and recipe.format is not None and compute is not None
+        if not is_native(recipe.format, recipe.block_axis, compute.decode, exact=exact):
+            return None
+        formats.append(recipe.format)
+    return ExpertLayout(
+        bits=max(NATIVE_BITS[each] for each in formats),
+        block=min(get_format(each).block for each in formats),
+    )
+
+
 def phases_differ(
     format_name: str, block_axis: str, fidelities: tuple[str, str], *, exact: bool
 ) -> bool:
@@ -90,13 +128,20 @@ def check_fidelities(graph_module: GraphModule, *, exact: bool) -> None:
     Raises:
         CompileError: naming the product whose phases differ.
     """
-    for node in find_calls(graph_module.graph, ops.linear):
-        facts = info(node)
-        recipe = info(node.args[1]).recipe  # type: ignore[arg-type]
+    for facts, recipe in _products(graph_module):
         assert facts.compute is not None and recipe is not None and recipe.format is not None
         fidelities = facts.compute.prefill, facts.compute.decode
         if phases_differ(recipe.format, recipe.block_axis, fidelities, exact=exact):
             raise CompileError(f"{facts.fqn}: {facts.op_group} is {_why_not_held(fidelities)}")
+
+
+def _products(graph_module: GraphModule) -> Iterator[tuple[NodeInfo, WeightRecipe | None]]:
+    """What is known of every product, and its weight."""
+    for node in find_calls(graph_module.graph, ops.linear, ops.experts):
+        weights = node.args[1:2] if node.target is ops.linear.overload else node.args[2:5]
+        for weight in weights:
+            assert isinstance(weight, Node)
+            yield product_info(node, weight), info(weight).recipe
 
 
 def _why_not_held(fidelities: tuple[str, str]) -> str:
@@ -118,6 +163,8 @@ def holding(
 ) -> Holding:
     """What the emitter makes of a weight: blocks, a table in bfloat16, or float32 values.
 
+    Of experts as if all three weights of their block were of this format and fidelity.
+
     Raises:
         CompileError: where the phases' fidelities ask for different arithmetic.
     """
@@ -129,8 +176,19 @@ def holding(
     if phases_differ(format_name, block_axis, fidelities, exact=exact):
         raise CompileError(f"{group} is {_why_not_held(fidelities)}")
     if is_native(format_name, block_axis, fidelities[1], exact=exact):
-        return Holding(f"{format_name} blocks", block_layout(shape, format_name).num_bytes)
+        layout = block_layout(_held_shape(shape, format_name, group), format_name)
+        return Holding(f"{format_name} blocks", layout.num_bytes)
     return Holding("float32", 4 * num_elements)
+
+
+def _held_shape(shape: tuple[int, ...], format_name: str, group: str) -> tuple[int, int]:
+    """Rows and columns of a product's weight; experts' inner channels fill whole blocks."""
+    *experts, num_rows, num_columns = shape
+    if group == EXPERTS_IN:
+        num_rows = ExpertLayout(NATIVE_BITS[format_name], get_format(format_name).block).padded(
+            num_rows
+        )
+    return math.prod(experts) * num_rows, num_columns
 
 
 def meanings(exact: bool) -> Meanings:
@@ -150,4 +208,10 @@ def meanings(exact: bool) -> Meanings:
         attention=lambda asked, phase: Meaning(NOT_HONOURED, "fp32"),
         kv_cache=lambda name: Meaning(HONOURED if name == "fp32" else NOT_HONOURED, "fp32"),
         activation=lambda name: Meaning(NOT_HONOURED, "fp32"),
+        together=_of_experts,
     )
+
+
+def _of_experts(answers: Sequence[Meaning]) -> Meaning:
+    """One operator makes all products of a block of experts: in float where one of them is."""
+    return next((each for each in answers if each.status == NOT_HONOURED), answers[0])

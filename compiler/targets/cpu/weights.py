@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from compiler.errors import NoRoomError
 from compiler.formats import (
@@ -26,9 +27,22 @@ from compiler.formats import (
     get_format,
 )
 from compiler.ir.recipe import WeightRecipe, load_dense, load_values
-from compiler.targets.cpu.numerics import NATIVE_BITS, block_layout
+from compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, block_layout
 
+_MAX_NAMES = 8  # experts may have a tensor each
 _ALIGNMENT = 4096  # external data is mapped into memory page by page
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """Initializer names of a block of experts: ``into [E, 2 I, C]`` has each expert's rows of gate
+    and up in turn, ``out [E, C, I]`` is down; with the scales of their blocks, where they have any.
+    """
+
+    into: str
+    out: str
+    into_scales: str = ""
+    out_scales: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +116,32 @@ class WeightFile:
         assert isinstance(entry, BlockWeight)
         return entry
 
+    def experts(
+        self, gate: WeightRecipe, up: WeightRecipe, down: WeightRecipe, layout: ExpertLayout | None
+    ) -> ExpertWeights:
+        """A block of experts, in blocks of ``layout`` or, without one, as float32 values."""
+        real = onnx.TensorProto.FLOAT
+        if layout is None:
+            turns = _in_turn(self.values(gate).numpy(), self.values(up).numpy())
+            return ExpertWeights(self._add(gate, "experts", turns, real), self.dense(down))
+        inner = layout.padded(gate.shape[1])
+        gate_codes, gate_scales = self._expert_codes(gate, layout, inner)
+        up_codes, up_scales = self._expert_codes(up, layout, inner)
+        codes, scales = self._expert_codes(down, layout, down.shape[1])
+        return ExpertWeights(
+            self._add(gate, "codes", _in_turn(gate_codes, up_codes), onnx.TensorProto.UINT8),
+            self._add(down, "codes", codes, onnx.TensorProto.UINT8),
+            self._add(gate, "scales", _in_turn(gate_scales, up_scales), real),
+            self._add(down, "scales", scales, real),
+        )
+
+    def _expert_codes(
+        self, recipe: WeightRecipe, layout: ExpertLayout, num_rows: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        assert recipe.format is not None and recipe.block_axis == "in"
+        dense = load_dense(recipe, self._get_weight)
+        return expert_codes(dense, recipe.format, layout, num_rows)
+
     def table(self, name: str, array: np.ndarray) -> str:
         """A float32 constant that is no weight, kept outside the model for its size: its name."""
         self._write(name, array, onnx.TensorProto.FLOAT)
@@ -114,7 +154,8 @@ class WeightFile:
     def _add(self, recipe: WeightRecipe, kind: str, array: np.ndarray, data_type: int) -> str:
         # numbered: other rows of the same tensor, or blocks along out, have the same names
         number = len(self.initializers)
-        name = f"{'+'.join(recipe.names)}.{recipe.format}.{kind}.{number}"
+        names = recipe.names if len(recipe.names) <= _MAX_NAMES else (recipe.names[0], "others")
+        name = f"{'+'.join(names)}.{recipe.format}.{kind}.{number}"
         self.num_bytes += array.nbytes
         self._write(name, array, data_type)
         return name
@@ -149,18 +190,47 @@ def block_codes(dense: Tensor, format_name: str) -> tuple[np.ndarray, np.ndarray
 
     The last block of a row is padded with zeros when ``in`` is no multiple of the block.
     """
-    number_format, num_columns = get_format(format_name), dense.shape[1]
-    bits, layout = NATIVE_BITS[format_name], block_layout(tuple(dense.shape), format_name)
-    signed, scales = _signed_codes(dense, number_format)
+    layout = block_layout(tuple(dense.shape), format_name)
+    signed, scales = _signed_codes(dense, get_format(format_name))
     del dense  # four times as large as what follows, and nobody else's
-    zero = 1 << (bits - 1)
     width = layout.num_blocks * layout.block
-    codes: np.ndarray = np.full((layout.num_rows, width), zero, dtype=np.uint8)
-    codes[:, :num_columns] += signed.numpy().view(np.uint8)  # modulo 256, as two's complement
-    if bits == 4:
-        codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+    codes = _unsigned(signed, NATIVE_BITS[format_name], (layout.num_rows, width))
     shape = layout.num_rows, layout.num_blocks, layout.block_bytes
     return codes.reshape(shape), scales.numpy().reshape(-1)
+
+
+def expert_codes(
+    dense: Tensor, format_name: str, layout: ExpertLayout, num_rows: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """QMoE's codes ``[E, num_rows, C * bits / 8]`` and scales ``[E, num_rows, C / block]`` of a
+    dense ``[E, O, C]`` weight in a native format, whose values they have exactly.
+
+    C is padded to whole blocks, rows up to ``num_rows``, with zeros.
+    """
+    (num_experts, num_given, num_columns), number_format = dense.shape, get_format(format_name)
+    signed, scales = _signed_codes(dense.flatten(0, 1), number_format)
+    del dense
+    width = layout.padded(num_columns)
+    padding = (0, width - num_columns, 0, num_rows - num_given)
+    signed = pad(signed.view(num_experts, num_given, num_columns), padding).flatten(0, 1)
+    scales = scales.view(num_experts, num_given, -1)
+    scales = scales.repeat_interleave(number_format.block // layout.block, -1)
+    scales = pad(scales[..., : width // layout.block], (0, 0, 0, num_rows - num_given))
+    codes = _unsigned(signed, layout.bits, (num_experts * num_rows, width))
+    return codes.reshape(num_experts, num_rows, -1), scales.numpy()
+
+
+def _in_turn(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+    """Rows of ``gate [E, I, ...]`` and of ``up`` one after the other: ``[E, 2 I, ...]``."""
+    num_experts, num_rows, *rest = gate.shape
+    return np.stack((gate, up), axis=2).reshape(num_experts, 2 * num_rows, *rest)
+
+
+def _unsigned(signed: Tensor, bits: int, shape: tuple[int, int]) -> np.ndarray:
+    """Codes around the zero point of so many bits; the last columns are zeros."""
+    codes: np.ndarray = np.full(shape, 1 << (bits - 1), dtype=np.uint8)
+    codes[:, : signed.shape[1]] += signed.numpy().view(np.uint8)  # modulo 256: two's complement
+    return codes[:, 0::2] | (codes[:, 1::2] << 4) if bits == 4 else codes
 
 
 def _signed_codes(dense: Tensor, number_format: DataFormat) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ class EmulatedExecutable(Executable):
         chips = self._decode.mesh.num_chips
         return MemoryUse(self._plan.weight_bytes * chips, self._plan.cache_bytes * chips)
 
-    def state_bytes(self, num_positions: int) -> int:
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         """Of all chips, in whole pages."""
         chips = self._decode.mesh.num_chips
         pages = sum(

@@ -1,0 +1,55 @@
+"""A router and the gated products of its experts become one block of experts."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info, set_info
+from compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from compiler.passes.runner import PassContext, graph_pass
+
+_CHOICE = Call(ops.router.overload, Var("logits"), Literal("top_k"), Literal("renormalise"))
+_WEIGHTS = Call(operator.getitem, _CHOICE, 0)
+_EXPERTS = Call(operator.getitem, _CHOICE, 1)
+
+
+def _product(name: str) -> Call:
+    return Call(ops.expert_linear.overload, Var("x"), Var(name), _EXPERTS)
+
+
+_INNER = Call(ops.swiglu.overload, _product("gate"), _product("up"))
+_PATTERN = Call(ops.expert_linear.overload, _INNER, Var("down"), _EXPERTS, _WEIGHTS)
+
+
+@graph_pass
+def fuse_experts(graph_module: GraphModule, ctx: PassContext) -> int:
+    """What is known of each product (op group, formats, fidelity) goes to the weight it reads,
+    since the block makes three of them.
+    """
+
+    def build(root: Node, found: Bindings) -> Node:
+        inner = root.args[0]
+        assert isinstance(inner, Node)
+        gate, up = inner.args
+        for product, name in ((gate, "gate"), (up, "up"), (root, "down")):
+            assert isinstance(product, Node)
+            facts = info(product)
+            set_info(
+                found[name], op_group=facts.op_group, formats=facts.formats, compute=facts.compute
+            )
+        names = ("x", "logits", "gate", "up", "down", "top_k", "renormalise")
+        facts = dataclasses.replace(
+            info(root),
+            fqn=info(root).fqn.rpartition(".")[0],
+            tensor_group=None,
+            op_group=None,
+            formats=None,
+            compute=None,
+        )
+        return emit(root, ops.experts, [found[name] for name in names], facts=facts)
+
+    return rewrite_matches(graph_module.graph, _PATTERN, build)
