@@ -155,11 +155,11 @@ def load_model(path: str | FoundModel | None = None) -> LoadedModel:
 def _random_model(shape: ShapeName) -> LoadedModel:
     from models.byte_tokenizer import byte_tokenizer
     from models.checkpoints.random_weights import RandomCheckpoint
-    from models.sources import stored_shapes
+    from models.sources import stored_offsets, stored_shapes
 
     config = shape_config(shape)
     module = _empty_module(config)
-    checkpoint = RandomCheckpoint(shape, config, stored_shapes(module))
+    checkpoint = RandomCheckpoint(shape, config, stored_shapes(module), stored_offsets(module))
     tokenizer = byte_tokenizer(config.vocab_size, str(shape))
     return LoadedModel(config.name, config, type(module), module, checkpoint, tokenizer)
 

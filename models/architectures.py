@@ -11,19 +11,23 @@ import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from compiler.errors import CheckpointError, allowed
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from models.checkpoints.pieces import View
     from models.config_keys import Keys
 
 _MARK = "\nARCHITECTURE = "
 
 Refine = Callable[["Keys", Any], Any]
 """A configuration, `ModelConfig` or the architecture's own, with what further keys say of it."""
+
+Views = Callable[[Any, Mapping[str, tuple[int, ...]], Path], dict[str, "View"]]
+"""Of a configuration and the shapes that a file has: tensors made of others' rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,18 @@ class Architecture:
         text_config: whether config.json may be that of a model of several kinds of input, with this
             one's keys inside; then its tensors lie beside those of the others.
         intermediate_key: the key of ``intermediate_size``, where no layer has a dense block.
-        gguf_names: Hugging Face's names of GGUF's tensors of a layer, where they differ.
+        experts: how the names of experts' tensors are asked for: ``apart``, one for each product of
+            each expert, or ``together``, one for all experts of a layer; empty where none are.
+        gguf_intermediate_key: GGUF's key of ``intermediate_size``.
+        gguf_names: Hugging Face's names of GGUF's tensors of a layer, where they differ; of a whole
+            name where GGUF's has a dot or no ending, else of what stands before the ending.
         gguf_pairs_adjacent: GGUF's converter moves the rows of q and k so that rotation pairs are
             neighbours; otherwise they are half a head apart, as in Hugging Face's files.
-        gguf_norm_offset: what GGUF's converter adds to the weights of norms.
+        gguf_norm_offset: what GGUF's converter adds to the weights of norms, those of linear
+            attention apart.
+        gguf_views: the tensors that GGUF's converter has cut otherwise, experts apart.
+        gguf_tiled_heads: GGUF's converter orders the value heads of linear attention so that the
+            first ones of all key heads come first; otherwise those of a key head lie together.
     """
 
     model: type[nn.Module]
@@ -59,9 +71,13 @@ class Architecture:
     has_rope_by_layer: bool = False
     text_config: bool = False
     intermediate_key: str = "intermediate_size"
+    experts: Literal["", "apart", "together"] = ""
+    gguf_intermediate_key: str = "feed_forward_length"
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_pairs_adjacent: bool = False
     gguf_norm_offset: float = 0.0
+    gguf_views: Views | None = None
+    gguf_tiled_heads: bool = False
 
 
 @functools.cache

@@ -52,12 +52,31 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "alibi": (False,),
     "num_experts": (0, 1),
     "num_local_experts": (0, 1),
+    "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
+    "first_k_dense_replace": (0,),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("softmax",),
+    "routed_scaling_factor": (1.0,),
+    "n_group": (0, 1),
+    "topk_group": (0, 1),
+    "attn_output_gate": (False,),
+    "output_gate_type": (),
 }
 """Keys of config.json that change the arithmetic, with the values that leave it as it is: others
 are refused where the architecture does not read the key. Null leaves it as it is too."""
 
 _GGUF_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "expert_count": (0,),
+    "expert_shared_count": (0, 1),
+    "expert_gating_func": (0, 1),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_group_count": (0, 1),
+    "expert_group_used_count": (0, 1),
+    "leading_dense_block_count": (0,),
+    "moe_every_n_layers": (0, 1),
+    "interleave_moe_layer_step": (0, 1),
+    "router_logit_softcapping": (0.0,),
     "attention.sliding_window": (0,),
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
@@ -195,14 +214,19 @@ class ModelConfig:
             "model_type": model_type,
             "vocab_size": keys.integer("vocab_size", 1, MAX_VOCAB, default=num_tokens),
             "hidden_size": hidden,
-            "intermediate_size": keys.integer("feed_forward_length", 1, MAX_WIDTH),
-            "num_layers": keys.integer("block_count", 1, MAX_LAYERS),
+            "intermediate_size": keys.integer(architecture.gguf_intermediate_key, 1, MAX_WIDTH),
+            "num_layers": _gguf_layers(keys),
             "num_heads": num_heads,
             "num_kv_heads": _kv_heads(keys, "attention.head_count_kv", num_heads),
             "head_dim": head_dim,
             "max_positions": keys.integer("context_length", 1, MAX_POSITIONS),
             "norm_eps": keys.real("attention.layer_norm_rms_epsilon", 0.0, 1.0),
-            "rope": gguf_rope(keys, head_dim, partial=architecture.has_partial_rotary),
+            "rope": gguf_rope(
+                keys,
+                head_dim,
+                partial=architecture.has_partial_rotary,
+                mrope=architecture.has_mrope,
+            ),
             "tie_embeddings": True,
         }
         config = (architecture.config or ModelConfig)(**{**read, **architecture.fixed})
@@ -230,6 +254,12 @@ def _refuse_hf_extras(keys: Keys) -> None:
     kinds = keys.unread("layer_types")
     if isinstance(kinds, list) and any(kind != FULL for kind in kinds):
         raise keys.error("layer_types", kinds, f"allowed: {FULL} for every layer")
+
+
+def _gguf_layers(keys: Keys) -> int:
+    """Without those at the end that draft tokens, which change nothing of the others."""
+    count = keys.integer("block_count", 1, MAX_LAYERS)
+    return count - keys.integer("nextn_predict_layers", 0, count - 1, default=0)
 
 
 def _hf_name(values: Mapping[str, object], where: Path | str) -> str:

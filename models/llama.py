@@ -82,6 +82,16 @@ class LlamaForCausalLM(nn.Module):
         inv_freq = inverse_frequencies(config.rope, config.head_dim, longest)
         return {"model.rotary.inv_freq": torch.tensor(inv_freq, dtype=torch.float32)}
 
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Keys and values of a position, ``[2, heads, head size]``, by the module that has them."""
+        config = self.config
+        shape = 2, config.num_kv_heads, config.head_dim
+        return {f"model.layers.{layer}.self_attn": shape for layer in range(config.num_layers)}
+
+    def memory_sizes(self) -> dict[str, int]:
+        """Float32 numbers that a sequence of any length keeps, by the module that has them."""
+        return {}
+
     def expected_rewrites(self) -> dict[str, int]:
         """How often each pass must fire on this architecture; tests hold the pipeline to it."""
         num_layers = self.config.num_layers

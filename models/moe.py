@@ -33,6 +33,19 @@ TENSOR_GROUPS: Mapping[str, str] = {
 }
 """Of the parts of `SparseMLP`."""
 
+GGUF_NAMES: Mapping[str, str] = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
+    "ffn_up_exps.weight": "mlp.experts.up_proj",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+"""Of the tensors of a block."""
+
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -154,6 +167,7 @@ def sparse_rewrites(config: MoeConfig) -> dict[str, int]:
     num_sparse, shared = config.num_sparse, int(config.shared_size > 0)
     return {
         "match_router": num_sparse,
+        "fuse_experts": num_sparse,
         "match_swiglu": shared * num_sparse,  # the experts' own is in place of the dense block's
         "match_sigmoid_gate": shared * num_sparse,
         "match_linear": (4 * shared - 2) * num_sparse,
@@ -162,7 +176,11 @@ def sparse_rewrites(config: MoeConfig) -> dict[str, int]:
 
 def read_hf_moe(keys: Keys, config: Any) -> Any:
     """The sizes of experts, and which layers have them."""
-    count = keys.integer("num_experts", 2, MAX_EXPERTS)
+    key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
+    count = keys.integer(key, 2, MAX_EXPERTS)
+    if keys.integer("num_local_experts", 2, MAX_EXPERTS, default=count) != count:
+        other = keys.get("num_local_experts")
+        raise keys.error("num_local_experts", other, f"allowed: as num_experts, {count}")
     step = keys.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
     layers = range(config.num_layers)
     dense: Any = keys.get("mlp_only_layers") or []
@@ -177,4 +195,17 @@ def read_hf_moe(keys: Keys, config: Any) -> Any:
         shared_size=keys.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, default=0),
         renormalise=keys.boolean("norm_topk_prob", default=True),
         dense_layers=tuple(i for i in layers if i in dense or (i + 1) % step),
+    )
+
+
+def read_gguf_moe(keys: Keys, config: Any) -> Any:
+    """The same of GGUF's keys; every layer has experts."""
+    count = keys.integer("expert_count", 2, MAX_EXPERTS)
+    return dataclasses.replace(
+        config,
+        num_experts=count,
+        experts_per_token=keys.integer("expert_used_count", 1, count),
+        expert_size=keys.integer("expert_feed_forward_length", 1, MAX_WIDTH),
+        shared_size=keys.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0),
+        renormalise=keys.boolean("expert_weights_norm", default=True),
     )

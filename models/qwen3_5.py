@@ -5,6 +5,7 @@ which has a gate on its result; weights of norms kept as their difference from o
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from models.architectures import Architecture
-from models.config import MAX_HEAD_DIM, MAX_HEADS
+from models.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
 from models.config_keys import Keys
 from models.gated_delta_net import TENSOR_GROUPS as DELTA_GROUPS
 from models.gated_delta_net import DeltaShape, GatedDeltaNet
@@ -105,6 +106,19 @@ class Qwen35ForCausalLM(LlamaForCausalLM):
                 found |= _query_and_gate(f"model.layers.{layer}.self_attn", config)
         return found
 
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        linear = self.config.linear_layers
+        shapes = zip(linear, super().cache_shapes().items(), strict=True)
+        return {name: shape for is_linear, (name, shape) in shapes if not is_linear}
+
+    def memory_sizes(self) -> dict[str, int]:
+        linear, delta = enumerate(self.config.linear_layers), self.config.delta
+        window = delta.qkv_width * (delta.conv_width - 1)
+        size = window + delta.num_value_heads * delta.key_dim * delta.value_dim
+        return {
+            f"model.layers.{layer}.linear_attn": size for layer, is_linear in linear if is_linear
+        }
+
     def expected_rewrites(self) -> dict[str, int]:
         config = self.config
         num_layers, num_linear = config.num_layers, config.num_linear
@@ -143,7 +157,10 @@ def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
     Raises:
         CheckpointError: a kind of layer that is not read, or heads that do not divide.
     """
-    every = keys.integer("full_attention_interval", 1, 4096, default=_LAYERS_A_FULL_ONE)
+    for key, only in (("attn_output_gate", True), ("output_gate_type", "swish")):
+        if keys.get(key) not in (None, only):
+            raise keys.error(key, keys.get(key), f"allowed: {json.dumps(only)}")
+    every = keys.integer("full_attention_interval", 1, MAX_LAYERS, default=_LAYERS_A_FULL_ONE)
     kinds = keys.get("layer_types")
     if kinds is None:
         kinds = [LINEAR if (i + 1) % every else FULL for i in range(config.num_layers)]
@@ -160,10 +177,45 @@ def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
         value_dim=keys.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
         conv_width=keys.integer("linear_conv_kernel_dim", 2, MAX_CONV_WIDTH, default=4),
     )
+    _check_heads(keys, "linear_num_value_heads", delta)
+    linear = tuple(kind == LINEAR for kind in kinds)
+    return dataclasses.replace(config, linear_layers=linear, delta=delta)
+
+
+def _check_heads(keys: Keys, key: str, delta: DeltaShape) -> None:
     if delta.num_value_heads % delta.num_key_heads:
         tail = f"allowed: a multiple of the {delta.num_key_heads} key heads"
-        raise keys.error("linear_num_value_heads", delta.num_value_heads, tail)
-    linear = tuple(kind == LINEAR for kind in kinds)
+        raise keys.error(key, delta.num_value_heads, tail)
+
+
+def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The same of GGUF's keys.
+
+    Raises:
+        CheckpointError: heads that do not divide, or kinds that are not said of every layer.
+    """
+    num_values = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
+    inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
+    if inner % num_values or inner // num_values > MAX_HEAD_DIM:
+        tail = f"allowed: a multiple of the {num_values} value heads, up to {MAX_HEAD_DIM} of each"
+        raise keys.error("ssm.inner_size", inner, tail)
+    delta = DeltaShape(
+        num_key_heads=keys.integer("ssm.group_count", 1, MAX_HEADS),
+        num_value_heads=num_values,
+        key_dim=keys.integer("ssm.state_size", 1, MAX_HEAD_DIM),
+        value_dim=inner // num_values,
+        conv_width=keys.integer("ssm.conv_kernel", 2, MAX_CONV_WIDTH),
+    )
+    _check_heads(keys, "ssm.time_step_rank", delta)
+    every = keys.integer("full_attention_interval", 1, MAX_LAYERS, default=_LAYERS_A_FULL_ONE)
+    linear = tuple((layer + 1) % every != 0 for layer in range(config.num_layers))
+    said: Any = keys.get("attention.recurrent_layers")
+    if said is not None:
+        given = said.tolist() if hasattr(said, "tolist") else said
+        if not isinstance(given, list) or len(given) < config.num_layers:
+            tail = f"allowed: a list of true and false, for each of {config.num_layers} layers"
+            raise keys.error("attention.recurrent_layers", given, tail)
+        linear = tuple(map(bool, given[: config.num_layers]))
     return dataclasses.replace(config, linear_layers=linear, delta=delta)
 
 
@@ -178,13 +230,33 @@ DEFAULTS = {
 }
 """What transformers takes where config.json is silent."""
 
+GGUF_NAMES = {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+"""As llama.cpp's converter calls what a layer has besides Llama's."""
+
 ARCHITECTURE = Architecture(
     Qwen35ForCausalLM,
     config=HybridConfig,
     fixed={"qk_norm": True, "mlp_bias": False},
     hf_defaults=DEFAULTS,
     read_hf=read_hf,
+    read_gguf=read_gguf,
     has_partial_rotary=True,
     has_mrope=True,
     text_config=True,
+    gguf_names=GGUF_NAMES,
+    gguf_norm_offset=1.0,
+    gguf_tiled_heads=True,
 )

@@ -6,20 +6,24 @@ from collections.abc import Mapping
 
 from models.architectures import Architecture
 from models.config_keys import Keys
+from models.moe import GGUF_NAMES as MOE_NAMES
 from models.moe import (
     TENSOR_GROUPS,
     mlp_of,
+    read_gguf_moe,
     read_hf_moe,
     sources_of_stacks,
     sparse_rewrites,
 )
 from models.qwen3_5 import (
     DEFAULTS,
+    GGUF_NAMES,
     HybridConfig,
     HybridLayer,
     HybridModel,
     Qwen35ForCausalLM,
 )
+from models.qwen3_5 import read_gguf as read_gguf_hybrid
 from models.qwen3_5 import read_hf as read_hybrid
 from models.sources import Sources
 
@@ -55,6 +59,12 @@ def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
     return found
 
 
+def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The same of GGUF's keys."""
+    found: HybridConfig = read_gguf_moe(keys, read_gguf_hybrid(keys, config))
+    return found
+
+
 DEFAULTS_MOE = {**DEFAULTS, "num_experts_per_tok": 8, "num_experts": 256}
 
 ARCHITECTURE = Architecture(
@@ -67,8 +77,14 @@ ARCHITECTURE = Architecture(
         "shared_expert_intermediate_size": 512,
     },
     read_hf=read_hf,
+    read_gguf=read_gguf,
     has_partial_rotary=True,
     has_mrope=True,
     text_config=True,
     intermediate_key="moe_intermediate_size",
+    experts="together",
+    gguf_intermediate_key="expert_feed_forward_length",
+    gguf_names={**GGUF_NAMES, **MOE_NAMES},
+    gguf_norm_offset=1.0,
+    gguf_tiled_heads=True,
 )

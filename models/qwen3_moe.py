@@ -9,9 +9,11 @@ from models.config_keys import Keys
 from models.layers import DecoderLayer
 from models.llama import LlamaForCausalLM, LlamaModel
 from models.moe import (
+    GGUF_NAMES,
     TENSOR_GROUPS,
     MoeConfig,
     mlp_of,
+    read_gguf_moe,
     read_hf_moe,
     sources_by_expert,
     sparse_rewrites,
@@ -60,5 +62,7 @@ ARCHITECTURE = Architecture(
     fixed={"qk_norm": True},
     hf_defaults={**QWEN3.hf_defaults, "norm_topk_prob": False},
     read_hf=read_hf,
-    gguf_names=QWEN3.gguf_names,
+    read_gguf=read_gguf_moe,
+    experts="apart",
+    gguf_names={**QWEN3.gguf_names, **GGUF_NAMES},
 )

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from models.checkpoints.base import check_shape
+from models.checkpoints.pieces import Piece, View
 from models.gated_delta_net import DeltaShape
 from models.moe import sources_by_expert
 from models.qwen3_5 import HybridConfig
@@ -49,6 +53,38 @@ def _by_key_head(path: str, config: HybridConfig) -> dict[str, Any]:
     return found
 
 
+def gguf_views(
+    config: HybridConfig, stored: Mapping[str, tuple[int, ...]], path: Path
+) -> dict[str, View]:
+    """q, k, v and z of every key head below one another, where a file has all of a kind together.
+
+    Raises:
+        CheckpointError: naming ``path``, where it has not all of them.
+    """
+    delta, hidden = config.delta, config.hidden_size
+    found = {}
+    for layer, is_linear in enumerate(config.linear_layers):
+        block = f"model.layers.{layer}.linear_attn"
+        qkv, z, whole = (f"{block}.in_proj_{name}.weight" for name in ("qkv", "z", "qkvz"))
+        if not is_linear or whole in stored:
+            continue
+        check_shape(path, qkv, stored.get(qkv), (delta.qkv_width, hidden))
+        check_shape(path, z, stored.get(z), (delta.value_width, hidden))
+        wide = delta.value_width // delta.num_key_heads
+        pieces = []
+        for head in range(delta.num_key_heads):
+            for tensor, start, size in (
+                (qkv, 0, delta.key_dim),
+                (qkv, delta.key_width, delta.key_dim),
+                (qkv, 2 * delta.key_width, wide),
+                (z, 0, wide),
+            ):
+                first = start + head * size
+                pieces.append(Piece(tensor, first, first + size))
+        found[whole] = View((delta.qkv_width + delta.value_width, hidden), tuple(pieces))
+    return found
+
+
 def _parts(delta: DeltaShape, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
     """The rows of each part, of every key head in turn."""
     total = sum(sizes)
@@ -66,4 +102,13 @@ ARCHITECTURE = dataclasses.replace(
     has_mrope=False,
     text_config=False,
     intermediate_key="intermediate_size",
+    experts="apart",
+    gguf_intermediate_key="feed_forward_length",
+    gguf_names={
+        **QWEN35_MOE.gguf_names,
+        "ssm_in": "linear_attn.in_proj_qkvz",
+        "ssm_ba": "linear_attn.in_proj_ba",
+    },
+    gguf_views=gguf_views,
+    gguf_tiled_heads=False,
 )

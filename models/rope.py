@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from models.config_keys import Keys
 
@@ -147,8 +147,8 @@ def hf_rope(
     if fraction != 1.0 and not partial:
         raise holder.error("partial_rotary_factor", fraction, "allowed: 1.0")
     if mrope:
-        for key in ("mrope_section", "mrope_interleaved"):
-            rope.get(key)
+        _check_sections(rope, "mrope_section", (3,))
+        rope.boolean("mrope_interleaved", default=True)
     num_rotated = int(head_dim * fraction)
     if num_rotated < 2 or num_rotated % 2:
         tail = f"allowed: an even number of the {head_dim} channels of a head"
@@ -156,6 +156,20 @@ def hf_rope(
     scaling = _hf_scaling(keys, rope, num_rotated // 2, max_positions)
     rope.refuse_others()
     return RopeConfig(theta, scaling, num_rotated=num_rotated if fraction != 1.0 else None)
+
+
+def _check_sections(keys: Keys, key: str, counts: tuple[int, ...]) -> None:
+    """Pairs that turn by each coordinate of an image's parts, which in text are all the position:
+    how many there are of each changes nothing, but it must be what it is taken for.
+    """
+    value = keys.get(key)
+    if value is None:
+        return
+    found: Any = value.tolist() if hasattr(value, "tolist") else value
+    is_list = isinstance(found, list) and len(found) in counts
+    if not is_list or any(type(each) is not int or each < 0 for each in found):
+        tail = f"allowed: {' or '.join(map(str, counts))} whole numbers from 0"
+        raise keys.error(key, found, tail)
 
 
 def _hf_section(keys: Keys, layers: str | None) -> tuple[str, Mapping[str, object]]:
@@ -226,8 +240,11 @@ def longrope_attention_factor(factor: float, original_max_positions: int) -> flo
     return math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
 
 
-def gguf_rope(keys: Keys, head_dim: int, *, partial: bool = False) -> RopeConfig:
-    """From GGUF's keys; factors by frequency are tensors, which the file's reader adds.
+def gguf_rope(
+    keys: Keys, head_dim: int, *, partial: bool = False, mrope: bool = False
+) -> RopeConfig:
+    """From GGUF's keys; factors by frequency are tensors, which the file's reader adds. See
+    `hf_rope` for ``partial`` and ``mrope``.
 
     Raises:
         CheckpointError: a scaling, or a number of rotated channels, that is not read.
@@ -237,6 +254,8 @@ def gguf_rope(keys: Keys, head_dim: int, *, partial: bool = False) -> RopeConfig
     if num_rotated != head_dim and (not partial or num_rotated % 2):
         tail = f"allowed: {'an even number up to ' if partial else ''}the head size, {head_dim}"
         raise keys.error(key, num_rotated, tail)
+    if mrope:
+        _check_sections(keys, "rope.dimension_sections", (3, 4))
     factor = keys.real("rope.scale_linear", 0.0, MAX_FACTOR, default=1.0)  # its older name
     factor = keys.real("rope.scaling.factor", 0.0, MAX_FACTOR, default=factor)
     kind = keys.choice("rope.scaling.type", ("none", "linear", "longrope"), default="linear")

@@ -102,6 +102,32 @@ def _phi3(name: str, short: tuple[float, ...], long: tuple[float, ...]) -> Mappi
     )
 
 
+def _hybrid(name: str, **sizes: object) -> Mapping[str, object]:
+    """What Qwen3.5's mixtures of experts have in common: one layer of attention in four, a quarter
+    of whose heads' channels turn; of the text part alone.
+    """
+    return MappingProxyType(
+        {
+            "_name_or_path": name,
+            "model_type": "qwen3_5_moe",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "full_attention_interval": 4,
+            "attn_output_gate": True,
+            "linear_conv_kernel_dim": 4,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [11, 11, 10],
+                "mrope_interleaved": True,
+            },
+            "tie_word_embeddings": False,
+            **sizes,
+        }
+    )
+
+
 SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {
         "tiny": MappingProxyType(
@@ -209,6 +235,76 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
             num_key_value_heads=8,
             head_dim=128,
             max_position_embeddings=40960,
+        ),
+        "qwen3-30b-a3b": _qwen(
+            "Qwen3-30B-A3B",
+            "qwen3_moe",
+            vocab_size=151936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            max_position_embeddings=40960,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        ),
+        "qwen3.5-35b-a3b": _hybrid(
+            "Qwen3.5-35B-A3B",
+            vocab_size=248320,
+            hidden_size=2048,
+            num_hidden_layers=40,
+            num_attention_heads=16,
+            num_key_value_heads=2,
+            head_dim=256,
+            max_position_embeddings=262144,
+            linear_num_key_heads=16,
+            linear_num_value_heads=32,
+            linear_key_head_dim=128,
+            linear_value_head_dim=128,
+            num_experts=256,
+            num_experts_per_tok=8,
+            moe_intermediate_size=512,
+            shared_expert_intermediate_size=512,
+        ),
+        "tiny-moe": _qwen(
+            "Tiny-MoE",
+            "qwen3_moe",
+            vocab_size=512,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=8192,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+        ),
+        "tiny-hybrid": _hybrid(
+            "Tiny-Hybrid",
+            vocab_size=512,
+            hidden_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=8192,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
         ),
     }
 )

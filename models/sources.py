@@ -54,3 +54,10 @@ def stored_shapes(module: Any) -> dict[str, tuple[int, ...]]:
                 shape = (max(source.rows[1], known[0]), weight.shape[-1])
             shapes[source.tensor] = shape
     return shapes
+
+
+def stored_offsets(module: Any) -> dict[str, float]:
+    """What the module adds to tensors of a checkpoint, by name, where it adds anything."""
+    sources: Sources = module.sources()
+    found = (each for one in sources.values() for each in each_source(one))
+    return {source.tensor: source.offset for source in found if source.offset}

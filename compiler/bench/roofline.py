@@ -14,15 +14,18 @@ from torch.fx import GraphModule, Node
 
 from compiler.bench import stats
 from compiler.driver import Compiled
-from compiler.ir.cost import step_costs
-from compiler.ir.info import CONSTANT, WEIGHT, info
+from compiler.ir.cost import rows_read, step_costs
+from compiler.ir.info import CONSTANT, WEIGHT, NodeInfo, info, product_info
 from compiler.ir.recipe import WeightRecipe
-from compiler.ir.state import PER_TOKEN, StateSpec
+from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from compiler.targets.base import Target, get_target
 
 EMBEDDING, OTHER, STATE = "embedding", "other", "state"
 """Parts of a step: rows of a table; norms, biases and constants; caches. The rest are tensor
 groups."""
+
+_FP32_BYTES = 4
+"""Of an element of state that is rewritten in place, on every target."""
 
 _MANY_POSITIONS = 1 << 16
 """State is kept in whole pages: over so many positions their rounding does not count."""
@@ -117,7 +120,7 @@ def step_work(
     num_logits: int,
     target: Target,
     compute: str,
-    state_bytes: Callable[[int], int],
+    state_bytes: Callable[[int, int], int],
 ) -> Work:
     """The work of a step of a lowered graph.
 
@@ -125,13 +128,13 @@ def step_work(
         num_tokens: of all sequences; ``batch``: sequences.
         context: positions of each sequence's state after the step.
         attended: positions that a token sees, in the mean.
-        state_bytes: `Executable.state_bytes`: positions in what the target really keeps.
+        state_bytes: `Executable.state_bytes`: positions and sequences in what the target keeps.
     """
     costs = step_costs(
         graph_module, num_tokens=num_tokens, context=math.ceil(attended), num_logits=num_logits
     )
     parts = weight_bytes(graph_module, num_tokens=num_tokens, target=target, compute=compute)
-    parts[STATE] = batch * _cache_bytes(graph_module, context, state_bytes)
+    parts[STATE] = batch * _sequence_bytes(graph_module, context, state_bytes)
     return Work(parts, sum(cost.flops for cost in costs))
 
 
@@ -140,14 +143,14 @@ def weight_bytes(
 ) -> dict[str, float]:
     """Bytes of the weights that a step reads, as the target holds them, by part.
 
-    A weight that several nodes read counts once, and of an embedding only the tokens' rows.
+    A weight that several nodes read counts once, of an embedding only the tokens' rows, and of
+    experts those that so many tokens are expected to choose.
     """
     parts: dict[str, float] = defaultdict(float)
     seen: set[WeightRecipe] = set()
-    for part, node, recipe in _reads(graph_module):
+    for node, part, facts, recipe in _reads(graph_module):
         if part != EMBEDDING and recipe in seen:
             continue
-        facts = info(node)
         fidelities = ("hifi4", "hifi4")
         if facts.compute is not None:
             fidelities = facts.compute.prefill, facts.compute.decode
@@ -160,10 +163,8 @@ def weight_bytes(
             compute=compute,
             fidelities=fidelities,
         )
-        share = 1.0
-        if part == EMBEDDING:
-            share = min(num_tokens, recipe.shape[0]) / recipe.shape[0]
-        else:
+        share = min(1.0, rows_read(node, recipe, num_tokens) / recipe.shape[0])
+        if part != EMBEDDING:
             seen.add(recipe)
         parts[part] += share * holding.num_bytes
     return dict(parts)
@@ -178,13 +179,14 @@ def product_groups(graph_module: GraphModule) -> list[str]:
     return found
 
 
-def _reads(graph_module: GraphModule) -> Iterator[tuple[str, Node, WeightRecipe]]:
+def _reads(graph_module: GraphModule) -> Iterator[tuple[Node, str, NodeInfo, WeightRecipe]]:
     for node in graph_module.graph.nodes:
-        yield from _reads_of(node)
+        for part, facts, recipe in _reads_of(node):
+            yield node, part, facts, recipe
 
 
-def _reads_of(node: Node) -> Iterator[tuple[str, Node, WeightRecipe]]:
-    """The weights that a node reads, and the part of a step that each belongs to."""
+def _reads_of(node: Node) -> Iterator[tuple[str, NodeInfo, WeightRecipe]]:
+    """The weights that a node reads, each with its part of a step and what its product is."""
     if node.op != "call_function":
         return
     for argument in node.all_input_nodes:
@@ -192,20 +194,25 @@ def _reads_of(node: Node) -> Iterator[tuple[str, Node, WeightRecipe]]:
         if held.role not in (WEIGHT, CONSTANT) or held.recipe is None:
             continue
         is_matrix = held.role == WEIGHT and len(held.recipe.shape) > 1
-        group = info(node).tensor_group if is_matrix else None
-        yield group or OTHER, node, held.recipe
+        facts = product_info(node, argument)
+        yield (facts.tensor_group if is_matrix else None) or OTHER, facts, held.recipe
 
 
-def _cache_bytes(
-    graph_module: GraphModule, context: float, state_bytes: Callable[[int], int]
+def _sequence_bytes(
+    graph_module: GraphModule, context: float, state_bytes: Callable[[int, int], int]
 ) -> float:
-    """Bytes of one sequence's state; layers with a window keep no more than that."""
-    specs = _states(graph_module)
+    """Bytes that a step moves of one sequence's state: caches are read, those of a layer with a
+    window no further than that; what is rewritten in place is read and written.
+    """
+    states = _states(graph_module)
+    kept = sum(spec.num_elements(0) for spec in states if spec.kind == PER_SEQUENCE)
+    rewritten = 2.0 * _FP32_BYTES * kept
+    specs = [spec for spec in states if spec.kind == PER_TOKEN]
     unbounded = sum(dataclasses.replace(spec, window=0).num_elements(1) for spec in specs)
     if not unbounded:
-        return 0.0
-    per_element = state_bytes(_MANY_POSITIONS) / (_MANY_POSITIONS * unbounded)
-    return per_element * sum(
+        return rewritten
+    per_element = state_bytes(_MANY_POSITIONS, 0) / (_MANY_POSITIONS * unbounded)
+    return rewritten + per_element * sum(
         math.prod(spec.shape) * (min(context, spec.window) if spec.window else context)
         for spec in specs
     )
@@ -213,6 +220,4 @@ def _cache_bytes(
 
 def _states(graph_module: GraphModule) -> Sequence[StateSpec]:
     nodes = graph_module.graph.nodes
-    specs = [state for node in nodes if (state := info(node).state) is not None]
-    assert all(spec.kind == PER_TOKEN for spec in specs), "state a sequence has no cost here yet"
-    return specs
+    return [state for node in nodes if (state := info(node).state) is not None]

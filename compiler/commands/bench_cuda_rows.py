@@ -73,6 +73,7 @@ class Row:
 
 
 _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
+_35B = "qwen3.5-35b-a3b"
 _64K = 65536 + TABLE_GENERATED_TOKENS
 
 ROWS: tuple[Row, ...] = (
@@ -87,6 +88,11 @@ ROWS: tuple[Row, ...] = (
     Row("1b-bf16-b1", _1B, "bf16", DECODE, 1150, 1450),
     Row("1b-performance-b1", _1B, "performance", DECODE, 1900, 2800),
     Row("qwen3-8b-bf16-b1", "qwen3-8b", "bf16", DECODE, 235, 260),
+    Row("35b-a3b-bf16-b1", _35B, "bf16", DECODE, 300, 430, prompt_length=1024),
+    Row("35b-a3b-bf16-ttft", _35B, "bf16", TTFT, 30, prompt_length=1024),
+    Row("35b-a3b-bf16-b4", _35B, "bf16", DECODE, 850, 1000, batch=4, prompt_length=1024),
+    Row("35b-a3b-bf16-b16", _35B, "bf16", DECODE, 1650, 1900, batch=16, prompt_length=1024),
+    Row("35b-a3b-bf16-b64", _35B, "bf16", DECODE, 3300, 3700, batch=64, prompt_length=1024),
     Row("70b-performance-b1", _70B, "performance", DECODE, 60, 68),
     Row("8b-prefill-2k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=2048, context=_64K),
     Row("8b-prefill-8k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=8192, context=_64K),

@@ -45,11 +45,22 @@ def main(argv: list[str]) -> int:
     options = read_model_options(arguments, DEFAULT_PRECISION)
     warnings.filterwarnings("ignore", module="torch")
     from compiler.artifacts.folder import fresh_folder
+    from compiler.commands.byte_plan import print_byte_plan
     from compiler.commands.console import RANDOM_NOTE, compile_progress, err, out
     from models import load_model
 
     with fresh_folder(output) as folder:
         model = load_model(options.path)
+        if options.precision is not None and arguments.emit in ("program", "onnx"):
+            print_byte_plan(
+                err(),
+                model,
+                options.precision,
+                target=options.target,
+                batch=1,
+                context=min(_CONTEXT, model.config.max_positions),
+                compute=options.compute,
+            )
         with compile_progress(err()) as progress:
             notes = _EMITTERS[arguments.emit](model, options, arguments, folder, progress)
     screen = out()

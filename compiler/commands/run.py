@@ -61,12 +61,13 @@ def _measure(source: Source, options: RunOptions, screen: Console) -> int:
     from compiler.commands.screen import TextPrinter
 
     plan = measure.plan_jobs(source, options)
+    if source.weights == "random":
+        screen.print(RANDOM_NOTE.format(source.name), style="dim")
+    measure.print_plan(err(), source, options, plan)
     with compile_progress(err()) as progress:
         compiled = measure.compile_for(source, options, plan, progress)
     for note in compiled.notes:
         screen.print(note, style="dim")
-    if source.weights == "random":
-        screen.print(RANDOM_NOTE.format(source.name), style="dim")
     if options.explain:
         _explain(screen, compiled, plan.context)
     printer = TextPrinter(source.tokenizer, screen, options)

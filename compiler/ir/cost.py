@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,14 @@ from compiler.ir.info import CONSTANT, WEIGHT, info
 from compiler.ir.recipe import WeightRecipe
 from compiler.ir.text import dimension_names
 from compiler.ops import OPERATORS
+from compiler.ops.moe import expected_experts
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCost:
-    """One tensor group's share: weight bytes in their formats, and floating-point operations."""
+    """One tensor group's share: the weights that are read, their bytes in their formats, and
+    floating-point operations.
+    """
 
     group: str
     formats: tuple[str, ...]
@@ -34,29 +38,61 @@ def step_costs(
 ) -> list[GroupCost]:
     """The cost of one step by tensor group, for ``num_tokens`` tokens of one sequence.
 
-    A weight that several nodes read counts once. An embedding counts the rows it reads. Norms are
-    ``other``, also where a product computes them.
+    A weight that several nodes read counts once. An embedding counts the rows it reads, and experts
+    those that so many tokens are expected to choose. Norms are ``other``, also where a product
+    computes them.
     """
     sizes = {"T": num_tokens, "N": 1, "N+1": 2, "R": num_logits, "S": 1, "L": context}
     named = dimension_names(graph_module.graph)
     flops: dict[str, float] = defaultdict(float)
-    recipes: dict[str, dict[WeightRecipe, int]] = defaultdict(dict)
+    recipes: dict[str, dict[WeightRecipe, float]] = defaultdict(dict)
     for node in graph_module.graph.nodes:
         operator = OPERATORS.get(node.target) if node.op == "call_function" else None
         if operator is None:
             continue
         arguments = map_arg(node.args, lambda argument: _concrete(argument, named, sizes))
         group = info(node).tensor_group or "other"
-        flops[group] += float(operator.cost(*arguments).flops)
+        products = _products(node)
+        for each in products or [group]:
+            flops[each] += float(operator.cost(*arguments).flops) / max(1, len(products))
         norm_weight = _norm_weight(node)
         for argument in node.all_input_nodes:
             facts = info(argument)
             if facts.role in (WEIGHT, CONSTANT) and facts.recipe is not None:
-                rows = num_tokens if group == "embedding" else facts.recipe.shape[0]
+                rows = rows_read(node, facts.recipe, num_tokens)
                 share = "other" if argument is norm_weight else group
+                if products:
+                    share = facts.tensor_group or "other"
                 flops.setdefault(share, 0.0)
                 recipes[share][facts.recipe] = rows
     return [_group_cost(group, recipes[group], flops[group]) for group in flops]
+
+
+def rows_read(node: Node, recipe: WeightRecipe, num_tokens: int) -> float:
+    """How many rows (of the first axis) of a weight a node reads in a step of so many tokens."""
+    if info(node).tensor_group == "embedding":
+        return num_tokens
+    top_k = _experts_of_a_token(node) if len(recipe.shape) > 2 else 0
+    count = recipe.shape[0]
+    return expected_experts(count, num_tokens, top_k) if top_k else count
+
+
+def _experts_of_a_token(node: Node) -> int:
+    """Of a node that chooses or is told them; 0 of others."""
+    if node.target is ops.experts.overload:
+        return int(node.args[5])  # type: ignore[arg-type]
+    for argument in node.all_input_nodes:
+        fake = argument.meta.get("val")
+        if isinstance(fake, torch.Tensor) and fake.dtype == torch.int64 and fake.dim() == 2:
+            return int(fake.shape[1])
+    return 0
+
+
+def _products(node: Node) -> list[str]:
+    """The tensor groups of the products of a block of experts, which are equally large."""
+    if node.target is not ops.experts.overload:
+        return []
+    return [info(weight).tensor_group or "other" for weight in node.args[2:5]]  # type: ignore[arg-type]
 
 
 def _norm_weight(node: Node) -> object:
@@ -66,14 +102,14 @@ def _norm_weight(node: Node) -> object:
     return ops.FusedArguments.of(node.args).norm_weight
 
 
-def _group_cost(group: str, recipes: dict[WeightRecipe, int], flops: float) -> GroupCost:
+def _group_cost(group: str, recipes: dict[WeightRecipe, float], flops: float) -> GroupCost:
     formats: dict[str, None] = {}
     num_weights = num_bytes = 0
     for recipe, rows in recipes.items():
         assert recipe.format is not None
-        shape = (rows, *recipe.shape[1:])
-        num_weights += torch.Size(shape).numel()
-        num_bytes += get_format(recipe.format).nbytes(shape)
+        share = rows / recipe.shape[0]
+        num_weights += round(share * math.prod(recipe.shape))
+        num_bytes += round(share * get_format(recipe.format).nbytes(recipe.shape))
         formats[recipe.format] = None
     return GroupCost(group, tuple(formats), num_weights, num_bytes, flops)
 

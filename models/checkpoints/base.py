@@ -85,15 +85,7 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
     """
     names = checkpoint.names
     for name, shape in expected.items():
-        if name not in names:
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {name} of shape {list(shape)} is missing"
-            )
-        if names[name].shape != tuple(shape):
-            raise CheckpointError(
-                f"{checkpoint.path}: tensor {shown(name)} has shape {list(names[name].shape)}; "
-                f"the configuration asks for {list(shape)}"
-            )
+        check_shape(checkpoint.path, name, names[name].shape if name in names else None, shape)
     extra = [name for name in names if name not in expected]
     if extra:
         shape = names[extra[0]].shape
@@ -101,6 +93,23 @@ def check_tensors(checkpoint: Checkpoint, expected: Mapping[str, tuple[int, ...]
         raise CheckpointError(
             f"{checkpoint.path}: tensor {shown(extra[0])} of shape {list(shape)}{more} is not "
             "part of the model that its configuration describes"
+        )
+
+
+def check_shape(
+    path: Path, name: str, found: tuple[int, ...] | None, expected: tuple[int, ...]
+) -> None:
+    """Refuse a tensor that is missing (None) or of another shape than the configuration's.
+
+    Raises:
+        CheckpointError: naming it and the shape it should have.
+    """
+    if found is None:
+        raise CheckpointError(f"{path}: tensor {shown(name)} of shape {list(expected)} is missing")
+    if found != tuple(expected):
+        raise CheckpointError(
+            f"{path}: tensor {shown(name)} has shape {list(found)}; "
+            f"the configuration asks for {list(expected)}"
         )
 
 

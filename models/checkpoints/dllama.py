@@ -172,6 +172,10 @@ def config_of(header: DllamaHeader, path: Path) -> ModelConfig:
         "tie_embeddings": False,
         **architecture.fixed,
     }
+    if header.num_experts:
+        values["num_experts"] = header.num_experts
+        values["experts_per_token"] = header.num_active_experts
+        values["expert_size"] = header.expert_size
     config: ModelConfig = (architecture.config or ModelConfig)(**values)
     return config
 

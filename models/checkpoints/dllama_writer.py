@@ -34,6 +34,11 @@ _CHUNK_VALUES = 1 << 22
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _EPSILONS = (1e-5, 1e-6)
 _WRITTEN_AS = {name: name for name in ARCHITECTURES.values()} | {"mistral": "llama"}
+_EXPERT_SIZES = {
+    "num_experts": "num_experts",
+    "num_active_experts": "experts_per_token",
+    "expert_size": "expert_size",
+}
 # What Llama 3.1 and 3.2 scale by; a GGUF file only has the factors that come of it.
 _KNOWN_SCALINGS = (
     Llama3Scaling(8.0, 1.0, 4.0, 8192),
@@ -83,9 +88,18 @@ def header_of(config: ModelConfig, weights: str, path: Path) -> DllamaHeader:
         rope_theta=int(theta),
         pairs_adjacent=model_type == "llama",
         scaling=_whole_scaling(config, path),
+        **_expert_sizes(config),
     )
     _check_nothing_is_lost(config, header, path)
     return header
+
+
+def _expert_sizes(config: ModelConfig) -> dict[str, int]:
+    return {
+        ours: getattr(config, theirs)
+        for ours, theirs in _EXPERT_SIZES.items()
+        if hasattr(config, theirs)
+    }
 
 
 def _check_nothing_is_lost(config: ModelConfig, header: DllamaHeader, path: Path) -> None:

@@ -27,12 +27,18 @@ class RandomCheckpoint:
     """Normal bfloat16 tensors around 0, norms around 1; see `models.checkpoints.base.Checkpoint`.
 
     Equal for equal ``shape``, tensor and type of device; another type of device has other values,
-    because its generator differs. ``expected``: shapes by tensor name.
+    because its generator differs. ``expected``: shapes by tensor name. ``offsets``: what the model
+    adds to a tensor, where it does; a norm's weights are around 1 with it.
     """
 
     def __init__(
-        self, shape: ShapeName, config: ModelConfig, expected: Mapping[str, tuple[int, ...]]
+        self,
+        shape: ShapeName,
+        config: ModelConfig,
+        expected: Mapping[str, tuple[int, ...]],
+        offsets: Mapping[str, float] | None = None,
     ) -> None:
+        self._offsets = offsets or {}
         self._shape = shape
         self.path = Path(str(shape))
         self.files: tuple[Path, ...] = ()
@@ -58,7 +64,7 @@ class RandomCheckpoint:
         device = torch.get_default_device()
         generator = torch.Generator(device)
         generator.manual_seed(self._seed(name, device.type))
-        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        mean = 1.0 - self._offsets.get(name, 0.0) if name.endswith("norm.weight") else 0.0
         values = torch.empty(self.names[name].shape, dtype=_DTYPE, device=device)
         values.normal_(mean, STD, generator=generator)
         if rows is None:

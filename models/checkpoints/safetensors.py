@@ -27,6 +27,7 @@ from models.checkpoints.base import (
     unknown_tensor,
 )
 from models.checkpoints.json_file import read_json
+from models.checkpoints.pieces import Piece, View, expert_views, merged_type
 from models.checkpoints.shards import INDEX, find_shards
 from models.config import ModelConfig
 
@@ -54,7 +55,8 @@ class SafetensorsCheckpoint:
         self._shard_of: dict[str, str] = {}
         self.names: dict[str, TensorMeta] = {}
         self._stored_name: dict[str, str] = {}
-        self._has_parts = architecture_of(self.config.model_type).text_config
+        architecture = architecture_of(self.config.model_type)
+        self._has_parts, self._experts = architecture.text_config, architecture.experts
         for shard in self._shards:
             self._read_names(shard)
         for stored, shard in expected.items():
@@ -67,6 +69,7 @@ class SafetensorsCheckpoint:
                 raise CheckpointError(
                     f"{path / shard}: tensor {shown(name)}, which {INDEX} lists, is missing"
                 )
+        self._views = self._make_views()
         self._settle_head(says="tie_word_embeddings" in values)
 
     @property
@@ -81,15 +84,30 @@ class SafetensorsCheckpoint:
     def get(self, name: str, rows: slice | None = None) -> Tensor:
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
-        file = self._files[self._shard_of[name]]
         shape = self.names[name].shape
+        start, stop = row_range(rows, shape[0]) if shape else (0, 0)
+        if name not in self._views:
+            return self._read(name, start, stop)
+        view = self._views[name]
+        parts = [self._read_piece(piece) for piece in view.rows(start, stop)]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+        return joined.reshape(stop - start, *shape[1:])
+
+    def _read(self, name: str, start: int, stop: int, expert: int | None = None) -> Tensor:
+        """Rows of a stored tensor, or of one expert's share of it; a scalar whole."""
+        file = self._files[self._shard_of[name]]
         try:
-            if not shape:
+            view = file.get_slice(self._stored_name[name])
+            if not view.get_shape():
                 return _owned(file.get_tensor(self._stored_name[name]))
-            start, stop = row_range(rows, shape[0])
-            return _owned(file.get_slice(self._stored_name[name])[start:stop])
+            if expert is None:
+                return _owned(view[start:stop])
+            return _owned(view[expert : expert + 1, start:stop])[0]
         except (SafetensorError, OSError) as error:
             raise _unreadable(self.path / self._shard_of[name], error) from None
+
+    def _read_piece(self, piece: Piece) -> Tensor:
+        return self._read(piece.tensor, piece.first, piece.stop, piece.expert)
 
     def content_hash(self) -> str:
         headers = [_header_of(self.path / "config.json", whole=True)]
@@ -120,6 +138,24 @@ class SafetensorsCheckpoint:
             self.names[name] = TensorMeta(shape, dtype, nbytes)
             self._shard_of[name] = shard
             self._stored_name[name] = stored
+
+    def _make_views(self) -> dict[str, View]:
+        """The experts that the file has in another way than the architecture asks for; ``names``
+        then has theirs.
+        """
+        if not self._experts:
+            return {}
+        config: Any = self.config
+        shapes = {name: meta.shape for name, meta in self.names.items()}
+        views = expert_views(config, shapes, together=self._experts == "together", path=self.path)
+        parts = {piece.tensor for view in views.values() for piece in view.pieces}
+        stored = {name: self.names.pop(name) for name in parts}
+        for name, view in views.items():
+            dtype = merged_type({stored[piece.tensor].dtype for piece in view.pieces})
+            rows = sum(piece.stop - piece.first for piece in view.pieces)
+            size = _ELEMENT_BYTES[stored[view.pieces[0].tensor].dtype]
+            self.names[name] = TensorMeta(view.shape, dtype, rows * view.shape[-1] * size)
+        return views
 
     def _name_of(self, stored: str) -> str | None:
         """What a tensor of the text model is called by itself; None for those of other parts."""

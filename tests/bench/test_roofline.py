@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -22,7 +23,9 @@ from compiler.bench.roofline import (
 )
 from compiler.driver import Compiled, compile_model
 from compiler.ir.info import info, set_info
+from compiler.ops.moe import expected_experts
 from compiler.targets.base import CompileOptions, get_target
+from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.tiny import lowered, precision_of, tiny_model
 
 CEILINGS = Ceilings("made up", (90.0, 100.0, 1000.0), (2000.0, 1000.0, 1.0), "bf16")
@@ -108,7 +111,7 @@ def cuda_work(weights: str, **changes: Any) -> Work:
         num_logits=2,
         target=get_target("cuda"),
         compute="fast",
-        state_bytes=lambda positions: 7 * positions,
+        state_bytes=lambda positions, sequences: 7 * positions,
     )
 
 
@@ -141,12 +144,41 @@ def test_a_window_bounds_what_is_kept() -> None:
             num_logits=1,
             target=get_target("cuda"),
             compute="fast",
-            state_bytes=lambda positions: 1000 * positions,
+            state_bytes=lambda positions, sequences: 1000 * positions,
         )
         return work.bytes_by_part[STATE]
 
     assert cache(3) == pytest.approx(3000)
     assert cache(100) == pytest.approx(500 * 4 + 500 * 100)
+
+
+def test_experts_count_as_chosen_and_memories_twice() -> None:
+    model = make_hybrid()
+    graph, _ = lowered(model, target="cpu", precision=precision_of("fp32"))
+
+    def parts(batch: int) -> Mapping[str, float]:
+        work = step_work(
+            graph,
+            num_tokens=batch,
+            batch=batch,
+            context=10,
+            attended=10,
+            num_logits=batch,
+            target=get_target("cpu"),
+            compute="exact",
+            state_bytes=lambda positions, sequences: 256 * positions,
+        )
+        return work.bytes_by_part
+
+    an_expert = 4 * 24 * 32
+    layers, gate_and_up = 4, 2
+    for batch in (1, 3):
+        chosen = expected_experts(6, batch, 2)
+        wanted = layers * gate_and_up * chosen * an_expert
+        assert parts(batch)["experts_ff1_3"] == pytest.approx(wanted)
+        assert parts(batch)["experts_ff2"] == pytest.approx(wanted / gate_and_up)
+        memory = 3 * 4 * (128 * 3 + 4 * 16 * 16)
+        assert parts(batch)[STATE] == pytest.approx(batch * (2 * memory + 10 * 256))
 
 
 def test_products_in_their_order() -> None:

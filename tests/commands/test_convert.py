@@ -21,8 +21,12 @@ from compiler.precision import load_precision
 from compiler.targets.base import CompileOptions
 from models import load_model
 from models.checkpoints import dllama_writer
+from tests import gguf_models
 from tests.commands.conftest import Refused
+from tests.models.conftest import add_tokenizer
+from tests.models.test_experts_dllama import model_of
 from tests.tiny import prefill, random_tokens
+from tests.twins import twin_of
 
 SCRIPT = Path(__file__).resolve().parents[2] / "demo" / "convert.py"
 MODEL, TOKENIZER = "dllama_model_tiny_{}.m", "dllama_tokenizer_tiny.t"
@@ -200,3 +204,33 @@ def test_the_script_from_another_folder(tiny_gguf: Path, tmp_path: Path) -> None
     again = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert again.returncode == 2 and again.stdout == ""
     assert len(again.stderr.splitlines()) == 1 and "exists and is not empty" in again.stderr
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q4_0"])
+def test_experts_of_a_gguf_file(kind: str, tmp_path: Path, run: Callable[..., str]) -> None:
+    """Stacked there, one by one here; blocks as they are."""
+    path = gguf_models.write(model_of(), tmp_path / "tiny.gguf", kind=kind, extra=add_tokenizer)
+    said = run("convert", path, "-o", tmp_path / "out")
+    assert MODEL.format("q40") in said
+    source, found = load_model(path), load_model(tmp_path / "out")
+    assert found.config.model_type == "qwen3_moe" and found.config == source.config
+    for tensor in source.checkpoint.names:
+        values = source.checkpoint.get(tensor)
+        is_router = tensor.endswith("mlp.gate.weight")
+        if kind == "F32" and values.ndim == 2 and "embed" not in tensor and not is_router:
+            values = get_format("q40").round_trip(values)
+        assert torch.equal(found.checkpoint.get(tensor), values), tensor
+
+
+def test_experts_of_a_folder(tiny_folder: Path, tmp_path: Path, run: Callable[..., str]) -> None:
+    model, folder = model_of(), tmp_path / "moe"
+    twin_of(model.config, model.checkpoint.tensors).save_pretrained(folder)
+    ends = {"eos_token": "<|im_end|>", "bos_token": "<|start|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(ends))
+    shutil.copy(tiny_folder / "tokenizer.json", folder)
+    (folder / "generation_config.json").unlink()
+    run("convert", folder, "-o", tmp_path / "out", "--weights", "f32")
+    found = load_model(tmp_path / "out")
+    assert (tmp_path / "out" / "dllama_model_moe_f32.m").is_file()
+    for name, tensor in model.checkpoint.tensors.items():
+        assert torch.equal(found.checkpoint.get(name), tensor), name

@@ -319,3 +319,28 @@ def test_a_large_tensor_is_never_whole_in_memory(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sink.longest <= 1 << 24 and peak < 50 << 20
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"])
+def test_blocks_of_a_gguf_file_that_no_quantiser_makes_are_kept(
+    name: str, tmp_path: Path, make_llama: Callable[..., Any], write_gguf: Callable[..., Path]
+) -> None:
+    """Rows change places in both files, and whole blocks with them."""
+    path = write_gguf(tmp_path / "m.gguf", make_llama(), "Q4_0")
+    theirs = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k"}.get(name, "ffn_down")
+    reader = gguf.GGUFReader(path).tensors
+    (tensor,) = [each for each in reader if each.name == f"blk.1.{theirs}.weight"]
+    odd = np.float16(0.5).tobytes() + bytes([0x99] * 16)
+    data = bytearray(path.read_bytes())
+    at = tensor.data_offset + 5 * tensor.n_bytes // tensor.data.shape[0]
+    data[at : at + 18] = odd
+    path.write_bytes(data)
+    source = GGUFCheckpoint(path)
+    (tmp_path / "m.m").write_bytes(written(source, "Q4_0"))
+    full = f"model.layers.1.{name}.weight"
+    found = DllamaCheckpoint(tmp_path / "m.m")
+    dtype, blocks = found.stored(full)
+    assert dtype == "Q4_0" and blocks.tobytes().count(odd) == 1
+    assert torch.equal(found.get(full), source.get(full))
+    row = int((source.get(full)[:, :32] == 0.5).all(dim=1).nonzero().item())
+    assert (row == 5) == ("attn" not in name)

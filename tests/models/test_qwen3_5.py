@@ -21,6 +21,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         **{"output_bias": True, "delta": DeltaShape(4, 4, 8, 16, 2)},
     },
 }
+ON_CUDA: dict[str, Any] = {
+    **{name: size for name, size in SIZES.items() if "expert" not in name},
+    **{"num_layers": 2, "linear_layers": (True, False), "intermediate_size": 32},
+    **{"delta": DeltaShape(2, 2, 16, 8, 4), "shared_size": 0},
+}
 
 TWIN = Twin(transformers.Qwen3_5TextConfig, transformers.Qwen3_5ForCausalLM, delta_keys)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import transformers
 
+from models.gated_delta_net import DeltaShape
 from tests import architecture_checks as checks
 from tests.models.test_qwen3_5_moe import SIZES, moe_keys
 from tests.models.test_qwen3_moe import stacked
@@ -16,6 +17,12 @@ from tests.twins import Twin, assert_eager_equals_twin
 SHAPES: dict[str, dict[str, Any]] = {
     "as_published": {},
     "with_a_dense_layer": {"dense_layers": (1,)},
+}
+
+ON_CUDA: dict[str, Any] = {
+    **SIZES,
+    **{"num_layers": 1, "linear_layers": (True,), "delta": DeltaShape(1, 1, 8, 8, 2)},
+    **{"num_experts": 3, "expert_size": 16, "shared_size": 16},
 }
 
 

@@ -5,16 +5,23 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from compiler.bench.perf_md import _MODELS
+from compiler.driver import compile_model
 from compiler.errors import CheckpointError
+from compiler.precision import load_precision
+from compiler.targets.base import CompileOptions
 from models import ShapeName, find_model, find_model_or_shape, load_model
 from models.architectures import model_types
 from models.config import Llama3Scaling, ModelConfig
+from models.gated_delta_net import DeltaShape
 from models.rope import LongRopeScaling
 from models.shapes import SHAPES, parse_shape_name, shape_config, shape_names
+from models.sources import TensorSource
+from tests.tiny import prefill, random_tokens
 
 # Parameters as the models' cards and safetensors headers count them.
 PUBLISHED = {
@@ -28,6 +35,13 @@ PUBLISHED = {
     "phi-3-mini-128k": 3_821_079_552,
     "phi-3.5-mini": 3_821_079_552,
     "qwen3-8b": 8_190_735_360,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3.5-35b-a3b": 34_660_610_688,  # of the text part, without the layer that drafts
+}
+# Their context, where it is not 131,072.
+POSITIONS = {
+    **{"llama-2-70b": 4096, "qwen3-8b": 40960, "qwen3-30b-a3b": 40960},
+    "qwen3.5-35b-a3b": 262144,
 }
 
 
@@ -36,8 +50,7 @@ def test_a_shape_has_the_published_number_of_weights(name: str, count: int) -> N
     model = load_model(f"shape:{name}")
     assert sum(weight.numel() for weight in model.module.parameters()) == count
     assert all(weight.is_meta for weight in model.module.parameters())
-    shorter = {"llama-2-70b": 4096, "qwen3-8b": 40960}
-    assert model.config.max_positions == shorter.get(name, 131072)
+    assert model.config.max_positions == POSITIONS.get(name, 131072)
     assert sum(meta.nbytes for meta in model.checkpoint.names.values()) == 2 * count
 
 
@@ -66,7 +79,7 @@ def test_every_listed_shape_is_read_and_named(name: str) -> None:
     assert config.vocab_size >= 256, "the tokenizer's bytes need as many ids"
 
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - {"llama-2-70b", "qwen3-8b"}))
+@pytest.mark.parametrize("name", sorted(PUBLISHED.keys() - POSITIONS.keys()))
 def test_display_names_are_those_of_published_rows(name: str) -> None:
     assert str(SHAPES[name]["_name_or_path"]) in _MODELS
 
@@ -140,3 +153,44 @@ def test_finding_a_shape_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_the_mixtures_are_the_published_ones() -> None:
+    model = load_model("shape:qwen3.5-35b-a3b")
+    config: Any = model.config
+    assert len(model.checkpoint.names) == 693
+    assert config.linear_layers == (True, True, True, False) * 10
+    assert config.delta == DeltaShape(16, 32, 128, 128, 4)
+    assert (config.rope.theta, config.rope.num_rotated) == (1e7, 64)
+    assert (config.num_experts, config.experts_per_token, config.shared_size) == (256, 8, 512)
+    shape = model.checkpoint.names["model.layers.39.mlp.experts.gate_up_proj"].shape
+    assert shape == (256, 1024, 2048) and config.renormalise
+    plain: Any = shape_config(ShapeName("qwen3-30b-a3b"))
+    assert (plain.num_experts, plain.experts_per_token, plain.expert_size) == (128, 8, 768)
+    assert plain.num_sparse == plain.num_layers == 48 and plain.renormalise
+    assert plain.shared_size == 0
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-hybrid"])
+def test_norms_of_random_weights_are_around_one_as_they_are_used(name: str) -> None:
+    """Also where a checkpoint has their difference from one."""
+    model = load_model(f"shape:{name}")
+    module: Any = model.module
+    sources = module.sources()
+    for parameter, _ in module.named_parameters():
+        if parameter.endswith("norm.weight"):
+            source = sources.get(parameter, TensorSource(parameter))
+            values = model.checkpoint.get(source.tensor).float() + source.offset
+            assert abs(values.mean() - 1) < 0.05, parameter
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-hybrid"])
+def test_the_tiny_mixtures_generate(name: str) -> None:
+    compiled = compile_model(
+        load_model(f"shape:{name}"),
+        load_precision("bf16"),
+        target="reference",
+        options=CompileOptions(max_batch=1, max_context=32),
+    )
+    logits = prefill(compiled.executable, random_tokens(9, vocab_size=512), [4, 5])
+    assert logits.isfinite().all() and logits.std() > 0.01

@@ -5,19 +5,26 @@ Nothing is compiled and no weight is read.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from compiler.driver import CompilableModel, resolve_precision
+from compiler.ops.moe import expected_experts
 from compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
-from compiler.targets.base import get_target
+from compiler.targets.base import Holding, Target, get_target
+
+EXPERTS = "experts_"
+"""How the names of the groups begin whose weights a step reads in part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix ``[out, in]``: the module it belongs to, its group, its layer if it is in one."""
+    """A matrix ``[out, in]``, or one of each expert ``[E, out, in]``: the module it belongs to, its
+    group, its layer if it is in one.
+    """
 
     fqn: str
     shape: tuple[int, ...]
@@ -55,14 +62,7 @@ class SweptModel:
         backend = get_target(target)
         found: dict[tuple[str, int | None, str], int] = defaultdict(int)
         for weight in self.weights:
-            holding = backend.holding(
-                weight.shape,
-                precision.format(weight.group, layer=weight.layer, fqn=weight.fqn),
-                block_axis=precision.block_axis,
-                group=weight.group,
-                compute=compute,
-                fidelities=_fidelities(precision, weight),
-            )
+            holding = holding_of(weight, precision, backend, compute)
             found[weight.group, weight.layer, holding.kind] += holding.num_bytes
         return dict(found)
 
@@ -72,30 +72,69 @@ def total_bytes(held: Mapping[tuple[str, int | None, str], int]) -> int:
     return sum(held.values())
 
 
-def step_bytes(held: Mapping[tuple[str, int | None, str], int]) -> dict[str, int]:
-    """What a decode step reads of `SweptModel.held_bytes`, by kind: of an embedding a row only."""
+def step_bytes(
+    held: Mapping[tuple[str, int | None, str], int], experts: float = 1.0
+) -> dict[str, int]:
+    """What a decode step reads of `SweptModel.held_bytes`, by kind: of an embedding a row only, of
+    experts that share.
+    """
     found: dict[str, int] = defaultdict(int)
     for (group, _, kind), num_bytes in held.items():
         if group != "embedding":
-            found[kind] += num_bytes
+            found[kind] += round(num_bytes * (experts if group.startswith(EXPERTS) else 1.0))
     return dict(found)
+
+
+def experts_share(model: CompilableModel, batch: int) -> float:
+    """The share of the experts that a decode step of so many sequences is expected to read, were
+    all equally likely; 1 where there are none.
+    """
+    count = getattr(model.config, "num_experts", 0)
+    if not count:
+        return 1.0
+    chosen = int(model.config.experts_per_token)
+    return expected_experts(count, batch, chosen) / count
+
+
+def weights_of(model: CompilableModel) -> tuple[Weight, ...]:
+    """The weights that belong to a group, in the order of the model; of a tied one both uses."""
+    groups: Mapping[str, str] = model.module.tensor_groups
+    weights = []
+    for fqn, module in model.module.named_modules():
+        weight = getattr(module, "weight", None)
+        group = next((name for glob, name in groups.items() if fnmatchcase(fqn, glob)), None)
+        if weight is not None and weight.dim() >= 2 and group is not None:
+            weights.append(Weight(fqn, tuple(weight.shape), group, layer_of(fqn)))
+    return tuple(weights)
+
+
+def holding_of(
+    weight: Weight, precision: ResolvedPrecision, target: Target, compute: str
+) -> Holding:
+    """How a target keeps a weight; every expert's is kept as it would be alone.
+
+    Raises:
+        CompileError: for a weight this target cannot hold.
+    """
+    held = target.holding(
+        weight.shape[-2:],
+        precision.format(weight.group, layer=weight.layer, fqn=weight.fqn),
+        block_axis=precision.block_axis,
+        group=weight.group,
+        compute=compute,
+        fidelities=_fidelities(precision, weight),
+    )
+    return Holding(held.kind, held.num_bytes * math.prod(weight.shape[:-2]))
 
 
 def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
     """The view of a loaded model."""
-    groups: Mapping[str, str] = loaded.module.tensor_groups
-    weights = []
-    for fqn, module in loaded.module.named_modules():
-        weight = getattr(module, "weight", None)
-        group = next((name for glob, name in groups.items() if fnmatchcase(fqn, glob)), None)
-        if weight is not None and weight.dim() == 2 and group is not None:
-            weights.append(Weight(fqn, tuple(weight.shape), group, _layer(fqn)))
     return SweptModel(
         argument=argument,
         name=loaded.name,
         content_hash=loaded.checkpoint.content_hash(),
         num_layers=loaded.config.num_layers,
-        weights=tuple(weights),
+        weights=weights_of(loaded),
         loaded=loaded,
     )
 
@@ -112,5 +151,6 @@ def _fidelities(precision: ResolvedPrecision, weight: Weight) -> tuple[str, str]
     return found[0], found[1]
 
 
-def _layer(fqn: str) -> int | None:
+def layer_of(fqn: str) -> int | None:
+    """The layer that a module is in."""
     return next((int(part) for part in fqn.split(".") if part.isdigit()), None)

@@ -13,7 +13,7 @@ from compiler.bench.cases import CASES, PRECISIONS, check_case
 from compiler.bench.record import check_plain
 from compiler.bench.sweep.cell import Cell
 from compiler.bench.sweep.levels import Level, Part, assign
-from compiler.bench.sweep.model import SweptModel, step_bytes, total_bytes
+from compiler.bench.sweep.model import SweptModel, experts_share, step_bytes, total_bytes
 from compiler.devices import BOARDS, DEVICES
 from compiler.errors import ConfigError, allowed
 from compiler.precision import PrecisionConfig, load_precision
@@ -184,7 +184,7 @@ def _cell(entry: Entry, measures: Measures) -> Cell:
         compute="exact" if measures.compute == "exact" else "fast",
         threads=measures.threads,
         weight_bytes=total_bytes(held),
-        step_bytes=step_bytes(held),
+        step_bytes=step_bytes(held, experts_share(model.loaded, CASES[SPEED_CASE].batch_size)),
         part=entry.part,
         is_kept=entry.is_timed,
     )

@@ -1,0 +1,160 @@
+"""Tensors that a container has together, or apart, under the names that an architecture asks for.
+
+It knows the three ways in which experts are stored. It reads no files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compiler.errors import CheckpointError
+from models.checkpoints.base import check_shape
+
+if TYPE_CHECKING:
+    from models.moe import MoeConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows ``[first, stop)`` of the container's ``tensor``: of one ``expert``'s, where it has three
+    axes.
+    """
+
+    tensor: str
+    first: int
+    stop: int
+    expert: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor ``shape``, made of ``pieces`` below one another; rows are counted over all axes but
+    the last.
+    """
+
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    def rows(self, start: int, stop: int) -> Iterator[Piece]:
+        """The pieces of rows ``[start, stop)`` of the first axis."""
+        inner = math.prod(self.shape[1:-1])
+        low, high = start * inner, stop * inner
+        for piece in self.pieces:
+            first, last = max(low, 0), min(high, piece.stop - piece.first)
+            if first < last:
+                yield Piece(piece.tensor, piece.first + first, piece.first + last, piece.expert)
+            low -= piece.stop - piece.first
+            high -= piece.stop - piece.first
+
+
+def expert_views(
+    config: MoeConfig, stored: Mapping[str, Shape], *, together: bool, path: Path
+) -> dict[str, View]:
+    """The tensors of experts that ``stored`` has in another way than they are asked for.
+
+    They are asked for ``together``, as ``experts.gate_up_proj`` and ``experts.down_proj``, or
+    apart, as ``experts.0.gate_proj.weight``; a container may also have ``experts.gate_proj`` and
+    ``experts.up_proj``. Nothing is said of layers whose experts are stored as they are asked for,
+    or not at all.
+
+    Raises:
+        CheckpointError: naming ``path``, for a tensor that is missing or of another shape.
+    """
+    found: dict[str, View] = {}
+    for layer in range(config.num_layers):
+        if layer in config.dense_layers:
+            continue
+        block = f"model.layers.{layer}.mlp.experts"
+        stacked = _stacked(block, config, stored)
+        if stacked:
+            _check(stacked, stored, path)
+            if not together:
+                found |= _apart(block, config, stacked)
+            elif f"{block}.gate_proj" in stacked:
+                names = f"{block}.gate_proj", f"{block}.up_proj"
+                found[f"{block}.gate_up_proj"] = _interleaved(config, names)
+        elif together and f"{block}.0.gate_proj.weight" in stored:
+            _check(_names_apart(block, config), stored, path)
+            found |= _together(block, config)
+    for name in found:
+        if name in stored:
+            raise CheckpointError(f"{path}: tensor {name} stands twice, with others and alone")
+    return found
+
+
+def _stacked(block: str, config: MoeConfig, stored: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The tensors that hold all experts of a layer, and their shapes; none where they are apart."""
+    count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+    if f"{block}.gate_up_proj" in stored:
+        names = {f"{block}.gate_up_proj": (count, 2 * inner, hidden)}
+    elif f"{block}.gate_proj" in stored or f"{block}.up_proj" in stored:
+        names = dict.fromkeys((f"{block}.gate_proj", f"{block}.up_proj"), (count, inner, hidden))
+    elif f"{block}.down_proj" in stored:
+        names = {f"{block}.gate_up_proj": (count, 2 * inner, hidden)}
+    else:
+        return {}
+    return {**names, f"{block}.down_proj": (count, hidden, inner)}
+
+
+def _names_apart(block: str, config: MoeConfig) -> dict[str, Shape]:
+    hidden, inner = config.hidden_size, config.expert_size
+    shapes = {
+        "gate_proj": (inner, hidden),
+        "up_proj": (inner, hidden),
+        "down_proj": (hidden, inner),
+    }
+    return {
+        f"{block}.{expert}.{part}.weight": shape
+        for expert in range(config.num_experts)
+        for part, shape in shapes.items()
+    }
+
+
+def _check(expected: Mapping[str, Shape], stored: Mapping[str, Shape], path: Path) -> None:
+    for name, shape in expected.items():
+        check_shape(path, name, stored.get(name), shape)
+
+
+def _apart(block: str, config: MoeConfig, stacked: Mapping[str, Shape]) -> dict[str, View]:
+    """Every product of every expert, out of what holds them all."""
+    inner, found = config.expert_size, {}
+    for name, shape in _names_apart(block, config).items():
+        expert, part = name.removeprefix(f"{block}.").removesuffix(".weight").split(".")
+        tensor, first = f"{block}.{part}", 0
+        if tensor not in stacked:
+            tensor, first = f"{block}.gate_up_proj", inner * (part == "up_proj")
+        piece = Piece(tensor, first, first + shape[0], int(expert))
+        found[name] = View(shape, (piece,))
+    return found
+
+
+def _interleaved(config: MoeConfig, names: tuple[str, ...]) -> View:
+    """Every expert's rows of each of the tensors in turn."""
+    count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+    pieces = (Piece(name, 0, inner, expert) for expert in range(count) for name in names)
+    return View((count, len(names) * inner, hidden), tuple(pieces))
+
+
+def _together(block: str, config: MoeConfig) -> dict[str, View]:
+    count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+    halves = [
+        Piece(f"{block}.{expert}.{part}.weight", 0, inner)
+        for expert in range(count)
+        for part in ("gate_proj", "up_proj")
+    ]
+    downs = [Piece(f"{block}.{expert}.down_proj.weight", 0, hidden) for expert in range(count)]
+    return {
+        f"{block}.gate_up_proj": View((count, 2 * inner, hidden), tuple(halves)),
+        f"{block}.down_proj": View((count, hidden, inner), tuple(downs)),
+    }
+
+
+def merged_type(types: set[str]) -> str:
+    """What the type of a view is called: that of its pieces, or all of theirs."""
+    return "+".join(sorted(types))

@@ -1,0 +1,76 @@
+"""The byte plan that ``run`` and ``compile`` print before they compile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiler.cli import main
+from compiler.driver import COMPUTE_MODES
+from compiler.errors import CompileError
+
+RUN = ["--prompt", "a", "--max-generated-tokens", "3", "--repeat-batches", "1", "--no-results"]
+SHOWN = {
+    "tiny": ["wqkv", "ff1_3", "kv_cache", "total"],
+    "tiny-moe": ["router", "experts_ff1_3", "experts_ff2", "kv_cache", "total"],
+    "tiny-hybrid": ["delta_in", "delta_gates", "delta_out", "shared_ff2", "kv_cache", "memory"],
+}
+
+
+def said(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
+    """Beside what the command is asked for."""
+    assert main(argv) == 0
+    out, err = capfd.readouterr()
+    assert "bytes of" not in out and "moved a step" not in out
+    return err
+
+
+@pytest.mark.parametrize("shape", SHOWN)
+def test_a_run_prints_it_beside_its_text(shape: str, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["run", "--model", f"shape:{shape}", "--target", "reference", "--batch-size", "2", *RUN]
+    plan = said(argv, capfd)
+    assert "on reference, performance" in plan and "2 sequences of" in plan
+    for group in SHOWN[shape]:
+        assert f"│ {group} " in plan
+    assert ("% of the experts" in plan) == (shape != "tiny")
+    assert ("bytes a sequence, whatever its length" in plan) == (shape == "tiny-hybrid")
+
+
+def test_it_comes_before_anything_is_compiled(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise CompileError("stopped here")
+
+    monkeypatch.setattr("compiler.commands.measure.compile_for", stop)
+    assert main(["run", "--model", "shape:tiny-moe", "--target", "reference", *RUN]) == 2
+    _, err = capfd.readouterr()
+    assert err.index("experts_ff1_3") < err.index("tilewright: stopped here\n")
+
+
+def test_compile_prints_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = ["compile", "shape:tiny-moe", "-o", str(tmp_path / "out"), "--target", "reference"]
+    out = said(argv, capfd)
+    assert "│ experts_ff2 " in out and "1 sequence of 2,048 positions" in " ".join(out.split())
+
+
+def test_what_is_compiled_already_has_none(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "out")
+    said(["compile", "shape:tiny", "-o", folder, "--target", "reference"], capfd)
+    assert "bytes of" not in said(["run", "--model", folder, *RUN], capfd)
+
+
+@pytest.mark.parametrize("compute", COMPUTE_MODES)
+def test_layers_of_their_own(compute: str, capfd: pytest.CaptureFixture[str]) -> None:
+    precision = (
+        "precision_cfg = {experts_ff1_3: q40, experts_ff2: bf16, shared_ff2: fp32, delta_in: q80}, "
+        "layer_cfg = {1: {experts_ff1_3: bf16}}"
+    )
+    argv = ["run", "--model", "shape:tiny-hybrid", "--target", "reference", "--compute", compute]
+    out = " ".join(said([*argv, "--precision", precision, *RUN], capfd).split())
+    assert "│ experts_ff1_3 │ q40, bf16 │" in out and "│ experts_ff2 │ bf16 │" in out
+    assert "│ shared_ff2 │ fp32 │" in out and "│ delta_in │ q80 │" in out

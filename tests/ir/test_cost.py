@@ -1,0 +1,51 @@
+"""What a step must read and compute: of experts, those that its tokens are expected to choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from compiler.bench.roofline import weight_bytes
+from compiler.ir.cost import GroupCost, step_costs
+from compiler.targets.base import get_target
+from tests.models.test_experts_gguf import make
+from tests.tiny import lowered, precision_of
+
+
+def costs(kind: str, target: str, num_tokens: int) -> dict[str, GroupCost]:
+    graph_module, _ = lowered(make(kind), target=target, precision=precision_of("bf16"))
+    found = step_costs(graph_module, num_tokens=num_tokens, context=16)
+    return {cost.group: cost for cost in found}
+
+
+@pytest.mark.parametrize("target", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("num_tokens", [1, 3, 1000])
+def test_experts_count_as_often_as_they_are_expected(
+    kind: str, target: str, num_tokens: int
+) -> None:
+    config: Any = make(kind).config
+    found = costs(kind, target, num_tokens)
+    count, chosen = config.num_experts, config.experts_per_token
+    read = count * (1 - (1 - chosen / count) ** num_tokens)
+    matrix = config.num_layers * config.expert_size * config.hidden_size
+    assert found["experts_ff2"].num_weights == pytest.approx(read * matrix, abs=20)
+    assert found["experts_ff1_3"].num_weights == pytest.approx(2 * read * matrix, abs=20)
+    assert found["experts_ff1_3"].weight_bytes == pytest.approx(4 * read * matrix, abs=20)
+    assert found["experts_ff2"].flops == 2 * num_tokens * chosen * matrix
+    assert found["embedding"].num_weights == num_tokens * config.hidden_size
+    if config.shared_size:
+        shared = config.num_layers * config.shared_size * config.hidden_size
+        assert found["shared_ff2"].num_weights == shared
+
+
+def test_so_do_the_bytes_that_a_device_reads() -> None:
+    graph_module, _ = lowered(make("qwen3_moe"), target="reference")
+    target = get_target("reference")
+    one, many = (
+        weight_bytes(graph_module, num_tokens=tokens, target=target, compute="exact")
+        for tokens in (1, 10_000)
+    )
+    assert one["experts_ff2"] == pytest.approx(many["experts_ff2"] * 2 / 6)
+    assert one["wqkv"] == many["wqkv"]
