@@ -87,6 +87,23 @@ def concatenate(recipes: list[WeightRecipe]) -> WeightRecipe:
     return dataclasses.replace(first, segments=segments, shape=(rows, *first.shape[1:]))
 
 
+def cut(recipe: WeightRecipe, first: int, last: int) -> tuple[Segment, ...]:
+    """The segments that rows ``[first, last)`` of a recipe are made of: of one expert's, say."""
+    found, start = [], 0
+    for segment in recipe.segments:
+        low, high = max(first - start, 0), min(last - start, segment.num_rows)
+        start += segment.num_rows
+        if low >= high:
+            continue
+        if (low, high) != (0, segment.num_rows):
+            assert segment.permutation is None, "rows of a permuted segment are not cut"
+            begin = segment.rows[0] if segment.rows is not None else 0
+            rows = (begin + low, begin + high)
+            segment = dataclasses.replace(segment, num_rows=high - low, rows=rows)
+        found.append(segment)
+    return tuple(found)
+
+
 def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     """Everything but the format: the float32 tensor the recipe describes.
 

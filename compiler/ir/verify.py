@@ -54,7 +54,7 @@ def verify_precision(graph_module: GraphModule) -> None:
         facts = info(node)
         if facts.role in (WEIGHT, CONSTANT):
             assert facts.recipe is not None and facts.recipe.format, f"{facts.fqn}: no format"
-    experts = (ops.expert_linear,)
+    experts = ops.expert_linear, ops.fused_expert_linear
     with_compute = ops.linear, ops.fused_linear, *experts, ops.attention
     for node in find_calls(graph_module.graph, *with_compute):
         assert info(node).compute is not None, f"{info(node).fqn}: no fidelity"

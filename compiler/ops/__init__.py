@@ -23,7 +23,14 @@ from compiler.ops.dense import (
     swiglu,
     swiglu_packed,
 )
-from compiler.ops.fused import FusedArguments, fused_linear
+from compiler.ops.fused import (
+    DeltaNormArguments,
+    FusedArguments,
+    FusedExpertArguments,
+    delta_rule_norm_step,
+    fused_expert_linear,
+    fused_linear,
+)
 from compiler.ops.library import OPERATORS, Cost, Operator
 from compiler.ops.moe import expert_linear, experts, router
 from compiler.ops.rounding import round_q80
@@ -32,7 +39,9 @@ from compiler.ops.sample import SamplingBatch, sample, uniform
 __all__ = [
     "OPERATORS",
     "Cost",
+    "DeltaNormArguments",
     "FusedArguments",
+    "FusedExpertArguments",
     "Operator",
     "RopeAttentionArguments",
     "SamplingBatch",
@@ -41,9 +50,11 @@ __all__ = [
     "attention_step",
     "causal_conv1d",
     "causal_conv1d_step",
+    "delta_rule_norm_step",
     "embedding",
     "expert_linear",
     "experts",
+    "fused_expert_linear",
     "fused_linear",
     "gated_delta_rule",
     "gated_delta_rule_step",

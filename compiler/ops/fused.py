@@ -1,7 +1,8 @@
 """The fused dialect: one product with what may stand before and after it, for targets that run all
 of it in one kernel. Passes make it of the plain op set; models never call it.
 
-Legend: T tokens, C channels, O outputs (of the weight), P results: O, or O / 2 after SwiGLU.
+Legend: T tokens, C channels, O outputs (of the weight), P results: O, or O / 2 after SwiGLU; K
+experts of a token; H value heads, V size of a value.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from compiler.ops.dense import linear, rms_norm, swiglu_packed
+from compiler.ops.delta_rule import gated_delta_rule_step
+from compiler.ops.dense import linear, rms_norm, sigmoid_gate, swiglu, swiglu_packed
 from compiler.ops.library import Cost, operator
+from compiler.ops.moe import expert_linear
 
 
 class FusedArguments(NamedTuple):
@@ -76,3 +79,119 @@ def fused_linear(
     if swiglu:
         y = swiglu_packed.reference(y)
     return y if residual is None else residual + y
+
+
+class FusedExpertArguments(NamedTuple):
+    """The arguments of :data:`fused_expert_linear` by name; those of ``expert_linear`` are the
+    first four. All but ``swiglu`` are tensors, or nodes of a graph.
+    """
+
+    x: Any
+    weight: Any
+    experts: Any
+    weights: Any = None
+    swiglu: bool = False
+    residual: Any = None
+    shared: Any = None
+    shared_gate: Any = None
+
+    @classmethod
+    def of(cls, args: Iterable[Any]) -> Self:
+        """Those of a call of either op, however few it gives."""
+        return cls(*args)
+
+
+def _expert_fake(given: FusedExpertArguments) -> Tensor:
+    width = given.weight.shape[1] // 2 if given.swiglu else given.weight.shape[1]
+    each = given.experts.shape if given.weights is None else given.experts.shape[:1]
+    empty: Tensor = given.x.new_empty((*each, width))
+    return empty
+
+
+def _expert_cost(given: FusedExpertArguments) -> Cost:
+    product = expert_linear.cost(*given[:4])
+    read = product.elements_read
+    for extra in (given.residual, given.shared, given.shared_gate):
+        read += extra.numel() if extra is not None else 0
+    written = product.elements_written // 2 if given.swiglu else product.elements_written
+    return Cost(product.flops, read, written)
+
+
+@operator(
+    fake=lambda *args, **kwargs: _expert_fake(FusedExpertArguments(*args, **kwargs)),
+    cost=lambda *args: _expert_cost(FusedExpertArguments.of(args)),
+)
+def fused_expert_linear(
+    x: Tensor,
+    weight: Tensor,
+    experts: Tensor,
+    weights: Tensor | None = None,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """``expert_linear`` with what stands after it: ``swiglu`` of the two halves of every product
+    (``[T, K, O / 2]``); or, of a weighted sum, ``residual [T, O]`` plus it, plus
+    ``sigmoid_gate(shared [T, O], shared_gate [T, 1])`` where there is one.
+    """
+    y: Tensor = expert_linear.reference(x, weight, experts, weights)
+    if swiglu:
+        y = swiglu_packed.reference(y)
+    if shared is not None:
+        y = y + sigmoid_gate.reference(shared, shared_gate)
+    return y if residual is None else residual + y
+
+
+class DeltaNormArguments(NamedTuple):
+    """The arguments of :data:`delta_rule_norm_step` by name: those of ``gated_delta_rule_step``,
+    then the norm's. Tensors, or nodes of a graph.
+    """
+
+    qkv: Any
+    a: Any
+    b: Any
+    a_log: Any
+    dt_bias: Any
+    num_key_heads: int
+    key_dim: int
+    state: Any
+    positions: Any
+    cu_seqlens: Any
+    slots: Any
+    z: Any
+    norm_weight: Any
+    eps: float
+
+
+@operator(
+    fake=lambda *args: args[11].new_empty(args[11].shape),
+    cost=lambda *args: gated_delta_rule_step.cost(*args[:11]),
+    mutates=("state",),
+)
+def delta_rule_norm_step(
+    qkv: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    num_key_heads: int,
+    key_dim: int,
+    state: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    z: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> Tensor:
+    """``gated_delta_rule_step`` with the norm of its heads (``norm_weight [V]``) and the gate
+    ``z [T, H V]`` behind it: ``silu(z) * rms_norm(o)``, ``[T, H V]``.
+    """
+    where = state, positions, cu_seqlens, slots
+    o_THV = gated_delta_rule_step.reference(
+        qkv, a, b, a_log, dt_bias, num_key_heads, key_dim, *where
+    )
+    normed = rms_norm.reference(o_THV, norm_weight, eps).flatten(-2)
+    out: Tensor = swiglu.reference(z, normed)
+    return out

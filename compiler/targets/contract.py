@@ -80,7 +80,7 @@ class Meanings:
 def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericContract:
     """Ask the target about everything the graph's nodes carry; equal layers share a line."""
     layers: dict[tuple[str, str, Meaning], set[int | None]] = defaultdict(set)
-    products = ops.linear, ops.fused_linear, ops.expert_linear
+    products = ops.linear, ops.fused_linear, ops.expert_linear, ops.fused_expert_linear
     with_weights = *products, ops.embedding
     for node in find_calls(graph_module.graph, *with_weights):
         _add_product(layers, info(node), info(node.args[1]), meanings)  # type: ignore[arg-type]

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compiler.passes.fuse_delta_norm import fuse_delta_norm
+from compiler.passes.fuse_expert_sum import fuse_expert_sum
 from compiler.passes.fuse_linear_residual import fuse_linear_residual
 from compiler.passes.fuse_linear_swiglu import fuse_linear_swiglu
 from compiler.passes.fuse_norm_linear import fuse_norm_linear
 from compiler.passes.fuse_rope_attention import fuse_rope_attention
 from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from compiler.passes.gather_before_norm import gather_before_norm
+from compiler.passes.merge_expert_linears import merge_expert_linears
 from compiler.passes.merge_parallel_linears import merge_parallel_linears
 from compiler.targets.base import (
     CompileOptions,
@@ -29,7 +32,7 @@ from compiler.targets.base import (
     Target,
 )
 from compiler.targets.contract import NumericContract, build_contract
-from compiler.targets.cuda.numerics import holding, meanings
+from compiler.targets.cuda.numerics import cache_kind, holding, meanings
 from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 
 if TYPE_CHECKING:
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from compiler.targets.cuda.plan import Plan
+    from compiler.targets.cuda.instructions import Plan
     from compiler.targets.cuda.weights import Weights
 
 
@@ -51,9 +54,14 @@ class CudaTarget(Target):
             MATCH,
             PRECISION,
             fuse(
-                merge_parallel_linears, fuse_swiglu_packed, fuse_linear_swiglu, fuse_linear_residual
+                merge_parallel_linears,
+                fuse_swiglu_packed,
+                fuse_linear_swiglu,
+                fuse_linear_residual,
+                merge_expert_linears,
+                fuse_expert_sum,
             ),
-            lower(fuse_rope_attention, gather_before_norm, fuse_norm_linear),
+            lower(fuse_delta_norm, fuse_rope_attention, gather_before_norm, fuse_norm_linear),
         )
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
@@ -71,6 +79,12 @@ class CudaTarget(Target):
     ) -> Holding:
         """Whole tiles of 16 rows x 128 columns, in blocks or in bfloat16."""
         return holding(shape, format, block_axis=block_axis, group=group)
+
+    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
+        """As asked where a kernel reads it; what a sequence keeps whole is float32."""
+        if len(shape) > 1:
+            format = cache_kind(format, exact=compute == "exact")
+        return super().cache_holding(shape, format, compute=compute)
 
     def build(
         self,

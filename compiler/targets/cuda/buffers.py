@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiler.targets.cuda.held import TILE_COLUMNS
-from compiler.targets.cuda.plan import OPERAND, Place, Plan
+from compiler.targets.cuda.instructions import OPERAND, Place, Plan, Route
 
 
 def padded(width: int) -> int:
@@ -36,4 +36,6 @@ class Buffers:
     @property
     def logits(self) -> Tensor:
         """What the last instruction wrote."""
-        return self.view(self._plan.instructions[-1].out)
+        last = self._plan.instructions[-1]
+        assert not isinstance(last, Route)
+        return self.view(last.out)

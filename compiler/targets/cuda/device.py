@@ -8,9 +8,12 @@ import torch
 
 from compiler.errors import CompileError
 from compiler.targets.base import CompileOptions
+from compiler.targets.cuda.experts import held_sizes
+from compiler.targets.cuda.instructions import OPERAND, Plan
 from compiler.targets.cuda.numerics import cache_kind, holding
 from compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
-from compiler.targets.cuda.plan import OPERAND, Plan
+from compiler.targets.cuda.state import sequence_bytes
+from compiler.targets.cuda.steps_mixers import mixer_bytes
 from compiler.targets.cuda.weights import wanted_by
 
 _WORKSPACE = 2 << 30
@@ -65,6 +68,7 @@ def check_fits(plan: Plan, options: CompileOptions, free: int) -> None:
 def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
     """Whole pages of the same sequences, or fewer sequences of the same length."""
     left = free - weight_bytes(plan) - work_bytes(plan, options)
+    left -= options.max_batch * sequence_bytes(plan.sequence_states)
     a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
     num_pages = left // a_page if left > 0 and a_page else 0
     fits = []
@@ -87,15 +91,17 @@ def weight_bytes(plan: Plan) -> int:
         if wanted.kind == "fp32":
             total += 4 * torch.Size(recipe.shape).numel()
         else:
-            group = "held"
-            total += holding(recipe.shape, wanted.kind, block_axis="in", group=group).num_bytes
+            num_experts, *size = held_sizes(recipe, paired=wanted.is_paired)
+            one = holding(tuple(size), wanted.kind, block_axis="in", group="held")
+            total += num_experts * one.num_bytes
     return total
 
 
 def state_bytes(plan: Plan, options: CompileOptions) -> int:
-    """Bytes of the page pool: every sequence at full length."""
+    """Bytes of the page pool, every sequence at full length, and of what else each keeps."""
     num_pages = options.max_batch * pages_of(options.max_context)
-    return num_pages * sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
+    a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
+    return num_pages * a_page + options.max_batch * sequence_bytes(plan.sequence_states)
 
 
 def work_bytes(plan: Plan, options: CompileOptions) -> int:
@@ -108,7 +114,7 @@ def work_bytes(plan: Plan, options: CompileOptions) -> int:
     whole = shapes if exact else shapes[:-1]
     dense = max((size * rows * columns for rows, columns in whole), default=0)
     widest = max((rows for rows, _ in shapes[:-1]), default=0)
-    return _WORKSPACE + tokens * (buffers + size * widest) + dense
+    return _WORKSPACE + tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
 
 
 def _kind(format_name: str, options: CompileOptions) -> str:

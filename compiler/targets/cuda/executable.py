@@ -30,7 +30,7 @@ from compiler.targets.cuda.capture import (
     make_choice,
 )
 from compiler.targets.cuda.device import PROMPT_CHUNK
-from compiler.targets.cuda.plan import Plan
+from compiler.targets.cuda.instructions import Plan
 from compiler.targets.cuda.state import PagedState
 from compiler.targets.cuda.steps import MAX_ROWS, Rows, Steps
 from compiler.targets.cuda.weights import Weights
@@ -64,9 +64,9 @@ class CudaExecutable(Executable):
             prefill_chunk=PROMPT_CHUNK if is_gpu else None,
             runs_ahead=is_gpu,
         )
-        self.vocab_size = plan.instructions[-1].out.width
+        self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
-        self._state = PagedState(plan.states, options, device)
+        self._state = PagedState(plan.states, options, device, sequence_specs=plan.sequence_states)
         self._steps = Steps(
             plan,
             weights,
@@ -90,9 +90,14 @@ class CudaExecutable(Executable):
     def step(self, inputs: StepInput) -> StepOutput:
         if self._running is not None and inputs.continues(self._last):
             output = self._replay(self._running, inputs)
+            for handle in inputs.states:
+                self._state.ran(handle, self._state.length(handle) + 1)
         else:
             self._running = None
-            output = self._start(inputs.settled())
+            settled = inputs.settled()
+            output = self._start(settled)
+            for handle, end in zip(inputs.states, settled.cu_seqlens[1:].tolist(), strict=True):
+                self._state.ran(handle, int(settled.positions[end - 1]) + 1)
         self._last = inputs
         return output
 
@@ -259,8 +264,8 @@ class CudaExecutable(Executable):
     def memory(self) -> MemoryUse:
         return MemoryUse(self._weights.num_bytes, self._state.num_bytes_taken())
 
-    def state_bytes(self, num_positions: int) -> int:
-        return self._state.num_bytes(num_positions)
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
+        return self._state.num_bytes(num_positions, num_sequences)
 
     def close(self) -> None:
         self._decodes.clear()

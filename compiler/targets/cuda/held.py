@@ -36,7 +36,8 @@ with a ``scale``. A block of zeros, and padding, stores exponent 64, whatever th
 
 @dataclass(frozen=True, slots=True)
 class HeldWeight:
-    """A weight ``[num_rows, num_columns]`` (out first) on its device.
+    """A weight ``[num_rows, num_columns]`` (out first) on its device, or that of several experts,
+    ``num_experts`` of such weights one below the other, each in tiles of its own.
 
     ``kind`` is ``bf16``: ``data`` bfloat16 ``[rows, columns]`` padded with zeros to whole tiles; or
     ``bfp8``, ``bfp4``: ``data`` uint8 ``[row tiles, column tiles, TILE_BYTES]``, of value 0 in the
@@ -51,11 +52,12 @@ class HeldWeight:
     data: Tensor
     is_paired: bool = False
     scale: float = 1.0
+    num_experts: int = 1
 
     @property
     def data_shape(self) -> tuple[int, ...]:
         """The shape that ``data`` has."""
-        rows, columns = self.num_row_tiles, self.num_column_tiles
+        rows, columns = self.num_experts * self.num_row_tiles, self.num_column_tiles
         if self.kind == "bf16":
             return rows * TILE_ROWS, columns * TILE_COLUMNS
         return rows, columns, TILE_BYTES[self.kind]
@@ -67,6 +69,7 @@ class HeldWeight:
 
     @property
     def num_row_tiles(self) -> int:
+        """Of one expert."""
         return -(-self.num_rows // TILE_ROWS)
 
     @property

@@ -47,16 +47,18 @@ def cache_kind(format_name: str, *, exact: bool) -> str:
 
 
 def holding(shape: tuple[int, ...], format_name: str, *, block_axis: str, group: str) -> Holding:
-    """Bytes of a weight as `packing` lays it out; norms and biases are float32.
+    """Bytes of a weight as `packing` lays it out, each expert's for itself; norms and biases are
+    float32.
 
     Raises:
         CompileError: for a format whose values bfloat16 cannot hold.
     """
     if not group:
         return Holding("float32", 4 * math.prod(shape))
-    recipe = WeightRecipe((Segment(group, shape[0]),), shape, format_name, block_axis)
+    *experts, num_rows, num_columns = shape
+    recipe = WeightRecipe((Segment(group, num_rows),), shape, format_name, block_axis)
     kind = held_kind(recipe, group)
-    num_tiles = -(-shape[0] // TILE_ROWS) * -(-shape[1] // TILE_COLUMNS)
+    num_tiles = math.prod(experts) * -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)
     if kind == "bf16":
         return Holding("bfloat16", 2 * num_tiles * TILE_ROWS * TILE_COLUMNS)
     return Holding(f"{kind} blocks", num_tiles * TILE_BYTES[kind])

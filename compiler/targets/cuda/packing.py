@@ -30,11 +30,11 @@ _CHUNK_ELEMENTS = 1 << 26  # what is packed at a time: its scratch is some 20 by
 _PER_LANE = 4  # exponents
 
 
-def hold(dense: Tensor, kind: str, *, paired: bool) -> HeldWeight:
+def hold(dense: Tensor, kind: str, *, paired: bool, scale: float | None = None) -> HeldWeight:
     """``dense [out, in]`` (floating point) as a weight of ``kind``, on the same device.
 
     ``paired``: the first half of the rows is gate and the second up, a multiple of 8 each; they
-    are put in turns of 8.
+    are put in turns of 8. ``scale``: of what is held, where several weights have one in common.
 
     Raises:
         CompileError: for an unknown kind, halves that cannot be paired, and blocks of an exponent
@@ -49,7 +49,7 @@ def hold(dense: Tensor, kind: str, *, paired: bool) -> HeldWeight:
     else:
         shape = (row_tiles, column_tiles, TILE_BYTES[kind])
         data = dense.new_empty(shape, dtype=torch.uint8)
-    scale = _scale_of(dense, kind)
+    scale = scale_of(dense, kind) if scale is None else scale
     step = max(1, _CHUNK_ELEMENTS // max(1, column_tiles * TILE_COLUMNS * TILE_ROWS))
     for first in range(0, row_tiles, step):
         last = min(row_tiles, first + step)
@@ -61,7 +61,7 @@ def hold(dense: Tensor, kind: str, *, paired: bool) -> HeldWeight:
     return HeldWeight(kind, num_rows, num_columns, data, is_paired=paired, scale=scale)
 
 
-def fits(dense: Tensor, kind: str) -> bool:
+def fits(dense: Tensor, kind: str, *, scale: float | None = None) -> bool:
     """Whether :func:`hold` takes ``dense [out, in]``: no block's exponent is out of range.
 
     Reads the answer back from the device.
@@ -72,7 +72,8 @@ def fits(dense: Tensor, kind: str) -> bool:
     _check_kind(kind)
     if kind == "bf16":
         return True
-    scale, padded = _scale_of(dense, kind), _padded(dense.float())
+    scale = scale_of(dense, kind) if scale is None else scale
+    padded = _padded(dense.float())
     exponents = _shared_exponents(padded / scale)
     if scale > 1 and bool(((exponents == 0) & (_shared_exponents(padded) > 0)).any()):
         return False
@@ -80,15 +81,18 @@ def fits(dense: Tensor, kind: str) -> bool:
 
 
 def unpack(held: HeldWeight) -> Tensor:
-    """float32 ``[num_rows, num_columns]``: the values, rows as they are held (pairs in turns)."""
+    """float32 ``[num_rows, num_columns]``: the values, rows as they are held (pairs in turns);
+    of all experts one below the other.
+    """
     if held.kind == "bf16":
         values = held.data.float()
     else:
         values = _values(held.data, held.kind) * held.scale
-    return values[: held.num_rows, : held.num_columns].contiguous()
+    rows = values.view(held.num_experts, -1, values.shape[1])[:, : held.num_rows]
+    return rows[:, :, : held.num_columns].reshape(-1, held.num_columns).contiguous()
 
 
-def _scale_of(dense: Tensor, kind: str) -> float:
+def scale_of(dense: Tensor, kind: str) -> float:
     """The power of two by which the weight is too large for the exponents that are held, or 1."""
     if kind == "bf16" or dense.numel() == 0:
         return 1.0

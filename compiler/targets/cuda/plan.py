@@ -1,13 +1,13 @@
 """The lowered graph becomes a list of instructions over a few buffers; no device, no weights yet.
 
-A buffer is as wide as the values it holds one after another. A sum with the residual is made in the
-residual's own buffer, and three products that one attention reads are columns of one buffer.
+A sum with the residual is made in the residual's own buffer, and three products that one attention
+reads are columns of one buffer.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +16,26 @@ from torch.fx import GraphModule, Node
 from compiler import ops
 from compiler.errors import CompileError
 from compiler.ir.info import info
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.state import StateSpec
 from compiler.ir.verify import ELEMENTWISE
-
-RESIDUAL, PRODUCT, OPERAND, LOGITS = "residual", "product", "operand", "logits"
-"""What a buffer is to the kernels: a stream in fp32; what a product wrote; what the next product
-reads (bfloat16, columns padded); logits, fp32."""
+from compiler.targets.cuda.instructions import (
+    LOGITS,
+    OPERAND,
+    PRODUCT,
+    RESIDUAL,
+    Attend,
+    Buffer,
+    Elementwise,
+    Embed,
+    Gather,
+    Instruction,
+    Linear,
+    Norm,
+    NormHeads,
+    Place,
+    Plan,
+    SwiGLU,
+)
+from compiler.targets.cuda.plan_mixers import EXPERTS, MIXERS, recipe_of
 
 aten = torch.ops.aten
 _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
@@ -36,142 +49,16 @@ _FUNCTIONS: dict[Any, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Columns ``[first, first + width)`` of a buffer's rows, ``stride`` long each (0: width)."""
-
-    buffer: int
-    width: int
-    first: int = 0
-    stride: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Embed:
-    """Rows of a table, by token."""
-
-    out: Place
-    table: WeightRecipe
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """``fused_linear``; with ``residual`` the product is added to what ``out`` holds."""
-
-    fqn: str
-    out: Place
-    x: Place
-    weight: WeightRecipe
-    bias: WeightRecipe | None = None
-    norm: WeightRecipe | None = None
-    eps: float = 0.0
-    residual: bool = False
-    swiglu: bool = False
-    group: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Attend:
-    """``rope_attention_step`` of a layer on q, k and v side by side."""
-
-    out: Place
-    qkv: Place
-    state: StateSpec
-    inv_freq: WeightRecipe
-    num_heads: int
-    scale: float
-    window: int
-    interleaved: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """The rows of the stream that want logits."""
-
-    out: Place
-    x: Place
-
-
-@dataclass(frozen=True, slots=True)
-class SwiGLU:
-    """``silu(gate) * up`` of two products."""
-
-    out: Place
-    gate: Place
-    up: Place
-
-
-@dataclass(frozen=True, slots=True)
-class NormHeads:
-    """The heads of q and k in ``out`` normed, in place."""
-
-    out: Place
-    q_norm: WeightRecipe
-    k_norm: WeightRecipe
-    num_heads: int
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """``rms_norm`` that no product computes itself."""
-
-    out: Place
-    x: Place
-    weight: WeightRecipe
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class Elementwise:
-    """``function`` of values and numbers: ``add``, ``mul``, ``div``, ``tanh`` or ``gelu``, whose
-    ``approximate`` is the last.
-    """
-
-    out: Place
-    function: str
-    inputs: tuple[Place | float | str, ...]
-
-
-Instruction = Embed | Linear | Attend | Gather | SwiGLU | NormHeads | Norm | Elementwise
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """``role`` and the columns of its widest value."""
-
-    role: str
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a step does, in order; the last instruction writes the logits."""
-
-    instructions: tuple[Instruction, ...]
-    buffers: tuple[Buffer, ...]
-
-    @property
-    def states(self) -> tuple[StateSpec, ...]:
-        """The caches, in the order of the layers."""
-        return tuple(each.state for each in self.instructions if isinstance(each, Attend))
-
-    @property
-    def products(self) -> tuple[Linear, ...]:
-        """The products, in order."""
-        return tuple(each for each in self.instructions if isinstance(each, Linear))
-
-
 def make_plan(graph_module: GraphModule) -> Plan:
     """The plan of a graph of this target's last stage.
 
     Raises:
         CompileError: for an operator that no instruction stands for.
     """
-    return _Lowering(graph_module).run()
+    return Lowering(graph_module).run()
 
 
-class _Lowering:
+class Lowering:
     """One pass over the nodes; ``_places`` knows where each value lies."""
 
     def __init__(self, graph_module: GraphModule) -> None:
@@ -186,6 +73,7 @@ class _Lowering:
         self._buffers: list[Buffer] = []
         self._free: dict[tuple[str, int], list[int]] = {}
         self._instructions: list[Instruction] = []
+        self.routed: Node | None = None  # the router whose choice holds
 
     def run(self) -> Plan:
         for node in self._nodes:
@@ -195,31 +83,42 @@ class _Lowering:
                     self._release(_whole(read), node)
         return Plan(tuple(self._instructions), tuple(self._buffers))
 
+    def append(self, instruction: Instruction) -> None:
+        """The next instruction."""
+        self._instructions.append(instruction)
+
+    def place(self, node: Node) -> Place:
+        """Where a value lies."""
+        return self._places[node]
+
     def _lower(self, node: Node) -> None:
         target: Any = node.target
         args: Any = node.args
         if target is ops.embedding.overload:
             tokens, table = args[:2]
             assert tokens.target == "tokens"
-            self._instructions.append(Embed(self._take(node, RESIDUAL), _recipe(table)))
+            self.append(Embed(self.take(node, RESIDUAL), recipe_of(table)))
         elif target is ops.linear.overload or target is ops.fused_linear.overload:
             self._linear(node, ops.FusedArguments.of(args))
         elif target is ops.rope_attention_step.overload:
             self._attend(node)
         elif target is torch.ops.aten.index_select.default:
             x = self._places[args[0]]
-            self._instructions.append(Gather(self._take(node, RESIDUAL), x))
+            self.append(Gather(self.take(node, RESIDUAL), x))
         elif target is ops.swiglu.overload:
             gate, up = (self._places[part] for part in args)
-            self._instructions.append(SwiGLU(self._take(node, OPERAND), gate, up))
+            self.append(SwiGLU(self.take(node, OPERAND), gate, up))
         elif target is ops.rms_norm.overload:
             x, weight, eps = args
-            out = self._take(node, self._role(node))
-            self._instructions.append(Norm(out, self._places[x], _recipe(weight), eps))
+            out = self.take(node, self.role(node))
+            self.append(Norm(out, self._places[x], recipe_of(weight), eps))
         elif target in _FUNCTIONS:
             self._elementwise(node)
         elif target is operator.getitem:
-            self._places[node] = self._piece(node)
+            if args[0].target is not ops.router.overload:
+                self._places[node] = self._piece(node)
+        elif target in MIXERS:
+            MIXERS[target](self, node)
         elif target is not aten.split_with_sizes.default:
             raise CompileError(
                 f"{info(node).fqn or node.name}: {target} has no kernel on target cuda; "
@@ -231,39 +130,43 @@ class _Lowering:
         linear = Linear(
             fqn=facts.fqn,
             out=self._out_of_product(node, given.residual, given.swiglu),
-            x=self._places[given.x],
-            weight=_recipe(given.weight),
-            bias=None if given.bias is None else _recipe(given.bias),
-            norm=None if given.norm_weight is None else _recipe(given.norm_weight),
+            x=self.place(given.x),
+            weight=recipe_of(given.weight),
+            bias=None if given.bias is None else recipe_of(given.bias),
+            norm=None if given.norm_weight is None else recipe_of(given.norm_weight),
             eps=given.eps,
             residual=given.residual is not None,
             swiglu=given.swiglu,
             group=facts.tensor_group or "",
         )
-        self._instructions.append(linear)
+        self.append(linear)
 
     def _out_of_product(self, node: Node, residual: Node | None, swiglu: bool) -> Place:
         if residual is not None:
-            if self._last_reader[residual] is not node:
-                raise CompileError(f"{info(node).fqn}: its residual is read again later")
-            self._places[node] = self._places[residual]
-            return self._places[node]
+            return self.add_to(node, residual)
         if node in self._places:  # columns of a buffer that another product opened
             return self._places[node]
         if swiglu:
-            return self._take(node, OPERAND)
+            return self.take(node, OPERAND)
         reader = next(iter(node.users))
         if _becomes_the_output(reader):
-            return self._take(node, LOGITS)
+            return self.take(node, LOGITS)
         if reader.target is ops.rope_attention_step.overload and reader.args[1] is not None:
             parts = [part for part in reader.args[:3] if isinstance(part, Node)]
             self._open(parts)
             return self._places[node]
-        return self._take(node, PRODUCT)
+        return self.take(node, PRODUCT)
+
+    def add_to(self, node: Node, residual: Node) -> Place:
+        """The place of a sum that is made in its residual's."""
+        if self._last_reader[residual] is not node:
+            raise CompileError(f"{info(node).fqn}: its residual is read again later")
+        self._places[node] = self._places[residual]
+        return self._places[node]
 
     def _open(self, parts: list[Node]) -> None:
         """One buffer for products that are read side by side."""
-        widths = [_width(part) for part in parts]
+        widths = [width_of(part) for part in parts]
         buffer = self._buffer(PRODUCT, sum(widths))
         for index, part in enumerate(parts):
             self._places[part] = Place(
@@ -276,20 +179,13 @@ class _Lowering:
         if _becomes_the_output(next(iter(node.users))):
             self._places[node] = self._places[node.all_input_nodes[0]]
         else:
-            self._take(node, self._role(node))
+            self.take(node, self.role(node))
         function = _FUNCTIONS[node.target]
-        self._instructions.append(Elementwise(self._places[node], function, inputs))  # type: ignore[arg-type]
+        self.append(Elementwise(self._places[node], function, inputs))  # type: ignore[arg-type]
 
-    def _role(self, node: Node) -> str:
+    def role(self, node: Node) -> str:
         """Of a value that no product writes: what reads it as it is takes operands."""
-        plain = [
-            reader
-            for reader in node.users
-            if reader.target in _PRODUCTS
-            and ops.FusedArguments.of(reader.args).x is node
-            and ops.FusedArguments.of(reader.args).norm_weight is None
-        ]
-        return OPERAND if plain else RESIDUAL
+        return OPERAND if any(_reads_as_it_is(each, node) for each in node.users) else RESIDUAL
 
     def _piece(self, node: Node) -> Place:
         """The columns of a product that ``getitem`` of its pieces means."""
@@ -303,25 +199,38 @@ class _Lowering:
         given = ops.RopeAttentionArguments.of(node.args)
         state = info(given.kv_cache).state
         assert state is not None
-        place = self._places[given.q]
-        if given.key is not None:
-            place = Place(place.buffer, place.stride)
         self._check_attention(node, given, state.shape[-1])
+        place = normed = self._qkv_of(given)
         if given.q_norm is not None:
-            norms = _recipe(given.q_norm), _recipe(given.k_norm)
-            norm = NormHeads(place, *norms, given.num_heads, given.norm_eps)
-            self._instructions.append(norm)
+            if place.stride:  # columns of a wider product go to a place of their own
+                normed = Place(self._buffer(PRODUCT, place.width), place.width)
+            norms = recipe_of(given.q_norm), recipe_of(given.k_norm)
+            self.append(NormHeads(normed, place, *norms, given.num_heads, given.norm_eps))
         attend = Attend(
-            out=self._take(node, OPERAND),
-            qkv=place,
+            out=self.take(node, OPERAND),
+            qkv=normed,
             state=state,
-            inv_freq=_recipe(given.inv_freq),
+            inv_freq=recipe_of(given.inv_freq),
             num_heads=given.num_heads,
             scale=given.scale * given.factor**2,  # of q and of k, where all channels turn
             window=given.window,
             interleaved=given.interleaved,
         )
-        self._instructions.append(attend)
+        self.append(attend)
+        if normed != place:
+            self._give(normed)
+
+    def _qkv_of(self, given: ops.RopeAttentionArguments) -> Place:
+        """q, k and v side by side: all columns of a buffer, or some."""
+        q = self.place(given.q)
+        if given.key is None:
+            return q
+        k, v = self.place(given.key), self.place(given.value)
+        ends = [part.first + part.width for part in (q, k)]
+        assert ends == [k.first, v.first] and q.buffer == k.buffer == v.buffer
+        width = q.width + k.width + v.width
+        stride = 0 if width == q.stride else q.stride
+        return Place(q.buffer, width, q.first, stride)
 
     def _check_attention(
         self, node: Node, given: ops.RopeAttentionArguments, head_dim: int
@@ -329,7 +238,7 @@ class _Lowering:
         missing = ""
         if given.soft_cap:
             missing = "a soft cap on scores"
-        if given.factor != 1.0 and 2 * _recipe(given.inv_freq).shape[0] != head_dim:
+        if given.factor != 1.0 and 2 * recipe_of(given.inv_freq).shape[0] != head_dim:
             missing = "a rotation of some channels with a factor"
         if missing:
             raise CompileError(
@@ -337,8 +246,9 @@ class _Lowering:
                 "allowed: --target reference, or cpu"
             )
 
-    def _take(self, node: Node, role: str) -> Place:
-        place = Place(self._buffer(role, _width(node)), _width(node))
+    def take(self, node: Node, role: str) -> Place:
+        """A place for a value."""
+        place = Place(self._buffer(role, width_of(node)), width_of(node))
         self._places[node] = place
         return place
 
@@ -358,10 +268,24 @@ class _Lowering:
             return
         if self._places.get(reader) == place:  # a sum is made in its residual's buffer
             return
+        self._give(place)
+
+    def _give(self, place: Place) -> None:
+        """A buffer is free."""
         buffer = self._buffers[place.buffer]
         free = self._free.setdefault(_kind(buffer.role, buffer.width), [])
         if place.buffer not in free:
             free.append(place.buffer)
+
+
+def _reads_as_it_is(reader: Node, x: Node) -> bool:
+    """Whether a product reads ``x`` without norming it."""
+    if reader.target in EXPERTS:
+        return ops.FusedExpertArguments.of(reader.args).x is x
+    if reader.target not in _PRODUCTS:
+        return False
+    args = ops.FusedArguments.of(reader.args)
+    return args.x is x and args.norm_weight is None
 
 
 def _whole(node: Node) -> Node:
@@ -385,11 +309,6 @@ def _kind(role: str, width: int) -> tuple[str, int]:
     return role, width if role == OPERAND else 0
 
 
-def _recipe(node: Any) -> WeightRecipe:
-    found = info(node).recipe
-    assert found is not None, f"{node} is no weight"
-    return found
-
-
-def _width(node: Node) -> int:
-    return int(node.meta["val"].shape[-1])
+def width_of(node: Node) -> int:
+    """The elements that a value has for each token."""
+    return math.prod(int(size) for size in node.meta["val"].shape[1:])

@@ -15,6 +15,22 @@ from torch import Tensor
 
 from compiler.targets.cuda.buffers import Buffers, padded
 from compiler.targets.cuda.held import HeldWeight
+from compiler.targets.cuda.instructions import (
+    LOGITS,
+    OPERAND,
+    Attend,
+    Elementwise,
+    Embed,
+    Gather,
+    Linear,
+    Mixer,
+    Norm,
+    NormHeads,
+    Place,
+    Plain,
+    Plan,
+    SwiGLU,
+)
 from compiler.targets.cuda.kernels import attention_decode, native, native_attention
 from compiler.targets.cuda.kernels.attention_prefill import attend_prefill
 from compiler.targets.cuda.kernels.dequantise import dequantise
@@ -29,21 +45,8 @@ from compiler.targets.cuda.library import (
     attend_from_start,
     store_product,
 )
-from compiler.targets.cuda.plan import (
-    LOGITS,
-    OPERAND,
-    Attend,
-    Elementwise,
-    Embed,
-    Gather,
-    Linear,
-    Norm,
-    NormHeads,
-    Place,
-    Plan,
-    SwiGLU,
-)
 from compiler.targets.cuda.state import PagedState
+from compiler.targets.cuda.steps_mixers import Mixers
 from compiler.targets.cuda.weights import Weights, product_of, table_of, vector_of
 
 MAX_ROWS = native.MAX_TOKENS
@@ -95,6 +98,7 @@ class Steps:
         self.exact = exact
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
+        self._mixers = Mixers(weights, state, exact=exact)
         self._operand = torch.float32 if exact else torch.bfloat16
         # native kernels read whole eights of rows
         self._num_rows = rows = MAX_ROWS if self.is_native else max_rows
@@ -127,11 +131,15 @@ class Steps:
             "attention": next(filter(None, map(self._why_no_native_attention, attends)), ""),
         }
         parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
+        if any(isinstance(each, Mixer) for each in self._plan.instructions):
+            parts.append("experts and linear attention in Triton")
         return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")
 
     def _why_no_native_attention(self, each: Attend) -> str:
         if self.device.type != "cuda":
             return "no GPU"
+        if each.qkv.stride:
+            return "q, k and v between other columns"
         return native_attention.why_not(
             self._state.pages[each.state.name],
             num_heads=each.num_heads,
@@ -153,6 +161,8 @@ class Steps:
                 step.alias(each.out, each.x)
             elif isinstance(each, Attend):
                 self._attend_decode(each, step, rows, captured)
+            elif isinstance(each, Mixer):
+                self._mixers.run(each, step, rows.positions, rows.slots, decodes=True)
             else:
                 self._run(each, step, rows)
         return step.logits
@@ -179,30 +189,28 @@ class Steps:
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))
             elif isinstance(each, Attend):
                 self._attend_prompt(each, step, rows, from_start)
+            elif isinstance(each, Mixer):
+                self._mixers.run(each, step, rows.positions, rows.slots, decodes=False)
             else:
                 self._run(each, step, rows)
         return step.logits
 
-    def _run(
-        self,
-        each: Embed | Linear | SwiGLU | NormHeads | Norm | Elementwise,
-        step: Buffers,
-        rows: Rows,
-    ) -> None:
+    def _run(self, each: Plain, step: Buffers, rows: Rows) -> None:
         if isinstance(each, Embed):
             embed(step.view(each.out), rows.tokens, self._weights.held(table_of(each)).data)
         elif isinstance(each, SwiGLU):
             swiglu_apart(step.view(each.out), step.view(each.gate), step.view(each.up))
         elif isinstance(each, NormHeads):
-            weights = (self._weights.vector(vector_of(one)) for one in (each.q_norm, each.k_norm))
-            rms_norm_heads(step.view(each.out), *weights, num_heads=each.num_heads, eps=each.eps)
+            weights = [self._weights.vector(vector_of(one)) for one in (each.q_norm, each.k_norm)]
+            views = step.view(each.out), step.view(each.qkv)
+            rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps)
         elif isinstance(each, Norm):
             weight = self._weights.vector(vector_of(each.weight))
             rms_norm(step.view(each.out), step.view(each.x), weight, eps=each.eps)
         elif isinstance(each, Elementwise):
             inputs = [step.view(one) if isinstance(one, Place) else one for one in each.inputs]
             apply_function(each.function, step.view(each.out), inputs)
-        else:
+        elif isinstance(each, Linear):
             self._product(each, step.view(each.out), step.view(each.x))
 
     def _product(self, each: Linear, out: Tensor, x: Tensor) -> None:

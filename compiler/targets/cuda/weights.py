@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,10 +16,22 @@ from torch import Tensor
 from compiler.errors import CheckpointError, NoRoomError, one_line
 from compiler.ir.recipe import WeightRecipe, load_dense
 from compiler.targets.base import Progress
+from compiler.targets.cuda.experts import held_sizes, place_experts
 from compiler.targets.cuda.held import EXPONENTS, HeldWeight
+from compiler.targets.cuda.instructions import (
+    Attend,
+    Convolve,
+    DeltaRule,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Linear,
+    Norm,
+    NormHeads,
+    Plan,
+)
 from compiler.targets.cuda.numerics import TABLES, format_values, held_kind
 from compiler.targets.cuda.packing import GROUP, fits, hold
-from compiler.targets.cuda.plan import Attend, Embed, Linear, Norm, NormHeads, Plan
 
 _DATA, _SCALE = "data", "scale"
 
@@ -40,9 +53,10 @@ def wanted_by(plan: Plan) -> dict[Wanted, None]:
     return dict.fromkeys(_wanted(plan))
 
 
-def product_of(linear: Linear) -> Wanted:
+def product_of(linear: Linear | ExpertLinear | ExpertSum) -> Wanted:
     """The weight of a product."""
-    return Wanted(linear.weight, held_kind(linear.weight, linear.group), linear.swiglu)
+    is_paired = not isinstance(linear, ExpertSum) and linear.swiglu
+    return Wanted(linear.weight, held_kind(linear.weight, linear.group), is_paired)
 
 
 def table_of(embed: Embed) -> Wanted:
@@ -64,8 +78,12 @@ def _wanted(plan: Plan) -> Iterator[Wanted]:
         elif isinstance(each, NormHeads):
             yield vector_of(each.q_norm)
             yield vector_of(each.k_norm)
-        elif isinstance(each, Norm):
+        elif isinstance(each, Norm | Convolve):
             yield vector_of(each.weight)
+        elif isinstance(each, DeltaRule):
+            yield from map(vector_of, (each.a_log, each.dt_bias, each.norm))
+        elif isinstance(each, ExpertLinear | ExpertSum):
+            yield product_of(each)
         elif isinstance(each, Linear):
             yield product_of(each)
             if each.norm is not None:
@@ -122,6 +140,10 @@ def load_weights(
 
 
 def _place(wanted: Wanted, get_weight: Callable[[str], Tensor], device: torch.device) -> Placed:
+    recipe, kind = wanted.recipe, wanted.kind
+    if kind != "fp32" and len(recipe.shape) == 3:
+        check, paired = partial(_check_fits, wanted), wanted.is_paired
+        return place_experts(recipe, kind, get_weight, device, paired=paired, check=check)
     with torch.device(device):  # where weights that are made up are made
         dense = load_dense(wanted.recipe, lambda name: get_weight(name).to(device))
     if wanted.kind == "fp32":
@@ -129,14 +151,20 @@ def _place(wanted: Wanted, get_weight: Callable[[str], Tensor], device: torch.de
     if wanted.kind == "bf16":
         values = dense if wanted.recipe.format == "bf16" else format_values(dense, wanted.recipe)
         return hold(values, "bf16", paired=wanted.is_paired)
-    if not fits(dense, wanted.kind):
-        names = ", ".join(wanted.recipe.names)
+    _check_fits(wanted, dense)
+    return hold(dense, wanted.kind, paired=wanted.is_paired)
+
+
+def _check_fits(
+    wanted: Wanted, dense: Tensor, scale: float | None = None, parts: Sequence[str] = ()
+) -> None:
+    if not fits(dense, wanted.kind, scale=scale):
+        names = ", ".join(parts or wanted.recipe.names)
         octaves = EXPONENTS[wanted.kind][1] - EXPONENTS[wanted.kind][0]
         raise CheckpointError(
             f"{names}: its blocks lie more than {octaves} octaves apart, or near the smallest "
             f"numbers there are, which kernels of {wanted.kind} do not take; allowed: bf16 for it"
         )
-    return hold(dense, wanted.kind, paired=wanted.is_paired)
 
 
 def _in_turns(bias: Tensor) -> Tensor:
@@ -200,7 +228,8 @@ def _as_placed(wanted: Wanted, data: Tensor, scale: float, path: Path) -> Placed
         if tuple(data.shape) != shape or data.dtype != torch.float32:
             raise CheckpointError(f"{path}: not a weight of this program; compile it again")
         return data
-    held = HeldWeight(wanted.kind, shape[0], shape[1], data, wanted.is_paired, scale)
+    num_experts, rows, columns = held_sizes(wanted.recipe, paired=wanted.is_paired)
+    held = HeldWeight(wanted.kind, rows, columns, data, wanted.is_paired, scale, num_experts)
     is_power = scale > 0 and math.frexp(scale)[0] == 0.5
     if tuple(data.shape) != held.data_shape or data.dtype != held.data_type or not is_power:
         raise CheckpointError(f"{path}: not a weight of this program; compile it again")

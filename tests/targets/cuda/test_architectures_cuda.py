@@ -12,15 +12,15 @@ import pytest
 from compiler import ops
 from compiler.errors import CompileError
 from compiler.ir.rewrite import find_calls
-from compiler.targets.cuda.plan import (
+from compiler.targets.cuda.instructions import (
     Attend,
     Embed,
     Gather,
     Linear,
     NormHeads,
     Plan,
-    make_plan,
 )
+from compiler.targets.cuda.plan import make_plan
 from models.architectures import model_types
 from tests.models.test_phi3 import longrope
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, EXACT, noise, on_cuda
@@ -37,6 +37,7 @@ SMALL = {"num_layers": 1, "intermediate_size": 32, "num_heads": 2, "num_kv_heads
 
 def test_the_new_ones_are_there() -> None:
     assert {"mistral", "phi3", "qwen3"} <= SHAPES.keys()
+    assert {"qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"} <= SHAPES.keys()
 
 
 @pytest.mark.parametrize("compute", ["exact", "fast"])
@@ -64,7 +65,10 @@ def test_rows_of_different_lengths_decode_as_each_does_alone(model_type: str) ->
     for handle, length in zip(handles, lengths, strict=True):
         step(executable, [(handle, random_tokens(length, seed=length), 0)])
     entries = [(handle, [3], length) for handle, length in zip(handles, lengths, strict=True)]
-    alone = [step(executable, [entry]) for entry in entries]
+    copies = [executable.copy(handle, length) for handle, _, length in entries]
+    alone = [
+        step(executable, [(copy, *entry[1:])]) for copy, entry in zip(copies, entries, strict=True)
+    ]
     together = step(executable, entries[::-1])
     for row, one in zip(together, alone[::-1], strict=True):
         assert_near(row, one[0], EXACT)
@@ -74,13 +78,17 @@ def test_rows_of_different_lengths_decode_as_each_does_alone(model_type: str) ->
 def test_buffers_do_not_grow_with_the_layers(model_type: str) -> None:
     """As the release of every value, pieces of products too, and what is made in place."""
 
-    def plan(num_layers: int) -> Plan:
-        changes = {**SHAPES[model_type], "num_layers": num_layers}
-        changes["windows"] = tuple(changes.get("windows", ())) * num_layers
+    def plan(times: int) -> Plan:
+        changes = {"num_layers": 1, **SHAPES[model_type]}
+        changes["num_layers"] *= times
+        for name in {"windows", "linear_layers"} & changes.keys():
+            changes[name] = tuple(changes[name]) * times
         model = tiny_model(model_type=model_type, **changes)
         return make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
 
-    assert plan(1).buffers == plan(4).buffers
+    few, many = plan(1).buffers, plan(3).buffers
+    assert [each.role for each in few] == [each.role for each in many]
+    assert max(each.width for each in few) == max(each.width for each in many)
 
 
 def test_heads_are_normed_between_their_product_and_attention() -> None:

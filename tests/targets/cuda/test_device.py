@@ -21,9 +21,10 @@ from compiler.targets.cuda.device import (
     weight_bytes,
     work_bytes,
 )
+from compiler.targets.cuda.instructions import Plan
 from compiler.targets.cuda.numerics import cache_kind
 from compiler.targets.cuda.pages import allocate_pages, pages_of
-from compiler.targets.cuda.plan import Plan, make_plan
+from compiler.targets.cuda.plan import make_plan
 from compiler.targets.cuda.weights import load_weights
 from tests.tiny import lowered, precision_of, tiny_model
 

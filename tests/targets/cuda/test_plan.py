@@ -12,7 +12,7 @@ from compiler import ops
 from compiler.errors import CompileError
 from compiler.ir.recipe import WeightRecipe
 from compiler.ir.rewrite import find_calls
-from compiler.targets.cuda.plan import (
+from compiler.targets.cuda.instructions import (
     LOGITS,
     Attend,
     Embed,
@@ -21,8 +21,8 @@ from compiler.targets.cuda.plan import (
     Place,
     Plan,
     SwiGLU,
-    make_plan,
 )
+from compiler.targets.cuda.plan import make_plan
 from tests.tiny import QWEN2, check_golden, lowered, precision_of, tiny_model
 
 MIXED = "0: {wqkv: bfp4}, *.q_proj: {wqkv: bf16}"

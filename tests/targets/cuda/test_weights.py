@@ -15,8 +15,9 @@ from compiler.errors import CheckpointError, CompileError, NoRoomError
 from compiler.formats import get_format
 from compiler.targets.cuda.device import weight_bytes
 from compiler.targets.cuda.held import HeldWeight
+from compiler.targets.cuda.instructions import Embed, Plan
 from compiler.targets.cuda.packing import unpack
-from compiler.targets.cuda.plan import Embed, Plan, make_plan
+from compiler.targets.cuda.plan import make_plan
 from compiler.targets.cuda.weights import (
     Weights,
     load_weights,

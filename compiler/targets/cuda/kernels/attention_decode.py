@@ -255,7 +255,7 @@ def _new_token(
 @triton.jit
 def _attend_decode_kernel(
     qkv, out, positions, slots, inv_freq, partial, peaks, totals, arrived,
-    scale, num_splits, out_stride, values, exponents, tables, table_width,
+    scale, num_splits, out_stride, qkv_stride, values, exponents, tables, table_width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     HALF: tl.constexpr, L: tl.constexpr, WINDOW: tl.constexpr, INTERLEAVED: tl.constexpr,
     BFP8: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
@@ -282,9 +282,7 @@ def _attend_decode_kernel(
     cos, sin = turn_of(position, frequencies, second)
     if EARLY:
         wait_for_inputs(CHAINED)
-    q, q_other, k_new, k_other, v_new = _new_token(
-        qkv + b * ((H + 2 * G) * D), g, partner, H, G, D, ROWS
-    )
+    q, q_other, k_new, k_other, v_new = _new_token(qkv + b * qkv_stride, g, partner, H, G, D, ROWS)
     out += b * out_stride + g * REPEAT * D
     first_split, r = (b * H + g * REPEAT) * num_splits, tl.arange(0, ROWS)
     if z < used:
@@ -320,8 +318,8 @@ def attend_decode(
     scratch: Scratch,
     early: bool = False,
 ) -> None:
-    """Rotate ``qkv [B, (H + 2 G) D]``, store its keys and values, attend into ``out [B, H D]``,
-    whose rows may be further apart.
+    """Rotate ``qkv [B, (H + 2 G) D]``, store its keys and values, attend into ``out [B, H D]``;
+    rows of both may be further apart than they are long.
 
     One token a row at ``positions [B]``, of the sequence in ``slots [B]`` (both int64; no two rows
     of one slot), whose pages are ``block_tables [S, M]`` int32; the other arguments are those of
@@ -336,7 +334,7 @@ def attend_decode(
     num_rows, num_pages = qkv.shape[0], block_tables.shape[1]
     num_kv_heads, head_dim = pages.num_kv_heads, pages.head_dim
     num_splits = min(MAX_SPLITS, num_pages)
-    assert qkv.is_contiguous() and out.stride(1) == 1
+    assert qkv.stride(1) == 1 and out.stride(1) == 1
     assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= head_dim
     assert scratch.partial.numel() >= num_rows * num_heads * num_splits * head_dim
     assert scratch.peaks.numel() >= num_rows * num_heads * num_splits
@@ -347,7 +345,8 @@ def attend_decode(
     _attend_decode_kernel[(num_rows, num_kv_heads, programs)](
         qkv, out, positions, slots, inv_freq,
         scratch.partial, scratch.peaks, scratch.totals, scratch.arrived,
-        scale * LOG2_E, num_splits, out.stride(0), **page_arguments(pages, block_tables),
+        scale * LOG2_E, num_splits, out.stride(0), qkv.stride(0),
+        **page_arguments(pages, block_tables),
         H=num_heads, R=block_of(num_heads // num_kv_heads, least=1), HALF=inv_freq.shape[0],
         L=PAGE, WINDOW=window, INTERLEAVED=interleaved, EARLY=early,
         num_warps=num_warps, **chained(qkv),

@@ -35,7 +35,7 @@ _WIDE = 8192  # rows of a weight from which on a program takes two tiles of them
 
 
 @triton.jit
-def _columns(IS_BFP4: tl.constexpr):
+def tile_columns(IS_BFP4: tl.constexpr):
     """int32 ``[128]``: columns of a tile in the order in which a weight's row is read.
 
     In bfp4 that is the order of the bytes: t, half, word.
@@ -47,10 +47,10 @@ def _columns(IS_BFP4: tl.constexpr):
 
 
 @triton.jit
-def _weights(
+def tile_weights(
     data_ptr, words_ptr, row, step, num_row_tiles, STEPS: tl.constexpr, KIND: tl.constexpr
 ):
-    """bfloat16 ``[rows, 128]``: tile ``step`` of each row, columns in the order of `_columns`."""
+    """bfloat16 ``[rows, 128]``: tile ``step`` of each row, columns as `tile_columns` has them."""
     # Rows behind the last tile repeat it: they are computed and not stored.
     tile = tl.minimum(row // 16, num_row_tiles - 1).to(tl.int64)
     if KIND == "bf16":
@@ -91,9 +91,12 @@ def _inverse_rms(x_ptr, token, num_tokens, num_columns, x_stride, eps, STEPS: tl
 
 
 @triton.jit
-def _product(weights, x, sums, CHAINED: tl.constexpr):
-    """``sums + weights @ x``, factors bfloat16: Triton's interpreter would multiply their bits."""
-    if not CHAINED:
+def product(weights, x, sums, CHAINED: tl.constexpr):
+    """``sums + weights @ x``, in bfloat16 unless x is float32.
+
+    Triton's interpreter would multiply the bits of bfloat16 factors.
+    """
+    if not CHAINED or x.dtype == tl.float32:
         weights, x = weights.to(tl.float32), x.to(tl.float32)
     return tl.dot(weights, x, sums, input_precision="ieee")
 
@@ -126,7 +129,7 @@ def _linear_kernel(
     x_rows = x_ptr + token[None, :].to(tl.int64) * x_stride
     if norm_ptr is not None:
         factor = _inverse_rms(x_ptr, token, num_tokens, num_columns, x_stride, eps, STEPS)
-    order = _columns(KIND == "bfp4")
+    order = tile_columns(KIND == "bfp4")
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     for step in range(STEPS):
         column = step * 128 + order[:, None]
@@ -134,8 +137,8 @@ def _linear_kernel(
         if norm_ptr is not None:
             gain = tl.load(norm_ptr + column, mask=column < num_columns, other=0.0)
             x = rounded(x * factor[None, :] * gain, tl.bfloat16, CHAINED)
-        weights = _weights(data_ptr, words_ptr, row, step, num_row_tiles, STEPS, KIND)
-        sums = _product(weights, x, sums, CHAINED)
+        weights = tile_weights(data_ptr, words_ptr, row, step, num_row_tiles, STEPS, KIND)
+        sums = product(weights, x, sums, CHAINED)
     sums *= scale
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + row, mask=row < num_rows, other=0.0)[:, None]

@@ -62,8 +62,8 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float) -> None:
 
 @triton.jit
 def _rms_norm_heads_kernel(
-    qkv_ptr, q_weight_ptr, k_weight_ptr, stride, eps,
-    H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    out_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, out_stride, qkv_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     release_dependents(CHAINED)
     head = tl.program_id(1)
@@ -74,24 +74,31 @@ def _rms_norm_heads_kernel(
     else:
         weight = tl.load(k_weight_ptr + channel, mask=inside, other=0.0)
     wait_for_inputs(CHAINED)
-    at = qkv_ptr + tl.program_id(0).to(tl.int64) * stride + head * D + channel
-    x = tl.load(at, mask=inside, other=0.0)
-    tl.store(at, x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight, mask=inside)
+    row = tl.program_id(0).to(tl.int64)
+    x = tl.load(qkv_ptr + row * qkv_stride + head * D + channel, mask=inside, other=0.0)
+    y = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
+    y = tl.where(head < H + G, y, x)
+    tl.store(out_ptr + row * out_stride + head * D + channel, y, mask=inside)
 
 
 def rms_norm_heads(
-    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, num_heads: int, eps: float
+    out: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, num_heads: int, eps: float
 ) -> None:
-    """In ``qkv [T, (H + 2 G) D]`` float32, every head of q and of k, in place.
+    """Every head of q and of k in ``qkv [T, (H + 2 G) D]`` float32, with v as it is: to ``out`` of
+    the same shape, or in place.
 
-    ``q_weight`` and ``k_weight [D]`` float32; H is ``num_heads``.
+    ``q_weight`` and ``k_weight [D]`` float32; H is ``num_heads``. Rows may be further apart than
+    they are long.
     """
     num_rows, width = qkv.shape
     (head_dim,) = q_weight.shape
     num_kv_heads = (width // head_dim - num_heads) // 2
     assert qkv.dtype == q_weight.dtype == k_weight.dtype and qkv.stride(1) == 1
+    assert out.shape == qkv.shape and out.dtype == qkv.dtype and out.stride(1) == 1
+    in_place = out.data_ptr() == qkv.data_ptr()
     assert k_weight.shape == q_weight.shape and width == (num_heads + 2 * num_kv_heads) * head_dim
-    _rms_norm_heads_kernel[(num_rows, num_heads + num_kv_heads)](
-        qkv, q_weight, k_weight, qkv.stride(0), eps,
-        H=num_heads, D=head_dim, BLOCK=block_of(head_dim), num_warps=1, **chained(qkv),
+    _rms_norm_heads_kernel[(num_rows, num_heads + num_kv_heads * (1 if in_place else 2))](
+        out, qkv, q_weight, k_weight, out.stride(0), qkv.stride(0), eps,
+        H=num_heads, G=num_kv_heads, D=head_dim, BLOCK=block_of(head_dim),
+        num_warps=1, **chained(qkv),
     )  # fmt: skip

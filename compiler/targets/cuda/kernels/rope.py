@@ -34,7 +34,8 @@ def _token(position_at, slot_at, tables, table_width, L: tl.constexpr):
 
 @triton.jit
 def _rotate_and_store_kernel(
-    qkv, q_out, k_out, v_out, positions, slots, inv_freq, values, exponents, tables, table_width,
+    qkv, q_out, k_out, v_out, positions, slots, inv_freq, qkv_stride,
+    values, exponents, tables, table_width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr,
     L: tl.constexpr, HEADS: tl.constexpr, INTERLEAVED: tl.constexpr, BFP8: tl.constexpr,
     COPIES: tl.constexpr, CHAINED: tl.constexpr,
@@ -56,7 +57,7 @@ def _rotate_and_store_kernel(
     keep = head < limit
     inside = keep[:, None] & (d < D)[None, :]
     wait_for_inputs(CHAINED)
-    row = qkv + token * ((H + 2 * G) * D)
+    row = qkv + token * qkv_stride
     at = (base + head)[:, None] * D
     x = tl.load(row + at + d[None, :], mask=inside, other=0.0).to(tl.float32)
     position, page = _token(positions + token, slots + token, tables, table_width, L)
@@ -95,7 +96,8 @@ def rotate_and_store(
     interleaved: bool = False,
 ) -> None:
     """Rotate the queries of ``qkv [T, (H + 2 G) D]`` into ``q_out [T, H, D]``, and store its
-    rotated keys and its values in the pages, rounded to them.
+    rotated keys and its values in the pages, rounded to them. Rows of ``qkv`` may be further apart
+    than they are long.
 
     ``positions [T]`` and ``slots [T]`` int64, ``block_tables [S, M]`` int32 page numbers,
     ``inv_freq [R]`` fp32: the first 2 R channels turn, as pairs (i, i + R), or as neighbours when
@@ -103,7 +105,7 @@ def rotate_and_store(
     pages hold. A token at a negative position is padding: nothing of it is stored, and its rows of
     the outputs are zeros.
     """
-    assert qkv.is_contiguous() and q_out.is_contiguous()
+    assert qkv.stride(1) == 1 and q_out.is_contiguous()
     assert (k_out is None) == (v_out is None)
     assert inv_freq.dtype == torch.float32 and 2 * inv_freq.shape[0] <= pages.head_dim
     for copy in (k_out, v_out):
@@ -117,6 +119,7 @@ def rotate_and_store(
         positions,
         slots,
         inv_freq,
+        qkv.stride(0),
         **page_arguments(pages, block_tables),
         H=num_heads,
         HALF=inv_freq.shape[0],

@@ -33,7 +33,8 @@ class Step(DecodeStep):
         chosen = list(range(len(self.positions))) if rows is None else rows
         size = (len(chosen), self.heads[0] * self.head_dim)
         out = torch.full(size, NAN, dtype=dtype, device=self.qkv.device)
-        qkv = self.qkv[chosen].contiguous()
+        # Columns of a wider product, as where a gate is computed with them.
+        qkv = torch.nn.functional.pad(self.qkv[chosen], (0, 8), value=NAN)[:, :-8]
         attend_decode(self.cache.pages, qkv, out=out, **self.arguments(chosen))
         assert not self.scratch.arrived.any()
         return out.cpu().view(len(chosen), self.heads[0], self.head_dim)

@@ -75,7 +75,12 @@ def test_heads_of_q_and_k_are_normed_in_place(
     heads = qkv.clone().unflatten(-1, (count, head_dim))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     expected = torch.cat((reference(q, q_weight, 1e-5), reference(k, k_weight, 1e-5), v), dim=1)
-    rms_norm_heads(qkv, q_weight, k_weight, num_heads=num_heads, eps=1e-5)
+    between = rows.clone()[:, : count * head_dim]
+    apart = torch.full((3, count * head_dim + 2), NAN, device=device)
+    arguments = (q_weight, k_weight)
+    rms_norm_heads(apart[:, :-2], between, *arguments, num_heads=num_heads, eps=1e-5)
+    rms_norm_heads(qkv, qkv, *arguments, num_heads=num_heads, eps=1e-5)
+    assert torch.equal(apart[:, :-2], qkv) and bool(apart[:, -2:].isnan().all())
     torch.testing.assert_close(qkv.double(), expected.flatten(1), rtol=3e-6, atol=1e-30)
     assert torch.equal(qkv.unflatten(-1, (count, head_dim))[:, num_heads + num_kv_heads :], v)
     assert bool(rows[:, count * head_dim :].isnan().all())

@@ -1,0 +1,36 @@
+"""The gated delta rule takes in the norm of its heads and the gate on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from compiler.passes.runner import PassContext, graph_pass
+
+aten = torch.ops.aten
+
+_NORM = Call(ops.rms_norm.overload, Var("rule"), Var("weight"), Literal("eps"))
+_GATED = Call(ops.swiglu.overload, Call(aten.unflatten.int, Var("z"), -1, Literal("heads")), _NORM)
+_PATTERN = Call(aten.flatten.using_ints, _GATED, -2)
+
+
+@graph_pass
+def fuse_delta_norm(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Where nobody else reads the rule or its norm."""
+
+    def build(root: Node, found: Bindings) -> Node | None:
+        rule, swiglu = found["rule"], root.all_input_nodes[0]
+        if rule.target is not ops.gated_delta_rule_step.overload:
+            return None
+        norm: Any = swiglu.args[1]
+        if any(len(each.users) > 1 for each in (rule, norm, swiglu)):
+            return None
+        args = (*rule.args, found["z"], found["weight"], found["eps"])
+        return emit(root, ops.delta_rule_norm_step, args, facts=info(rule))
+
+    return rewrite_matches(graph_module.graph, _PATTERN, build)

@@ -1,0 +1,234 @@
+"""What a plan is made of: instructions over the columns of a few buffers. No device, no weights.
+
+A buffer is as wide as the values it holds one after another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiler.ir.recipe import WeightRecipe
+from compiler.ir.state import StateSpec
+
+RESIDUAL, PRODUCT, OPERAND, LOGITS = "residual", "product", "operand", "logits"
+"""What a buffer is to the kernels: a stream in fp32; what a product wrote; what the next product
+reads (bfloat16, columns padded); logits, fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Columns ``[first, first + width)`` of a buffer's rows, ``stride`` long each (0: width)."""
+
+    buffer: int
+    width: int
+    first: int = 0
+    stride: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """Rows of a table, by token."""
+
+    out: Place
+    table: WeightRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """``fused_linear``; with ``residual`` the product is added to what ``out`` holds."""
+
+    fqn: str
+    out: Place
+    x: Place
+    weight: WeightRecipe
+    bias: WeightRecipe | None = None
+    norm: WeightRecipe | None = None
+    eps: float = 0.0
+    residual: bool = False
+    swiglu: bool = False
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """``rope_attention_step`` of a layer on q, k and v side by side."""
+
+    out: Place
+    qkv: Place
+    state: StateSpec
+    inv_freq: WeightRecipe
+    num_heads: int
+    scale: float
+    window: int
+    interleaved: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The rows of the stream that want logits."""
+
+    out: Place
+    x: Place
+
+
+@dataclass(frozen=True, slots=True)
+class SwiGLU:
+    """``silu(gate) * up`` of two products."""
+
+    out: Place
+    gate: Place
+    up: Place
+
+
+@dataclass(frozen=True, slots=True)
+class NormHeads:
+    """The heads of q and k in ``qkv`` normed, in place or with v to ``out``."""
+
+    out: Place
+    qkv: Place
+    q_norm: WeightRecipe
+    k_norm: WeightRecipe
+    num_heads: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """``rms_norm`` that no product computes itself."""
+
+    out: Place
+    x: Place
+    weight: WeightRecipe
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Elementwise:
+    """``function`` of values and numbers: ``add``, ``mul``, ``div``, ``tanh`` or ``gelu``, whose
+    ``approximate`` is the last.
+    """
+
+    out: Place
+    function: str
+    inputs: tuple[Place | float | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidGate:
+    """``x * sigmoid(gate)``; ``gate`` has a column for each of x, or one for all."""
+
+    out: Place
+    x: Place
+    gate: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The experts of every token, for the instructions up to the next `Route`."""
+
+    logits: Place
+    top_k: int
+    renormalise: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLinear:
+    """Products with the experts of every token, side by side; ``x`` is one for all of them, or has
+    theirs side by side as well.
+    """
+
+    fqn: str
+    out: Place
+    x: Place
+    weight: WeightRecipe
+    swiglu: bool
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSum:
+    """The weighted sum of such products, of ``width`` columns each; with ``residual`` added to what
+    ``out`` holds; with ``shared`` (and its gate of one column) plus shared * sigmoid(gate).
+    """
+
+    fqn: str
+    out: Place
+    x: Place
+    weight: WeightRecipe
+    residual: bool
+    shared: tuple[Place, Place] | None
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class Convolve:
+    """``causal_conv1d_step``."""
+
+    out: Place
+    x: Place
+    weight: WeightRecipe
+    state: StateSpec
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """``delta_rule_norm_step``."""
+
+    out: Place
+    qkv: Place
+    a: Place
+    b: Place
+    z: Place
+    a_log: WeightRecipe
+    dt_bias: WeightRecipe
+    norm: WeightRecipe
+    eps: float
+    num_key_heads: int
+    key_dim: int
+    state: StateSpec
+
+
+Mixer = SigmoidGate | Route | ExpertLinear | ExpertSum | Convolve | DeltaRule
+"""What stands in models with experts or with linear attention."""
+
+Plain = Embed | Linear | Gather | SwiGLU | NormHeads | Norm | Elementwise
+Instruction = Plain | Attend | Mixer
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """``role`` and the columns of its widest value."""
+
+    role: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a step does, in order; the last instruction writes the logits."""
+
+    instructions: tuple[Instruction, ...]
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def states(self) -> tuple[StateSpec, ...]:
+        """The caches, in the order of the layers."""
+        return tuple(each.state for each in self.instructions if isinstance(each, Attend))
+
+    @property
+    def sequence_states(self) -> tuple[StateSpec, ...]:
+        """What is kept of a sequence whatever its length, in the order of the layers."""
+        kinds = Convolve | DeltaRule
+        return tuple(each.state for each in self.instructions if isinstance(each, kinds))
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """The products that every token has, in order."""
+        return tuple(each for each in self.instructions if isinstance(each, Linear))
+
+    @property
+    def vocab_size(self) -> int:
+        """The columns of the logits."""
+        last = self.instructions[-1]
+        assert not isinstance(last, Route)
+        return last.out.width

@@ -1,0 +1,139 @@
+"""A convolution along each sequence, then silu, and the window of values it keeps: float32.
+
+Legend: B rows of a decode step, T tokens of a prompt, C channels, W width, S slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiler.targets.cuda.kernels.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+
+_STEP_CHANNELS = 256
+_PROMPT_CHANNELS = 64
+_COUNTED = tl.constexpr(1024)  # positions looked at together
+
+
+@triton.jit
+def _step_kernel(
+    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr,
+    num_channels, out_stride, x_stride,
+    W: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tap = tl.arange(0, TAPS)[None, :]
+    inside = channel < num_channels
+    position, slot = tl.load(positions_ptr + row), tl.load(slots_ptr + row)
+    x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0)
+    window = window_ptr + slot * num_channels * (W - 1) + channel[:, None] * (W - 1) + tap
+    held = inside[:, None] & (tap < W - 1)
+    old = tl.load(window, mask=held & (position > 0), other=0.0)
+    moved = tl.load(window + 1, mask=held & (tap < W - 2) & (position > 0), other=0.0)
+    moved = tl.where(tap == W - 2, x[:, None], moved)
+    weights = weight_ptr + channel * W
+    total = tl.sum(old * tl.load(weights[:, None] + tap, mask=held, other=0.0), 1)
+    total += x * tl.load(weights + W - 1, mask=inside, other=0.0)
+    out = tl.where(position >= 0, total * tl.sigmoid(total), 0.0)
+    tl.store(out_ptr + row * out_stride + channel, out, mask=inside)
+    tl.debug_barrier()  # the window was read, by whichever threads
+    tl.store(window, moved, mask=held & (position >= 0))
+
+
+def causal_conv1d_step(
+    out: Tensor, x: Tensor, weight: Tensor, *, window: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    """One token of each of B sequences: ``out [B, C]`` of ``x [B, C]`` and ``weight [C, W]``.
+
+    ``window [S, C, W - 1]`` moves on by one in the row's slot. ``positions`` and ``slots [B]``
+    int64: at position 0 zeros lie before the token; at a negative one nothing is kept, and the row
+    gets zeros. Rows of ``x`` and ``out`` may be further apart than they are long.
+    """
+    num_rows, num_channels = x.shape
+    width = weight.shape[1]
+    _check(out, x, weight, window)
+    block = min(_STEP_CHANNELS, block_of(num_channels))
+    _step_kernel[(num_rows, triton.cdiv(num_channels, block))](
+        out, x, weight, window, positions, slots, num_channels, out.stride(0), x.stride(0),
+        W=width, TAPS=block_of(width - 1, least=1), BLOCK=block, **chained(out),
+    )  # fmt: skip
+
+
+@triton.jit
+def _prompt_kernel(
+    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr,
+    num_tokens, num_channels, out_stride, x_stride,
+    W: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (i, c): TOKENS tokens, W - 1 at the least, so that the first ones alone read the
+    window; having done so they write it.
+    """
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (channel < num_channels)[None, :]
+    position = tl.load(positions_ptr)
+    window = window_ptr + tl.load(slots_ptr) * num_channels * (W - 1)
+    goes_on = position > 0
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for tap in range(W):
+        source = token + tap - (W - 1)
+        at = x_ptr + source.to(tl.int64)[:, None] * x_stride + channel[None, :]
+        x = tl.load(at, mask=((source >= 0) & (source < num_tokens))[:, None] & inside, other=0.0)
+        at = window + channel[None, :] * (W - 1) + (source + W - 1)[:, None]
+        x += tl.load(at, mask=(source < 0)[:, None] & inside & goes_on, other=0.0)
+        weight = tl.load(weight_ptr + channel * W + tap, mask=channel < num_channels, other=0.0)
+        total += x * weight[None, :]
+    out = out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :]
+    tl.store(out, total * tl.sigmoid(total), mask=(token < num_tokens)[:, None] & inside)
+    if tl.program_id(0) == 0:
+        count = tl.zeros((), tl.int32)
+        for first in range(0, num_tokens, _COUNTED):
+            at = first + tl.arange(0, _COUNTED)
+            found = tl.load(positions_ptr + at, mask=at < num_tokens, other=-1)
+            count += tl.sum((found >= 0).to(tl.int32), 0)
+        kept = tl.arange(0, TAPS)[None, :]
+        before = count - (W - 1) + kept
+        held = (channel < num_channels)[:, None] & (kept < W - 1)
+        end = x_ptr + before.to(tl.int64) * x_stride + channel[:, None]
+        last = tl.load(end, mask=held & (before >= 0), other=0.0)
+        place = window + channel[:, None] * (W - 1) + kept
+        last += tl.load(place + count, mask=held & (before < 0) & goes_on, other=0.0)
+        tl.debug_barrier()  # the window was read, by whichever threads
+        tl.store(place, last, mask=held & (count > 0))
+
+
+def causal_conv1d_prompt(
+    out: Tensor, x: Tensor, weight: Tensor, *, window: Tensor, positions: Tensor, slots: Tensor
+) -> None:
+    """As :func:`causal_conv1d_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
+    ``positions [T]``; negative ones, at the end only, are padding.
+    """
+    num_tokens, num_channels = x.shape
+    width = weight.shape[1]
+    _check(out, x, weight, window)
+    tokens = block_of(width - 1, least=32)
+    block = min(_PROMPT_CHANNELS, block_of(num_channels))
+    _prompt_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_channels, block))](
+        out, x, weight, window, positions, slots,
+        num_tokens, num_channels, out.stride(0), x.stride(0),
+        W=width, TAPS=block_of(width - 1, least=1), TOKENS=tokens, BLOCK=block, **chained(out),
+    )  # fmt: skip
+
+
+def _check(out: Tensor, x: Tensor, weight: Tensor, window: Tensor) -> None:
+    num_channels, width = weight.shape
+    assert x.shape == out.shape and x.shape[1] == num_channels and x.stride(1) == out.stride(1) == 1
+    assert weight.is_contiguous() and window.is_contiguous()
+    assert window.shape[1:] == (num_channels, width - 1)

@@ -1,0 +1,172 @@
+"""Products of tokens with their own experts' weights in Triton, each weight read once a tile of
+pairs, and the weighted sum of a token's products.
+
+Weights are the rows of the matrix product and pairs its columns, in steps of one tile of 128
+columns of the weight, so that the arithmetic of a pair depends on no other one.
+Legend: T tokens, K experts of a token, C channels, O outputs.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiler.targets.cuda.held import TILE_ROWS, HeldWeight
+from compiler.targets.cuda.kernels.dequantise import words_of
+from compiler.targets.cuda.kernels.launch import (
+    block_of,
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from compiler.targets.cuda.kernels.linear import product, tile_columns, tile_weights
+from compiler.targets.cuda.kernels.norm import rounded
+from compiler.targets.cuda.kernels.route import Groups
+
+FEW_PAIRS = 16
+"""Pairs of a tile where experts have few each: the least that tensor cores take well."""
+MANY_PAIRS = 64
+_MAX_BLOCK = 1024
+
+
+def tile_size(num_pairs: int, num_experts: int) -> int:
+    """Pairs of a tile, for so many of them; every decode step has the smaller ones."""
+    return FEW_PAIRS if num_pairs <= FEW_PAIRS * num_experts else MANY_PAIRS
+
+
+@triton.jit
+def _expert_linear_kernel(
+    out_ptr, x_ptr, data_ptr, words_ptr, order_ptr, tiles_ptr,
+    num_rows, num_columns, row_tiles, all_row_tiles, num_tiles, top_k,
+    out_stride, out_each, x_stride, x_each, scale,
+    KIND: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (i, n): rows i of the expert of tile n. An expert's rows begin a tile of their own;
+    those behind its last one are computed and not stored.
+    """
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    expert = tl.load(tiles_ptr + tl.program_id(1))
+    if expert >= 0:
+        first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
+        last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
+        place = first + tl.arange(0, PAIRS)
+        is_pair = place < last
+        pair = tl.load(order_ptr + place, mask=is_pair, other=0)
+        token, choice = (pair // top_k).to(tl.int64), pair % top_k
+        x_rows = x_ptr + token[None, :] * x_stride + choice[None, :] * x_each
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        held_row = expert * row_tiles * 16 + row
+        order = tile_columns(KIND == "bfp4")
+        sums = tl.zeros((ROWS, PAIRS), tl.float32)
+        for step in range(STEPS):
+            column = step * 128 + order[:, None]
+            inside = (column < num_columns) & is_pair[None, :]
+            x = tl.load(x_rows + column, mask=inside, other=0.0)
+            weights = tile_weights(data_ptr, words_ptr, held_row, step, all_row_tiles, STEPS, KIND)
+            sums = product(weights, x, sums, CHAINED)
+        sums *= scale
+        if SWIGLU:
+            # Row 16 p + 8 s + g to [p, g, pair, s]: gate and up of a place side by side.
+            sides = tl.permute(sums.reshape(ROWS // 16, 2, 8, PAIRS), (0, 2, 3, 1))
+            gate, up = tl.split(sides)
+            y = (gate * tl.sigmoid(gate) * up).reshape(ROWS // 2, PAIRS)
+            place = tl.program_id(0) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+        else:
+            y = sums
+            place = row
+        target = out_ptr + token[None, :] * out_stride + choice[None, :] * out_each + place[:, None]
+        y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
+        tl.store(target, y, mask=(place < num_rows)[:, None] & is_pair[None, :])
+
+
+def expert_linear(
+    out: Tensor, x: Tensor, held: HeldWeight, groups: Groups, *, top_k: int, swiglu: bool = False
+) -> None:
+    """``out [T, K O]``: K products of each token with its experts' weights, float32 sums.
+
+    ``x [T, >= C]``, one for all experts of a token, or ``[T, K C]``: bfloat16, or float32, which
+    makes it float32 arithmetic. ``held``: C columns, O rows an expert; with ``swiglu`` paired, and
+    what is written are O of silu(gate) * up: all but the rows (less than 8) that are padding.
+    ``out`` is float32 or bfloat16; nothing is written for tokens that are padding. Rows may be
+    further apart than they are long.
+    """
+    num_tokens, num_columns = x.shape[0], held.num_columns
+    num_rows, rest = divmod(out.shape[1], top_k)
+    held_rows = held.num_rows // 2 if swiglu else held.num_rows
+    assert not rest and held_rows - 8 < num_rows <= held_rows and held.is_paired == swiglu
+    assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
+    own = x.shape[1] == top_k * num_columns and top_k > 1
+    assert own or x.shape[1] >= num_columns
+    rows = TILE_ROWS if groups.tile_size == FEW_PAIRS else 4 * TILE_ROWS
+    grid = (triton.cdiv(held.num_row_tiles * TILE_ROWS, rows), groups.tiles.shape[1])
+    _expert_linear_kernel[grid](
+        out, x, held.data, None if held.kind == "bf16" else words_of(held),
+        groups.order, groups.tiles,
+        num_rows, num_columns, held.num_row_tiles, held.num_experts * held.num_row_tiles,
+        groups.tiles.shape[1], top_k,
+        out.stride(0), num_rows, x.stride(0), num_columns if own else 0, held.scale,
+        KIND=held.kind, STEPS=held.num_column_tiles, ROWS=rows, PAIRS=groups.tile_size,
+        SWIGLU=swiglu, num_warps=4, num_stages=4 if rows == TILE_ROWS else 3, **chained(out),
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_experts_kernel(
+    out_ptr, products_ptr, weights_ptr, experts_ptr, shared_ptr, gate_ptr,
+    width, top_k, out_stride, products_stride, shared_stride, gate_stride,
+    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    token = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = channel < width
+    total = tl.zeros((BLOCK,), tl.float32)
+    for choice in range(top_k):
+        has = tl.load(experts_ptr + token * top_k + choice) >= 0
+        weight = tl.load(weights_ptr + token * top_k + choice)
+        at = products_ptr + token * products_stride + choice * width + channel
+        y = tl.load(at, mask=inside & has, other=0.0)
+        total += tl.where(has, weight, 0.0) * y
+    if shared_ptr is not None:
+        gate = tl.load(gate_ptr + token * gate_stride)
+        shared = tl.load(shared_ptr + token * shared_stride + channel, mask=inside, other=0.0)
+        total += shared * tl.sigmoid(gate)
+    target = out_ptr + token * out_stride + channel
+    if RESIDUAL:
+        total += tl.load(target, mask=inside, other=0.0)
+    tl.store(target, total, mask=inside)
+
+
+def sum_experts(
+    out: Tensor,
+    products: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    *,
+    residual: bool,
+    shared: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """``out [T, C]``: the K products ``[T, K C]`` of each token times ``weights [T, K]``, summed;
+    all float32.
+
+    ``experts [T, K]`` int32: below 0, the product is not there. ``shared``: ``[T, C]`` and its gate
+    ``[T, 1]``, of which ``shared * sigmoid(gate)`` is added; ``residual``: what ``out`` holds too.
+    Rows may be further apart than they are long.
+    """
+    num_tokens, width = out.shape
+    top_k = weights.shape[1]
+    assert products.shape == (num_tokens, top_k * width) and out.stride(1) == 1
+    assert products.stride(1) == 1 and weights.is_contiguous() and experts.is_contiguous()
+    y, gate = shared or (None, None)
+    assert y is None or (y.shape == out.shape and y.stride(1) == 1)
+    block = min(_MAX_BLOCK, block_of(width))
+    _sum_experts_kernel[(num_tokens, triton.cdiv(width, block))](
+        out, products, weights, experts, y, gate,
+        width, top_k, out.stride(0), products.stride(0),
+        0 if y is None else y.stride(0), 0 if gate is None else gate.stride(0),
+        RESIDUAL=residual, BLOCK=block, **chained(out),
+    )  # fmt: skip

@@ -1,0 +1,124 @@
+"""How the ops of experts and of linear attention become instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.fx import Node
+
+from compiler import ops
+from compiler.errors import CompileError
+from compiler.ir.info import info
+from compiler.ir.recipe import WeightRecipe
+from compiler.ir.state import StateSpec
+from compiler.targets.cuda.instructions import (
+    OPERAND,
+    PRODUCT,
+    RESIDUAL,
+    Convolve,
+    DeltaRule,
+    ExpertLinear,
+    ExpertSum,
+    Route,
+    SigmoidGate,
+)
+
+if TYPE_CHECKING:
+    from compiler.targets.cuda.plan import Lowering
+
+MAX_DELTA_DIM = 128
+"""Channels of a key and of a value of the delta rule: what its kernels keep in registers."""
+
+EXPERTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
+"""Products with experts."""
+
+
+def _route(lowering: Lowering, node: Node) -> None:
+    logits, top_k, renormalise = node.args
+    assert isinstance(logits, Node) and isinstance(top_k, int)
+    lowering.append(Route(lowering.place(logits), top_k, bool(renormalise)))
+    lowering.routed = node
+
+
+def _expert_linear(lowering: Lowering, node: Node) -> None:
+    given = ops.FusedExpertArguments.of(node.args)
+    for choice in (given.experts, given.weights):
+        assert choice is None or choice.args[0] is lowering.routed, f"{node}: another's experts"
+    facts, x, weight = info(node), lowering.place(given.x), recipe_of(given.weight)
+    group = facts.tensor_group or ""
+    if given.weights is None:
+        out = lowering.take(node, OPERAND if given.swiglu else PRODUCT)
+        lowering.append(ExpertLinear(facts.fqn, out, x, weight, given.swiglu, group))
+        return
+    shared = None
+    if given.shared is not None:
+        shared = lowering.place(given.shared), lowering.place(given.shared_gate)
+    if given.residual is not None:
+        out = lowering.add_to(node, given.residual)
+    else:
+        out = lowering.take(node, RESIDUAL)
+    has_residual = given.residual is not None
+    lowering.append(ExpertSum(facts.fqn, out, x, weight, has_residual, shared, group))
+
+
+def _sigmoid_gate(lowering: Lowering, node: Node) -> None:
+    x, gate = (lowering.place(each) for each in node.args)  # type: ignore[arg-type]
+    lowering.append(SigmoidGate(lowering.take(node, lowering.role(node)), x, gate))
+
+
+def _convolve(lowering: Lowering, node: Node) -> None:
+    x, weight, window = node.args[:3]
+    assert isinstance(x, Node)
+    place, state = lowering.place(x), _state(window)
+    lowering.append(Convolve(lowering.take(node, PRODUCT), place, recipe_of(weight), state))
+
+
+def _delta_rule(lowering: Lowering, node: Node) -> None:
+    given = ops.DeltaNormArguments(*node.args)  # type: ignore[arg-type]
+    state = _state(given.state)
+    if max(state.shape[1:]) > MAX_DELTA_DIM:
+        raise CompileError(
+            f"{info(node).fqn}: keys of {state.shape[1]} and values of {state.shape[2]} channels "
+            f"on target cuda; allowed: up to {MAX_DELTA_DIM}, or --target reference or cpu"
+        )
+    qkv, a, b, z = (lowering.place(each) for each in (given.qkv, given.a, given.b, given.z))
+    rule = DeltaRule(
+        out=lowering.take(node, OPERAND),
+        qkv=qkv,
+        a=a,
+        b=b,
+        z=z,
+        a_log=recipe_of(given.a_log),
+        dt_bias=recipe_of(given.dt_bias),
+        norm=recipe_of(given.norm_weight),
+        eps=given.eps,
+        num_key_heads=given.num_key_heads,
+        key_dim=given.key_dim,
+        state=state,
+    )
+    lowering.append(rule)
+
+
+MIXERS: dict[Any, Callable[[Lowering, Node], None]] = {
+    ops.router.overload: _route,
+    ops.expert_linear.overload: _expert_linear,
+    ops.fused_expert_linear.overload: _expert_linear,
+    ops.sigmoid_gate.overload: _sigmoid_gate,
+    ops.causal_conv1d_step.overload: _convolve,
+    ops.delta_rule_norm_step.overload: _delta_rule,
+}
+"""By op."""
+
+
+def recipe_of(node: Any) -> WeightRecipe:
+    """The recipe of a weight."""
+    found = info(node).recipe
+    assert found is not None, f"{node} is no weight"
+    return found
+
+
+def _state(node: Any) -> StateSpec:
+    found = info(node).state
+    assert found is not None, f"{node} is no state"
+    return found

@@ -1,0 +1,91 @@
+"""The sum over experts takes in what is added to it: the shared expert, then the residual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler import ops
+from compiler.ir.rewrite import find_calls
+from compiler.ir.text import graph_text
+from compiler.ir.verify import verify_precision
+from compiler.passes.fuse_expert_sum import fuse_expert_sum
+from compiler.passes.runner import run_passes
+from tests.models import test_qwen3_5_moe, test_qwen3_moe
+from tests.tiny import (
+    check_golden,
+    context_of,
+    function_graph,
+    lowered,
+    precision_of,
+    run_graph,
+    step_inputs,
+)
+
+MODELS = {"qwen3_moe": (test_qwen3_moe.make, 2), "qwen3_5_moe": (test_qwen3_5_moe.make, 8)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_models_numbers_stay_and_the_golden_text(name: str) -> None:
+    """A rewrite an add: with a shared expert two a layer."""
+    make, count = MODELS[name]
+    model, precision = make(), precision_of("bfp8")
+    graph_module, ctx = lowered(model, until="fuse_expert_sum", target="cuda", precision=precision)
+    before = run_graph(graph_module, model, **step_inputs(9))
+    run_passes(graph_module, [fuse_expert_sum], ctx, verify=verify_precision)
+    assert ctx.reports[-1].num_rewrites == count
+    got = run_graph(graph_module, model, **step_inputs(9))
+    torch.testing.assert_close(got, before, atol=1e-5, rtol=1e-5)
+    check_golden(f"passes/fuse_expert_sum_{name}.txt", graph_text(graph_module.graph, layer=1))
+
+
+def choice(positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.stack((positions % 3, positions % 2), -1), x[:, :2]
+
+
+def plain(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return x + ops.expert_linear(x, w, *choice(positions, x))
+
+
+def the_other_way_round(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return ops.expert_linear(x, w, *choice(positions, x)) + x
+
+
+def gated(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return ops.sigmoid_gate(x, x[:, :1]) + ops.expert_linear(x, w, *choice(positions, x))
+
+
+@pytest.mark.parametrize("function", [plain, the_other_way_round, gated])
+def test_it_fires(function: Callable[..., Tensor]) -> None:
+    graph_module, model = function_graph(function, w=(4, 32, 32))
+    before = run_graph(graph_module, model, **step_inputs(5))
+    run_passes(graph_module, [fuse_expert_sum], context_of(model))
+    (call,) = find_calls(graph_module.graph, ops.fused_expert_linear)
+    args = ops.FusedExpertArguments.of(call.args)
+    assert (args.shared is not None) == (function is gated) == (args.residual is None)
+    got = run_graph(graph_module, model, **step_inputs(5))
+    torch.testing.assert_close(got, before, atol=1e-5, rtol=1e-5)
+
+
+def read_again(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    product = ops.expert_linear(x, w, *choice(positions, x))
+    return (x + product) * product
+
+
+def without_weights(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    experts, _ = choice(positions, x)
+    return x[:, None].expand(-1, 2, -1) + ops.expert_linear(x, w, experts)
+
+
+def another_shape(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
+    return x[:1] + ops.expert_linear(x, w, *choice(positions, x))
+
+
+@pytest.mark.parametrize("function", [read_again, without_weights, another_shape])
+def test_near_misses_are_left_alone(function: Callable[..., Any]) -> None:
+    graph_module, model = function_graph(function, w=(4, 32, 32))
+    assert fuse_expert_sum(graph_module, context_of(model)) == 0

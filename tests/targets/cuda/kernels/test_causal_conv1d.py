@@ -1,0 +1,76 @@
+"""The convolution and its window against the op, in steps, prompts and pieces of both."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiler import ops
+from compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_prompt, causal_conv1d_step
+
+NAN = float("nan")
+SIZES = [(40, 4), (300, 2), (5, 3), (17, 9)]
+
+
+def make(
+    num_tokens: int, size: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x between other columns, the weight, poisoned results, and windows of three slots."""
+    num_channels, width = size
+    x = torch.randn(num_tokens, num_channels + 3, device=device)[:, :num_channels]
+    weight = torch.randn(num_channels, width, device=device)
+    out = torch.full((num_tokens, num_channels + 2), NAN, device=device)[:, :num_channels]
+    return x, weight, out, torch.randn(3, num_channels, width - 1, device=device)
+
+
+def reference(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    positions: list[int],
+    bounds: list[int],
+    slots: list[int],
+) -> torch.Tensor:
+    where = (torch.tensor(each, device=x.device) for each in (positions, bounds, slots))
+    found: torch.Tensor = ops.causal_conv1d_step.reference(x, weight[:, None], window, *where)
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_step_of_some_sequences(size: tuple[int, int], device: torch.device) -> None:
+    """One goes on, one begins, one is padding, whose slot another has."""
+    x, weight, out, window = make(3, size, device)
+    expected = window.clone()
+    want = reference(x[:2], weight, expected, [5, 0], [0, 1, 2], [2, 1])
+    positions, slots = torch.tensor([[5, 0, -1], [2, 1, 0]], device=device)
+    causal_conv1d_step(out, x, weight, window=window, positions=positions, slots=slots)
+    torch.testing.assert_close(out[:2], want)
+    assert torch.equal(window, expected) and not out[2].any()
+
+
+@pytest.mark.parametrize("first", [0, 3])
+@pytest.mark.parametrize("num_tokens", [1, 2, 50])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_prompt_with_padding_behind_it(
+    size: tuple[int, int], num_tokens: int, first: int, device: torch.device
+) -> None:
+    x, weight, out, window = make(num_tokens + 3, size, device)
+    x[num_tokens:] = NAN
+    expected = window.clone()
+    places = list(range(first, first + num_tokens))
+    want = reference(x[:num_tokens], weight, expected, places, [0, num_tokens], [1])
+    positions = torch.tensor([*places, -1, -1, -1], device=device)
+    slots = torch.ones_like(positions)
+    causal_conv1d_prompt(out, x, weight, window=window, positions=positions, slots=slots)
+    torch.testing.assert_close(out[:num_tokens], want)
+    assert torch.equal(window, expected)
+
+
+def test_only_padding_leaves_the_window_as_it_is(device: torch.device) -> None:
+    x, weight, out, window = make(4, (6, 4), device)
+    before = window.clone()
+    positions = torch.full((4,), -1, device=device)
+    slots = torch.zeros_like(positions)
+    causal_conv1d_prompt(out, x, weight, window=window, positions=positions, slots=slots)
+    causal_conv1d_step(out, x, weight, window=window, positions=positions, slots=slots)
+    assert torch.equal(window, before)

@@ -1,0 +1,153 @@
+"""Products with experts against float64: every kind, odd sizes, padding, rows in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiler.ir.recipe import Segment, WeightRecipe
+from compiler.targets.cuda.experts import place_experts
+from compiler.targets.cuda.held import HeldWeight
+from compiler.targets.cuda.kernels.expert_linear import expert_linear, sum_experts
+from compiler.targets.cuda.kernels.route import Groups, group
+from compiler.targets.cuda.packing import unpack
+
+NAN = float("nan")
+KINDS = ["bf16", "bfp8", "bfp4"]
+NUM_EXPERTS = 5
+
+
+def weight(
+    kind: str, size: tuple[int, int], device: torch.device, *, paired: bool = False
+) -> HeldWeight:
+    shape = (NUM_EXPERTS, *size)
+    dense = torch.randn(shape, device=device) / size[1] ** 0.5
+    recipe = WeightRecipe((Segment("w", NUM_EXPERTS * size[0]),), shape, kind)
+    return place_experts(
+        recipe, kind, lambda name: dense, device, paired=paired, check=lambda *_: None
+    )
+
+
+def choice(num_tokens: int, top_k: int, device: torch.device) -> torch.Tensor:
+    """Different experts of each token; the last token is padding, but of one."""
+    rows = [torch.randperm(NUM_EXPERTS)[:top_k] for _ in range(num_tokens)]
+    experts = torch.stack(rows).to(device, torch.int32)
+    if num_tokens > 1:
+        experts[-1] = -1
+    return experts
+
+
+def grouped(experts: torch.Tensor, tile_size: int) -> Groups:
+    groups = Groups.empty(experts.numel(), NUM_EXPERTS, tile_size, experts.device)
+    group(groups, experts)
+    return groups
+
+
+def values(held: HeldWeight) -> torch.Tensor:
+    """float64 ``[E, rows, columns]``."""
+    return unpack(held).double().view(NUM_EXPERTS, held.num_rows, -1)
+
+
+def expected(x_TKC: torch.Tensor, held: HeldWeight, experts: torch.Tensor) -> torch.Tensor:
+    """float64 ``[T, K, rows]``; of padding NaN."""
+    chosen = values(held)[experts.clamp(min=0).long()]
+    y = torch.einsum("tkc,tkrc->tkr", x_TKC.double(), chosen)
+    return y.masked_fill((experts < 0)[:, :, None], NAN)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("num_tokens", "top_k", "size", "own", "tile_size"),
+    [
+        *((1, 2, (40, 200), False, 16), (3, 3, (33, 130), True, 16)),
+        *((7, 1, (16, 9), False, 16), (19, 4, (70, 64), True, 64)),
+    ],
+)
+def test_products(
+    kind: str,
+    num_tokens: int,
+    top_k: int,
+    size: tuple[int, int],
+    own: bool,
+    tile_size: int,
+    device: torch.device,
+) -> None:
+    held, experts = weight(kind, size, device), choice(num_tokens, top_k, device)
+    width = size[1] * (top_k if own else 1)
+    around = torch.full((num_tokens, width + 3), NAN, dtype=torch.bfloat16, device=device)
+    around[:, :width] = torch.randn(num_tokens, width, device=device)
+    x = around[:, :width]
+    out = torch.full((num_tokens, top_k * size[0] + 5), NAN, device=device)
+    view = out[:, : top_k * size[0]]
+    expert_linear(view, x, held, grouped(experts, tile_size), top_k=top_k)
+    x_TKC = x.reshape(num_tokens, top_k if own else 1, -1).expand(-1, top_k, -1)
+    want = expected(x_TKC, held, experts)
+    torch.testing.assert_close(
+        view.unflatten(1, (top_k, -1)).double(), want, rtol=2e-6, atol=4e-6, equal_nan=True
+    )
+    assert bool(out[:, top_k * size[0] :].isnan().all())
+
+
+@pytest.mark.parametrize("inner", [24, 13])
+@pytest.mark.parametrize("kind", KINDS)
+def test_swiglu_of_halves_that_need_not_be_whole_tiles(
+    kind: str, inner: int, device: torch.device
+) -> None:
+    held, experts = weight(kind, (2 * inner, 70), device, paired=True), choice(4, 2, device)
+    x = torch.randn(4, 70, device=device).bfloat16()
+    out = torch.full((4, 2 * inner), NAN, dtype=torch.bfloat16, device=device)
+    expert_linear(out, x, held, grouped(experts, 16), top_k=2, swiglu=True)
+    y = expected(x[:, None].expand(-1, 2, -1), held, experts)
+    sides = y.unflatten(-1, (-1, 2, 8))
+    gate, up = (sides[..., side, :].flatten(2)[..., :inner] for side in (0, 1))
+    want = torch.nn.functional.silu(gate) * up
+    got = out.unflatten(1, (2, inner)).double()
+    torch.testing.assert_close(got, want, rtol=2.0**-8, atol=4e-6, equal_nan=True)
+
+
+def test_float32_operands_make_float32_products(device: torch.device) -> None:
+    held, experts = weight("bfp8", (40, 90), device), choice(3, 2, device)
+    x = torch.randn(3, 90, device=device)
+    out = torch.full((3, 80), NAN, device=device)
+    expert_linear(out, x, held, grouped(experts, 16), top_k=2)
+    want = expected(x[:, None].expand(-1, 2, -1), held, experts).flatten(1)
+    torch.testing.assert_close(out.double(), want, rtol=2e-6, atol=2e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pair_s_bits_do_not_depend_on_others(kind: str, device: torch.device) -> None:
+    """Twenty tokens of one expert: two tiles; and each alone."""
+    held = weight(kind, (32, 130), device)
+    x = torch.randn(20, 130, device=device).bfloat16()
+    experts = torch.full((20, 1), 3, dtype=torch.int32, device=device)
+    together, alone = torch.empty(2, 20, 32, device=device)
+    expert_linear(together, x, held, grouped(experts, 16), top_k=1)
+    for row in (0, 15, 16, 19):
+        part = slice(row, row + 1)
+        expert_linear(alone[part], x[part], held, grouped(experts[part], 16), top_k=1)
+        assert torch.equal(alone[part], together[part])
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_the_sum_of_a_token_s_products(
+    residual: bool, has_shared: bool, device: torch.device
+) -> None:
+    products = torch.randn(3, 2 * 40, device=device)
+    experts = torch.tensor([[4, 0], [1, 3], [-1, -1]], dtype=torch.int32, device=device)
+    products[2] = NAN  # of padding nothing was written
+    weights = torch.rand(3, 2, device=device)
+    around = torch.full((3, 43), NAN, device=device)
+    out = around[:, :40]
+    before = torch.randn(3, 40, device=device)
+    if residual:
+        out.copy_(before)
+    y = torch.randn(3, 60, device=device)
+    shared = (y[:, :40], y[:, 50:51]) if has_shared else None
+    sum_experts(out, products, weights, experts, residual=residual, shared=shared)
+    want = (products.unflatten(1, (2, 40)) * weights[:, :, None]).sum(1)
+    want[2] = 0.0
+    if has_shared:
+        want += y[:, :40] * y[:, 50:51].sigmoid()
+    torch.testing.assert_close(out, want + before if residual else want)
+    assert bool(around[:, 40:].isnan().all())

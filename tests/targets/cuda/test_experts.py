@@ -1,0 +1,110 @@
+"""Weights of experts are held one by one, as each would be alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiler.driver import weight_source
+from compiler.errors import CheckpointError
+from compiler.formats import get_format
+from compiler.ir.recipe import Segment, WeightRecipe
+from compiler.targets.cuda.device import weight_bytes
+from compiler.targets.cuda.experts import place_experts
+from compiler.targets.cuda.instructions import ExpertLinear, ExpertSum
+from compiler.targets.cuda.numerics import holding
+from compiler.targets.cuda.packing import unpack
+from compiler.targets.cuda.plan import make_plan
+from compiler.targets.cuda.weights import load_weights, product_of, read_weights, write_weights
+from tests.models import test_qwen3_5_moe, test_qwen3_moe
+from tests.tiny import lowered, precision_of
+
+CPU = torch.device("cpu")
+
+
+def silent(what: str, done: int, total: int) -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", [test_qwen3_moe.make, test_qwen3_5_moe.make])
+@pytest.mark.parametrize(("name", "axis"), [("bf16", "in"), ("bfp4", "in"), ("bfp8", "out")])
+def test_values_are_the_format_s_and_come_back_from_files(
+    make: object, name: str, axis: str, tmp_path: Path
+) -> None:
+    """Stacked or a tensor an expert; where blocks run along out, gate and up stay apart."""
+    assert callable(make)
+    model = make()
+    precision = precision_of(name, block_axis=axis)
+    plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
+    get = weight_source(model)
+    weights = load_weights(plan, get, CPU, silent)
+    write_weights(plan, get, tmp_path, silent)
+    back = read_weights(plan, tmp_path, CPU, silent)
+    count = 0
+    for each in plan.instructions:
+        if not isinstance(each, ExpertLinear | ExpertSum):
+            continue
+        held, again = (source.held(product_of(each)) for source in (weights, back))
+        assert torch.equal(held.data, again.data) and held.num_experts == again.num_experts == 6
+        dense = torch.stack([_values(get, each.weight, expert) for expert in range(6)])
+        want = get_format(name).round_trip(dense, axis=-1 if axis == "in" else -2)
+        if held.is_paired:
+            want = want.unflatten(1, (2, -1, 8)).transpose(1, 2)
+        assert torch.equal(unpack(held), want.reshape(-1, want.shape[-1]))
+        count += 1
+    assert count == model.config.num_sparse * (2 if axis == "in" else 3)
+    assert weight_bytes(plan) == weights.num_bytes
+
+
+def _values(get: object, recipe: WeightRecipe, expert: int) -> torch.Tensor:
+    """One expert's rows, cut by hand."""
+    assert callable(get)
+    parts = []
+    for segment in recipe.segments:
+        tensor = get(segment.name).flatten(0, -2)
+        parts.append(tensor if segment.rows is None else tensor[slice(*segment.rows)])
+    return torch.cat(parts).view(recipe.shape)[expert]
+
+
+def test_one_scale_holds_all_experts() -> None:
+    """The third expert's values are too large for the others' exponents."""
+    dense = torch.randn(4, 16, 32)
+    dense[2] *= 2.0**5
+    recipe = WeightRecipe((Segment("w", 64),), (4, 16, 32), "bfp8")
+    asked = []
+
+    def get(name: str) -> torch.Tensor:
+        asked.append(name)
+        return dense
+
+    seen: list[float] = []
+
+    def check(values: torch.Tensor, scale: float, names: object) -> None:
+        seen.append(scale)
+
+    held = place_experts(recipe, "bfp8", get, CPU, paired=False, check=check)
+    assert asked == ["w"]
+    assert held.scale > 1 and seen[-4:] == [held.scale] * 4
+    want = get_format("bfp8").round_trip(dense, axis=-1).flatten(0, 1)
+    assert torch.equal(unpack(held), want)
+
+
+def test_an_expert_that_kernels_do_not_take_is_named() -> None:
+    model = test_qwen3_moe.make()
+    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bfp4"))[0])
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    model.checkpoint.tensors[name][0] = 3e-38
+    with pytest.raises(CheckpointError, match=r"experts.3.up_proj.weight.*allowed: bf16") as caught:
+        load_weights(plan, weight_source(model), CPU, silent)
+    assert "experts.2" not in str(caught.value)
+
+
+def test_bytes_are_told_without_building() -> None:
+    """Each expert's rows are whole tiles."""
+    assert holding((3, 24, 32), "bf16", block_axis="in", group="experts_ff2").num_bytes == (
+        3 * 2 * 16 * 128 * 2
+    )
+    held = holding((3, 24, 32), "bfp4", block_axis="in", group="experts_ff2")
+    assert held.num_bytes == 3 * 2 * 1152

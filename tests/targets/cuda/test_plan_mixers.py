@@ -1,0 +1,135 @@
+"""The plan of models with experts and with linear attention: instructions and their places."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiler import ops
+from compiler.errors import CompileError
+from compiler.ir.info import info
+from compiler.ir.rewrite import find_calls
+from compiler.targets.cuda.instructions import (
+    OPERAND,
+    RESIDUAL,
+    Attend,
+    Convolve,
+    DeltaRule,
+    Embed,
+    ExpertLinear,
+    ExpertSum,
+    Gather,
+    Linear,
+    Norm,
+    NormHeads,
+    Plan,
+    Route,
+    SigmoidGate,
+    SwiGLU,
+)
+from compiler.targets.cuda.plan import make_plan
+from models.gated_delta_net import DeltaShape
+from tests.models import test_qwen3_5_moe, test_qwen3_moe
+from tests.models.test_qwen3_5_moe import SIZES
+from tests.tiny import lowered, precision_of, tiny_model
+
+EXPERTS = [Norm, Linear, Route, ExpertLinear]
+SHARED = [Linear, Linear, ExpertSum]
+DELTA = [Linear, Convolve, Linear, DeltaRule, Linear]
+FULL = [Linear, NormHeads, Attend, SigmoidGate, Linear]
+
+
+def plan_of(model: object, layers: str = "") -> Plan:
+    precision = precision_of("bfp8", layers=layers)
+    return make_plan(lowered(model, target="cuda", precision=precision)[0])  # type: ignore[arg-type]
+
+
+def kinds(plan: Plan) -> list[type]:
+    return [type(each) for each in plan.instructions]
+
+
+def test_a_layer_of_experts() -> None:
+    plan = plan_of(test_qwen3_moe.make())
+    layer = [Linear, NormHeads, Attend, Linear, *EXPERTS, ExpertSum]
+    assert kinds(plan) == [Embed, *layer * 2, Gather, Linear]
+    total = plan.instructions[9]
+    assert isinstance(total, ExpertSum) and total.residual and total.shared is None
+    assert plan.buffers[total.out.buffer].role == RESIDUAL
+
+
+def test_layers_of_a_hybrid() -> None:
+    plan = plan_of(test_qwen3_5_moe.make())
+    block = [*EXPERTS, *SHARED]
+    assert kinds(plan) == [Embed, *[*DELTA, *block] * 3, *FULL, *block, Gather, Linear]
+    names = [state.name.removeprefix("model.layers.") for state in plan.sequence_states]
+    ends = ("linear_attn.conv1d.window", "linear_attn.memory")
+    assert names == [f"{layer}.{end}" for layer in range(3) for end in ends]
+    assert [state.name for state in plan.states] == ["model.layers.3.self_attn.kv"]
+
+
+def test_where_gate_and_up_differ_they_are_products_of_their_own() -> None:
+    layers = "*.experts.up_proj: {experts_ff1_3: bfp4}"
+    plan = plan_of(test_qwen3_moe.make(), layers)
+    (start,) = [i for i, each in enumerate(plan.instructions) if isinstance(each, Route)][:1]
+    assert kinds(plan)[start + 1 : start + 5] == [ExpertLinear, ExpertLinear, SwiGLU, ExpertSum]
+    gate, up, swiglu, total = plan.instructions[start + 1 : start + 5]
+    assert isinstance(swiglu, SwiGLU) and isinstance(total, ExpertSum)
+    assert isinstance(gate, ExpertLinear) and isinstance(up, ExpertLinear)
+    assert (swiglu.gate, swiglu.up, swiglu.out) == (gate.out, up.out, total.x)
+    assert plan.buffers[total.x.buffer].role == OPERAND and total.x.width == 2 * 24
+
+
+def test_attention_reads_columns_of_a_wider_product() -> None:
+    """With norms of its heads they go to a place of their own; both are then free."""
+    plan = plan_of(test_qwen3_5_moe.make())
+    (norm,) = (each for each in plan.instructions if isinstance(each, NormHeads))
+    (attend,) = (each for each in plan.instructions if isinstance(each, Attend))
+    (gate,) = (each for each in plan.instructions if isinstance(each, SigmoidGate))
+    assert (norm.qkv.first, norm.qkv.width, norm.qkv.stride) == (0, 128, 192)
+    assert (norm.out.width, norm.out.stride) == (128, 0) and attend.qkv == norm.out
+    assert (gate.gate.first, gate.gate.width, gate.gate.stride) == (128, 64, 192)
+    assert norm.out.buffer != norm.qkv.buffer == gate.gate.buffer
+
+    graph_module, _ = lowered(test_qwen3_5_moe.make(), target="cuda", precision=precision_of())
+    (call,) = find_calls(graph_module.graph, ops.rope_attention_step)
+    given = ops.RopeAttentionArguments.of(call.args)
+    call.args = given._replace(q_norm=None, k_norm=None, norm_eps=0.0).given()
+    bare = make_plan(graph_module)
+    (attend,) = (each for each in bare.instructions if isinstance(each, Attend))
+    assert (attend.qkv.first, attend.qkv.width, attend.qkv.stride) == (0, 128, 192)
+
+
+def test_buffers_do_not_grow_with_the_layers() -> None:
+    def plan(num_layers: int) -> Plan:
+        changes = {"num_layers": num_layers, "linear_layers": (True, False) * (num_layers // 2)}
+        return plan_of(tiny_model(model_type="qwen3_5_moe", **{**SIZES, **changes}))
+
+    assert plan(2).buffers == plan(6).buffers
+
+
+def test_experts_are_those_of_the_last_router() -> None:
+    graph_module, _ = lowered(test_qwen3_moe.make(), target="cuda", precision=precision_of())
+    first, *_, last = find_calls(graph_module.graph, ops.fused_expert_linear)
+    given = ops.FusedExpertArguments.of(last.args)
+    last.args = tuple(given._replace(experts=first.args[2]))
+    with pytest.raises(AssertionError, match="another's experts"):
+        make_plan(graph_module)
+
+
+def test_heads_that_the_delta_rule_s_kernels_do_not_take_are_named() -> None:
+    delta = {"delta": DeltaShape(1, 1, 160, 16)}
+    model = tiny_model(model_type="qwen3_5_moe", **{**SIZES, **delta})
+    words = (
+        r"layers\.0\.linear_attn: keys of 160 and values of 16 channels on target cuda; "
+        "allowed: up to 128, or --target reference or cpu"
+    )
+    with pytest.raises(CompileError, match=words):
+        plan_of(model)
+
+
+def test_a_delta_rule_without_its_norm_has_no_kernel() -> None:
+    graph_module, _ = lowered(
+        test_qwen3_5_moe.make(), target="cuda", precision=precision_of(), until="fuse_delta_norm"
+    )
+    assert info(find_calls(graph_module.graph, ops.gated_delta_rule_step)[0]).fqn
+    with pytest.raises(CompileError, match="has no kernel on target cuda"):
+        make_plan(graph_module)

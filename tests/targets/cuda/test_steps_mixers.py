@@ -1,0 +1,175 @@
+"""Experts and linear attention on the cuda executable: batches, copies, captures, random calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compiler.errors import RequestError
+from compiler.ops import SamplingBatch
+from compiler.runtime.engine import Engine
+from compiler.targets.base import CompileOptions, Executable, StepInput
+from compiler.targets.cuda import steps_mixers
+from compiler.targets.cuda.device import state_bytes, work_bytes
+from compiler.targets.cuda.executable import CudaExecutable
+from compiler.targets.cuda.plan import make_plan
+from compiler.targets.cuda.steps import Rows
+from compiler.targets.cuda.steps_mixers import mixer_bytes
+from tests.models.test_qwen3_5_moe import ON_CUDA
+from tests.runtime.test_engine import Operations
+from tests.targets.cuda.test_conformance_cuda import EXACT, on_cuda
+from tests.targets.test_conformance import assert_near
+from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+
+TINY: dict[str, Any] = {**ON_CUDA, "hidden_size": 16, "num_layers": 1, "linear_layers": (True,)}
+BF16 = precision_of("bf16")
+
+
+def model_of(**changes: Any) -> Any:
+    return tiny_model(std=0.2, model_type="qwen3_5_moe", **{**TINY, **changes})
+
+
+@pytest.fixture(scope="module")
+def exact() -> Executable:
+    return on_cuda(model_of(), BF16, "exact")
+
+
+@pytest.fixture(scope="module")
+def fast() -> Executable:
+    precision = precision_of("bf16", experts_ff1_3="bfp8", experts_ff2="bfp4")
+    return on_cuda(model_of(), precision, "fast")
+
+
+def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
+    """Neither on how many rows there are, nor on which row it is."""
+    lengths = (6, 2, 9)
+    handles = [fast.reserve(20) for _ in lengths]
+    for handle, length in zip(handles, lengths, strict=True):
+        step(fast, [(handle, random_tokens(length, seed=length), 0)])
+    (alone,) = handles[:1]
+    again = fast.copy(alone, lengths[0])
+    single = step(fast, [(again, [7], lengths[0])])
+    rows = [(handle, [7 + i], lengths[i]) for i, handle in enumerate(handles)]
+    together = step(fast, rows[::-1])
+    assert torch.equal(together[-1], single[0])
+    for handle in (*handles, again):
+        fast.free(handle)
+
+
+def test_a_copy_is_a_snapshot(exact: Executable) -> None:
+    """What is done to one leaves the other as it was; a shorter copy is refused."""
+    tokens = random_tokens(9)
+    expected = prefill(exact, tokens)
+    handle = exact.reserve(20)
+    step(exact, [(handle, tokens[:5], 0)])
+    kept = exact.copy(handle, 5)
+    step(exact, [(handle, random_tokens(4, seed=5), 5)])
+    for count in (5, 8, 10):
+        with pytest.raises(RequestError, match=r"of a sequence of 9; allowed: all 9, since"):
+            exact.copy(handle, count)
+    assert_near(step(exact, [(kept, tokens[5:], 5)])[0], expected[-1], EXACT)
+    exact.free(handle)
+    exact.free(kept)
+
+
+def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
+    handles = [exact.reserve(20) for _ in range(2)]
+    for handle in handles:
+        step(exact, [(handle, random_tokens(3), 0)])
+    batch = SamplingBatch(
+        temperature=torch.zeros(2),
+        top_k=torch.zeros(2, dtype=torch.int64),
+        top_p=torch.ones(2),
+        seeds=torch.zeros(2, dtype=torch.int64),
+        positions=torch.full((2,), 3),
+        end_tokens=torch.full((2, 1), -1),
+        is_greedy=True,
+    )
+    inputs = StepInput(
+        *(torch.tensor(each) for each in ([1, 2], [3, 3], [0, 1, 2], [0, 1])),
+        tuple(handles),
+        batch,
+        want_logits=True,
+    )
+    chosen = [[1], [2]]
+    for _ in range(3):
+        output = exact.step(inputs)
+        for row, token in zip(chosen, output.read()[0], strict=True):
+            row.append(token)
+        inputs = inputs.ahead(output)
+    with pytest.raises(RequestError, match=r"allowed: all 6, since"):
+        exact.copy(handles[1], 5)
+    copy = exact.copy(handles[1], 6)
+    assert output.logits is not None
+    again = prefill(exact, [*random_tokens(3), *chosen[1][:3]])
+    assert_near(output.logits[1], again[-1], EXACT)
+    for handle in (*handles, copy):
+        exact.free(handle)
+
+
+def test_steps_of_padding_leave_every_state_as_it_is() -> None:
+    """As those are that graphs are captured with."""
+    executable = compiled(model_of(), "cuda", precision=BF16, compute="exact")
+    assert isinstance(executable, CudaExecutable)
+    states = executable._state.sequences
+    for each in states.values():
+        each.normal_()
+    before = {name: each.clone() for name, each in states.items()}
+    rows = Rows.padding(4, executable._device)
+    with torch.no_grad():
+        executable._steps.decode(rows)
+        last = torch.zeros(1, dtype=torch.int64, device=executable._device)
+        executable._steps.prefill(rows, logit_rows=last)
+    assert all(torch.equal(each, before[name]) for name, each in states.items())
+
+
+def test_a_slot_s_last_sequence_is_forgotten(exact: Executable) -> None:
+    tokens = random_tokens(6)
+    expected = prefill(exact, tokens)
+    assert_near(prefill(exact, tokens, [1, 5]), expected, EXACT)
+    assert_near(prefill(exact, tokens, [4, 1]), expected, EXACT)
+
+
+def test_experts_of_a_long_prompt_run_part_by_part(
+    exact: Executable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = random_tokens(11)
+    expected = prefill(exact, tokens)
+    monkeypatch.setattr(steps_mixers, "EXPERT_TOKENS", 4)
+    assert_near(prefill(exact, tokens), expected, EXACT)
+
+
+class OnPages(Operations):
+    """Memory is taken in whole pages, for as long as a sequence may become."""
+
+    def check_state(self) -> None:
+        executable = self.engine.executable
+        assert set(self.engine.request_ids) == set(self.histories)
+        assert executable.num_free() == self.batch - len(self.histories)
+
+
+def test_random_operations_are_the_reference_s() -> None:
+    model = model_of(num_experts=3, shared_size=0)
+    executable = compiled(model, "cuda", precision=BF16, max_batch=2, max_context=32)
+    oracle = compiled(model, "reference", precision=BF16, max_batch=32, max_context=32)
+    operations = OnPages(Engine(executable, prefill_chunk=13), oracle, seed=1)
+    operations.run(8)
+    counts = operations.counts
+    assert counts["prefill"] and counts["decode"] > 1 and counts["remove"], counts
+
+
+def test_bytes_are_counted_before_anything_is_loaded() -> None:
+    model = model_of(num_layers=2, linear_layers=(True, False))
+    plan = make_plan(lowered(model, target="cuda", precision=BF16)[0])
+    options = CompileOptions(max_batch=4, max_context=64, compute="exact")
+    executable = compiled(model, "cuda", precision=BF16)
+    assert state_bytes(plan, options) == 4 * executable.state_bytes(64)
+    handle = executable.reserve(64)
+    assert executable.memory().state == executable.state_bytes(64)
+    executable.free(handle)
+    heads, inner = 2, 2 * 24
+    squares = 2 * 4 * heads * 64 * 64
+    assert mixer_bytes(plan, 64) == max(4 * 64 * 2 * 16, 4 * 64 * inner + squares)
+    assert work_bytes(plan, options) > mixer_bytes(plan, 64)
