@@ -146,10 +146,7 @@ class ModelConfig:
         if architecture.text_config:
             values = _text_values(values, where)
         keys = Keys({**architecture.hf_defaults, **values}, where)
-        if values.get("quantization_config") is not None:
-            method = values["quantization_config"]
-            method = method.get("quant_method") if isinstance(method, Mapping) else method
-            raise keys.error("quantization_config", method, "allowed: none, unquantised weights")
+        _refuse_quantised(keys)
         hidden = keys.integer("hidden_size", 1, MAX_WIDTH)
         num_heads = keys.integer("num_attention_heads", 1, MAX_HEADS)
         head_dim = _head_dim(keys, "head_dim", hidden, num_heads)
@@ -246,6 +243,13 @@ def _text_values(values: Mapping[str, object], where: Path | str) -> Mapping[str
         raise Keys(values, where).error("text_config", inner, "allowed: an object")
     whole = ("_name_or_path", "quantization_config", "tie_word_embeddings")
     return {**{key: values[key] for key in whole if key in values}, **inner}
+
+
+def _refuse_quantised(keys: Keys) -> None:
+    method = keys.get("quantization_config")
+    if method is not None:
+        method = method.get("quant_method") if isinstance(method, Mapping) else method
+        raise keys.error("quantization_config", method, "allowed: none, unquantised weights")
 
 
 def _refuse_hf_extras(keys: Keys) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from compiler.bench.record import RANDOM_WEIGHTS
 from compiler.bench.results import append, check_writable
 from compiler.commands.arguments import Parser, integer
-from compiler.commands.bench_cuda_rows import METRICS, START, Row, find_rows
+from compiler.commands.bench_cuda_rows import DECODE, METRICS, START, Row, find_rows
 from compiler.commands.console import err, out, print_table
 from compiler.errors import CheckpointError, TilewrightError, one_line
 
@@ -159,6 +159,8 @@ def _measure(
     try:
         for row in rows:
             _take(screen, report, made.measure(row, ceilings), choices)
+            if row.metric == DECODE and (routing := made.routing(row)):
+                screen.print(f"{row.name}: {routing}", soft_wrap=True)
         for row in rows if choices.is_profiled else ():  # behind what is timed
             _profile(screen, report, made, row, ceilings)
     finally:

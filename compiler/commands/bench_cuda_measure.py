@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -37,7 +38,10 @@ from compiler.commands.options import RunOptions, read_options
 from compiler.commands.source import Source, compile_source, open_source
 from compiler.driver import Compiled
 from compiler.errors import CompileError
-from compiler.targets.base import CompileOptions, Progress
+from compiler.ops.moe import expected_experts
+from compiler.runtime.batch import Piece, build_step
+from compiler.runtime.engine import Engine
+from compiler.targets.base import CompileOptions, Progress, StepInput
 
 _LONG_PROMPT = 16384
 _LONG_REPEATS = 3
@@ -45,6 +49,13 @@ _LONG_REPEATS = 3
 _START_SECONDS = 300
 _START_PROMPT = "Why is the sky blue?"
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "simple_text_demo.py"
+
+
+@runtime_checkable
+class ChoosesExperts(Protocol):
+    """An executable that counts the experts of a decode step, layer by layer."""
+
+    def chosen_experts(self, inputs: StepInput) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +138,32 @@ class Bench:
         """The row's prompts, one a user."""
         options = run_options(row, target=self._target, repeats=self._repeats)
         return measure.plan_jobs(self.source, options).jobs
+
+    def routing(self, row: Row) -> str:
+        """How many experts a decode step behind the row's prompts chooses; empty without experts.
+
+        Weights are random, and so are the prompts: what is read depends on it.
+        """
+        executable = self.compiled.executable
+        config = self.source.checkpoint_model().config
+        count: int = getattr(config, "num_experts", 0)
+        if not count or not isinstance(executable, ChoosesExperts):
+            return ""
+        prompts = [job.prompt for job in self.jobs(row)]
+        ids, engine = range(len(prompts)), Engine(executable)
+        logits = engine.prefill(ids, [torch.tensor(prompt) for prompt in prompts])
+        tokens = logits.argmax(-1).tolist()
+        pieces = [
+            Piece(engine.state(index), [token], len(prompts[index]), True)
+            for index, token in enumerate(tokens)
+        ]
+        found = executable.chosen_experts(build_step(pieces))
+        engine.remove(ids)
+        expected = expected_experts(count, row.batch, config.experts_per_token)  # type: ignore[attr-defined]
+        return (
+            f"experts chosen a layer in a decode step: {sum(found) / len(found):.1f} "
+            f"({min(found)}-{max(found)}) of {count}; {expected:.1f} were all equally likely"
+        )
 
     def _run(self, row: Row) -> _Measured:
         options = run_options(row, target=self._target, repeats=self._repeats)

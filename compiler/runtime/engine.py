@@ -42,6 +42,10 @@ class Engine:
         """The live requests."""
         return tuple(self._states)
 
+    def state(self, request_id: int) -> StateHandle:
+        """Where the executable keeps a live request."""
+        return self._states[request_id]
+
     def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
         """Start requests, or start live ones anew: last-token logits ``[B, vocab]`` float32.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ from compiler.commands.bench_cuda_rows import (
     find_rows,
 )
 from compiler.errors import CheckpointError, CompileError, ConfigError
+from compiler.targets.base import Executable, StepInput
+from compiler.targets.cpu.executable import CpuExecutable
 from models import shapes
 
 CEILINGS = Ceilings("made up", (100.0,), (1000.0,), "bf16")
@@ -366,3 +369,24 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             main(argv)
         assert words in str(error.value)
+
+
+def test_routing_is_told_of_models_that_choose(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On the cpu nobody counts, so that the count is made up here."""
+    row = tiny("one", batch=2, num_generated=3)
+    assert bench(choices([row]), measured=CEILINGS) == 0
+    assert "experts chosen" not in capfd.readouterr().out
+    counted = []
+
+    def chosen_experts(self: Executable, inputs: StepInput) -> list[int]:
+        counted.append((inputs.positions.tolist(), inputs.num_sequences))
+        return [2, 5]
+
+    monkeypatch.setattr(CpuExecutable, "chosen_experts", chosen_experts, raising=False)
+    row = dataclasses.replace(row, shape="tiny-moe")
+    assert bench(choices([row]), measured=CEILINGS) == 0
+    assert counted == [([128, 128], 2)]
+    out = capfd.readouterr().out
+    assert "one: experts chosen a layer in a decode step: 3.5 (2-5) of 8; 3.5 were all" in out

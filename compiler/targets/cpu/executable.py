@@ -16,7 +16,6 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
-from compiler.errors import RequestError
 from compiler.targets.base import (
     Capabilities,
     CompileOptions,
@@ -30,7 +29,7 @@ from compiler.targets.base import (
 from compiler.targets.contract import NumericContract
 from compiler.targets.cpu.cache import SlotCaches, SlotStates, padded_length
 from compiler.targets.cpu.model_file import OpenModel
-from compiler.targets.slots import SlotPool
+from compiler.targets.slots import SlotPool, check_copy
 from compiler.targets.threads import single_torch_thread
 
 _MAX_GAP = 4
@@ -213,12 +212,8 @@ class CpuExecutable(Executable):
         self._states.release(handle)
 
     def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        length = self._lengths[handle]
-        if self._states.specs and num_positions != length:
-            raise RequestError(
-                f"a copy of the first {num_positions} positions of a sequence of {length}; "
-                f"allowed: all {length}, since its state cannot be cut back"
-            )
+        if self._states.specs:
+            check_copy(num_positions, self._lengths[handle])
         fresh = self._slots.reserve(max(1, num_positions))
         self._caches.copy(handle, fresh, num_positions)
         self._states.copy(handle, fresh)

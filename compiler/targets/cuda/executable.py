@@ -90,16 +90,20 @@ class CudaExecutable(Executable):
     def step(self, inputs: StepInput) -> StepOutput:
         if self._running is not None and inputs.continues(self._last):
             output = self._replay(self._running, inputs)
-            for handle in inputs.states:
-                self._state.ran(handle, self._state.length(handle) + 1)
         else:
             self._running = None
-            settled = inputs.settled()
-            output = self._start(settled)
-            for handle, end in zip(inputs.states, settled.cu_seqlens[1:].tolist(), strict=True):
-                self._state.ran(handle, int(settled.positions[end - 1]) + 1)
+            output = self._start(inputs.settled())
+        self._count(inputs)
         self._last = inputs
         return output
+
+    def _count(self, inputs: StepInput) -> None:
+        """How far the sequences have come, where a copy of their state needs it."""
+        if not self._state.sequences:
+            return
+        positions = inputs.positions.tolist()
+        for handle, end in zip(inputs.states, inputs.cu_seqlens[1:].tolist(), strict=True):
+            self._state.ran(handle, positions[end - 1] + inputs.advanced + 1)
 
     def _start(self, inputs: StepInput) -> StepOutput:
         bounds = inputs.cu_seqlens.tolist()
@@ -248,6 +252,21 @@ class CudaExecutable(Executable):
                 self._steps, size, self.vocab_size, self._num_ends, self._graphs
             )
         return self._prompts[size]
+
+    @torch.no_grad()
+    def chosen_experts(self, inputs: StepInput) -> list[int]:
+        """Run a decode step and count, layer by layer, the different experts its rows chose.
+
+        For measurements: it is not captured, and chooses no tokens.
+        """
+        slots = torch.tensor(inputs.states, dtype=torch.int64)
+        rows = Rows.padding(inputs.num_sequences, self._device)
+        rows.upload(inputs.tokens, inputs.positions, slots)
+        self._running = None
+        counts = self._steps.chosen_experts(rows)
+        self._count(inputs)
+        self._last = inputs
+        return counts
 
     def reserve(self, num_positions: int) -> StateHandle:
         return self._state.reserve(num_positions)

@@ -11,7 +11,7 @@ from compiler.ir.state import StateSpec
 from compiler.targets.base import CompileOptions, StateHandle
 from compiler.targets.cuda.numerics import cache_kind
 from compiler.targets.cuda.pages import PAGE, PagePool, allocate_pages, page_bytes, pages_of
-from compiler.targets.slots import SlotPool
+from compiler.targets.slots import SlotPool, check_copy
 
 
 def sequence_bytes(specs: Sequence[StateSpec]) -> int:
@@ -98,12 +98,8 @@ class PagedState:
         Raises:
             RequestError: when nothing is free, or where a state would have to be cut back.
         """
-        length = self._lengths[handle]
-        if self.sequences and num_positions != length:
-            raise RequestError(
-                f"a copy of the first {num_positions} positions of a sequence of {length}; "
-                f"allowed: all {length}, since its state cannot be cut back"
-            )
+        if self.sequences:
+            check_copy(num_positions, self._lengths[handle])
         fresh = self.reserve(self._max_context)
         count = pages_of(num_positions)
         source, target = (

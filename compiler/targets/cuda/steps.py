@@ -167,6 +167,11 @@ class Steps:
                 self._run(each, step, rows)
         return step.logits
 
+    def chosen_experts(self, rows: Rows) -> list[int]:
+        """A decode step, and how many different experts its rows chose, layer by layer."""
+        chosen = self._mixers.watch(lambda: self.decode(rows))
+        return [len(each[each >= 0].unique()) for each in chosen]
+
     def prefill(
         self, rows: Rows, *, logit_rows: Tensor | None, from_start: bool = False
     ) -> Tensor | None:

@@ -6,7 +6,7 @@ Legend: T tokens, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -83,6 +83,14 @@ class Mixers:
     def __init__(self, weights: Weights, state: PagedState, *, exact: bool) -> None:
         self._weights, self._state, self._exact = weights, state, exact
         self._routing: _Routing | None = None  # the last `Route`'s
+        self._watched: list[Tensor] | None = None
+
+    def watch(self, run: Callable[[], object]) -> list[Tensor]:
+        """The experts ``[T, K]`` that each `Route` chooses while something runs."""
+        self._watched = []
+        run()
+        found, self._watched = self._watched, None
+        return found
 
     def run(
         self, each: Mixer, step: Buffers, positions: Tensor, slots: Tensor, *, decodes: bool
@@ -90,6 +98,8 @@ class Mixers:
         """One instruction."""
         if isinstance(each, Route):
             self._routing = self._route(each, step.view(each.logits), positions, decodes)
+            if self._watched is not None:
+                self._watched.append(self._routing.experts)
         elif isinstance(each, ExpertLinear):
             self._products(each, step.view(each.out), step.view(each.x), swiglu=each.swiglu)
         elif isinstance(each, ExpertSum):

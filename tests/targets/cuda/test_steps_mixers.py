@@ -9,6 +9,7 @@ import torch
 
 from compiler.errors import RequestError
 from compiler.ops import SamplingBatch
+from compiler.runtime.batch import Piece, build_step
 from compiler.runtime.engine import Engine
 from compiler.targets.base import CompileOptions, Executable, StepInput
 from compiler.targets.cuda import steps_mixers
@@ -173,3 +174,21 @@ def test_bytes_are_counted_before_anything_is_loaded() -> None:
     squares = 2 * 4 * heads * 64 * 64
     assert mixer_bytes(plan, 64) == max(4 * 64 * 2 * 16, 4 * 64 * inner + squares)
     assert work_bytes(plan, options) > mixer_bytes(plan, 64)
+
+
+def test_the_experts_of_a_step_are_counted_and_the_step_is_run(exact: CudaExecutable) -> None:
+    tokens = random_tokens(7)
+    expected = prefill(exact, tokens)
+    handles = [exact.reserve(20) for _ in range(3)]
+    for handle in handles:
+        step(exact, [(handle, tokens[:5], 0)])
+    alone = exact.chosen_experts(build_step([Piece(handles[0], tokens[5:6], 5, True)]))
+    assert alone == [TINY["experts_per_token"]]
+    assert_near(step(exact, [(handles[0], tokens[6:], 6)])[0], expected[-1], EXACT)
+    pieces = [
+        Piece(handle, [token], 5, True) for handle, token in zip(handles[1:], (3, 50), strict=True)
+    ]
+    (together,) = exact.chosen_experts(build_step(pieces))
+    assert TINY["experts_per_token"] <= together <= TINY["num_experts"]
+    for handle in handles:
+        exact.free(handle)
