@@ -162,16 +162,21 @@ def _expert_paths(config: MoeConfig) -> list[str]:
     return [f"model.layers.{layer}.mlp.experts" for layer in layers]
 
 
-def sparse_rewrites(config: MoeConfig) -> dict[str, int]:
-    """What the blocks of experts add to, or take from, a dense model's counts of rewrites."""
+def with_experts(dense: Mapping[str, int], config: MoeConfig) -> dict[str, int]:
+    """A dense model's counts of rewrites, with experts in the place of dense blocks."""
     num_sparse, shared = config.num_sparse, int(config.shared_size > 0)
-    return {
+    changes = {
         "match_router": num_sparse,
         "fuse_experts": num_sparse,
         "match_swiglu": shared * num_sparse,  # the experts' own is in place of the dense block's
         "match_sigmoid_gate": shared * num_sparse,
         "match_linear": (4 * shared - 2) * num_sparse,
+        "merge_expert_linears": num_sparse,
+        "fuse_expert_sum": (1 + shared) * num_sparse,
+        "fuse_linear_residual": -num_sparse,
+        "fuse_norm_linear": -num_sparse,
     }
+    return {**dense, **{name: dense.get(name, 0) + n for name, n in changes.items()}}
 
 
 def read_hf_moe(keys: Keys, config: Any) -> Any:

@@ -135,6 +135,8 @@ class Qwen35ForCausalLM(LlamaForCausalLM):
             "fuse_rope_attention": num_full,
             "gather_logit_rows": 1,
             "fuse_linear_residual": 2 * num_layers,
+            "fuse_delta_norm": num_linear,
+            "fuse_norm_linear": 2 * num_layers + 1,
             "gather_before_norm": 1,
         }
 

@@ -13,7 +13,7 @@ from models.moe import (
     read_gguf_moe,
     read_hf_moe,
     sources_of_stacks,
-    sparse_rewrites,
+    with_experts,
 )
 from models.qwen3_5 import (
     DEFAULTS,
@@ -46,11 +46,7 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
         return {**super().sources(), **sources_of_stacks(self.config)}
 
     def expected_rewrites(self) -> dict[str, int]:
-        counts = super().expected_rewrites()
-        for name, change in sparse_rewrites(self.config).items():
-            counts[name] = counts.get(name, 0) + change
-        counts["fuse_linear_residual"] -= self.config.num_sparse
-        return counts
+        return with_experts(super().expected_rewrites(), self.config)
 
 
 def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:

@@ -16,7 +16,7 @@ from models.moe import (
     read_gguf_moe,
     read_hf_moe,
     sources_by_expert,
-    sparse_rewrites,
+    with_experts,
 )
 from models.qwen3 import ARCHITECTURE as QWEN3
 from models.qwen3 import read_hf as read_qwen3
@@ -42,12 +42,7 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         return sources_by_expert(self.config)
 
     def expected_rewrites(self) -> dict[str, int]:
-        counts, num_sparse = super().expected_rewrites(), self.config.num_sparse
-        for name, change in sparse_rewrites(self.config).items():
-            counts[name] = counts.get(name, 0) + change
-        counts["fuse_linear_residual"] -= num_sparse
-        counts["fuse_norm_linear"] -= num_sparse
-        return counts
+        return with_experts(super().expected_rewrites(), self.config)
 
 
 def read_hf(keys: Keys, config: MoeConfig) -> MoeConfig:

@@ -94,3 +94,7 @@ def test_sequences_together_and_apart_on_the_cpu() -> None:
 
 def test_formats_on_the_cpu() -> None:
     checks.check_formats(make("unequal_sizes"))
+
+
+def test_passes_fire_as_often_as_expected() -> None:
+    checks.check_rewrites(make())

@@ -81,3 +81,7 @@ def test_sequences_together_and_apart_on_the_cpu() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_formats_on_the_cpu(shape: str) -> None:
     checks.check_formats(make(shape))
+
+
+def test_passes_fire_as_often_as_expected() -> None:
+    checks.check_rewrites(make())
