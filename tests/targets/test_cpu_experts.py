@@ -172,6 +172,21 @@ def test_everything_else_is_multiplied_in_float(
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("name", ["fp32", "bfp8"])
+def test_of_equal_experts_the_first_are_chosen(
+    name: str, renormalise: bool, tmp_path: Path
+) -> None:
+    """As the router does, in both operators."""
+    weights, x = weights_of(), torch.randn(4, C)
+    logits = torch.tensor([[0.0] * E, [1, 2, 2, 2, 0], [0, 0, 1, 0, 1], [3, 1, 1, 1, 1]])
+    layout = None if name == "fp32" else layout_of(name, name)
+    rest: dict[str, Any] = {"folder": tmp_path, "renormalise": renormalise}
+    got = run_block(weights, (name, name), x, logits, layout=layout, **rest)
+    expected = ops.experts.reference(x, logits, *weights.values(), K, renormalise)
+    torch.testing.assert_close(got, expected, atol=0.1 * float(expected.std()), rtol=0)
+
+
 def test_a_row_does_not_depend_on_its_batch(tmp_path: Path) -> None:
     weights, x, logits = weights_of(), torch.randn(33, C), torch.randn(33, E)
     rest: dict[str, Any] = {"folder": tmp_path, "renormalise": True, "layout": layout_of("bfp8")}

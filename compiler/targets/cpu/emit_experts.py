@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch.fx import Node
 
 from compiler.errors import CompileError
@@ -26,7 +27,8 @@ _UNPACKED = 0
 
 def emit_experts(emitter: Emitter, node: Node) -> None:
     """Both choose experts themselves, of the logits. What a token gets is what it gets alone, to
-    the last bits of float sums.
+    the last bits of float sums. Of equal logits they take the later ones, and a router the earlier:
+    so the experts stand in reverse.
 
     Raises:
         CompileError: for channels that are not whole blocks, where there are blocks.
@@ -44,8 +46,11 @@ def emit_experts(emitter: Emitter, node: Node) -> None:
     # which it writes to before it has read all of it
     flat = f"{node.name}_x"
     emitter.add("Reshape", [x.name, emitter.integers(-1, num_channels)], [flat])
-    rows = f"{node.name}_logits"
-    emitter.add("Reshape", [logits.name, emitter.integers(-1, num_experts)], [rows])
+    given, rows = f"{node.name}_given", f"{node.name}_logits"
+    emitter.add("Reshape", [logits.name, emitter.integers(-1, num_experts)], [given])
+    order = np.arange(num_experts)[::-1].copy()
+    last_first = emitter.constant(f"last_of_{num_experts}_first", order)
+    emitter.add("Gather", [given, last_first], [rows], axis=1)
     result = f"{node.name}_flat"
     _add_block(emitter, (flat, rows, result), held, layout, k=top_k, share=bool(renormalise))
     emitter.add("Shape", [x.name], [f"{node.name}_shape"])

@@ -119,20 +119,27 @@ class WeightFile:
     def experts(
         self, gate: WeightRecipe, up: WeightRecipe, down: WeightRecipe, layout: ExpertLayout | None
     ) -> ExpertWeights:
-        """A block of experts, in blocks of ``layout`` or, without one, as float32 values."""
+        """A block of experts, in blocks of ``layout`` or, without one, as float32 values.
+
+        The last expert comes first: see ``emit_experts``.
+        """
         real = onnx.TensorProto.FLOAT
         if layout is None:
             turns = _in_turn(self.values(gate).numpy(), self.values(up).numpy())
-            return ExpertWeights(self._add(gate, "experts", turns, real), self.dense(down))
+            return ExpertWeights(
+                self._add(gate, "experts", _last_first(turns), real),
+                self._add(down, "experts", _last_first(self.values(down).numpy()), real),
+            )
         inner = layout.padded(gate.shape[1])
         gate_codes, gate_scales = self._expert_codes(gate, layout, inner)
         up_codes, up_scales = self._expert_codes(up, layout, inner)
         codes, scales = self._expert_codes(down, layout, down.shape[1])
+        bytes_ = onnx.TensorProto.UINT8
         return ExpertWeights(
-            self._add(gate, "codes", _in_turn(gate_codes, up_codes), onnx.TensorProto.UINT8),
-            self._add(down, "codes", codes, onnx.TensorProto.UINT8),
-            self._add(gate, "scales", _in_turn(gate_scales, up_scales), real),
-            self._add(down, "scales", scales, real),
+            self._add(gate, "codes", _last_first(_in_turn(gate_codes, up_codes)), bytes_),
+            self._add(down, "codes", _last_first(codes), bytes_),
+            self._add(gate, "scales", _last_first(_in_turn(gate_scales, up_scales)), real),
+            self._add(down, "scales", _last_first(scales), real),
         )
 
     def _expert_codes(
@@ -224,6 +231,12 @@ def _in_turn(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """Rows of ``gate [E, I, ...]`` and of ``up`` one after the other: ``[E, 2 I, ...]``."""
     num_experts, num_rows, *rest = gate.shape
     return np.stack((gate, up), axis=2).reshape(num_experts, 2 * num_rows, *rest)
+
+
+def _last_first(array: np.ndarray) -> np.ndarray:
+    """The first axis the other way round."""
+    found: np.ndarray = np.ascontiguousarray(array[::-1])
+    return found
 
 
 def _unsigned(signed: Tensor, bits: int, shape: tuple[int, int]) -> np.ndarray:

@@ -1,7 +1,9 @@
 """In bf16 every architecture stays as close to its fp32 logits on cuda as transformers does.
 
 Weights are bf16 on both sides; what differs is the arithmetic: transformers keeps activations and
-the residual stream in bf16, the kernels round what a product reads and keep the rest in fp32.
+the residual stream in bf16, the kernels round what a product reads and keep the rest in fp32. Every
+token has all experts here: which ones it would choose is a matter of chance on either side, in so
+small a model.
 """
 
 from __future__ import annotations
@@ -17,6 +19,10 @@ from tests.tiny import FakeCheckpoint, precision_of, prefill, random_tokens, tin
 from tests.twins import twin_of
 
 NUM_SEQUENCES, LENGTH = 2, 8
+WITH_A_TWIN = [
+    name for name, shape in SHAPES.items() if not all(shape.get("linear_layers", (False,)))
+]
+"""transformers runs no model without a layer of attention."""
 
 
 def divergence(got: Tensor, expected: Tensor) -> float:
@@ -26,10 +32,13 @@ def divergence(got: Tensor, expected: Tensor) -> float:
     return float((wanted.exp() * log_ratio).sum(-1).mean())
 
 
-@pytest.mark.parametrize("model_type", ["llama", *SHAPES])
+@pytest.mark.parametrize("model_type", ["llama", *WITH_A_TWIN])
 def test_it_is_no_noisier_than_transformers(model_type: str) -> None:
-    changes = {"hidden_size": 32, **SMALL, **SHAPES.get(model_type, {}), "num_layers": 2}
-    changes["windows"] = tuple(changes.get("windows", ())) * 2
+    changes = {"hidden_size": 32, **SMALL, **SHAPES.get(model_type, {})}
+    if "linear_layers" not in changes:
+        changes |= {"num_layers": 2, "windows": tuple(changes.get("windows", ())) * 2}
+    if "num_experts" in changes:
+        changes["experts_per_token"] = changes["num_experts"]
     model = tiny_model(std=0.2, model_type=model_type, **changes)
     rounded = {
         name: get_format("bf16").round_trip(tensor)
