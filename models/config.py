@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiler.errors import CheckpointError
+from compiler.errors import CheckpointError, allowed
 from models.architectures import architecture_of, check_model_type, find_gguf_type
 from models.config_keys import Keys
 from models.hub import repository_name
@@ -144,7 +144,7 @@ class ModelConfig:
         model_type = check_model_type(values.get("model_type"), f"{where}: model_type")
         architecture = architecture_of(model_type)
         if architecture.text_config:
-            values = _text_values(values, where)
+            values = _text_values(values, model_type, where)
         keys = Keys({**architecture.hf_defaults, **values}, where)
         _refuse_quantised(keys)
         hidden = keys.integer("hidden_size", 1, MAX_WIDTH)
@@ -234,21 +234,42 @@ class ModelConfig:
         return config
 
 
-def _text_values(values: Mapping[str, object], where: Path | str) -> Mapping[str, object]:
-    """The keys of the text model, wherever they are; what is said of the whole holds for it."""
+def _text_values(
+    values: Mapping[str, object], model_type: str, where: Path | str
+) -> Mapping[str, object]:
+    """The keys of the text model, wherever they are; what is said of the whole holds for it.
+
+    Raises:
+        CheckpointError: a text model of another kind, or what the two say differently.
+    """
     inner = values.get("text_config")
     if inner is None:
         return values
+    keys = Keys(values, where)
     if not isinstance(inner, Mapping):
-        raise Keys(values, where).error("text_config", inner, "allowed: an object")
-    whole = ("_name_or_path", "quantization_config", "tie_word_embeddings")
-    return {**{key: values[key] for key in whole if key in values}, **inner}
+        raise keys.error("text_config", inner, "allowed: an object")
+    text = keys.section("text_config", inner)
+    for each in (keys, text):
+        _refuse_quantised(each)
+    kinds = (model_type, f"{model_type}_text")
+    if text.get("model_type") not in (None, *kinds):
+        raise text.error("model_type", text.get("model_type"), allowed(kinds))
+    key = "tie_word_embeddings"
+    if keys.get(key) is not None:
+        tied = keys.boolean(key, default=False)
+        if text.boolean(key, default=tied) is not tied:
+            tail = f"allowed: {str(tied).lower()}, as outside text_config"
+            raise text.error(key, text.get(key), tail)
+    outer = ("_name_or_path", key)
+    said = {name: value for name, value in inner.items() if name not in outer or value is not None}
+    return {**{name: values[name] for name in outer if name in values}, **said}
 
 
 def _refuse_quantised(keys: Keys) -> None:
     method = keys.get("quantization_config")
     if method is not None:
-        method = method.get("quant_method") if isinstance(method, Mapping) else method
+        if isinstance(method, Mapping):
+            method = method.get("quant_method", method)
         raise keys.error("quantization_config", method, "allowed: none, unquantised weights")
 
 

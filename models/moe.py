@@ -188,7 +188,8 @@ def read_hf_moe(keys: Keys, config: Any) -> Any:
         raise keys.error("num_local_experts", other, f"allowed: as num_experts, {count}")
     step = keys.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
     layers = range(config.num_layers)
-    dense: Any = keys.get("mlp_only_layers") or []
+    dense: Any = keys.get("mlp_only_layers")
+    dense = [] if dense is None else dense
     if not isinstance(dense, list) or any(type(i) is not int or i not in layers for i in dense):
         tail = f"allowed: a list of layers from 0 to {config.num_layers - 1}"
         raise keys.error("mlp_only_layers", dense, tail)

@@ -50,12 +50,32 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
 
 
 def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The kinds of layers and the experts."""
+    """The kinds of layers and the experts, whose weights always add up to one.
+
+    Raises:
+        CheckpointError: as :func:`read_hf_sparse`, or weights that do not.
+    """
+    return _renormalised(keys, "norm_topk_prob", read_hf_sparse(keys, config))
+
+
+def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The same of GGUF's keys."""
+    return _renormalised(keys, "expert_weights_norm", read_gguf_sparse(keys, config))
+
+
+def _renormalised(keys: Keys, key: str, config: HybridConfig) -> HybridConfig:
+    if not config.renormalise:
+        raise keys.error(key, keys.get(key), "allowed: true")
+    return config
+
+
+def read_hf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The kinds of layers and the experts, whose weights need not add up to one."""
     found: HybridConfig = read_hf_moe(keys, read_hybrid(keys, config))
     return found
 
 
-def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
+def read_gguf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
     """The same of GGUF's keys."""
     found: HybridConfig = read_gguf_moe(keys, read_gguf_hybrid(keys, config))
     return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from models.architectures import Architecture
-from models.config_keys import Keys
 from models.layers import DecoderLayer
 from models.llama import LlamaForCausalLM, LlamaModel
 from models.moe import (
@@ -19,7 +18,6 @@ from models.moe import (
     with_experts,
 )
 from models.qwen3 import ARCHITECTURE as QWEN3
-from models.qwen3 import read_hf as read_qwen3
 from models.sources import Sources
 
 
@@ -45,18 +43,12 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
         return with_experts(super().expected_rewrites(), self.config)
 
 
-def read_hf(keys: Keys, config: MoeConfig) -> MoeConfig:
-    """Qwen3's windows, and the experts."""
-    found: MoeConfig = read_hf_moe(keys, read_qwen3(keys, config))
-    return found
-
-
 ARCHITECTURE = Architecture(
     Qwen3MoeForCausalLM,
     config=MoeConfig,
     fixed={"qk_norm": True},
     hf_defaults={**QWEN3.hf_defaults, "norm_topk_prob": False},
-    read_hf=read_hf,
+    read_hf=read_hf_moe,
     read_gguf=read_gguf_moe,
     experts="apart",
     gguf_names={**QWEN3.gguf_names, **GGUF_NAMES},

@@ -13,7 +13,12 @@ from models.gated_delta_net import DeltaShape
 from models.moe import sources_by_expert
 from models.qwen3_5 import HybridConfig
 from models.qwen3_5_moe import ARCHITECTURE as QWEN35_MOE
-from models.qwen3_5_moe import DEFAULTS_MOE, Qwen35MoeForCausalLM
+from models.qwen3_5_moe import (
+    DEFAULTS_MOE,
+    Qwen35MoeForCausalLM,
+    read_gguf_sparse,
+    read_hf_sparse,
+)
 from models.sources import Sources, cut_rows
 
 
@@ -99,6 +104,8 @@ ARCHITECTURE = dataclasses.replace(
     QWEN35_MOE,
     model=Qwen3NextForCausalLM,
     hf_defaults={**DEFAULTS_MOE, "num_experts_per_tok": 10, "num_experts": 512},
+    read_hf=read_hf_sparse,
+    read_gguf=read_gguf_sparse,
     has_mrope=False,
     text_config=False,
     intermediate_key="intermediate_size",

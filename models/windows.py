@@ -20,12 +20,14 @@ def windows_of_all(keys: Keys, num_layers: int, max_positions: int) -> tuple[int
 def windows_of_upper(keys: Keys, num_layers: int, max_positions: int) -> tuple[int, ...]:
     """For layers from ``max_window_layers`` on, where ``use_sliding_window`` says so."""
     first = keys.integer("max_window_layers", 0, MAX_POSITIONS, default=28)
-    kinds = keys.get("layer_types")  # asked for, whatever the switch says
+    kinds = keys.get("layer_types")
+    if kinds is not None:  # whatever the switch says: another kind of layer has other weights
+        kinds = checked_types(keys, kinds, num_layers)
     if not keys.boolean("use_sliding_window", default=False) or keys.get("sliding_window") is None:
         return ()
     if kinds is None:
         kinds = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
-    return windows_by_type(keys, checked_types(keys, kinds, num_layers), max_positions)
+    return windows_by_type(keys, kinds, max_positions)
 
 
 def checked_types(keys: Keys, kinds: object, num_layers: int) -> list[str]:

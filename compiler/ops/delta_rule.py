@@ -20,7 +20,7 @@ CHUNK = 64
 _EPS = 1e-6
 
 
-def pieces(positions: Tensor, cu_seqlens: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
+def pieces(cu_seqlens: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
     """The tokens of each of a step's sequences, and the slot of its state."""
     bounds = cu_seqlens.tolist()
     for sequence, slot in enumerate(slots.tolist()):
@@ -63,7 +63,7 @@ def causal_conv1d_step(
     what each had last.
     """
     out = torch.empty_like(x)
-    for tokens, slot in pieces(positions, cu_seqlens, slots):
+    for tokens, slot in pieces(cu_seqlens, slots):
         before = window[slot] if int(positions[tokens.start]) else torch.zeros_like(window[slot])
         out[tokens] = _convolve(x[tokens], weight, before)
         seen = torch.cat((before, x[tokens].T.to(window.dtype)), dim=1)
@@ -238,7 +238,7 @@ def gated_delta_rule_step(
 ) -> Tensor:
     """:data:`gated_delta_rule` of a step's sequences, which go on from ``state [S, H, K, V]``."""
     out = qkv.new_empty((*a.shape, state.shape[-1]))
-    for tokens, slot in pieces(positions, cu_seqlens, slots):
+    for tokens, slot in pieces(cu_seqlens, slots):
         before = state[slot] if int(positions[tokens.start]) else torch.zeros_like(state[slot])
         given = (qkv[tokens], a[tokens], b[tokens], a_log, dt_bias, num_key_heads, key_dim)
         after = _rule(*given, before)

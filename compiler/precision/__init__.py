@@ -6,6 +6,8 @@ from compiler.precision.config import PrecisionConfig
 from compiler.precision.fragment import Fragment, LayerRule
 from compiler.precision.names import (
     ALWAYS_HIGH,
+    EXPERT_GROUPS,
+    FOLLOWS,
     MIXED,
     MIXED_ACTIVATION,
     OP_FAMILIES,
@@ -27,6 +29,8 @@ from compiler.precision.resolve import (
 
 __all__ = [
     "ALWAYS_HIGH",
+    "EXPERT_GROUPS",
+    "FOLLOWS",
     "MIXED",
     "MIXED_ACTIVATION",
     "OP_FAMILIES",

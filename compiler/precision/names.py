@@ -46,6 +46,9 @@ FOLLOWS = MappingProxyType(
     }
 )
 
+# The weights of which a token reads only those of the experts that it chose.
+EXPERT_GROUPS = frozenset({"experts_ff1_3", "experts_ff2"})
+
 SEED_OP_GROUPS = (
     "li_ff1_3",
     "li_ff2",

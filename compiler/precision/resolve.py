@@ -83,8 +83,9 @@ class ResolvedPrecision:
     def format(self, group: str, *, layer: int | None = None, fqn: str | None = None) -> str:
         """The format's name for a tensor group, at a layer and for a fully qualified name.
 
-        Experts that nobody set follow the dense group. ``activation`` may be ``mixed``: see
-        :meth:`activation_format`.
+        A group of ``FOLLOWS`` that nobody set is as the one it follows: experts and shared experts
+        as dense blocks, Gated DeltaNet's products as attention's, its gates as the router.
+        ``activation`` may be ``mixed``: see :meth:`activation_format`.
         """
         assert group in TENSOR_GROUPS, f"no tensor group {group!r}"
         follows = group in FOLLOWS and group not in self.settings
@@ -191,9 +192,9 @@ def resolve_fragments(
     patterns = _patterns(scopes, tuple(fqns))
     layers = [_layer_table(table, overrides[layer]) for layer in range(num_layers)]
     kept = _LAYER_KEYS
-    for experts, dense in FOLLOWS.items():
-        if _experts_follow(experts, dense, table, overrides, layers, bool(patterns)):
-            kept = tuple(key for key in kept if key != experts)
+    for follower, leader in FOLLOWS.items():
+        if _is_following(follower, leader, table, overrides, layers, bool(patterns)):
+            kept = tuple(key for key in kept if key != follower)
     settings = {key: table[key].value for key in GLOBAL_GROUPS}
     settings |= {key: _most_common(layer[key] for layer in layers) for key in kept}
     axes = [_Set(s.block_axis, s.source) for s in scopes if s.block_axis is not None]
@@ -252,23 +253,23 @@ def _patterns(scopes: Iterable[Fragment], fqns: Sequence[str]) -> list[tuple[Lay
 def _layer_table(table: Mapping[str, _Set], override: Mapping[str, _Set]) -> dict[str, str]:
     merged = {**table, **override}
     values = {key: merged[key].value for key in _LAYER_KEYS if key in merged}
-    for experts, dense in FOLLOWS.items():
-        values.setdefault(experts, values[dense])
+    for follower, leader in FOLLOWS.items():
+        values.setdefault(follower, values[leader])
     return values
 
 
-def _experts_follow(
-    experts: str,
-    dense: str,
+def _is_following(
+    follower: str,
+    leader: str,
     table: Mapping[str, _Set],
     overrides: Iterable[Mapping[str, _Set]],
     layers: Iterable[Mapping[str, str]],
     has_patterns: bool,
 ) -> bool:
-    if experts not in table and not any(experts in override for override in overrides):
+    if follower not in table and not any(follower in override for override in overrides):
         return True
-    # Set, but to the same: no difference, unless a pattern moves the dense group alone.
-    return not has_patterns and all(layer[experts] == layer[dense] for layer in layers)
+    # Set, but to the same: no difference, unless a pattern moves the leader alone.
+    return not has_patterns and all(layer[follower] == layer[leader] for layer in layers)
 
 
 def _most_common(values: Iterable[str]) -> str:
@@ -285,18 +286,24 @@ def _explain(
     for key, entry in _rows_of(table):
         scope = "model" if key in GLOBAL_GROUPS else "all layers"
         yield ExplainRow(scope, key, *entry)
-        for experts in (name for name, dense in FOLLOWS.items() if dense == key):
-            if experts not in table:
-                yield ExplainRow(scope, experts, entry.value, f"as {key}")
+        yield from _followers(scope, key, entry.value, table)
     yield ExplainRow("model", "block_axis", *axis)
     for first, last, changed in _runs(len(overrides), lambda layer: dict(overrides[layer])):
         scope = f"layer {first}" if first == last else f"layers {first}-{last}"
         for key, entry in _rows_of(changed):
             yield ExplainRow(scope, key, *entry)
+            yield from _followers(scope, key, entry.value, {**table, **changed})
     for rule, source in patterns:
         settings = {key: _Set(value, source) for key, value in rule.settings.items()}
         for key, entry in _rows_of(settings):
             yield ExplainRow(rule.selector, key, *entry)
+
+
+def _followers(scope: str, key: str, value: str, table: Mapping[str, _Set]) -> Iterator[ExplainRow]:
+    """The groups that are as ``key``, since nobody set them in ``table``."""
+    for follower, leader in FOLLOWS.items():
+        if leader == key and follower not in table:
+            yield ExplainRow(scope, follower, value, f"as {key}")
 
 
 def _rows_of(settings: Mapping[str, _Set]) -> Iterator[tuple[str, _Set]]:

@@ -115,6 +115,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers
     "changes",
     [
         {**WINDOW, "use_sliding_window": False},
+        {**WINDOW, "use_sliding_window": False, "layer_types": ["sliding_attention"] * 30},
         {**WINDOW, "sliding_window": None},
         {**WINDOW, "sliding_window": 8192},
         {**WINDOW, "max_window_layers": 30},
@@ -210,6 +211,14 @@ def test_default_rope_parameters_carry_theta() -> None:
         (
             {"model_type": "qwen2", **WINDOW, "layer_types": ["linear_attention"] * 30},
             ["layer_types = 'linear_attention'", "full_attention, sliding_attention"],
+        ),
+        (
+            {"model_type": "qwen2", "layer_types": ["linear_attention"] * 30},
+            ["layer_types = 'linear_attention'", "30 of full_attention, sliding_attention"],
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["linear_attention"] * 30},
+            ["layer_types = 'linear_attention'", "30 of full_attention, sliding_attention"],
         ),
         ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping = 50.0", "allowed: null"]),
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping = 30.0"]),

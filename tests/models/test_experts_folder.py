@@ -128,6 +128,10 @@ def test_the_text_part_of_a_whole_model(kind: str, stacked: bool, tmp_path: Path
         ("qwen3_moe", {"num_experts": 5}, "num_local_experts = 6 is not read; allowed: as num_ex"),
         ("qwen3_moe", {"mlp_only_layers": [9]}, r"mlp_only_layers = \[9\] .*layers from 0 to 1"),
         ("qwen3_moe", {"mlp_only_layers": True}, "mlp_only_layers = True .*a list of layers"),
+        ("qwen3_moe", {"mlp_only_layers": 0}, "mlp_only_layers = 0 is not read; .*a list of lay"),
+        ("qwen3_moe", {"mlp_only_layers": False}, "mlp_only_layers = False .*a list of layers"),
+        ("qwen3_next", {"mlp_only_layers": ""}, "mlp_only_layers = '' .*a list of layers"),
+        ("qwen3_5_moe", {"mlp_only_layers": {}}, r"mlp_only_layers = \{\} .*a list of layers"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0 is not read"),
         ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob = 1 is not read; allowed: true, fals"),
         ("qwen3_moe", {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' .*: softmax"),
@@ -141,6 +145,7 @@ def test_the_text_part_of_a_whole_model(kind: str, stacked: bool, tmp_path: Path
         ("qwen3_5", {"output_gate_type": "sigmoid"}, "gate_type = 'sigmoid' .*; allowed: \"swish"),
         ("qwen3_5", {"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1 .* from 2 to 64"),
         ("qwen3_5_moe", {"quantization_config": {"quant_method": "fp8"}}, "config = 'fp8' is not"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False .*; allowed: true$"),
         ("qwen3_5_moe", {"num_experts_per_tok": 99}, "num_experts_per_tok = 99 is not read"),
         ("qwen3_next", {"hidden_act": "relu2"}, "hidden_act = 'relu2' is not read; allowed: silu"),
     ],
@@ -156,6 +161,84 @@ def test_what_would_change_the_arithmetic_is_refused_by_name(
         with pytest.raises(CheckpointError, match=words) as caught:
             ModelConfig.from_hf(whole, where=tmp_path / "config.json")
         assert "\n" not in str(caught.value)
+
+
+FP8 = {"quant_method": "fp8"}
+TIED, WORD = "tie_word_embeddings", "quantization_config"
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    ("outside", "inside", "words"),
+    [
+        ({WORD: FP8}, {}, ": quantization_config = 'fp8' is not read; allowed: none"),
+        ({WORD: FP8}, {WORD: None}, ": quantization_config = 'fp8' is not read"),
+        ({}, {WORD: FP8}, r": text_config\.quantization_config = 'fp8' is not read"),
+        ({WORD: None}, {WORD: FP8}, r": text_config\.quantization_config = 'fp8' is not read"),
+        ({WORD: {}}, {}, r": quantization_config = \{\} is not read"),
+        ({}, {"model_type": "qwen3_next"}, r"text_config\.model_type = 'qwen3_next' .*KIND_text$"),
+        ({}, {"model_type": "KIND_text_text"}, r"text_config\.model_type = .*: KIND, KIND_text$"),
+        ({}, {"model_type": 3}, r"text_config\.model_type = 3 is not read; allowed: KIND, "),
+        ({TIED: True}, {TIED: False}, r"text_config\.tie_word_embeddings = False .*: true, as out"),
+        ({TIED: False}, {TIED: True}, r"text_config\.tie_word_embeddings = True .*: false, as ou"),
+        ({TIED: 1}, {TIED: True}, ": tie_word_embeddings = 1 is not read; allowed: true, false"),
+    ],
+)
+def test_a_whole_and_its_text_part_have_to_agree(
+    kind: str, outside: dict[str, Any], inside: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    inside = {key: _named(value, kind) for key, value in inside.items()}
+    with pytest.raises(CheckpointError, match=_named(words, kind)) as caught:
+        _whole(kind, outside, inside, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def _named(value: Any, kind: str) -> Any:
+    return value.replace("KIND", kind) if isinstance(value, str) else value
+
+
+def _whole(kind: str, outside: object, inside: object, folder: Path) -> ModelConfig:
+    values = config_of(kind)
+    del values[TIED]
+    whole = {"model_type": kind, "text_config": values | inside} | outside  # type: ignore[operator]
+    return ModelConfig.from_hf(whole, where=folder / "config.json")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_either_says_alone_holds(tied: bool, tmp_path: Path) -> None:
+    for kind in ("qwen3_5", "qwen3_5_moe"):
+        said: dict[str, Any] = {TIED: tied}
+        for outside, inside in (
+            (said, {}),
+            (said, {TIED: None}),
+            ({}, said),
+            ({TIED: None}, said),
+            (said, {**said, "model_type": kind}),
+            ({**said, WORD: None}, {WORD: None, "model_type": f"{kind}_text"}),
+            (said, {"model_type": None}),
+        ):
+            assert _whole(kind, outside, inside, tmp_path).tie_embeddings is tied
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("qwen3_moe", False), ("qwen3_next", False), ("qwen3_5_moe", True)]
+)
+def test_weights_of_experts_add_up_where_transformers_has_them_so(
+    kind: str, said: bool, tmp_path: Path
+) -> None:
+    values = {**config_of(kind), "norm_topk_prob": said}
+    found: Any = ModelConfig.from_hf(values, where=tmp_path / "config.json")
+    assert found.renormalise is said
+    del values["norm_topk_prob"]
+    found = ModelConfig.from_hf(values, where=tmp_path / "config.json")
+    assert found.renormalise is (kind != "qwen3_moe")
+
+
+@pytest.mark.parametrize("layers", [None, [], [1]])
+def test_layers_with_a_dense_block(layers: list[int] | None, tmp_path: Path) -> None:
+    values = {**config_of("qwen3_moe"), "mlp_only_layers": layers}
+    found: Any = ModelConfig.from_hf(values, where=tmp_path / "config.json")
+    assert found.dense_layers == tuple(layers or ())
 
 
 @pytest.mark.parametrize(

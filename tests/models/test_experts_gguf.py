@@ -172,6 +172,7 @@ def _key(name: str, value: object) -> Callable[[gguf.GGUFWriter], None]:
         ("qwen3_moe", "expert_weights_scale", 2.5, r"weights_scale = 2.5 .*; allowed: 0.0, 1.0"),
         ("qwen3_moe", "expert_gating_func", 2, "expert_gating_func = 2 is not read; allowed: 0, 1"),
         ("qwen3_moe", "leading_dense_block_count", 1, "leading_dense_block_count = 1 is not read"),
+        ("qwen3_5_moe", "expert_weights_norm", False, "weights_norm = False .*; allowed: true$"),
         ("qwen3_5_moe", "ssm.inner_size", 63, r"ssm.inner_size = 63 .*: a multiple of the 4 value"),
         ("qwen3_5_moe", "ssm.group_count", 3, r"time_step_rank = 4 .*: a multiple of the 3 key h"),
         ("qwen3_5", "ssm.state_size", None, "ssm.state_size is missing; allowed"),
@@ -189,6 +190,16 @@ def test_keys_that_are_refused(
     with pytest.raises(CheckpointError, match=words) as caught:
         open_checkpoint(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("qwen3_moe", False), ("qwen3_next", False), ("qwen3_5_moe", True)]
+)
+def test_whether_weights_of_experts_add_up(kind: str, said: bool, tmp_path: Path) -> None:
+    key = f"{gguf.MODEL_ARCH_NAMES[files.ARCHITECTURES[kind]]}.expert_weights_norm"
+    path = files.write(make(kind), tmp_path / "m.gguf", extra=_key(key, said))
+    config: Any = open_checkpoint(path).config
+    assert config.renormalise is said
 
 
 @pytest.mark.parametrize("kind", SPARSE)

@@ -9,10 +9,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from compiler.errors import CheckpointError
+from models.config import ModelConfig
 from models.moe import MoeConfig
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
-from tests.twins import TWINS, Twin, assert_eager_equals_twin
+from tests.twins import TWINS, Twin, assert_eager_equals_twin, twin_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "sparse": {},
@@ -85,3 +87,13 @@ def test_formats_on_the_cpu(shape: str) -> None:
 
 def test_passes_fire_as_often_as_expected() -> None:
     checks.check_rewrites(make())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("use_sliding_window", True), ("layer_types", ["sliding_attention"] * 2)]
+)
+def test_windows_are_refused(key: str, value: object) -> None:
+    """transformers slides in every layer of these, whatever max_window_layers says."""
+    values = twin_of(make().config).config.to_dict() | {key: value, "sliding_window": 4}
+    with pytest.raises(CheckpointError, match=rf"config\.json: {key} = .* is not read; allowed: "):
+        ModelConfig.from_hf(values, where="config.json")

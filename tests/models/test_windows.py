@@ -31,10 +31,23 @@ def test_of_all_layers(window: int | None, expected: tuple[int, ...]) -> None:
         ({"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}, (0, 3)),
         ({"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2}, ()),
         ({"use_sliding_window": True, "sliding_window": 3, "layer_types": [SLIDING, FULL]}, (3, 0)),
+        ({"use_sliding_window": False, "sliding_window": 3, "layer_types": [SLIDING, FULL]}, ()),
+        ({"sliding_window": 3, "layer_types": [FULL, FULL]}, ()),
+        ({"use_sliding_window": True, "layer_types": [SLIDING, SLIDING]}, ()),
     ],
 )
 def test_of_upper_layers(values: dict[str, Any], expected: tuple[int, ...]) -> None:
     assert windows_of_upper(keys(**values), 2, 64) == expected
+
+
+@pytest.mark.parametrize("switch", [{}, {"use_sliding_window": False}, {"sliding_window": None}])
+@pytest.mark.parametrize("kinds", [["linear_attention", FULL], [FULL], [], "full", [None, None]])
+def test_other_types_are_refused_whatever_the_switch_says(
+    switch: dict[str, Any], kinds: object
+) -> None:
+    values = {"sliding_window": 3, **switch, "layer_types": kinds}
+    with pytest.raises(CheckpointError, match=r"layer_types = .*allowed: 2 of full_attention"):
+        windows_of_upper(keys(**values), 2, 64)
 
 
 @pytest.mark.parametrize("kinds", [[FULL], [FULL, "chunked_attention"], "full", [FULL, None], None])

@@ -52,6 +52,11 @@ def test_the_rule_is_transformers(theirs: Any, num_tokens: int) -> None:
     torch.testing.assert_close(got, expected[0], atol=2e-5, rtol=0)
 
 
+def test_the_pieces_of_a_step() -> None:
+    found = list(delta_rule.pieces(torch.tensor([0, 3, 4]), torch.tensor([2, 0])))
+    assert found == [(slice(0, 3), 2), (slice(3, 4), 0)]
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16, 64, 200])
 def test_chunks_of_any_size_are_the_recurrence(chunk: int) -> None:
     qkv, a, b, a_log, dt_bias = operands(130)

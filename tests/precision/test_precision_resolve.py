@@ -273,8 +273,34 @@ def test_explain_tells_who_set_what(tmp_path: Path) -> None:
         ("all layers", "li_ff2_prefill", "hifi2", "precision_cfgs/base.yaml"),
         ("all layers", "li_ff2_decode", "lofi", mine),
         ("layers 0-1", "ff2", "bf16", mine),
+        ("layers 0-1", "experts_ff2", "bf16", "as ff2"),
+        ("layers 0-1", "shared_ff2", "bf16", "as ff2"),
         ("layer 3", "li_ff1_3", "hifi4", mine),
         ("*.o_proj", "wo", "bfp4", mine),
     ):
         assert row in rows
     assert len(rows) == len(set(rows))
+
+
+def test_explain_tells_what_follows_at_a_layer(tmp_path: Path) -> None:
+    """Where they are set, at that layer or everywhere, groups follow nothing."""
+    config = from_yaml(
+        tmp_path,
+        "precision: {shared_ff1_3: bfp2}\n"
+        "layers: {0: {experts_ff1_3: bfp4}, 0-1: {ff1_3: bf16}, 3: {wqkv: bf16, router: fp32}}",
+    )
+    resolved = config.resolve(4)
+    rows = [row for row in resolved.explain() if row.scope.startswith("layer ")]
+    mine = str((tmp_path / "mine.yaml").resolve())
+    assert rows == [
+        ("layer 0", "ff1_3", "bf16", mine),
+        ("layer 0", "experts_ff1_3", "bfp4", mine),
+        ("layer 1", "ff1_3", "bf16", mine),
+        ("layer 1", "experts_ff1_3", "bf16", "as ff1_3"),
+        ("layer 3", "wqkv", "bf16", mine),
+        ("layer 3", "delta_in", "bf16", "as wqkv"),
+        ("layer 3", "router", "fp32", mine),
+        ("layer 3", "delta_gates", "fp32", "as router"),
+    ]
+    for scope, group, value, _ in rows:
+        assert resolved.format(group, layer=int(scope.removeprefix("layer "))) == value
