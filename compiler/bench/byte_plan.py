@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from compiler.bench.sweep.model import (
-    EXPERTS,
     Weight,
+    blocks_of,
     experts_share,
     holding_of,
     layer_of,
     weights_of,
 )
 from compiler.driver import CompilableModel
-from compiler.precision import ResolvedPrecision
+from compiler.precision import EXPERT_GROUPS, ResolvedPrecision
 from compiler.targets.base import Target
 
 EMBEDDING, OTHER, CACHE, MEMORY = "embedding", "other", "kv_cache", "memory"
@@ -109,13 +109,15 @@ def _of_groups(
     experts: float,
     batch: int,
 ) -> Iterator[Share]:
+    blocks = blocks_of(weights)
     for weight in weights:
-        held = holding_of(weight, precision, target, compute)
+        others = blocks.get(weight, ())
+        held = holding_of(weight, precision, target, compute, others=others)
         wanted = precision.format(weight.group, layer=weight.layer, fqn=weight.fqn)
         read = 1.0
         if weight.group == EMBEDDING:
             read = min(1.0, batch / weight.shape[0])
-        elif weight.group.startswith(EXPERTS):
+        elif weight.group in EXPERT_GROUPS:
             read = experts
         size = held.num_bytes
         count = math.prod(weight.shape)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from compiler import ops
 from compiler.bench import stats
 from compiler.driver import Compiled
 from compiler.ir.cost import rows_read, step_costs
@@ -151,9 +152,6 @@ def weight_bytes(
     for node, part, facts, recipe in _reads(graph_module):
         if part != EMBEDDING and recipe in seen:
             continue
-        fidelities = ("hifi4", "hifi4")
-        if facts.compute is not None:
-            fidelities = facts.compute.prefill, facts.compute.decode
         assert recipe.format is not None
         holding = target.holding(
             recipe.shape,
@@ -161,13 +159,32 @@ def weight_bytes(
             block_axis=recipe.block_axis,
             group="" if part == OTHER else part,
             compute=compute,
-            fidelities=fidelities,
+            fidelities=_fidelities(facts),
+            block=_block(node, recipe),
         )
         share = min(1.0, rows_read(node, recipe, num_tokens) / recipe.shape[0])
         if part != EMBEDDING:
             seen.add(recipe)
         parts[part] += share * holding.num_bytes
     return dict(parts)
+
+
+def _fidelities(facts: NodeInfo) -> tuple[str, str]:
+    """Of a product, in prefill and decode; the highest where there is none."""
+    if facts.compute is None:
+        return "hifi4", "hifi4"
+    return facts.compute.prefill, facts.compute.decode
+
+
+def _block(node: Node, own: WeightRecipe) -> tuple[tuple[str, tuple[str, str]], ...]:
+    """Formats and fidelities of the other products of a node that runs a block of experts."""
+    if node.target is not ops.experts.overload:
+        return ()
+    return tuple(
+        (recipe.format, _fidelities(facts))
+        for _, facts, recipe in _reads_of(node)
+        if recipe != own and recipe.format is not None
+    )
 
 
 def product_groups(graph_module: GraphModule) -> list[str]:

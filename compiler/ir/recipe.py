@@ -131,15 +131,17 @@ def load_values(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
 
 def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     tensor = get(segment.name)
-    if tensor.dim() > 2:
-        tensor = tensor.flatten(0, -2)
-    if segment.rows is not None:
-        tensor = tensor[segment.rows[0] : segment.rows[1]].clone()
     expected = (segment.num_rows, *recipe.shape[1:][-1:])
+    if segment.rows is not None:
+        tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
+        tensor = tensor[segment.rows[0] : segment.rows[1]].clone()
+    elif len(recipe.segments) == 1:
+        expected = recipe.shape
     if tuple(tensor.shape) != expected:
         raise CheckpointError(
             f"tensor {segment.name!r} has shape {list(tensor.shape)}; allowed: {list(expected)}"
         )
+    tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
     if segment.permutation is not None:
         tensor = tensor[list(segment.permutation)]
     tensor = tensor.float()

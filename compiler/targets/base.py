@@ -181,12 +181,15 @@ class Target(ABC):
         group: str,
         compute: str,
         fidelities: tuple[str, str],
+        block: tuple[tuple[str, tuple[str, str]], ...] = (),
     ) -> Holding:
         """What :meth:`build` makes of one weight, without building: here, the format as packed.
 
         ``shape``: rows (out) first. ``group``: the tensor group, empty for what has none (norms,
         biases). ``fidelities``: of its products, in prefill and in decode. A weight of two uses
         (tied embeddings) is asked for once a use, since each may have its own format.
+        ``block``: of experts, the formats and fidelities of the other products of their block, for
+        targets that run them as one; empty where they are as this one.
 
         Raises:
             CompileError: for a weight this target cannot hold.

@@ -65,6 +65,7 @@ class NullTarget(Target):
         group: str,
         compute: str,
         fidelities: tuple[str, str],
+        block: tuple[tuple[str, tuple[str, str]], ...] = (),
     ) -> Holding:
         """Nothing of any weight."""
         return Holding("nothing", 0)

@@ -86,6 +86,7 @@ class ReferenceTarget(Target):
         group: str,
         compute: str,
         fidelities: tuple[str, str],
+        block: tuple[tuple[str, tuple[str, str]], ...] = (),
     ) -> Holding:
         """The format's values in float32; two uses of one weight in one format share them."""
         return Holding("float32", 4 * math.prod(shape))

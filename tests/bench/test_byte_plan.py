@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from compiler.bench.byte_plan import BytePlan, byte_plan
+from compiler.bench.roofline import weight_bytes
 from compiler.bench.sweep.model import experts_share, step_bytes, swept_model
 from compiler.driver import compile_model, resolve_precision
 from compiler.precision import load_precision
@@ -60,6 +61,52 @@ def test_what_is_compiled_takes_what_was_told(shape: str, target: str) -> None:
     held = sum(share.held for share in plan.shares if share.group != "kv_cache")
     assert compiled.executable.memory().weights == pytest.approx(held, rel=0.02)
     compiled.executable.close()
+
+
+HALF = "fidelity_cfg = {li_ff1_3: hifi4, li_ff2: lofi}"
+OTHER_HALF = "fidelity_cfg = {li_ff1_3: lofi, li_ff2: hifi4}"
+LOW = "fidelity_cfg = {li_ff1_3: lofi, li_ff2: lofi}"
+BLOCKS = {
+    "alike": ("experts_ff1_3: bfp8, experts_ff2: bfp8", LOW, {"bfp8 blocks"}),
+    "wider": (
+        "experts_ff1_3: bfp4, experts_ff2: bfp8",
+        LOW,
+        {"bfp8 blocks", "8-bit blocks of 16"},
+    ),
+    "shorter": (
+        "experts_ff1_3: bfp4, experts_ff2: q40",
+        LOW,
+        {"bfp4 blocks", "4-bit blocks of 16"},
+    ),
+    "both": ("experts_ff1_3: bfp4, experts_ff2: q80", LOW, {"8-bit blocks of 16"}),
+    "into in float": ("experts_ff1_3: bf16, experts_ff2: bfp4", HALF, {"float32"}),
+    "out in float": ("experts_ff1_3: bfp4, experts_ff2: bf16", OTHER_HALF, {"float32"}),
+    "into in more phases": ("experts_ff1_3: bfp4, experts_ff2: bfp4", HALF, {"float32"}),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_of_experts_is_told_as_it_is_held(name: str) -> None:
+    """As one on the cpu: in the wider codes, the shorter blocks, or all in float32."""
+    formats, fidelities, kinds = BLOCKS[name]
+    precision = load_precision(f"precision_cfg = {{{formats}}}, {fidelities}")
+    options = CompileOptions(max_batch=1, max_context=64)
+    model: Any = load_model("shape:tiny-moe")
+    compiled = compile_model(model, precision, target="cpu", options=options)
+    held = compiled.executable.memory().weights
+    read = weight_bytes(compiled.graph(), num_tokens=1000, target=get_target("cpu"), compute="fast")
+    compiled.executable.close()
+    resolved = resolve_precision(model, precision)
+    plan = byte_plan(model, resolved, get_target("cpu"), batch=1, context=64, compute="fast")
+    shares = {share.group: share for share in plan.shares}
+    groups = ("experts_ff1_3", "experts_ff2")
+    assert {kind for group in groups for kind in shares[group].kinds} == kinds
+    told = sum(share.held for group, share in shares.items() if group != "kv_cache")
+    assert held == told
+    for group in groups:
+        assert read[group] == pytest.approx(shares[group].held), "all experts are chosen"
+    swept = swept_model(model, "shape:tiny-moe").held_bytes(resolved, "cpu")
+    assert sum(swept.values()) == told - shares["other"].held
 
 
 def test_what_holds_nothing_is_told_so() -> None:

@@ -182,6 +182,7 @@ OPERATOR_CALLS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[int, ...]
 REFUSED: dict[str, Callable[..., Tensor]] = {
     "router": lambda x, p, w: ops.router(x, 2, True)[0],
     "expert_linear": lambda x, p, w: ops.expert_linear(x, w, p[:, None])[:, 0],
+    "fused_expert_linear": lambda x, p, w: ops.fused_expert_linear(x, w, p[:, None])[:, 0],
     "experts": lambda x, p, w: ops.experts(x, x[:, :3], w, w, w, 2, True),
     "gated_delta_rule": lambda x, p, w: ops.gated_delta_rule(
         *(x[:, :24], x[:, :2], x[:, 2:4], w[0, 0, :2], w[0, 0, 2:4]), 1, 8
@@ -190,6 +191,7 @@ REFUSED: dict[str, Callable[..., Tensor]] = {
 """Whose references sort, or walk over experts or tokens."""
 STATEFUL = {
     *("attention_step", "rope_attention_step", "causal_conv1d_step", "gated_delta_rule_step"),
+    "delta_rule_norm_step",
 }
 AFTER_LOGITS = {"sample"}
 AFTER_PRECISION = {"round_q80"}

@@ -136,6 +136,15 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
         *(torch.randn(T, 2, C), torch.randn(6, 7, C)),
         *(torch.tensor([[0, 5], [1, 2], [3, 0], [4, 2], [5, 1]]), torch.rand(T, 2)),
     ),
+    "fused_expert_linear": (
+        *(torch.randn(T, C), torch.randn(6, 14, C)),
+        *(torch.tensor([[0, 5], [1, 2], [3, 0], [4, 2], [5, 1]]), None, True),
+    ),
+    "delta_rule_norm_step": (
+        *(*DELTA, 1, 4, torch.zeros(3, 2, 4, 8)),
+        *(torch.tensor([0, 1, 2, 7, 8]), torch.tensor([0, 3, 5]), torch.tensor([2, 0])),
+        *(torch.randn(T, 16), torch.randn(8), 1e-6),
+    ),
     "experts": (
         *(torch.randn(T, C), torch.randn(T, 6), torch.randn(6, 7, C), torch.randn(6, 7, C)),
         *(torch.randn(6, C, 7), 2, False),

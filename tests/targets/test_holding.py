@@ -185,6 +185,32 @@ def test_the_cpu_s_kinds_by_hand() -> None:
         assert ask("cpu", "bf16", group="embedding", compute=compute) == Holding("bfloat16", 240)
 
 
+def test_the_cpu_holds_a_block_of_experts_alike_by_hand() -> None:
+    """3 rows of 40 columns: ff2's blocks lie along them, and ff1_3's rows fill whole blocks."""
+
+    def out(form: str, *others: str, asked: str = "lofi", **changes: Any) -> Holding:
+        block = tuple((other, (asked, asked)) for other in others)
+        return ask("cpu", form, group="experts_ff2", block=block, **changes)
+
+    assert out("bfp4", "bfp4", "bfp4") == out("bfp4") == Holding("bfp4 blocks", 3 * 3 * (8 + 4))
+    assert out("bfp4", "bfp8", "bfp4") == Holding("8-bit blocks of 16", 3 * 3 * (16 + 4))
+    assert out("q40", "q40", "bfp4") == Holding("4-bit blocks of 16", 3 * 3 * (8 + 4))
+    assert out("q80", "bfp4", "bfp4") == Holding("8-bit blocks of 16", 3 * 3 * (16 + 4))
+    assert out("bfp8", "bfp4", "bfp4") == Holding("bfp8 blocks", 3 * 3 * (16 + 4))
+    dense = Holding("float32", 480)
+    assert out("bfp4", "bfp4", "bf16") == out("bfp4", "bfp4", asked="hifi4") == dense
+    assert out("bfp4", "bfp8", compute="exact") == out("bfp4", "bfp8", block_axis="out") == dense
+    into = {"group": "experts_ff1_3", "block": (("bfp8", ("lofi", "lofi")),)}
+    assert ask("cpu", "q40", **into) == Holding("8-bit blocks of 16", 16 * 3 * (16 + 4))
+
+
+@pytest.mark.parametrize("target", ["reference", "null", "cuda", "n150"])
+def test_no_other_target_runs_a_block_as_one(target: str) -> None:
+    alone = ask(target, "bfp4", group="experts_ff2")
+    others = (("bfp8", ("lofi", "lofi")), ("bf16", ("hifi4", "hifi4")))
+    assert ask(target, "bfp4", group="experts_ff2", block=others) == alone
+
+
 def test_phases_the_cpu_cannot_both_hold_are_refused() -> None:
     with pytest.raises(CompileError, match="ff2 is hifi2 in prefill and hifi4 in decode"):
         ask("cpu", "bfp8", fidelities=("hifi2", "hifi4"))

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from compiler.driver import CompilableModel, resolve_precision
 from compiler.ops.moe import expected_experts
-from compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
+from compiler.precision import EXPERT_GROUPS, OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
 from compiler.targets.base import Holding, Target, get_target
-
-EXPERTS = "experts_"
-"""How the names of the groups begin whose weights a step reads in part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +52,19 @@ class SweptModel:
         """The layers that a group has weights in."""
         return sorted({w.layer for w in self.weights if w.group == group and w.layer is not None})
 
+    def places(self) -> dict[str, list[int]]:
+        """The layers that each group has weights in."""
+        return {group: self.layers(group) for group in self.groups()}
+
     def held_bytes(
         self, precision: ResolvedPrecision, target: str, compute: str = "fast"
     ) -> dict[tuple[str, int | None, str], int]:
         """Bytes of the weights as a target holds them, by group, layer and kind of holding."""
-        backend = get_target(target)
+        backend, blocks = get_target(target), blocks_of(self.weights)
         found: dict[tuple[str, int | None, str], int] = defaultdict(int)
         for weight in self.weights:
-            holding = holding_of(weight, precision, backend, compute)
+            others = blocks.get(weight, ())
+            holding = holding_of(weight, precision, backend, compute, others=others)
             found[weight.group, weight.layer, holding.kind] += holding.num_bytes
         return dict(found)
 
@@ -81,7 +83,7 @@ def step_bytes(
     found: dict[str, int] = defaultdict(int)
     for (group, _, kind), num_bytes in held.items():
         if group != "embedding":
-            found[kind] += round(num_bytes * (experts if group.startswith(EXPERTS) else 1.0))
+            found[kind] += round(num_bytes * (experts if group in EXPERT_GROUPS else 1.0))
     return dict(found)
 
 
@@ -108,21 +110,40 @@ def weights_of(model: CompilableModel) -> tuple[Weight, ...]:
     return tuple(weights)
 
 
+def blocks_of(weights: Sequence[Weight]) -> dict[Weight, tuple[Weight, ...]]:
+    """Of each weight of a block of experts, the others of the same block."""
+    blocks: dict[str, list[Weight]] = defaultdict(list)
+    for weight in weights:
+        if weight.group in EXPERT_GROUPS:
+            blocks[weight.fqn.rpartition(".")[0]].append(weight)
+    return {
+        weight: tuple(other for other in members if other is not weight)
+        for members in blocks.values()
+        for weight in members
+    }
+
+
 def holding_of(
-    weight: Weight, precision: ResolvedPrecision, target: Target, compute: str
+    weight: Weight,
+    precision: ResolvedPrecision,
+    target: Target,
+    compute: str,
+    *,
+    others: Sequence[Weight] = (),
 ) -> Holding:
-    """How a target keeps a weight; every expert's is kept as it would be alone.
+    """How a target keeps a weight; ``others``: of its block of experts (see `blocks_of`).
 
     Raises:
         CompileError: for a weight this target cannot hold.
     """
     held = target.holding(
         weight.shape[-2:],
-        precision.format(weight.group, layer=weight.layer, fqn=weight.fqn),
+        _format(precision, weight),
         block_axis=precision.block_axis,
         group=weight.group,
         compute=compute,
         fidelities=_fidelities(precision, weight),
+        block=tuple((_format(precision, each), _fidelities(precision, each)) for each in others),
     )
     return Holding(held.kind, held.num_bytes * math.prod(weight.shape[:-2]))
 
@@ -137,6 +158,10 @@ def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
         weights=weights_of(loaded),
         loaded=loaded,
     )
+
+
+def _format(precision: ResolvedPrecision, weight: Weight) -> str:
+    return precision.format(weight.group, layer=weight.layer, fqn=weight.fqn)
 
 
 def _fidelities(precision: ResolvedPrecision, weight: Weight) -> tuple[str, str]:

@@ -126,8 +126,16 @@ def sensitivity_entries(
         parts = [Part(group, layer) for group in products if layer in model.layers(group)]
         chosen |= {str(part): {part: level} for part in parts}
     found = [Entry(model, target, device, base)]
+    places = model.places()
     for name, choices in chosen.items():
-        precision = assign(base, choices, name=f"{name}={level}", num_layers=model.num_layers)
+        precision = assign(
+            base,
+            choices,
+            name=f"{name}={level}",
+            num_layers=model.num_layers,
+            groups=places,
+            model_name=model.name,
+        )
         found.append(Entry(model, target, device, precision, name, is_timed="." not in name))
     return found
 

@@ -36,7 +36,14 @@ class Subject:
 
     def lowered(self, name: str, choices: Mapping[Part, Level]) -> PrecisionConfig:
         """The base with parts at other levels."""
-        return assign(self.base, choices, name=name, num_layers=self.model.num_layers)
+        return assign(
+            self.base,
+            choices,
+            name=name,
+            num_layers=self.model.num_layers,
+            groups=self.model.places(),
+            model_name=self.model.name,
+        )
 
     def groups(self) -> list[str]:
         """Those whose levels are chosen."""

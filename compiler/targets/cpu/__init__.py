@@ -54,6 +54,7 @@ class CpuTarget(Target):
         group: str,
         compute: str,
         fidelities: tuple[str, str],
+        block: tuple[tuple[str, tuple[str, str]], ...] = (),
     ) -> Holding:
         """Blocks where products take int8 activations, bfloat16 tables, else float32 values."""
         return holding(
@@ -63,6 +64,7 @@ class CpuTarget(Target):
             group=group,
             exact=compute == "exact",
             fidelities=fidelities,
+            block=block,
         )
 
     def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:

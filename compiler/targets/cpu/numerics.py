@@ -69,13 +69,16 @@ class BlockLayout:
 
 def block_layout(shape: tuple[int, ...], format_name: str) -> BlockLayout:
     """The layout of a weight ``[out, in]`` in a native format."""
+    return _blocks(shape, NATIVE_BITS[format_name], get_format(format_name).block)
+
+
+def _blocks(shape: tuple[int, ...], bits: int, block: int) -> BlockLayout:
     num_rows, num_columns = shape
-    block = get_format(format_name).block
     return BlockLayout(
         num_rows=num_rows,
         num_blocks=-(-num_columns // block),
         block=block,
-        block_bytes=block * NATIVE_BITS[format_name] // 8,
+        block_bytes=block * bits // 8,
     )
 
 
@@ -99,16 +102,21 @@ def expert_layout(weights: Sequence[NodeInfo], *, exact: bool) -> ExpertLayout |
     A narrower format's codes are widened and longer blocks cut, which changes no value. Where one
     of the products needs float arithmetic, all three have it: no operator mixes the two.
     """
-    formats = []
+    products = []
     for weight in weights:
         recipe, compute = weight.recipe, weight.compute
         assert recipe is not None and recipe.format is not None and compute is not None
-        if not is_native(recipe.format, recipe.block_axis, compute.decode, exact=exact):
-            return None
-        formats.append(recipe.format)
+        products.append((recipe.format, recipe.block_axis, compute.decode))
+    return _shared_layout(products, exact=exact)
+
+
+def _shared_layout(products: Sequence[tuple[str, str, str]], *, exact: bool) -> ExpertLayout | None:
+    """Of products given by their weights' formats, their block axes and their fidelities."""
+    if not all(is_native(name, axis, asked, exact=exact) for name, axis, asked in products):
+        return None
     return ExpertLayout(
-        bits=max(NATIVE_BITS[each] for each in formats),
-        block=min(get_format(each).block for each in formats),
+        bits=max(NATIVE_BITS[name] for name, _, _ in products),
+        block=min(get_format(name).block for name, _, _ in products),
     )
 
 
@@ -160,10 +168,12 @@ def holding(
     group: str,
     exact: bool,
     fidelities: tuple[str, str],
+    block: Sequence[tuple[str, tuple[str, str]]] = (),
 ) -> Holding:
     """What the emitter makes of a weight: blocks, a table in bfloat16, or float32 values.
 
-    Of experts as if all three weights of their block were of this format and fidelity.
+    ``block``: formats and fidelities of the other weights of a block of experts, which are held
+    alike; without them as if all three were of this format and fidelity.
 
     Raises:
         CompileError: where the phases' fidelities ask for different arithmetic.
@@ -175,19 +185,21 @@ def holding(
         return Holding("float32", 4 * num_elements)
     if phases_differ(format_name, block_axis, fidelities, exact=exact):
         raise CompileError(f"{group} is {_why_not_held(fidelities)}")
-    if is_native(format_name, block_axis, fidelities[1], exact=exact):
-        layout = block_layout(_held_shape(shape, format_name, group), format_name)
-        return Holding(f"{format_name} blocks", layout.num_bytes)
-    return Holding("float32", 4 * num_elements)
+    products = [(format_name, fidelities), *block]
+    shared = _shared_layout([(name, block_axis, asked[1]) for name, asked in products], exact=exact)
+    if shared is None:
+        return Holding("float32", 4 * num_elements)
+    layout = _blocks(_held_shape(shape, shared, group), shared.bits, shared.block)
+    is_own = shared == ExpertLayout(NATIVE_BITS[format_name], get_format(format_name).block)
+    kind = f"{format_name} blocks" if is_own else f"{shared.bits}-bit blocks of {shared.block}"
+    return Holding(kind, layout.num_bytes)
 
 
-def _held_shape(shape: tuple[int, ...], format_name: str, group: str) -> tuple[int, int]:
+def _held_shape(shape: tuple[int, ...], layout: ExpertLayout, group: str) -> tuple[int, int]:
     """Rows and columns of a product's weight; experts' inner channels fill whole blocks."""
     *experts, num_rows, num_columns = shape
     if group == EXPERTS_IN:
-        num_rows = ExpertLayout(NATIVE_BITS[format_name], get_format(format_name).block).padded(
-            num_rows
-        )
+        num_rows = layout.padded(num_rows)
     return math.prod(experts) * num_rows, num_columns
 
 

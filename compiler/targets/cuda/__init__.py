@@ -76,6 +76,7 @@ class CudaTarget(Target):
         group: str,
         compute: str,
         fidelities: tuple[str, str],
+        block: tuple[tuple[str, tuple[str, str]], ...] = (),
     ) -> Holding:
         """Whole tiles of 16 rows x 128 columns, in blocks or in bfloat16."""
         return holding(shape, format, block_axis=block_axis, group=group)

@@ -114,6 +114,7 @@ class BoardTarget(Target):
         group: str,
         compute: str,
         fidelities: tuple[str, str],
+        block: tuple[tuple[str, tuple[str, str]], ...] = (),
     ) -> Holding:
         """One copy in tiles of 32 x 32, without those that fill a product up to all banks; vectors
         and the table in bfloat16.

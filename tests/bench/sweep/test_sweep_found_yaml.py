@@ -22,7 +22,18 @@ LEVELS = [Level.parse(text) for text in ("bfp8", "bfp4", "q40", "bfp8:lofi", "fp
 BASES = ("bf16", "base", "all-bfp4", "mlp-bf16-bfp4", "performance")
 BF16 = load_precision("bf16")
 
-choices = st.fixed_dictionaries({part: st.none() | st.sampled_from(LEVELS) for part in PARTS})
+DENSE = [part for part in PARTS if part.group in ("ff1_3", "ff2", "wqkv", "wo", "lm_head")]
+HYBRID = [
+    *(Part(g, layer) for g in ("delta_in", "delta_out") for layer in (0, 1)),
+    *(Part(g, 2) for g in ("wqkv", "wo")),
+    *(Part(g, layer) for g in ("experts_ff1_3", "shared_ff1_3", "ff2") for layer in (0, 1, 2)),
+    Part("lm_head"),
+]
+
+choices, dense_choices, hybrid_choices = (
+    st.fixed_dictionaries({part: st.none() | st.sampled_from(LEVELS) for part in parts})
+    for parts in (PARTS, DENSE, HYBRID)
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +59,16 @@ def read_back(text: str, folder: Path) -> PrecisionConfig:
     return load_precision(str(path))
 
 
-@given(levels=choices, base_name=st.sampled_from(BASES))
+@given(levels=choices | dense_choices | hybrid_choices, base_name=st.sampled_from(BASES))
 def test_the_file_means_what_was_measured(
     levels: dict[Part, Level | None], base_name: str, folder: Path
 ) -> None:
     base = load_precision(base_name)
     lowered = {part: level for part, level in levels.items() if level is not None}
-    measured = assign(base, lowered, name="measured", num_layers=NUM_LAYERS)
+    places: dict[str, list[int]] = {part.group: [] for part in levels}
+    for part in levels:
+        places[part.group] += [] if part.layer is None else [part.layer]
+    measured = assign(base, lowered, name="measured", num_layers=NUM_LAYERS, groups=places)
     text = rendered(levels, base)
     found = read_back(text, folder)
     assert found.resolve(NUM_LAYERS).id == measured.resolve(NUM_LAYERS).id
@@ -84,8 +98,8 @@ def test_every_exception_has_its_reason_and_no_map_is_empty(
 
 def test_the_file_by_hand() -> None:
     bfp8, bfp4 = Level.parse("bfp8"), Level.parse("bfp4")
-    levels = dict.fromkeys(PARTS, bfp8)
-    levels |= dict.fromkeys([part for part in PARTS if part.group in ("wo", "lm_head")])
+    levels: dict[Part, Level | None] = dict.fromkeys(DENSE, bfp8)
+    levels |= dict.fromkeys([part for part in DENSE if part.group in ("wo", "lm_head")])
     levels |= {Part("wo", 2): bfp4, Part("ff2", 0): None, Part("wqkv", 2): bfp4}
     assert rendered(levels) == (
         "# Found by a test: Tiny (hash) on cpu,\n"
@@ -121,6 +135,37 @@ def test_the_file_by_hand() -> None:
     )
 
 
+def test_the_file_of_a_mixture_of_experts_by_hand() -> None:
+    """What follows is named, and what is shared has the highest fidelity that is asked for."""
+    bfp8, bfp4 = Level.parse("bfp8"), Level.parse("bfp4")
+    groups = ("ff1_3", "experts_ff1_3")
+    levels: dict[Part, Level | None] = {Part(g, layer): bfp8 for g in groups for layer in range(3)}
+    levels |= {Part("experts_ff1_3", layer): None for layer in (1, 2)}
+    levels |= {Part("delta_out", layer): bfp4 for layer in (0, 1)}
+    text = rendered(levels)
+    assert text[text.index("precision:") :] == (
+        "precision:\n"
+        "  # what ff1_3 comes to: KL 1e-3\n"
+        "  ff1_3: bfp8\n"
+        "  # not lowered with ff1_3\n"
+        "  experts_ff1_3: bf16\n"
+        "layers:\n"
+        "  0:\n"
+        "    # experts_ff1_3: why 0.experts_ff1_3 has its level: bfp8:hifi2 costs KL 1e-3\n"
+        "    experts_ff1_3: bfp8\n"
+        "    # delta_out: why 0.delta_out has its level: bfp8:hifi2 costs KL 1e-3\n"
+        "    delta_out: bfp4\n"
+        "    li_o_decode: lofi\n"
+        "    li_o_prefill: lofi\n"
+        "    li_ff1_3: hifi2\n"
+        "  1:\n"
+        "    # delta_out: why 1.delta_out has its level: bfp8:hifi2 costs KL 1e-3\n"
+        "    delta_out: bfp4\n"
+        "    li_o_decode: lofi\n"
+        "    li_o_prefill: lofi\n"
+    )
+
+
 def test_a_search_that_lowers_nothing_is_its_base(tmp_path: Path) -> None:
     text = rendered(dict.fromkeys(PARTS))
     assert not any(key in text for key in ("precision:", "fidelity:", "layers:"))
@@ -128,7 +173,7 @@ def test_a_search_that_lowers_nothing_is_its_base(tmp_path: Path) -> None:
 
 
 def test_exceptions_alone_have_no_global_maps(tmp_path: Path) -> None:
-    levels = {**dict.fromkeys(PARTS), Part("wqkv", 1): LEVELS[0]}
+    levels = {**dict.fromkeys(DENSE), Part("wqkv", 1): LEVELS[0]}
     text = rendered(levels)
     assert "layers:" in text and "precision:" not in text and "fidelity:" not in text
     found = read_back(text, tmp_path).resolve(NUM_LAYERS)

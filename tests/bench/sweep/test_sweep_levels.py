@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench.sweep.levels import PRODUCT_GROUPS, Level, Part, assign
+from compiler.bench.sweep.levels import PRODUCT_GROUPS, Level, Part, assign, rank
 from compiler.errors import ConfigError
 from compiler.formats import FIDELITIES, FORMATS
 from compiler.precision import (
+    FOLLOWS,
     OP_FAMILIES,
+    OP_GROUP_OF,
     PHASES,
     TENSOR_GROUPS,
     PrecisionConfig,
@@ -85,17 +88,16 @@ def test_parts_have_what_was_chosen_and_the_rest_what_the_base_has(
     expected = formats(before)
     for group, layer in expected:
         level = wanted(chosen, group, layer)
-        follows = group.removeprefix("experts_")
-        if group != follows and group not in base.precision:
-            level = wanted(chosen, follows, layer)
+        if group in FOLLOWS and group not in base.precision:
+            level = wanted(chosen, FOLLOWS[group], layer)
         if level is not None:
             expected[group, layer] = level.format
     assert formats(after) == expected
     for family in OP_FAMILIES:
         for phase in PHASES:
             for layer in (None,) if family == "li_lm_head" else range(NUM_LAYERS):
-                group = FAMILIES.get(family)
-                level = None if group is None else wanted(chosen, group, layer)
+                own = FAMILIES.get(family)
+                level = None if own is None else wanted(chosen, own, layer)
                 usual = before.fidelity(family, phase, layer=layer)
                 found = after.fidelity(family, phase, layer=layer)
                 assert found == (usual if level is None else level.fidelity), (family, phase)
@@ -108,6 +110,107 @@ def test_the_heading_says_the_same(base_name: str, chosen: dict[Part, Level]) ->
     made = assign(load_precision(base_name), chosen, name="x", num_layers=NUM_LAYERS)
     resolved = made.resolve(NUM_LAYERS)
     assert parse_heading(resolved.heading()).resolve(NUM_LAYERS).id == resolved.id
+
+
+PLACES = {
+    "router": range(NUM_LAYERS),
+    "delta_gates": (0, 1, 2),
+    "delta_in": (0, 1, 2),
+    "delta_out": (0, 1, 2),
+    "wqkv": (3,),
+    "wo": (3,),
+    "ff1_3": (0,),
+    "ff2": (0,),
+    "experts_ff1_3": (1, 2, 3),
+    "experts_ff2": (1, 2, 3),
+    "shared_ff1_3": (1, 2, 3),
+    "shared_ff2": (1, 2, 3),
+    "lm_head": (),
+}
+"""A hybrid mixture of experts whose first layer is dense."""
+
+
+@st.composite
+def hybrid_choices(draw: st.DrawFn) -> dict[Part, Level]:
+    parts = [Part(group) for group in PLACES]
+    parts += [Part(group, layer) for group, layers in PLACES.items() for layer in layers]
+    chosen = draw(st.lists(st.sampled_from(parts), unique=True, max_size=8))
+    return {
+        part: draw(st.sampled_from([level for level in LEVELS if level.is_for(part.group)]))
+        for part in chosen
+    }
+
+
+@given(st.sampled_from(BASES), hybrid_choices())
+def test_no_part_of_a_model_lowers_another(base_name: str, chosen: dict[Part, Level]) -> None:
+    """Every group has its own format or the base's; products the highest fidelity of those that
+    share it: a group that nobody chose has no less than in the base.
+    """
+    base = load_precision(base_name)
+    before = base.resolve(NUM_LAYERS)
+    made = assign(base, chosen, name="x", num_layers=NUM_LAYERS, groups=PLACES)
+    after = made.resolve(NUM_LAYERS)
+    for group, layers in PLACES.items():
+        for layer in layers:
+            level = wanted(chosen, group, layer)
+            usual = before.format(group, layer=layer)
+            assert after.format(group, layer=layer) == (level.format if level else usual)
+    for layer in range(NUM_LAYERS):
+        here = [group for group, layers in PLACES.items() if layer in layers]
+        for family in {OP_GROUP_OF[group] for group in here if group in OP_GROUP_OF}:
+            sharing = [wanted(chosen, g, layer) for g in here if OP_GROUP_OF.get(g) == family]
+            for phase in PHASES:
+                usual = before.fidelity(family, phase, layer=layer)
+                asked = [level.fidelity if level else usual for level in sharing]
+                found = after.fidelity(family, phase, layer=layer)
+                assert found in asked and rank(found) == max(map(rank, asked))
+    assert parse_heading(after.heading()).resolve(NUM_LAYERS).id == after.id
+
+
+@given(hybrid_choices(), st.randoms(use_true_random=False))
+def test_the_order_of_parts_that_share_products_does_not_matter(
+    chosen: dict[Part, Level], random: Random
+) -> None:
+    items = list(chosen.items())
+    random.shuffle(items)
+    base = load_precision("bf16")
+    ids = {
+        assign(base, each, name="x", num_layers=NUM_LAYERS, groups=PLACES).resolve(NUM_LAYERS).id
+        for each in (chosen, dict(items))
+    }
+    assert len(ids) == 1
+
+
+def test_a_model_of_neither_experts_nor_gates_is_as_without_its_groups() -> None:
+    """What has been recorded of dense models stays valid."""
+    base = load_precision("bf16")
+    dense = {group: range(NUM_LAYERS) for group in ("wqkv", "wo", "ff1_3", "ff2")}
+    for part in (Part("ff1_3"), Part("wqkv", 2)):
+        choice = {part: Level.parse("bfp4")}
+        ids = {
+            assign(base, choice, name="x", num_layers=NUM_LAYERS, groups=groups)
+            .resolve(NUM_LAYERS)
+            .heading()
+            for groups in ({}, {**dense, "lm_head": (), "embedding": ()})
+        }
+        assert len(ids) == 1 and "experts" not in ids.pop()
+
+
+def test_a_follower_keeps_what_the_base_has_for_this_model() -> None:
+    base = load_precision("accuracy")
+    choice = {Part("wqkv"): Level.parse("bfp4")}
+    groups = {"wqkv": (1,), "delta_in": (0,)}
+    for name in ("Llama3-8B", None):
+        made = assign(base, choice, name="x", num_layers=2, groups=groups, model_name=name)
+        before, after = base.resolve(2, name), made.resolve(2, name)
+        assert after.format("delta_in", layer=0) == before.format("delta_in", layer=0)
+        assert after.format("wqkv", layer=1) == "bfp4"
+
+
+def test_fidelities_have_a_total_order() -> None:
+    found = sorted(FIDELITIES, key=rank)
+    assert found == ["lofi", "hifi2na", "hifi2fp16", "hifi2", "hifi3", "hifi4", "hifi4fp32"]
+    assert len({rank(name) for name in FIDELITIES}) == len(FIDELITIES)
 
 
 def test_the_order_of_choices_does_not_matter() -> None:

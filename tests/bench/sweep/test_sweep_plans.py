@@ -10,13 +10,20 @@ import pytest
 
 from compiler.bench.sweep import plans
 from compiler.bench.sweep.cell import Cell
-from compiler.bench.sweep.levels import PRODUCT_GROUPS, Level, Part
+from compiler.bench.sweep.levels import PRODUCT_GROUPS, Level, Part, rank
 from compiler.bench.sweep.model import SweptModel, step_bytes, swept_model, total_bytes
 from compiler.bench.sweep.plans import ACCURACY_CASE, BATCH_CASE, SPEED_CASE, Entry, Measures
 from compiler.devices import DEVICES
 from compiler.errors import CompileError, ConfigError
-from compiler.precision import PrecisionConfig, load_precision, parse_heading
+from compiler.precision import (
+    OP_GROUP_OF,
+    PHASES,
+    PrecisionConfig,
+    load_precision,
+    parse_heading,
+)
 from compiler.targets.base import get_target
+from models import load_model
 from tests.tiny import GOLDENS, compiled, precision_of, tiny_model
 
 BASE = load_precision("bf16")
@@ -124,6 +131,16 @@ def test_a_step_reads_all_but_the_embedding() -> None:
     assert step_bytes(held) == {"float32": 24, "blocks": 24}
     assert total_bytes(held) == 1048
     assert step_bytes({}) == {} and total_bytes({}) == 0
+
+
+def test_a_step_reads_a_share_of_the_experts_and_of_nothing_else() -> None:
+    held: dict[tuple[str, int | None, str], int] = {
+        ("experts_ff1_3", 0, "float32"): 80,
+        ("experts_ff2", 0, "float32"): 40,
+        ("experts_bias", 0, "float32"): 3,  # no name says by itself that a token reads a part
+        ("shared_ff2", 0, "float32"): 5,
+    }
+    assert step_bytes(held, 0.25) == {"float32": 20 + 10 + 3 + 5}
 
 
 def test_accuracy_comes_first_then_speed_in_rounds() -> None:
@@ -258,7 +275,7 @@ def test_a_sensitivity_plan_lowers_every_part_once(
     without = without | ({"kv_cache", "activation"} if level.startswith("bfp2") else set())
     groups = {*model.groups(), "kv_cache", "activation"} - without
     in_layers = [group for group in model.groups() if model.layers(group)]
-    assert set(in_layers) == set(PRODUCT_GROUPS) - {"lm_head"}
+    assert set(in_layers) == {"ff1_3", "ff2", "wqkv", "wo"} < set(PRODUCT_GROUPS)
     assert len(found) == 1 + len(groups) + 1 + model.num_layers * len(in_layers)
     assert found[0].precision is BASE and found[0].part == ""
     parts = [entry.part for entry in found[1:]]
@@ -310,3 +327,30 @@ def test_single_layers_are_neither_timed_nor_kept() -> None:
     timed = Counter(cell.part for cell in others if cell.kind == "speed")
     assert set(timed.values()) == {2} and set(timed) == {cell.part for cell in others}
     assert cells[0].precision == "bf16"
+
+
+@pytest.mark.parametrize("level", ["bfp8", "bf16:lofi"])
+def test_each_entry_of_a_hybrid_mixture_lowers_its_part_alone(level: str) -> None:
+    """Neither what follows a group, nor the arithmetic of what shares products' fidelity."""
+    model = swept_model(load_model("shape:tiny-hybrid"), "shape:tiny-hybrid")
+    groups = model.groups()
+    assert {"wqkv", "delta_in", "delta_gates", "experts_ff1_3", "shared_ff1_3"} <= set(groups)
+    base = replace(precision_of("fp32", "hifi4", router="fp32"), name="base of this")
+    wanted = Level.parse(level)
+    before = model.resolve(base)
+    for entry in plans.sensitivity_entries(model, "cpu", "CPU", base=base, level=wanted):
+        after = model.resolve(entry.precision)
+        for weight in model.weights:
+            here = {weight.group, f"{weight.layer}.{weight.group}", plans.ALL}
+            usual = before.format(weight.group, layer=weight.layer)
+            found = after.format(weight.group, layer=weight.layer)
+            if entry.part in here and wanted.is_for(weight.group) and weight.group != "embedding":
+                assert found == wanted.format, (entry.part, weight)
+            elif weight.group != "embedding":
+                assert found == usual, (entry.part, weight)
+            if weight.group not in OP_GROUP_OF or entry.part in here:
+                continue
+            family = OP_GROUP_OF[weight.group]
+            for phase in PHASES:
+                least = before.fidelity(family, phase, layer=weight.layer)
+                assert rank(after.fidelity(family, phase, layer=weight.layer)) >= rank(least)
