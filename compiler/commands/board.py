@@ -50,10 +50,10 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     plan = measure.plan_jobs(source, options, max_groups=_GROUPS)
     if options.explain:
         explain_precision(screen, precision_of(source, options.model.precision))
+    board = _Board(source, options, plan)  # refuses what the board cannot hold
     if source.weights == "random":
         screen.print(RANDOM_NOTE.format(source.name), style="dim")
     measure.print_plan(err(), source, options, plan)
-    board = _Board(source, options, plan)
     records = [board.predicted()] if board.num_generated > 1 else []
     if options.case.is_natural or options.case.token_accuracy:
         records.append(board.emulated(screen))

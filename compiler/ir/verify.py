@@ -67,7 +67,7 @@ def verify_precision(graph_module: GraphModule) -> None:
 def verify_lowered(graph_module: GraphModule) -> None:
     """State is explicit, recipes describe tensors of the shapes the graph reads."""
     left = find_calls(graph_module.graph, *STATEFUL)
-    assert not left, f"without state: {', '.join(map(operator_name, left))}"
+    assert not left, f"{', '.join(map(operator_name, left))} without state is left"
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
             _verify_input(node)
