@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from compiler.passes.dumps import dump_folder
 from compiler.passes.runner import PassContext, run_passes
 from compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
 from compiler.targets.base import CompileOptions, Executable, Progress, Stage, get_target
-from compiler.tracer import TensorSource, trace
+from compiler.tracer import each_source, trace
 
 COMPUTE_MODES = ("fast", "exact")
 
@@ -132,7 +132,8 @@ def weight_source(
     ``max_context``: see `constants_of`.
     """
     constants = constants_of(model, max_context)
-    shared = {source.tensor for source in all_sources(model.module.sources()) if source.rows}
+    sources = (one for source in model.module.sources().values() for one in each_source(source))
+    shared = {source.tensor for source in sources if source.rows}
     kept: dict[str, Tensor] = {}
 
     def get(name: str) -> Tensor:
@@ -146,12 +147,6 @@ def weight_source(
         return tensor
 
     return get
-
-
-def all_sources(sources: Mapping[str, Any]) -> Iterator[TensorSource]:
-    """Those of ``module.sources()``, one by one."""
-    for source in sources.values():
-        yield from source if isinstance(source, tuple) else (source,)
 
 
 def check_options(options: CompileOptions, max_positions: int) -> None:

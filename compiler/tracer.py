@@ -139,6 +139,11 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
     return facts
 
 
+def each_source(source: TensorSource | tuple[TensorSource, ...]) -> tuple[TensorSource, ...]:
+    """One or several, as several."""
+    return source if isinstance(source, tuple) else (source,)
+
+
 def _segments(
     fqn: str, shape: tuple[int, ...], source: TensorSource | tuple[TensorSource, ...] | None
 ) -> tuple[Segment, ...]:
@@ -146,7 +151,7 @@ def _segments(
     part, num_rows = _part(fqn), math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
     if source is None:
         return (Segment(fqn, num_rows, part=part),)
-    sources = source if isinstance(source, tuple) else (source,)
+    sources = each_source(source)
     each_rows = num_rows // len(sources)
     return tuple(
         Segment(

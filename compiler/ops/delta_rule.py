@@ -27,6 +27,11 @@ def pieces(cu_seqlens: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
         yield slice(bounds[sequence], bounds[sequence + 1]), slot
 
 
+def _before(kept: Tensor, position: Tensor) -> Tensor:
+    """What a step that begins at ``position`` goes on from: zeros where a sequence begins."""
+    return kept if int(position) else torch.zeros_like(kept)
+
+
 def _convolve(x_TC: Tensor, weight: Tensor, before_CP: Tensor) -> Tensor:
     """``before``: the W - 1 values ahead of the first token."""
     padded = torch.cat((before_CP, x_TC.T.to(before_CP.dtype)), dim=1).unsqueeze(0)
@@ -64,7 +69,7 @@ def causal_conv1d_step(
     """
     out = torch.empty_like(x)
     for tokens, slot in pieces(cu_seqlens, slots):
-        before = window[slot] if int(positions[tokens.start]) else torch.zeros_like(window[slot])
+        before = _before(window[slot], positions[tokens.start])
         out[tokens] = _convolve(x[tokens], weight, before)
         seen = torch.cat((before, x[tokens].T.to(window.dtype)), dim=1)
         window[slot] = seen[:, seen.shape[1] - window.shape[-1] :]
@@ -239,7 +244,7 @@ def gated_delta_rule_step(
     """:data:`gated_delta_rule` of a step's sequences, which go on from ``state [S, H, K, V]``."""
     out = qkv.new_empty((*a.shape, state.shape[-1]))
     for tokens, slot in pieces(cu_seqlens, slots):
-        before = state[slot] if int(positions[tokens.start]) else torch.zeros_like(state[slot])
+        before = _before(state[slot], positions[tokens.start])
         given = (qkv[tokens], a[tokens], b[tokens], a_log, dt_bias, num_key_heads, key_dim)
         after = _rule(*given, before)
         out[tokens] = after[0].to(out.dtype)
