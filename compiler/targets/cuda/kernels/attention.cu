@@ -6,11 +6,13 @@
 // splits' sums and combines them in order; groups, where there are several, are combined in order
 // by the last to arrive. So a row has the same bits however many blocks share its splits.
 //
-// Four warps of a block take 16 positions each of every page. Compiled by NVRTC.
+// Four warps of a block take 16 positions each of every page. Of 256 channels eight warps do, two
+// of them the same positions and half the channels each. Compiled by NVRTC.
 
 #include "attention_pages.cuh"
 
-constexpr int PAGE = 64, WARPS = 4, THREADS = 128, GROUP = 8;
+constexpr int PAGE = 64, WARPS = 4, GROUP = 8;  // WARPS: with positions of their own
+template <int D> constexpr int THREADS = WARPS * 32 * PARTS<D>;
 
 struct Attend {
   const float *qkv;          // [B, (H + 2 G) D]
@@ -31,13 +33,14 @@ template <int F, int D, int NH> struct Shared {
   float cos[D], sin[D];
   u8 q[NH * 8 * Shape<F, D>::Q_ROW];
   u8 fresh[2][D * 2];        // the new token's key and value as a row of a page
-  u32 fresh_exponents[2][2];
-  float2 warp_stats[WARPS][NH * 8];  // peak, total
+  u32 fresh_exponents[2][2 * PARTS<D>];
+  float2 warp_stats[PARTS<D>][WARPS][NH * 8];  // peak, total; of all parts alike
   float2 stats[GROUP][NH * 8];
   unsigned long long received;       // mbarrier
   int is_last;
 };
-// Behind it lie warp_sums [WARPS, R, D] and sums [GROUP, R, D] fp32.
+// Behind it lie, where there are parts, scores [2 by turn, WARPS, PARTS, NH, 32] float4; and
+// warp_sums [WARPS, R, D] and sums [GROUP, R, D] fp32.
 
 // Cosine and sine within 1e-7 for angles to 2^30: the reduction is in fp64.
 __device__ __forceinline__ float2 cos_sin(float angle) {
@@ -54,46 +57,14 @@ __device__ __forceinline__ float2 cos_sin(float angle) {
   return make_float2(turn == 1 || turn == 2 ? -c : c, turn >= 2 ? -s : s);
 }
 
-// Four channels of a new key or value, rounded as the cache holds them, into the page and `fresh`.
-// Called by whole warps; only lanes below D / 4 have channels.
-template <int F, int D>
-__device__ __forceinline__ void store_fresh(float4 x, int lane, u8 *fresh, u8 *fresh_exponents,
-                                            u8 *row, u8 *exponents) {
-  if (F == BF16) {
-    const uint2 words = make_uint2(pack2(x.x, x.y), pack2(x.z, x.w));
-    if (lane < D / 4) {
-      *(uint2 *)(fresh + lane * 8) = words;
-      *(uint2 *)(row + lane * 8) = words;
-    }
-    return;
-  }
-  const float values[4] = {x.x, x.y, x.z, x.w};
-  int shared = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) shared = max(shared, __float_as_int(values[i]) >> 23 & 0xFF);
-  shared = max(shared, __shfl_xor_sync(~0u, shared, 1));
-  shared = max(shared, __shfl_xor_sync(~0u, shared, 2));
-  u32 word = 0;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int bits = __float_as_int(values[i]), own = bits >> 23 & 0xFF;
-    int magnitude = own == 0 ? 0 : (bits & 0x7FFFFF) | 0x800000;
-    magnitude >>= min(shared - own, 31);
-    magnitude = min((magnitude + (magnitude >> 17 & 1) + 0xFFFF) >> 17, 127);
-    word |= (u32)((bits < 0 ? -magnitude : magnitude) & 0xFF) << 8 * i;
-  }
-  if (lane < D / 4) {
-    *(u32 *)(fresh + lane * 4) = word;
-    *(u32 *)(row + lane * 4) = word;
-    if ((lane & 3) == 0) fresh_exponents[lane >> 2] = exponents[lane >> 2] = (u8)shared;
-  }
-}
 // Rotate the new token: q into `s.q`, and where the block `stores`, its key and value.
 template <int F, int D, int NH>
 __device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, const float *token,
                                       int num_heads, int g, bool stores, i64 row) {
-  constexpr int ROUNDS = (NH * 8 + 2 + WARPS - 1) / WARPS;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, c = lane < D / 4 ? lane * 4 : 0;
+  using S = Shape<F, D>;
+  constexpr int ROUNDS = (NH * 8 + 2 + WARPS - 1) / WARPS, C = CHANNELS<D>;
+  const int lane = threadIdx.x & 31, part = (threadIdx.x >> 5) % PARTS<D>;
+  const int warp = (threadIdx.x >> 5) / PARTS<D>, c = part * C + (lane < C / 4 ? lane * 4 : 0);
   const int num_rows = num_heads + (stores ? 2 : 0);
   int partner = c;  // of halves
   if (!p.interleaved && c < 2 * p.half) partner = c < p.half ? c + p.half : c - p.half;
@@ -119,13 +90,13 @@ __device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, cons
                       x.z * cos.z + o.z * sin.z, x.w * cos.w + o.w * sin.w);
     }
     if (of < 0) {
-      if (lane < D / 4)
-        *(uint2 *)(s.q + r * Shape<F, D>::Q_ROW + c * 2) =
-            make_uint2(pack2(x.x, x.y), pack2(x.z, x.w));
+      if (lane < C / 4)
+        *(uint2 *)(s.q + r * S::Q_ROW + c * 2) = make_uint2(pack2(x.x, x.y), pack2(x.z, x.w));
     } else {
       const i64 at = row + of * (i64)p.num_kv_heads * PAGE;
-      store_fresh<F, D>(x, lane, s.fresh[of], (u8 *)s.fresh_exponents[of],
-                        p.values + at * Shape<F, D>::ROW, p.exponents + at * Shape<F, D>::BLOCKS);
+      const int first = part * C * S::BYTES, block = part * (C / 16);
+      store_fresh<F, C>(x, lane, s.fresh[of] + first, (u8 *)s.fresh_exponents[of] + block,
+                        p.values + at * S::ROW + first, p.exponents + at * S::BLOCKS + block);
     }
   }
   __syncthreads();
@@ -166,7 +137,7 @@ __device__ __forceinline__ bool combine_splits(const Attend &p, Shared<F, D, NH>
                                                const float *sums, const Plan &plan, int num_heads,
                                                u16 *out, i64 place) {
   const int num_splits = plan.in_group - plan.group * GROUP;
-  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS) {
+  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
     const int head = i / (D / 4);
     float2 own[GROUP];
     float4 parts[GROUP], acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -206,7 +177,7 @@ template <int D>
 __device__ __forceinline__ void combine_groups(const Attend &p, int used, int num_heads, u16 *out,
                                                i64 place) {
   const int num_groups = (used + GROUP - 1) / GROUP;
-  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS) {
+  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
     const i64 first = place * p.num_groups * num_heads;
     const float *peaks = p.peaks + first + i / (D / 4), *totals = p.totals + first + i / (D / 4);
     const float *partial = p.partial + first * D + i * 4;
@@ -226,15 +197,15 @@ __device__ __forceinline__ void combine_groups(const Attend &p, int used, int nu
 template <int F, int D, int NH>
 __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *warp_sums,
                                               float *sums, int j, int num_heads, bool is_first) {
-  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS) {
+  for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>) {
     const int head = i / (D / 4);
     float2 all = make_float2(nothing(), 0.0f);
     float4 acc = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-    for (int w = 0; w < WARPS; ++w) all.x = fmaxf(all.x, s.warp_stats[w][head].x);
+    for (int w = 0; w < WARPS; ++w) all.x = fmaxf(all.x, s.warp_stats[0][w][head].x);
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const float2 own = s.warp_stats[w][head];
+      const float2 own = s.warp_stats[0][w][head];
       const float weight = power_of_2(own.x - all.x);
       all.y += weight * own.y;
       add(acc, weight, *(const float4 *)(warp_sums + (w * num_heads * (D / 4) + i) * 4));
@@ -253,9 +224,13 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
   extern __shared__ __align__(128) u8 memory[];
   Shared<F, D, NH> &s = *(Shared<F, D, NH> *)memory;
   const int num_heads = p.group_heads;
-  float *warp_sums = (float *)(memory + (sizeof(Shared<F, D, NH>) + 15) / 16 * 16);
+  float4 *traded = (float4 *)(memory + (sizeof(Shared<F, D, NH>) + 15) / 16 * 16);
+  float *warp_sums = (float *)(traded + (PARTS<D> == 1 ? 0 : 2 * WARPS * PARTS<D> * NH * 32));
   float *sums = warp_sums + WARPS * num_heads * D;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int warp = (threadIdx.x >> 5) / PARTS<D>;
+  const int part = PARTS<D> == 1 ? 0 : (threadIdx.x >> 5) % PARTS<D>;
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const int first_channel = part * CHANNELS<D>;
   const int b = blockIdx.y, kv_head = blockIdx.z;
   const bool is_joined = p.num_joined > 1, is_first = (blockIdx.x & (p.num_joined - 1)) == 0;
   release_dependents();
@@ -273,7 +248,7 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
     if (is_joined) cluster_wait();
     if (position >= 0 || blockIdx.x > 0) return;
     if (p.early) wait_for_inputs();
-    for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS)
+    for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>)
       *(uint2 *)(out + i * 4) = make_uint2(0, 0);
     return;
   }
@@ -293,9 +268,9 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
   auto ask_keys = [&](int page) {
     const int at = page * PAGE + warp * 16 + g;
     const i64 row = (i64)number * page_rows + key_row;
-    read_keys<F, D>(keys, p.values + row * S::ROW + t * 8 * S::BYTES,
-                    p.exponents + row * S::BLOCKS, at < position && at > oldest,
-                    at + 8 < position && at + 8 > oldest);
+    read_keys<F, D>(keys, p.values + row * S::ROW + (first_channel + t * 8) * S::BYTES,
+                    p.exponents + row * S::BLOCKS + first_channel / 16,
+                    at < position && at > oldest, at + 8 < position && at + 8 > oldest);
   };
   auto ask_values = [&](int page) {
     const int at = page * PAGE + warp * 16 + 2 * t;
@@ -306,8 +281,9 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
       const int here = at + (i & 1) + (i >> 1) * 8;
       wanted |= (u32)(here < position && here > oldest) << i;
     }
-    read_values<F, D>(values, p.values + row * S::ROW + g * S::V_WIDTH * S::BYTES,
-                      p.exponents + row * S::BLOCKS, wanted);
+    const int channel = first_channel + g * S::V_WIDTH;
+    read_values<F, D>(values, p.values + row * S::ROW + channel * S::BYTES,
+                      p.exponents + row * S::BLOCKS + first_channel / 16, wanted);
   };
   ask_keys(plan.first);
   ask_values(plan.first);
@@ -322,6 +298,8 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
     s.cos[c] = turn.x;
     s.sin[c] = second ? turn.y : -turn.y;
   }
+  const u8 *fresh_key = s.fresh[0] + first_channel * S::BYTES;
+  const u8 *fresh_value = s.fresh[1] + first_channel * S::BYTES;
   const int beyond = plan.in_group - plan.last_split;  // splits that others of the cluster send
   if (is_first && beyond > 0 && threadIdx.x == 0)
     expect_bytes(&s.received, beyond * num_heads * (D * 4 + 8));
@@ -340,31 +318,36 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
       const bool is_fresh = at <= position && position < at + 16;
       const int fresh = position - at;
       if (is_fresh) {
-        if (g == fresh) take_key<F, D>(keys, 0, s.fresh[0], s.fresh_exponents[0], t);
-        if (g + 8 == fresh) take_key<F, D>(keys, 1, s.fresh[0], s.fresh_exponents[0], t);
+        const u32 *exponents = s.fresh_exponents[0] + 2 * part;
+        if (g == fresh) take_key<F, D>(keys, 0, fresh_key, exponents, t);
+        if (g + 8 == fresh) take_key<F, D>(keys, 1, fresh_key, exponents, t);
       }
       float scores[NH][4];
       u32 weights[NH][2];
-      score<F, D, NH>(scores, keys, s.q, num_heads, g, t);
+      score<F, D, NH>(scores, keys, s.q + first_channel * 2, num_heads, g, t);
       const int next = page + 1;
+      float4 *pair_scores = traded + ((page & 1) * WARPS + warp) * PARTS<D> * NH * 32;
+      if (PARTS<D> > 1) leave_scores<NH>(scores, pair_scores + part * NH * 32, lane);
       if (next < plan.stop) {
         number = next_number;
         read<1>(&next_number, table + (i64)(next + 1) * 4, next + 1 < plan.stop);
         ask_keys(next);
       }
+      if (PARTS<D> > 1) take_scores<NH>(scores, pair_scores + (1 - part) * NH * 32, warp, lane);
       weigh<D, NH>(weights, run, scores, p.scale, at + g <= position && at + g > oldest,
                    at + g + 8 <= position && at + g + 8 > oldest);
       if (is_fresh) {
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (2 * t + (i & 1) + (i >> 1) * 8 == fresh)
-            take_value<F, D>(values, i, s.fresh[1], s.fresh_exponents[1], g);
+            take_value<F, D>(values, i, fresh_value, s.fresh_exponents[1] + 2 * part, g);
       }
       add_values<F, D, NH>(run, values, weights, g);
       if (next < plan.stop) ask_values(next);
       page = next;
     } while (page < split_stop);
-    leave<D, NH>(run, s.warp_stats[warp], warp_sums + warp * num_heads * D, num_heads, g, t);
+    leave<D, NH>(run, s.warp_stats[part][warp], warp_sums + warp * num_heads * D + first_channel,
+                 num_heads, g, t);
     __syncthreads();
     combine_warps<F, D, NH>(s, warp_sums, sums, split % GROUP, num_heads, is_first);
     __syncthreads();
@@ -376,19 +359,16 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
     combine_groups<D>(p, plan.used, num_heads, out, place);
 }
 
-#define ATTEND(name, F, D, NH)                                                                    \
-  extern "C" __global__ void __launch_bounds__(THREADS, NH == 1 ? 4 : 2)                          \
+#define KERNEL(name, F, D, NH)                                                                     \
+  extern "C" __global__ void __launch_bounds__(THREADS<D>, (NH == 1 ? 4 : 2) / PARTS<D>)           \
   attend_##name##_##D##_##NH(const Attend p) { attend<F, D, NH>(p); }
+#define ATTEND(D, NH) KERNEL(bf16, BF16, D, NH) KERNEL(bfp8, BFP8, D, NH)
 
-ATTEND(bf16, BF16, 64, 1)
-ATTEND(bf16, BF16, 96, 1)
-ATTEND(bf16, BF16, 128, 1)
-ATTEND(bf16, BF16, 64, 2)
-ATTEND(bf16, BF16, 96, 2)
-ATTEND(bf16, BF16, 128, 2)
-ATTEND(bfp8, BFP8, 64, 1)
-ATTEND(bfp8, BFP8, 96, 1)
-ATTEND(bfp8, BFP8, 128, 1)
-ATTEND(bfp8, BFP8, 64, 2)
-ATTEND(bfp8, BFP8, 96, 2)
-ATTEND(bfp8, BFP8, 128, 2)
+ATTEND(64, 1)
+ATTEND(64, 2)
+ATTEND(96, 1)
+ATTEND(96, 2)
+ATTEND(128, 1)
+ATTEND(128, 2)
+ATTEND(256, 1)
+ATTEND(256, 2)

@@ -1,6 +1,7 @@
 // A warp's part of attention: 16 positions of a page, whose keys and values its lanes hold in
 // registers as A fragments of mma.m16n8k16 with channels permuted. Scores are K q^T [16 positions,
-// 8 heads], sums are V^T P^T [16 channels, 8 heads]. Legend: lane = 4 g + t; NH eights of heads.
+// 8 heads], sums are V^T P^T [16 channels, 8 heads]. Of 256 channels two warps of the same
+// positions take one half each and add up their scores. Legend: lane = 4 g + t; NH eights of heads.
 
 #pragma once
 
@@ -8,11 +9,15 @@
 
 constexpr int BF16 = 0, BFP8 = 1;  // how the pages are held
 
+template <int D> constexpr int CHANNELS = D > 128 ? D / 2 : D;  // of a warp
+template <int D> constexpr int PARTS = D / CHANNELS<D>;         // warps that share positions
+
+// Rows are whole, pieces are of a warp's channels.
 template <int F, int D> struct Shape {
   static constexpr int BYTES = F == BF16 ? 2 : 1, ROW = D * BYTES, BLOCKS = D / 16;
-  static constexpr int K_PIECES = D / 32, K_WORDS = 2 * BYTES;  // 8 channels a piece
+  static constexpr int K_PIECES = CHANNELS<D> / 32, K_WORDS = 2 * BYTES;  // 8 channels a piece
   static constexpr int V_WIDTH = D == 96 ? 4 : 8;               // channels a piece
-  static constexpr int V_PIECES = D / 8 / V_WIDTH, V_WORDS = V_WIDTH * BYTES / 4;
+  static constexpr int V_PIECES = CHANNELS<D> / 8 / V_WIDTH, V_WORDS = V_WIDTH * BYTES / 4;
   static constexpr int Q_ROW = D * 2 + (D == 96 ? 0 : 64);      // eight lanes in different banks
 };
 
@@ -21,19 +26,19 @@ __device__ __forceinline__ float nothing() { return __int_as_float(0xFF800000); 
 __device__ __forceinline__ float finite(float peak) { return peak == nothing() ? 0.0f : peak; }
 
 // What a lane holds of a page: of keys rows g and g + 8 of its warp's, piece i from channel
-// 32 i + 8 t; of values rows 2 t + {0, 1, 8, 9}, piece i from channel (8 i + g) V_WIDTH; and the
-// exponents of these rows whole.
+// 32 i + 8 t; of values rows 2 t + {0, 1, 8, 9}, piece i from channel (8 i + g) V_WIDTH; and all
+// exponents of these rows. Channels count from the first of its warp's, as the pointers below do.
 template <int F, int D> struct Keys {
-  u32 words[2][D * Shape<F, D>::BYTES / 16], exponents[2][2];
+  u32 words[2][CHANNELS<D> * Shape<F, D>::BYTES / 16], exponents[2][2];
 };
 template <int F, int D> struct Values {
-  u32 words[4][D * Shape<F, D>::BYTES / 32], exponents[4][2];
+  u32 words[4][CHANNELS<D> * Shape<F, D>::BYTES / 32], exponents[4][2];
 };
 
 template <int D> __device__ __forceinline__ void read_exponents(u32 (&v)[2], const u8 *from,
                                                                 bool wanted) {
   v[1] = 0;
-  if (D == 128) {
+  if (CHANNELS<D> == 128) {
     read<2>(v, from, wanted);
   } else if (D == 64) {
     read<1>(v, from, wanted);
@@ -70,6 +75,40 @@ __device__ __forceinline__ void read_values(Values<F, D> &v, const u8 *values, c
       read<S::V_WORDS>(v.words[row] + i * S::V_WORDS,
                        values + line * S::ROW + i * 8 * S::V_WIDTH * S::BYTES, here);
     if (F == BFP8) read_exponents<D>(v.exponents[row], exponents + line * S::BLOCKS, here);
+  }
+}
+// Four channels of a new key or value, rounded as the cache holds them, into the page and `fresh`.
+// Called by whole warps; only lanes below C / 4 have channels.
+template <int F, int C>
+__device__ __forceinline__ void store_fresh(float4 x, int lane, u8 *fresh, u8 *fresh_exponents,
+                                            u8 *row, u8 *exponents) {
+  if (F == BF16) {
+    const uint2 words = make_uint2(pack2(x.x, x.y), pack2(x.z, x.w));
+    if (lane < C / 4) {
+      *(uint2 *)(fresh + lane * 8) = words;
+      *(uint2 *)(row + lane * 8) = words;
+    }
+    return;
+  }
+  const float values[4] = {x.x, x.y, x.z, x.w};
+  int shared = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) shared = max(shared, __float_as_int(values[i]) >> 23 & 0xFF);
+  shared = max(shared, __shfl_xor_sync(~0u, shared, 1));
+  shared = max(shared, __shfl_xor_sync(~0u, shared, 2));
+  u32 word = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int bits = __float_as_int(values[i]), own = bits >> 23 & 0xFF;
+    int magnitude = own == 0 ? 0 : (bits & 0x7FFFFF) | 0x800000;
+    magnitude >>= min(shared - own, 31);
+    magnitude = min((magnitude + (magnitude >> 17 & 1) + 0xFFFF) >> 17, 127);
+    word |= (u32)((bits < 0 ? -magnitude : magnitude) & 0xFF) << 8 * i;
+  }
+  if (lane < C / 4) {
+    *(u32 *)(fresh + lane * 4) = word;
+    *(u32 *)(row + lane * 4) = word;
+    if ((lane & 3) == 0) fresh_exponents[lane >> 2] = exponents[lane >> 2] = (u8)shared;
   }
 }
 // The same lane's parts of the new token's row, which lies in shared memory as a page holds it.
@@ -139,16 +178,17 @@ __device__ __forceinline__ u32 value_scales(const Values<F, D> &v, int pair, int
 }
 
 // The running softmax, base 2, of a warp over its positions. A lane has heads 8 h + 2 t + {0, 1}:
-// `sums` of its channels i: [h][i][{0, 1}] below D / 16, [h][i - D / 16][{2, 3}] from there on.
+// `sums` of its channels i: [h][i][{0, 1}] below HALF, [h][i - HALF][{2, 3}] from there on.
 template <int D, int NH> struct Running {
-  float peak[NH][2], total[NH][2], sums[NH][D / 16][4];
+  static constexpr int HALF = CHANNELS<D> / 16;
+  float peak[NH][2], total[NH][2], sums[NH][HALF][4];
   __device__ __forceinline__ void clear() {
 #pragma unroll
     for (int h = 0; h < NH; ++h) {
       peak[h][0] = peak[h][1] = nothing();
       total[h][0] = total[h][1] = 0.0f;
 #pragma unroll
-      for (int j = 0; j < D / 16; ++j)
+      for (int j = 0; j < HALF; ++j)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[h][j][i] = 0.0f;
     }
@@ -182,6 +222,26 @@ __device__ __forceinline__ void score(float (&scores)[NH][4], const Keys<F, D> &
 #pragma unroll
     for (int i = 0; i < 4; ++i) scores[h][i] += odd[h][i];
 }
+// Scores of half the channels, left for the warp of the other half, to which `theirs` belongs; and
+// the sums of both. `own` and `theirs` [NH, 32]; a later page's must not be left there before these
+// are read, so pages alternate between two places.
+template <int NH>
+__device__ __forceinline__ void leave_scores(const float (&scores)[NH][4], float4 *own, int lane) {
+#pragma unroll
+  for (int h = 0; h < NH; ++h)
+    own[h * 32 + lane] = make_float4(scores[h][0], scores[h][1], scores[h][2], scores[h][3]);
+}
+template <int NH>
+__device__ __forceinline__ void take_scores(float (&scores)[NH][4], const float4 *theirs, int pair,
+                                            int lane) {
+  pair_barrier(pair);
+#pragma unroll
+  for (int h = 0; h < NH; ++h) {
+    const float4 other = theirs[h * 32 + lane];
+    scores[h][0] += other.x, scores[h][1] += other.y;
+    scores[h][2] += other.z, scores[h][3] += other.w;
+  }
+}
 // Scores become weights: `weights[h]` are P^T as B fragments.
 template <int D, int NH>
 __device__ __forceinline__ void weigh(u32 (&weights)[NH][2], Running<D, NH> &run,
@@ -209,7 +269,7 @@ __device__ __forceinline__ void weigh(u32 (&weights)[NH][2], Running<D, NH> &run
     weights[h][0] = transpose(pack2(w[0], w[1]));
     weights[h][1] = transpose(pack2(w[2], w[3]));
 #pragma unroll
-    for (int j = 0; j < D / 16; ++j) {
+    for (int j = 0; j < CHANNELS<D> / 16; ++j) {
       run.sums[h][j][0] *= fade[0], run.sums[h][j][1] *= fade[1];
       run.sums[h][j][2] *= fade[0], run.sums[h][j][3] *= fade[1];
     }
@@ -224,19 +284,19 @@ __device__ __forceinline__ void add_values(Running<D, NH> &run, const Values<F, 
   for (int i = 0; i < S::V_PIECES; ++i)
     scales[0][i] = value_scales(v, 0, i, g), scales[1][i] = value_scales(v, 1, i, g);
 #pragma unroll
-  for (int j = 0; j < D / 16; ++j) {
-    const int low = j + D / 16, p0 = j / S::V_WIDTH, p1 = low / S::V_WIDTH;
+  for (int j = 0; j < CHANNELS<D> / 16; ++j) {
+    const int low = j + CHANNELS<D> / 16, p0 = j / S::V_WIDTH, p1 = low / S::V_WIDTH;
     const u32 a[4] = {value_pair(v, 0, j, scales[0][p0]), value_pair(v, 0, low, scales[0][p1]),
                       value_pair(v, 1, j, scales[1][p0]), value_pair(v, 1, low, scales[1][p1])};
 #pragma unroll
     for (int h = 0; h < NH; ++h) mma(run.sums[h][j], a, weights[h][0], weights[h][1]);
   }
 }
-// A warp's sums into shared memory: `stats` [NH * 8], `sums` [num_heads, D].
+// A warp's sums into shared memory: `stats` [NH * 8], `sums` its channels of [num_heads, D].
 template <int D, int NH>
 __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, float *sums,
                                       int num_heads, int g, int t) {
-  constexpr int WIDTH = D == 96 ? 4 : 8, HALF = D / 16;
+  constexpr int WIDTH = D == 96 ? 4 : 8, HALF = CHANNELS<D> / 16;
 #pragma unroll
   for (int h = 0; h < NH; ++h)
 #pragma unroll
@@ -249,7 +309,7 @@ __device__ __forceinline__ void leave(const Running<D, NH> &run, float2 *stats, 
       if (g == 0) stats[head] = make_float2(run.peak[h][i], total);
       if (head >= num_heads) continue;
 #pragma unroll
-      for (int first = 0; first < D / 8; first += 4) {
+      for (int first = 0; first < 2 * HALF; first += 4) {
         float c[4];
 #pragma unroll
         for (int j = 0; j < 4; ++j)

@@ -1,5 +1,5 @@
-// PTX by name, of attention: barriers and stores between the blocks of a cluster, reads past the
-// first-level cache. It knows nothing of pages.
+// PTX by name, of attention: barriers and stores between the blocks of a cluster, barriers between
+// two warps, reads past the first-level cache. It knows nothing of pages.
 #pragma once
 
 #include "primitives.cuh"
@@ -45,6 +45,10 @@ __device__ __forceinline__ void send(float2 *to, float2 v, void *barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];"
                ::"r"(in_first_block(to)), "f"(v.x), "f"(v.y), "r"(in_first_block(barrier))
                : "memory");
+}
+// Of the two warps that have the same `pair` below 15.
+__device__ __forceinline__ void pair_barrier(int pair) {
+  asm volatile("barrier.sync.aligned %0, 64;" ::"r"(pair + 1) : "memory");
 }
 // Past the first-level cache; zeros where not wanted.
 template <int WORDS> __device__ __forceinline__ void read(u32 *v, const u8 *from, bool wanted) {

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import torch
 
-from compiler.formats.block_float import BLOCK_SIZE
 from compiler.targets.cuda.kernels import nvrtc
 from compiler.targets.cuda.kernels.attention_decode import Scratch
 from compiler.targets.cuda.kernels.launch import LOG2_E
 from compiler.targets.cuda.pages import KVPages
 
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP_HEADS = 16
 """Query heads of a key/value head, at most."""
 
@@ -31,8 +30,8 @@ MANY_BLOCKS = 768
 ENOUGH_BLOCKS = 512
 """Blocks from which on a launch of several rows gives a block more splits instead."""
 
-_THREADS = 128
 _WARPS = 4
+_WARP_CHANNELS = 128
 _GROUP = 8
 _MAX_GROUPS = 16
 
@@ -177,7 +176,7 @@ def _launch(pages: KVPages, arguments: _Attend, num_rows: int) -> None:
         f"attend_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
         at=nvrtc.Launch(
             blocks=(arguments.num_groups * joined, num_rows, pages.num_kv_heads),
-            num_threads=_THREADS,
+            num_threads=32 * _WARPS * _num_parts(pages.head_dim),
             shared=_shared_bytes(pages.head_dim, heads, joined * arguments.each_block),
             cluster=(joined, 1, 1),
         ),
@@ -201,10 +200,18 @@ def _check_operands(
     assert out.stride(1) == 1 and out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
 
 
+def _num_parts(head_dim: int) -> int:
+    """Warps that share positions, each with a part of the channels."""
+    return -(-head_dim // _WARP_CHANNELS)
+
+
 def _shared_bytes(head_dim: int, group_heads: int, num_splits: int) -> int:
-    """`Shared` of attention.cu, with some to spare, and the sums of warps and splits behind it."""
-    eights = 1 if group_heads <= 8 else 2
+    """`Shared` of attention.cu, with some to spare, and behind it the scores that two warps trade
+    and the sums of warps and splits.
+    """
+    eights, parts = 1 if group_heads <= 8 else 2, _num_parts(head_dim)
     queries = eights * 8 * (2 * head_dim + 64)
-    stats = (_WARPS + _GROUP) * eights * 8 * 8
-    fixed = 8 * head_dim + queries + 4 * head_dim + BLOCK_SIZE + stats + 64
+    stats = (_WARPS * parts + _GROUP) * eights * 8 * 8
+    scores = 2 * _WARPS * parts * eights * 32 * 16 if parts > 1 else 0
+    fixed = 8 * head_dim + queries + 4 * head_dim + 16 * parts + stats + 64 + scores
     return fixed + (_WARPS + num_splits) * group_heads * head_dim * 4

@@ -70,6 +70,13 @@ class Step(DecodeStep):
         ((16, 1), 128, {}),
         ((12, 1), 64, {"half": 8}),
         ((10, 1), 96, {"window": 129}),
+        ((16, 2), 256, {"half": 32}),
+        ((8, 1), 256, {}),
+        ((3, 1), 256, {"window": 40, "interleaved": True}),
+        ((1, 1), 256, {"window": 300, "half": 32, "interleaved": True}),
+        ((2, 2), 256, {"window": 1, "half": 96}),
+        ((16, 1), 256, {"half": 32}),
+        ((11, 1), 256, {"window": 129}),
     ],
 )
 def test_against_float64(
@@ -92,8 +99,9 @@ def test_against_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_pages", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+@pytest.mark.parametrize("head_dim", [128, 256])
 def test_short_tables(
-    num_pages: int, kind: str, paged: Callable[..., Any], device: torch.device
+    head_dim: int, num_pages: int, kind: str, paged: Callable[..., Any], device: torch.device
 ) -> None:
     last = 64 * num_pages - 1
     for position in sorted({0, last // 2, last - 64, last - 1, last} - {-1}):
@@ -102,7 +110,7 @@ def test_short_tables(
             device,
             kind=kind,
             heads=(8, 2),
-            head_dim=128,
+            head_dim=head_dim,
             positions=[position],
             num_pages=num_pages,
         )
@@ -113,7 +121,7 @@ def test_short_tables(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "bfp8"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_stores_the_new_token_and_nothing_else(
     kind: str, head_dim: int, paged: Callable[..., Any], device: torch.device
 ) -> None:
@@ -145,11 +153,17 @@ def test_stores_the_new_token_and_nothing_else(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+@pytest.mark.parametrize(("heads", "head_dim"), [((4, 1), 64), ((16, 2), 256)])
 def test_a_row_does_not_depend_on_its_batch(
-    kind: str, paged: Callable[..., Any], device: torch.device
+    heads: tuple[int, int],
+    head_dim: int,
+    kind: str,
+    paged: Callable[..., Any],
+    device: torch.device,
 ) -> None:
     """Nor on how many blocks its splits are spread over, nor on a run before it."""
-    step = Step(paged, device, kind=kind, heads=(4, 1), head_dim=64, positions=[140, -1, 30, 900])
+    positions = [140, -1, 30, 900]
+    step = Step(paged, device, kind=kind, heads=heads, head_dim=head_dim, positions=positions)
     together = step.run()
     step.check(together)
     assert torch.equal(together, torch.cat([step.run([row]) for row in range(4)]))
@@ -160,7 +174,8 @@ def test_a_row_does_not_depend_on_its_batch(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["bf16", "bfp8"])
 @pytest.mark.parametrize(
-    ("heads", "head_dim"), [((32, 8), 128), ((14, 2), 64), ((28, 4), 128), ((16, 1), 96)]
+    ("heads", "head_dim"),
+    [((32, 8), 128), ((14, 2), 64), ((28, 4), 128), ((16, 1), 96), ((16, 2), 256), ((16, 1), 256)],
 )
 def test_large(
     kind: str,
@@ -191,13 +206,20 @@ def test_large(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("early", [False, True])
-def test_chained_in_a_graph(early: bool, paged: Callable[..., Any], device: torch.device) -> None:
+@pytest.mark.parametrize(("heads", "head_dim"), [((32, 8), 128), ((16, 2), 256)])
+def test_chained_in_a_graph(
+    heads: tuple[int, int],
+    head_dim: int,
+    early: bool,
+    paged: Callable[..., Any],
+    device: torch.device,
+) -> None:
     """Steps over two layers' pages in turn, each waiting for the one before: the same each time."""
     layers = [
-        Step(paged, device, kind=kind, heads=(32, 8), head_dim=128, positions=[330, 64, -1, 7])
+        Step(paged, device, kind=kind, heads=heads, head_dim=head_dim, positions=[330, 64, -1, 7])
         for kind in ("bf16", "bfp8")
     ]
-    shape = (8, 4, 32 * 128)
+    shape = (8, 4, heads[0] * head_dim)
     outs = torch.full(shape, NAN, dtype=torch.bfloat16, device=device)
 
     def steps() -> None:
@@ -211,7 +233,7 @@ def test_chained_in_a_graph(early: bool, paged: Callable[..., Any], device: torc
                 slots=step.slots,
                 block_tables=step.cache.tables,
                 inv_freq=step.inv_freq,
-                num_heads=32,
+                num_heads=heads[0],
                 scale=SCALE,
                 scratch=step.scratch,
                 early=early,
@@ -224,7 +246,7 @@ def test_chained_in_a_graph(early: bool, paged: Callable[..., Any], device: torc
         steps()
     wanted = [step.run().view(4, -1) for step in layers]
     for step, got in zip(layers, wanted, strict=True):
-        step.check(got.view(4, 32, 128))
+        step.check(got.view(4, heads[0], head_dim))
     for _ in range(10):
         outs.fill_(NAN)
         torch.cuda.synchronize()
@@ -248,10 +270,14 @@ def test_groups_do_not_depend_on_the_batch() -> None:
 
 
 def test_every_kernel_is_asked_for() -> None:
-    made = re.findall(r"^ATTEND\((\w+), \w+, (\d+), (\d)\)", _source(), re.M)
-    assert sorted("attend_" + "_".join(each) for each in made) == sorted(
-        native_attention.SOURCE.names
-    )
+    kinds = re.search(r"^#define ATTEND\(D, NH\)(.*)", _source(), re.M)
+    assert kinds
+    made = [
+        f"attend_{kind}_{head_dim}_{eights}"
+        for kind in re.findall(r"KERNEL\((\w+),", kinds[1])
+        for head_dim, eights in re.findall(r"^ATTEND\((\d+), (\d)\)", _source(), re.M)
+    ]
+    assert sorted(made) == sorted(native_attention.SOURCE.names)
 
 
 def test_arguments_are_in_the_kernel_s_order() -> None:
@@ -270,6 +296,8 @@ def _source() -> str:
         ("fp32", 128, 8, 64, "pages of torch.float32"),
         ("bf16", 80, 8, 40, "head size 80"),
         ("bf16", 64, 34, 32, "34 heads over 2"),
+        ("bf16", 256, 34, 32, "34 heads over 2"),
+        ("bfp8", 256, 16, 32, "no GPU"),
         ("bfp8", 64, 8, 6, "6 frequencies"),
         ("bfp8", 64, 8, 8, "no GPU"),
     ],
