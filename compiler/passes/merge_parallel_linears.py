@@ -37,17 +37,17 @@ def merge_families(
     for family in families.values():
         if len(family) < 2:
             continue
-        reason = _why_apart(family)
+        reason = why_apart(family)
         if reason:
             names = ", ".join(info(node).fqn for node in family)
             ctx.notes.append(f"not merged: {names} ({reason})")
         else:
-            _merge(family)
+            merge(family)
             count += 1
     return count
 
 
-def _why_apart(family: list[Node]) -> str:
+def why_apart(family: list[Node]) -> str:
     """Why these products cannot be one; empty when they can."""
     facts = [info(node) for node in family]
     found = [info(_weight(node)).recipe for node in family]
@@ -73,7 +73,8 @@ def _ends_inside_a_block(recipe: WeightRecipe) -> bool:
     return recipe.shape[0] % get_format(recipe.format).block != 0
 
 
-def _merge(family: list[Node]) -> None:
+def merge(family: list[Node]) -> None:
+    """One product, called as the first is, and its pieces in their places."""
     first = family[0]
     width = sum(node.meta["val"].shape[-1] for node in family)
     path = info(first).fqn.rpartition(".")[0]

@@ -20,6 +20,7 @@ from compiler.passes.fuse_norm_linear import fuse_norm_linear
 from compiler.passes.fuse_rope_attention import fuse_rope_attention
 from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from compiler.passes.gather_before_norm import gather_before_norm
+from compiler.passes.merge_delta_gates import merge_delta_gates
 from compiler.passes.merge_expert_linears import merge_expert_linears
 from compiler.passes.merge_parallel_linears import merge_parallel_linears
 from compiler.targets.base import (
@@ -55,6 +56,7 @@ class CudaTarget(Target):
             PRECISION,
             fuse(
                 merge_parallel_linears,
+                merge_delta_gates,
                 fuse_swiglu_packed,
                 fuse_linear_swiglu,
                 fuse_linear_residual,

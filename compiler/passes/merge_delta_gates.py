@@ -1,0 +1,37 @@
+"""The gates of linear attention become rows of the far larger product of the same input."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from compiler import ops
+from compiler.ir.info import info
+from compiler.ir.rewrite import find_calls
+from compiler.passes.merge_parallel_linears import merge, why_apart
+from compiler.passes.runner import PassContext, graph_pass
+
+_GROUPS = ("delta_in", "delta_gates")
+
+
+@graph_pass
+def merge_delta_gates(graph_module: GraphModule, ctx: PassContext) -> int:
+    """Where their formats and fidelities are equal, which most configurations do not want: no note
+    says that they differ. What is merged counts as ``delta_in``.
+    """
+    count = 0
+    for product in find_calls(graph_module.graph, ops.linear):
+        if info(product).tensor_group != _GROUPS[0]:
+            continue
+        family = [product, *_gates_behind(product)]
+        if len(family) > 1 and not why_apart(family):
+            merge(family)
+            count += 1
+    return count
+
+
+def _gates_behind(product: Node) -> list[Node]:
+    """The gates of the same input, further down than the product: what reads them is, too."""
+    source = product.args[0]
+    assert isinstance(source, Node)
+    readers = [each for each in source.users if each.target is ops.linear.overload]
+    return [each for each in readers if info(each).tensor_group == _GROUPS[1] and product < each]
