@@ -17,7 +17,7 @@ template <int F, int MT, int R, int DEPTH> __device__ __forceinline__ void gemm(
   const u32 ring = x_ring + DEPTH * X_BYTES + warp * DEPTH * W_BYTES;
   int num_tiles = p.num_tiles - tile;  // of this warp
   num_tiles = num_tiles < 0 ? 0 : num_tiles > R ? R : num_tiles;
-  Source<F> source(p, num_tiles ? tile : 0, first, lane);
+  Source<F> source(p.weight, p.num_steps, num_tiles ? tile : 0, first, lane);
   const u32 to = ring + source.to, to4 = ring + source.to4;
   auto fetch_w = [&](int slot) {
 #pragma unroll

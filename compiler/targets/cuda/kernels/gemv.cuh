@@ -1,13 +1,14 @@
-// The product of one token: x whole in shared memory, weights streaming past it.
+// The product of one token, or of up to 16: x whole in shared memory, weights streaming past it.
 #pragma once
 
 #include "norm.cuh"
 
-// Eight warps of a block walk over row tiles: together, each
-// on its slice of K, or each on tiles of its own.
-template <int F, int DEPTH> __device__ __forceinline__ void gemv(const Product &p) {
+// Eight warps of a block walk over row tiles: together, each on its slice of K, or each on tiles of
+// its own. Up to MT * 8 tokens; MT = 0: one, whose x is a row that eight share.
+template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const Product &p) {
+  constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ float sums[2][SLICES][16];
+  __shared__ float sums[2][SLICES][TOKENS][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const bool is_cut = p.num_slices > 1;
   const int first = is_cut ? warp * p.num_steps / SLICES : 0;
@@ -16,9 +17,11 @@ template <int F, int DEPTH> __device__ __forceinline__ void gemv(const Product &
   const int tile_stride = gridDim.x * (is_cut ? 1 : 8);
   u16 *x = (u16 *)memory;
   const int padded = p.num_steps * STEP;
-  const u32 ring = shared_address(memory) + padded * 2 + warp * DEPTH * step_bytes<F>;
+  const int x_row = MT ? (padded + X_PADDING) * 2 : 0;
+  const u32 ring = shared_address(memory) + (MT ? TOKENS * x_row : padded * 2) +
+                   warp * DEPTH * step_bytes<F>;
   const int num_steps = last - first;
-  Source<F> source(p, first_tile, first, lane);
+  Source<F> source(p.weight, p.num_steps, first_tile, first, lane);
   const u32 to = ring + source.to, to4 = ring + source.to4;
   const u32 run = num_steps * Source<F>::ADVANCE;  // of `a`, from a tile's first step to its end
   const long long jump = (long long)tile_stride * p.num_steps * tile_bytes<F> - run;
@@ -42,37 +45,54 @@ template <int F, int DEPTH> __device__ __forceinline__ void gemv(const Product &
     normalise((const float *)p.x, p.norm, p.num_columns, padded, p.eps, x);
   } else {
     wait_for_inputs();
-    for (int at = threadIdx.x * 8; at < padded; at += 256 * 8)
-      *(uint4 *)(x + at) = *(const uint4 *)((const u16 *)p.x + at);
+    for (int token = 0; token < (MT ? p.num_tokens : 1); ++token)
+      for (int at = threadIdx.x * 8; at < padded; at += 256 * 8)
+        copy16(shared_address(memory) + token * x_row + at * 2,
+               (const u16 *)p.x + (size_t)token * p.x_stride + at);
+    commit();
+    wait_copies<0>();
   }
   __syncthreads();
   const u32 from = ring + weight_offset<F>(lane), from4 = F == BF16 ? from ^ 32 : to4;
-  const u32 x_first = shared_address(memory) + x_offset<F>(lane, 0) + first * (STEP * 2);
+  const u32 x_first = shared_address(memory) + x_offset<F>(lane, x_row) + first * (STEP * 2);
   const u32 x_last = x_first + num_steps * (STEP * 2);
   u32 at = x_first;
   int tile = first_tile, turn = 0;
-  float acc[1][1][4] = {};
+  const int g = lane >> 2, t = lane & 3;
+  float acc[1][GROUPS][4] = {};
   auto finish_tile = [&] {
     if (!is_cut) {
-      if ((lane & 3) == 0) finish(p, 0, tile, lane >> 2, acc[0][0][0], acc[0][0][2]);
-    } else {
-      float(*partial)[16] = sums[turn & 1];
-      if ((lane & 3) == 0) {
-        partial[warp][lane >> 2] = acc[0][0][0];
-        partial[warp][8 + (lane >> 2)] = acc[0][0][2];
-      }
-      __syncthreads();  // the other buffer is free again: its reader has passed this barrier too
-      if (warp == (turn & 7) && lane < 8) {
-        float top = partial[0][lane], low = partial[0][lane + 8];
 #pragma unroll
-        for (int slice = 1; slice < SLICES; ++slice) {
-          top += partial[slice][lane];
-          low += partial[slice][lane + 8];
+      for (int m = 0; m < GROUPS; ++m)
+        if (MT || t == 0) {
+          finish(p, m * 8 + 2 * t, tile, g, acc[0][m][0], acc[0][m][2]);
+          if (MT) finish(p, m * 8 + 2 * t + 1, tile, g, acc[0][m][1], acc[0][m][3]);
         }
-        finish(p, 0, tile, lane, top, low);
-      }
+    } else {
+      float(*partial)[TOKENS][16] = sums[turn & 1];
+#pragma unroll
+      for (int m = 0; m < GROUPS; ++m)
+#pragma unroll
+        for (int i = 0; i < (MT ? 4 : 2); ++i)
+          if (MT || t == 0)
+            partial[warp][MT ? m * 8 + 2 * t + (i & 1) : 0][g + (MT ? i >> 1 : i) * 8] =
+                acc[0][m][MT ? i : 2 * i];
+      __syncthreads();  // the other buffer is free again: its reader has passed this barrier too
+      if (warp == (turn & 7))
+        for (int token = lane >> 3; token < p.num_tokens; token += 4) {
+          const int row = lane & 7;
+          float top = partial[0][token][row], low = partial[0][token][row + 8];
+#pragma unroll
+          for (int slice = 1; slice < SLICES; ++slice) {
+            top += partial[slice][token][row];
+            low += partial[slice][token][row + 8];
+          }
+          finish(p, token, tile, row, top, low);
+        }
     }
-    acc[0][0][0] = acc[0][0][1] = acc[0][0][2] = acc[0][0][3] = 0.0f;
+#pragma unroll
+    for (int m = 0; m < GROUPS; ++m)
+      acc[0][m][0] = acc[0][m][1] = acc[0][m][2] = acc[0][m][3] = 0.0f;
     at = x_first;
     tile += tile_stride;
     ++turn;
@@ -87,7 +107,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void gemv(const Product &
       wait_copies<DEPTH - 1>();
       if (F == BF16) __syncwarp();  // its lanes read each other's pieces
       const u32 place = slot * step_bytes<F>;
-      multiply_tiles<F, 1, 1>(acc, from + place, from4 + place, at, 0);
+      multiply_tiles<F, GROUPS, 1>(acc, from + place, from4 + place, at, 8 * x_row);
       if (F == BF16) __syncwarp();
       fetch(slot);
       at += STEP * 2;

@@ -17,19 +17,26 @@ rms_norm(const float *x, const float *norm, u16 *out, int num_columns, int x_str
   normalise(x + token * x_stride, norm, num_columns, num_columns, eps, out + token * out_stride);
 }
 
-#define GEMV(name, F, DEPTH)                                                                      \
-  extern "C" __global__ void __launch_bounds__(256, 3) gemv_##name##_##DEPTH(const Product p) {   \
-    gemv<F, DEPTH>(p);                                                                            \
-  }
+#define GEMV(name, F, MT, DEPTH)                                                                  \
+  extern "C" __global__ void __launch_bounds__(256, MT ? 2 : 3)                                   \
+  gemv_##name##_##MT##_##DEPTH(const Product p) { gemv<F, MT, DEPTH>(p); }
 #define GEMM(name, F, MT, R, DEPTH)                                                               \
   extern "C" __global__ void __launch_bounds__(256, MT * R > 8 ? 1 : 2)                           \
   gemm_##name##_##MT##_##R##_##DEPTH(const Product p) { gemm<F, MT, R, DEPTH>(p); }
 
-GEMV(bf16, BF16, 2)
-GEMV(bf16, BF16, 3)
-GEMV(bfp8, BFP8, 3)
-GEMV(bfp8, BFP8, 4)
-GEMV(bfp4, BFP4, 3)
+GEMV(bf16, BF16, 0, 2)
+GEMV(bf16, BF16, 0, 3)
+GEMV(bfp8, BFP8, 0, 3)
+GEMV(bfp8, BFP8, 0, 4)
+GEMV(bfp4, BFP4, 0, 3)
+GEMV(bf16, BF16, 1, 2)
+GEMV(bf16, BF16, 1, 3)
+GEMV(bf16, BF16, 2, 2)
+GEMV(bf16, BF16, 2, 3)
+GEMV(bfp8, BFP8, 1, 4)
+GEMV(bfp8, BFP8, 2, 4)
+GEMV(bfp4, BFP4, 1, 3)
+GEMV(bfp4, BFP4, 2, 3)
 GEMM(bf16, BF16, 1, 1, 2)
 GEMM(bf16, BF16, 1, 1, 3)
 GEMM(bf16, BF16, 1, 1, 4)

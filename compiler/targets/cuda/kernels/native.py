@@ -47,24 +47,29 @@ class _Product(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How a product of one token goes over its weight: steps of 128 columns in flight a warp,
-    blocks a multiprocessor.
+    """How a product of few tokens goes over its weight: steps of 128 columns in flight a warp,
+    blocks a multiprocessor; eights of tokens, 0 for a single one.
     """
 
     depth: int
     blocks_each: int
+    groups: int = 0
 
     def kernel(self, kind: str) -> str:
         """The kernel's name."""
-        return f"gemv_{kind}_{self.depth}"
+        return f"gemv_{kind}_{self.groups}_{self.depth}"
 
     def shared_bytes(self, kind: str, num_steps: int) -> int:
         """Dynamic shared memory of a block, for so many steps of x."""
-        return num_steps * 256 + 8 * self.depth * _STEP_BYTES[kind]
+        x_bytes = num_steps * 256
+        if self.groups:
+            x_bytes = self.groups * 8 * (x_bytes + 2 * _X_PADDING)
+        return x_bytes + 8 * self.depth * _STEP_BYTES[kind]
 
     def has_room(self, kind: str, num_steps: int) -> bool:
         """Whether so many blocks fit a multiprocessor, which keeps 1 KB of each for itself."""
-        each = self.shared_bytes(kind, num_steps) + 2048 + 1024
+        fixed = max(1, self.groups * 8) * 1024 + 1024  # of slices' sums, and the norm's
+        each = self.shared_bytes(kind, num_steps) + fixed + 1024
         return self.blocks_each * each <= nvrtc.MOST_SHARED + 1024
 
 
@@ -123,10 +128,32 @@ _WALKS: dict[str, tuple[Walk, ...]] = {
 multiprocessor is as fast in a chain of one shape, and a tenth to a half slower in a model."""
 
 
-def choose_walk(held: HeldWeight) -> Walk:
-    """How one token's product with a weight goes."""
-    walks = _WALKS[held.kind]
-    return next((w for w in walks if w.has_room(held.kind, held.num_column_tiles)), walks[-1])
+_FEW_DEPTHS = {"bf16": (3, 2), "bfp8": (4,), "bfp4": (3,)}
+"""Of 2 to 16 tokens, one block a multiprocessor, or two where K is not cut: what has room."""
+
+
+def choose_walk(held: HeldWeight, num_tokens: int = 1) -> Walk | None:
+    """How so few tokens' product with a weight goes; None where they take a grid."""
+    kind, steps = held.kind, held.num_column_tiles
+    if num_tokens == 1:
+        walks = _WALKS[kind]
+        return next((walk for walk in walks if walk.has_room(kind, steps)), walks[-1])
+    if num_tokens > 16 or not _walks_well(held, num_tokens):
+        return None
+    blocks = (2, 1) if num_slices(held) == 1 else (1,)
+    groups = _token_groups(num_tokens)
+    few = [Walk(depth, each, groups) for each in blocks for depth in _FEW_DEPTHS[kind]]
+    return next((walk for walk in few if walk.has_room(kind, steps)), None)
+
+
+def _walks_well(held: HeldWeight, num_tokens: int) -> bool:
+    """Whether a walk was measured faster than a grid, on an H200, for 4, 8 and 16 tokens."""
+    is_few = num_tokens <= 8
+    if num_slices(held) == 1:
+        return is_few != (held.kind == "bf16")
+    if held.kind == "bf16":
+        return is_few or held.num_row_tiles > _FEW_TILES
+    return held.num_column_tiles <= 16
 
 
 _GRIDS = {
@@ -211,16 +238,17 @@ def linear(
         eps=0.0 if norm is None else norm[1],
         scale=held.scale,
     )
-    if num_tokens == 1:
-        _launch_gemv(product, held, walk or choose_walk(held))
+    assert norm is None or num_tokens == 1
+    walk = walk or (None if grid else choose_walk(held, num_tokens))
+    if walk is not None:
+        _launch_gemv(product, held, walk)
         return
-    assert norm is None
     grid = grid or choose_grid(held, num_tokens)
     _launch_gemm(product, held, grid, _token_groups(num_tokens))
 
 
 def _launch_gemv(product: _Product, held: HeldWeight, walk: Walk) -> None:
-    """One token: as many blocks as are resident, each walking over row tiles."""
+    """Few tokens: as many blocks as are resident, each walking over row tiles."""
     num_blocks = walk.blocks_each * _num_processors(torch.cuda.current_device())
     at = nvrtc.Launch(
         (min(held.num_row_tiles, num_blocks), 1, 1),
@@ -283,7 +311,7 @@ def source() -> nvrtc.Source:
     """linear.cu and what it includes."""
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
-    return nvrtc.Source(path, names, nvrtc.MOST_SHARED - MOST_SHARED, _HEADERS)
+    return nvrtc.Source(path, names, _HEADERS)
 
 
 def why_not(device: torch.device) -> str:

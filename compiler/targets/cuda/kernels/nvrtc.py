@@ -24,13 +24,12 @@ MOST_SHARED = 227 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A file of kernels, by name; the bytes of shared memory that each fixes, at most; the headers
-    beside the file, by name, that it includes, directly or not.
+    """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
+    or not.
     """
 
     path: Path
     names: tuple[str, ...]
-    fixed_shared: int = 0
     headers: tuple[str, ...] = ()
 
 
@@ -108,11 +107,13 @@ def _functions(source: Source, device: int) -> dict[str, Any]:
     torch.zeros(1, device=f"cuda:{device}")  # makes the context
     capability = torch.cuda.get_device_capability(device)
     module = check(driver.cuModuleLoadData(_cubin(source, capability)))
-    limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    fixed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     found = {}
     for name in source.names:
         found[name] = check(driver.cuModuleGetFunction(module, name.encode()))
-        check(driver.cuFuncSetAttribute(found[name], limit, MOST_SHARED - source.fixed_shared))
+        left = MOST_SHARED - check(driver.cuFuncGetAttribute(fixed, found[name]))
+        check(driver.cuFuncSetAttribute(found[name], most, left))
     return found
 
 

@@ -34,15 +34,15 @@ template <int F> struct Source {
   const u8 *a, *b;   // bf16: rows g and g + 8; block formats: pieces and exponents
   u32 to, to4;       // the lane's places in a tile of shared memory
 
-  __device__ __forceinline__ Source(const Product &p, int tile, int step, int lane) {
+  __device__ __forceinline__ Source(const u8 *weight, int num_steps, int tile, int step, int lane) {
     if (F == BF16) {
       const int g = lane >> 2, t = lane & 3;
-      const size_t stride = (size_t)p.num_steps * (STEP * 2);
-      a = p.weight + ((size_t)tile * 16 + g) * stride + step * (STEP * 2) + t * 16;
+      const size_t stride = (size_t)num_steps * (STEP * 2);
+      a = weight + ((size_t)tile * 16 + g) * stride + step * (STEP * 2) + t * 16;
       b = a + 8 * stride;
       to = to4 = (g * 4 + (t ^ (g >> 1))) * 16;  // chunk t of eight rows: in eight banks
     } else {
-      a = p.weight + ((size_t)tile * p.num_steps + step) * step_bytes<F> + lane * 16;
+      a = weight + ((size_t)tile * num_steps + step) * step_bytes<F> + lane * 16;
       b = a + pieces<F> * 512 - lane * 12;
       to = lane * 16;
       to4 = pieces<F> * 512 + lane * 4;
