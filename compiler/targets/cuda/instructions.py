@@ -172,7 +172,9 @@ class Convolve:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """``delta_rule_norm_step``."""
+    """``delta_rule_norm_step``; with ``convolve``, which writes ``qkv``, before it: nothing else
+    reads that, and where one kernel does both nothing is written there.
+    """
 
     out: Place
     qkv: Place
@@ -186,6 +188,7 @@ class DeltaRule:
     num_key_heads: int
     key_dim: int
     state: StateSpec
+    convolve: Convolve | None = None
 
 
 Mixer = SigmoidGate | Route | ExpertLinear | ExpertSum | Convolve | DeltaRule
@@ -218,8 +221,13 @@ class Plan:
     @property
     def sequence_states(self) -> tuple[StateSpec, ...]:
         """What is kept of a sequence whatever its length, in the order of the layers."""
-        kinds = Convolve | DeltaRule
-        return tuple(each.state for each in self.instructions if isinstance(each, kinds))
+        found: list[StateSpec] = []
+        for each in self.instructions:
+            if isinstance(each, DeltaRule) and each.convolve is not None:
+                found.append(each.convolve.state)
+            if isinstance(each, Convolve | DeltaRule):
+                found.append(each.state)
+        return tuple(found)
 
     @property
     def products(self) -> tuple[Linear, ...]:

@@ -35,7 +35,7 @@ from compiler.targets.cuda.instructions import (
     Plan,
     SwiGLU,
 )
-from compiler.targets.cuda.plan_mixers import EXPERTS, MIXERS, recipe_of
+from compiler.targets.cuda.plan_mixers import EXPERTS, MIXERS, recipe_of, values_read
 
 aten = torch.ops.aten
 _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
@@ -67,7 +67,7 @@ class Lowering:
             _whole(read): node
             for node in self._nodes
             if node.target not in _PIECES
-            for read in node.all_input_nodes
+            for read in values_read(node)
         }
         self._places: dict[Node, Place] = {}
         self._buffers: list[Buffer] = []
@@ -79,7 +79,7 @@ class Lowering:
         for node in self._nodes:
             if node.op == "call_function":
                 self._lower(node)
-                for read in node.all_input_nodes if node.target not in _PIECES else ():
+                for read in values_read(node) if node.target not in _PIECES else ():
                     self._release(_whole(read), node)
         return Plan(tuple(self._instructions), tuple(self._buffers))
 

@@ -67,11 +67,39 @@ def _sigmoid_gate(lowering: Lowering, node: Node) -> None:
     lowering.append(SigmoidGate(lowering.take(node, lowering.role(node)), x, gate))
 
 
+def values_read(node: Node) -> list[Node]:
+    """What must still lie in its place when the instruction of a node runs: its inputs, a
+    convolution's where a delta rule's instruction has it.
+    """
+    if _belongs_to_its_reader(node):
+        return []
+    convolution = _convolution_of(node)
+    return node.all_input_nodes + ([] if convolution is None else convolution.all_input_nodes)
+
+
+def _convolution_of(node: Node) -> Node | None:
+    """What a delta rule reads, where it is a convolution that nothing else reads."""
+    if node.target is not ops.delta_rule_norm_step.overload:
+        return None
+    qkv = ops.DeltaNormArguments(*node.args).qkv  # type: ignore[arg-type]
+    is_own = qkv.target is ops.causal_conv1d_step.overload and len(qkv.users) == 1
+    return qkv if is_own else None
+
+
+def _belongs_to_its_reader(convolution: Node) -> bool:
+    return any(_convolution_of(reader) is convolution for reader in convolution.users)
+
+
 def _convolve(lowering: Lowering, node: Node) -> None:
+    if not _belongs_to_its_reader(node):
+        lowering.append(_convolution(lowering, node))
+
+
+def _convolution(lowering: Lowering, node: Node) -> Convolve:
     x, weight, window = node.args[:3]
     assert isinstance(x, Node)
     place, state = lowering.place(x), _state(window)
-    lowering.append(Convolve(lowering.take(node, PRODUCT), place, recipe_of(weight), state))
+    return Convolve(lowering.take(node, PRODUCT), place, recipe_of(weight), state)
 
 
 def _delta_rule(lowering: Lowering, node: Node) -> None:
@@ -82,6 +110,8 @@ def _delta_rule(lowering: Lowering, node: Node) -> None:
             f"{info(node).fqn}: keys of {state.shape[1]} and values of {state.shape[2]} channels "
             f"on target cuda; allowed: up to {MAX_DELTA_DIM}, or --target reference or cpu"
         )
+    convolution = _convolution_of(node)
+    convolve = None if convolution is None else _convolution(lowering, convolution)
     qkv, a, b, z = (lowering.place(each) for each in (given.qkv, given.a, given.b, given.z))
     rule = DeltaRule(
         out=lowering.take(node, OPERAND),
@@ -96,6 +126,7 @@ def _delta_rule(lowering: Lowering, node: Node) -> None:
         num_key_heads=given.num_key_heads,
         key_dim=given.key_dim,
         state=state,
+        convolve=convolve,
     )
     lowering.append(rule)
 

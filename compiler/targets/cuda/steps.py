@@ -19,6 +19,7 @@ from compiler.targets.cuda.instructions import (
     LOGITS,
     OPERAND,
     Attend,
+    DeltaRule,
     Elementwise,
     Embed,
     Gather,
@@ -29,6 +30,7 @@ from compiler.targets.cuda.instructions import (
     Place,
     Plain,
     Plan,
+    Route,
     SwiGLU,
 )
 from compiler.targets.cuda.kernels import attention_decode, native, native_attention
@@ -55,6 +57,9 @@ MAX_ROWS = native.MAX_TOKENS
 LIBRARY_ATTENTION = 512
 """Prompts longer than this, from their first position, attend through the library."""
 
+
+_LIBRARY_COLUMNS = 8
+"""The library is slow at results of other widths."""
 
 LIBRARY_HEAD_DIM = 256
 """Heads are at most so wide there."""
@@ -98,7 +103,7 @@ class Steps:
         self.exact = exact
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
-        self._mixers = Mixers(weights, state, exact=exact)
+        self._mixers = Mixers(plan, weights, state, exact=exact, max_rows=max_rows)
         self._operand = torch.float32 if exact else torch.bfloat16
         # native kernels read whole eights of rows
         self._num_rows = rows = MAX_ROWS if self.is_native else max_rows
@@ -125,14 +130,17 @@ class Steps:
         """Which kernels run, and why where it is not the fast ones."""
         if self.exact:
             return "the library in float32"
-        attends = [each for each in self._plan.instructions if isinstance(each, Attend)]
+        instructions = self._plan.instructions
+        attends = [each for each in instructions if isinstance(each, Attend)]
+        rules = [each for each in instructions if isinstance(each, DeltaRule)]
+        has_experts = any(isinstance(each, Route) for each in instructions)
         found = {
             "products": native.why_not(self.device),
             "attention": next(filter(None, map(self._why_no_native_attention, attends)), ""),
+            "experts": self._mixers.experts.why_not_native if has_experts else "",
+            "linear attention": next(filter(None, map(self._mixers.why_no_native, rules)), ""),
         }
         parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
-        if any(isinstance(each, Mixer) for each in self._plan.instructions):
-            parts.append("experts and linear attention in Triton")
         return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")
 
     def _why_no_native_attention(self, each: Attend) -> str:
@@ -152,8 +160,8 @@ class Steps:
     def decode(self, rows: Rows, *, captured: bool = False) -> Tensor:
         """One token of each of B sequences: logits ``[B, V]``, overwritten by the next step.
 
-        ``captured``: nothing in the chain of these kernels writes ``rows``, tables or old pages
-        before the last of them has read them.
+        ``captured``: nothing in the chain of these kernels writes ``rows``, tables, old pages or a
+        layer's state of sequences before the last of them has read them, or that layer has.
         """
         step = self._decode_buffers(len(rows.tokens))
         for each in self._plan.instructions:
@@ -162,14 +170,15 @@ class Steps:
             elif isinstance(each, Attend):
                 self._attend_decode(each, step, rows, captured)
             elif isinstance(each, Mixer):
-                self._mixers.run(each, step, rows.positions, rows.slots, decodes=True)
-            else:
+                where = rows.positions, rows.slots
+                self._mixers.run(each, step, *where, decodes=True, captured=captured)
+            elif not (isinstance(each, Linear) and self._mixers.experts.runs_along(each)):
                 self._run(each, step, rows)
         return step.logits
 
     def chosen_experts(self, rows: Rows) -> list[int]:
         """A decode step, and how many different experts its rows chose, layer by layer."""
-        chosen = self._mixers.watch(lambda: self.decode(rows))
+        chosen = self._mixers.experts.watch(lambda: self.decode(rows))
         return [len(each[each >= 0].unique()) for each in chosen]
 
     def prefill(
@@ -177,7 +186,7 @@ class Steps:
     ) -> Tensor | None:
         """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for.
 
-        ``from_start``: the first of them is the sequence's first, and none is padding.
+        ``from_start``: the first of them is the sequence's first; padding is at the end only.
         """
         step = self._fresh_buffers(len(rows.tokens))
         for each in self._plan.instructions:
@@ -279,6 +288,10 @@ class Steps:
             return
         if each.residual:
             add_product(out, x, weight)
+        elif held.kind == "bf16" and held.num_rows % _LIBRARY_COLUMNS and out.is_cuda:
+            wide = out.new_empty(len(out), held.data.shape[0])  # the rows of zeros, too
+            store_product(wide, x, held.data[:, : held.num_columns].to(x.dtype))
+            out.copy_(wide[:, : held.num_rows])
         else:
             store_product(out, x, weight)
         if bias is not None:

@@ -82,6 +82,8 @@ def _wanted(plan: Plan) -> Iterator[Wanted]:
             yield vector_of(each.weight)
         elif isinstance(each, DeltaRule):
             yield from map(vector_of, (each.a_log, each.dt_bias, each.norm))
+            if each.convolve is not None:
+                yield vector_of(each.convolve.weight)
         elif isinstance(each, ExpertLinear | ExpertSum):
             yield product_of(each)
         elif isinstance(each, Linear):

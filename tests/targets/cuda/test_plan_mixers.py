@@ -34,7 +34,7 @@ from tests.tiny import lowered, precision_of, tiny_model
 
 EXPERTS = [Norm, Linear, Route, ExpertLinear]
 SHARED = [Linear, Linear, ExpertSum]
-DELTA = [Linear, Convolve, Linear, DeltaRule, Linear]
+DELTA = [Linear, Linear, DeltaRule, Linear]
 FULL = [Linear, NormHeads, Attend, SigmoidGate, Linear]
 
 
@@ -96,6 +96,42 @@ def test_attention_reads_columns_of_a_wider_product() -> None:
     bare = make_plan(graph_module)
     (attend,) = (each for each in bare.instructions if isinstance(each, Attend))
     assert (attend.qkv.first, attend.qkv.width, attend.qkv.stride) == (0, 128, 192)
+
+
+def test_a_delta_rule_has_its_convolution() -> None:
+    """It is done behind the products of the gates: what it reads is kept until then."""
+    layers = "*.linear_attn.in_proj_z: {delta_in: bf16}"  # its format is not that of q, k and v
+    for count, given in ((3, layers), (2, "")):
+        plan = plan_of(test_qwen3_5_moe.make(), given)
+        (start, *_) = (i for i, each in enumerate(plan.instructions) if isinstance(each, DeltaRule))
+        rule, before = plan.instructions[start], plan.instructions[start - count : start]
+        assert [type(each) for each in before] == [Linear] * count
+        assert isinstance(rule, DeltaRule) and rule.convolve is not None
+        convolve = rule.convolve
+        assert rule.qkv == convolve.out and convolve.state.name.endswith("conv1d.window")
+        read = [convolve.x, rule.a, rule.b, rule.z]
+        written = [each.out for each in before if isinstance(each, Linear)]
+        assert {each.buffer for each in read} == {each.buffer for each in written}
+        assert len({each.buffer for each in written}) == count
+        assert convolve.out.buffer not in {each.buffer for each in written}
+        assert plan.buffers[rule.out.buffer].role == OPERAND
+
+
+def test_a_convolution_that_something_else_reads_is_an_instruction() -> None:
+    graph_module, _ = lowered(test_qwen3_5_moe.make(), target="cuda", precision=precision_of())
+    graph = graph_module.graph
+    convolution, *_ = find_calls(graph, ops.causal_conv1d_step)
+    _, other, *_ = find_calls(graph, ops.delta_rule_norm_step)
+    other.replace_input_with(other.args[0], convolution)  # type: ignore[arg-type]
+    plan = make_plan(graph_module)
+    rules = [each for each in plan.instructions if isinstance(each, DeltaRule)]
+    convolves = [each for each in plan.instructions if isinstance(each, Convolve)]
+    assert [each.convolve is None for each in rules] == [True, True, False]
+    assert len(convolves) == 2 and rules[0].qkv == rules[1].qkv == convolves[0].out
+    first = kinds(plan).index(Convolve)
+    assert kinds(plan)[first + 1] is DeltaRule
+    names = [state.name for state in plan.sequence_states]
+    assert len(names) == len(set(names)) == 6
 
 
 def test_buffers_do_not_grow_with_the_layers() -> None:

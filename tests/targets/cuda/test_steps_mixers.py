@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiler.errors import RequestError
 from compiler.ops import SamplingBatch
 from compiler.runtime.batch import Piece, build_step
 from compiler.runtime.engine import Engine
 from compiler.targets.base import CompileOptions, Executable, StepInput
-from compiler.targets.cuda import steps_mixers
+from compiler.targets.cuda import steps_experts
 from compiler.targets.cuda.device import state_bytes, work_bytes
 from compiler.targets.cuda.executable import CudaExecutable
+from compiler.targets.cuda.kernels import native_delta
+from compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
+from compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
 from compiler.targets.cuda.plan import make_plan
 from compiler.targets.cuda.steps import Rows
 from compiler.targets.cuda.steps_mixers import mixer_bytes
@@ -57,6 +62,30 @@ def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
     assert torch.equal(together[-1], single[0])
     for handle in (*handles, again):
         fast.free(handle)
+
+
+def test_one_kernel_convolves_and_applies_the_rule_in_decode_steps(
+    fast: CudaExecutable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In prompts two do. What the kernel reads is still there when it is its turn."""
+    tokens, chunks = random_tokens(9), [5, 1, 1, 2]
+    expected = prefill(fast, tokens, chunks)
+    assert "linear attention in Triton (" in fast._steps.kernels()
+    calls = []
+
+    def together(out: Tensor, inputs: DeltaInputs, z: Tensor, norm: Any, **given: Any) -> None:
+        weight, window, early = (given.pop(name) for name in ("weight", "window", "early"))
+        calls.append((len(out), early))
+        convolved = inputs.qkv.new_empty(inputs.qkv.shape)
+        where = {name: given[name] for name in ("positions", "slots")}
+        causal_conv1d_step(convolved, inputs.qkv, weight, window=window, **where)
+        delta_rule_step(out, replace(inputs, qkv=convolved), z, norm, **given)
+
+    monkeypatch.setattr(native_delta, "why_not", lambda *_, **__: "")
+    monkeypatch.setattr(native_delta, "delta_step", together)
+    assert torch.equal(prefill(fast, tokens, chunks), expected)
+    assert calls == [(1, False)] * 2
+    assert "linear attention" not in fast._steps.kernels()
 
 
 def test_a_copy_is_a_snapshot(exact: Executable) -> None:
@@ -138,7 +167,7 @@ def test_experts_of_a_long_prompt_run_part_by_part(
 ) -> None:
     tokens = random_tokens(11)
     expected = prefill(exact, tokens)
-    monkeypatch.setattr(steps_mixers, "EXPERT_TOKENS", 4)
+    monkeypatch.setattr(steps_experts, "PART_TOKENS", 4)
     assert_near(prefill(exact, tokens), expected, EXACT)
 
 
@@ -170,9 +199,10 @@ def test_bytes_are_counted_before_anything_is_loaded() -> None:
     handle = executable.reserve(64)
     assert executable.memory().state == executable.state_bytes(64)
     executable.free(handle)
-    heads, inner = 2, 2 * 24
-    squares = 2 * 4 * heads * 64 * 64
-    assert mixer_bytes(plan, 64) == max(4 * 64 * 2 * 16, 4 * 64 * inner + squares)
+    keys, values = 16, 32  # of 8 and 24 channels, as blocks
+    handed_on = 2 * (values * keys + 64 * keys + 64 * values + 64) + 64 * keys + 2 * 64
+    assert mixer_bytes(plan, 64) == max(4 * 64 * 2 * 16, 4 * handed_on)
+    assert mixer_bytes(plan, 2048) == 4 * 32 * handed_on
     assert work_bytes(plan, options) > mixer_bytes(plan, 64)
 
 

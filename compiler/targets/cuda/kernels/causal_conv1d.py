@@ -17,7 +17,9 @@ from compiler.targets.cuda.kernels.launch import (
 )
 
 _STEP_CHANNELS = 256
-_PROMPT_CHANNELS = 64
+_PROMPT_TOKENS = 16
+_PROMPT_CHANNELS = 128
+_PROMPT_WARPS = 4
 _COUNTED = tl.constexpr(1024)  # positions looked at together
 
 
@@ -69,6 +71,47 @@ def causal_conv1d_step(
 
 
 @triton.jit
+def _first_tokens(
+    out_ptr, x_ptr, weight_ptr, window, channel, inside, goes_on, num_tokens, out_stride, x_stride,
+    W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Those that see something before the prompt."""
+    for token in range(W - 1):
+        total = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(W):
+            source = token + tap - (W - 1)
+            at = x_ptr + source * x_stride + channel
+            x = tl.load(at, mask=inside & (source >= 0) & (source < num_tokens), other=0.0)
+            at = window + channel * (W - 1) + source + W - 1
+            x += tl.load(at, mask=inside & (source < 0) & goes_on, other=0.0)
+            total += x * tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
+        out = out_ptr + token * out_stride + channel
+        tl.store(out, total * tl.sigmoid(total), mask=inside & (token < num_tokens))
+
+
+@triton.jit
+def _move_window(
+    window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride,
+    W: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """To the last values that the prompt, without its padding, has."""
+    count = tl.zeros((), tl.int32)
+    for first in range(0, num_tokens, _COUNTED):
+        at = first + tl.arange(0, _COUNTED)
+        found = tl.load(positions_ptr + at, mask=at < num_tokens, other=-1)
+        count += tl.sum((found >= 0).to(tl.int32), 0)
+    kept = tl.arange(0, TAPS)[None, :]
+    before = count - (W - 1) + kept
+    held = inside[:, None] & (kept < W - 1)
+    end = x_ptr + before.to(tl.int64) * x_stride + channel[:, None]
+    last = tl.load(end, mask=held & (before >= 0), other=0.0)
+    place = window + channel[:, None] * (W - 1) + kept
+    last += tl.load(place + count, mask=held & (before < 0) & goes_on, other=0.0)
+    tl.debug_barrier()  # the window was read, by whichever threads
+    tl.store(place, last, mask=held & (count > 0))
+
+
+@triton.jit
 def _prompt_kernel(
     out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr,
     num_tokens, num_channels, out_stride, x_stride,
@@ -82,36 +125,27 @@ def _prompt_kernel(
     wait_for_inputs(CHAINED)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (channel < num_channels)[None, :]
-    position = tl.load(positions_ptr)
-    window = window_ptr + tl.load(slots_ptr) * num_channels * (W - 1)
-    goes_on = position > 0
-    total = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for tap in range(W):
-        source = token + tap - (W - 1)
-        at = x_ptr + source.to(tl.int64)[:, None] * x_stride + channel[None, :]
-        x = tl.load(at, mask=((source >= 0) & (source < num_tokens))[:, None] & inside, other=0.0)
-        at = window + channel[None, :] * (W - 1) + (source + W - 1)[:, None]
-        x += tl.load(at, mask=(source < 0)[:, None] & inside & goes_on, other=0.0)
-        weight = tl.load(weight_ptr + channel * W + tap, mask=channel < num_channels, other=0.0)
-        total += x * weight[None, :]
-    out = out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :]
-    tl.store(out, total * tl.sigmoid(total), mask=(token < num_tokens)[:, None] & inside)
+    inside = channel < num_channels
     if tl.program_id(0) == 0:
-        count = tl.zeros((), tl.int32)
-        for first in range(0, num_tokens, _COUNTED):
-            at = first + tl.arange(0, _COUNTED)
-            found = tl.load(positions_ptr + at, mask=at < num_tokens, other=-1)
-            count += tl.sum((found >= 0).to(tl.int32), 0)
-        kept = tl.arange(0, TAPS)[None, :]
-        before = count - (W - 1) + kept
-        held = (channel < num_channels)[:, None] & (kept < W - 1)
-        end = x_ptr + before.to(tl.int64) * x_stride + channel[:, None]
-        last = tl.load(end, mask=held & (before >= 0), other=0.0)
-        place = window + channel[:, None] * (W - 1) + kept
-        last += tl.load(place + count, mask=held & (before < 0) & goes_on, other=0.0)
-        tl.debug_barrier()  # the window was read, by whichever threads
-        tl.store(place, last, mask=held & (count > 0))
+        goes_on = tl.load(positions_ptr) > 0
+        window = window_ptr + tl.load(slots_ptr) * num_channels * (W - 1)
+        _first_tokens(
+            out_ptr, x_ptr, weight_ptr, window, channel, inside, goes_on,
+            num_tokens, out_stride, x_stride, W, BLOCK,
+        )  # fmt: skip
+        _move_window(
+            window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride, W, TAPS
+        )
+    total = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for tap in tl.static_range(W):
+        source = token + tap - (W - 1)
+        there = ((source >= 0) & (source < num_tokens))[:, None] & inside[None, :]
+        at = x_ptr + source.to(tl.int64)[:, None] * x_stride + channel[None, :]
+        weight = tl.load(weight_ptr + channel * W + tap, mask=inside, other=0.0)
+        total += tl.load(at, mask=there, other=0.0) * weight[None, :]
+    out = out_ptr + token.to(tl.int64)[:, None] * out_stride + channel[None, :]
+    is_ours = ((token >= W - 1) & (token < num_tokens))[:, None] & inside[None, :]
+    tl.store(out, total * tl.sigmoid(total), mask=is_ours)
 
 
 def causal_conv1d_prompt(
@@ -123,12 +157,13 @@ def causal_conv1d_prompt(
     num_tokens, num_channels = x.shape
     width = weight.shape[1]
     _check(out, x, weight, window)
-    tokens = block_of(width - 1, least=32)
+    tokens = block_of(width - 1, least=_PROMPT_TOKENS)
     block = min(_PROMPT_CHANNELS, block_of(num_channels))
     _prompt_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_channels, block))](
         out, x, weight, window, positions, slots,
         num_tokens, num_channels, out.stride(0), x.stride(0),
-        W=width, TAPS=block_of(width - 1, least=1), TOKENS=tokens, BLOCK=block, **chained(out),
+        W=width, TAPS=block_of(width - 1, least=1), TOKENS=tokens, BLOCK=block,
+        num_warps=_PROMPT_WARPS, **chained(out),
     )  # fmt: skip
 
 

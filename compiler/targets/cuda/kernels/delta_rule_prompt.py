@@ -1,11 +1,16 @@
 """The gated delta rule over a prompt in chunks of 64 tokens, each a few products of matrices (the
-WY form of Yang et al., 2024): float32 state and sums, products in three TF32 ones.
+WY form of Yang et al., 2024), with its norm: float32 state and sums, products in TF32, or in three
+TF32 ones where they are to be exact.
 
 Legend: T tokens, N chunks, C tokens of a chunk, H value heads, G key heads, K size of a key, V size
-of a value, S slots.
+of a value, S slots. KEYS and VALUES are K and V as powers of two, with zeros.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -19,204 +24,340 @@ from compiler.targets.cuda.kernels.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from compiler.targets.cuda.kernels.norm import rounded
 
 CHUNK = 64
 """Tokens of a chunk."""
-_PART = 64  # channels of keys that a program's state has in each of its two parts
-_VALUES = 32  # columns of the state that a program keeps
+SPAN = 2048
+"""Tokens whose chunks run together: what they hand on is bounded."""
+_MOST_KEYS = 128
+_STATE_VALUES = 32  # columns of a state that a program keeps
+_PART = 32  # channels of queries and keys that a program takes together for its results
+_SOLVE_LAUNCH = {"num_warps": 4}
+# Two chunks ahead of the one that is multiplied: 217 KiB of shared memory.
+_STATES_LAUNCH = {"num_warps": 4, "num_stages": 3}
+# Two programs a multiprocessor.
+_OUTPUTS_LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
+_EXACT_LAUNCH = {"num_warps": 8, "num_stages": 1}  # operands are in registers, in two parts each
+# Two warpgroups with 16 columns between them read past an operand's end (Triton 3.6).
+_NARROW, _NARROW_LAUNCH = 16, {"num_warps": 4, "num_stages": 1}
+_DIAGONAL = 16  # rows of the blocks that are inverted column after column
 
 
 @triton.jit
-def _unit_kernel(
-    qkv_ptr, num_heads, stride,
-    G: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
-    CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Queries and keys of length 1, queries over the root of K, in place."""
-    release_dependents(CHAINED)
-    wait_for_inputs(CHAINED)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    i = tl.arange(0, KEYS)[None, :]
-    inside = (head < num_heads) & (i < K)
-    at = qkv_ptr + tl.program_id(0).to(tl.int64) * stride + head * K + i
-    x = tl.load(at, mask=inside, other=0.0)
-    x *= tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
-    tl.store(at, tl.where(head < G, x * (1.0 / K**0.5), x), mask=inside)
+def _there(positions_ptr, token, num_tokens):
+    """Which tokens there are: neither padding nor behind the last."""
+    return tl.load(positions_ptr + token, mask=token < num_tokens, other=-1) >= 0
 
 
 @triton.jit
-def _gates(a_ptr, b_ptr, positions_ptr, a_log, dt_bias, token, num_tokens, a_stride, b_stride):
-    """Which tokens there are, and their decays (logarithms) and steps, 0 where there is none."""
-    position = tl.load(positions_ptr + token, mask=token < num_tokens, other=-1)
-    there = position >= 0
+def _gates(a_ptr, b_ptr, token, there, a_log, dt_bias, a_stride, b_stride):
+    """The sums of decays (logarithms) up to each token, and the tokens' steps: 0 without one."""
     row = token.to(tl.int64)
     a = tl.load(a_ptr + row * a_stride, mask=there, other=0.0)
     b = tl.load(b_ptr + row * b_stride, mask=there, other=0.0)
     decay = tl.where(there, decay_of(a, a_log, dt_bias), 0.0)
-    return there, decay, tl.where(there, tl.sigmoid(b), 0.0)
+    return tl.cumsum(decay, 0), tl.where(there, tl.sigmoid(b), 0.0)
 
 
 @triton.jit
-def _rows(x_ptr, token, there, stride, first: tl.constexpr, K: tl.constexpr, PART: tl.constexpr):
-    """``[C, PART]``: channels from ``first`` on of queries or keys, 0 where there is no token."""
-    i = first + tl.arange(0, PART)[None, :]
+def _rows(x_ptr, token, there, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """``[C, BLOCK]``: a head's channels, 0 where there is no token."""
+    i = tl.arange(0, BLOCK)[None, :]
     at = x_ptr + token.to(tl.int64)[:, None] * stride + i
-    return tl.load(at, mask=there[:, None] & (i < K), other=0.0)
+    return tl.load(at, mask=there[:, None] & (i < SIZE), other=0.0)
 
 
 @triton.jit
-def _dot(x, y):
-    return tl.dot(x, y, input_precision="tf32x3")
+def _operand(x, PRECISION: tl.constexpr, CHAINED: tl.constexpr):
+    """float32 ``x`` to the nearest TF32: a product on the device would cut it off, and errors that
+    are all of one sign add up in a state.
+    """
+    if CHAINED and PRECISION == "tf32":
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.inline_asm_elementwise(
+            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1
+        )
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _dot(x, y, PRECISION: tl.constexpr, CHAINED: tl.constexpr):
+    x, y = _operand(x, PRECISION, CHAINED), _operand(y, PRECISION, CHAINED)
+    return tl.dot(x, y, input_precision=PRECISION)
+
+
+@triton.jit
+def _inverse(
+    below, C: tl.constexpr, B: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """``[C, C]``: the inverse of 1 + ``below``, which has zeros on its diagonal and above. Blocks
+    on the diagonal column after column, all at once, then two and two: nowhere a product of powers,
+    which would cancel where keys are alike.
+    """
+    N: tl.constexpr = C // B
+    tl.static_assert(C == B << LEVELS)
+    block = tl.arange(0, N)
+    own = block[:, None, None, None] == block[None, None, :, None]
+    blocks = tl.sum(tl.where(own, tl.reshape(below, (N, B, N, B)), 0.0), 2)
+    i, j = tl.arange(0, B)[None, :, None], tl.arange(0, B)[None, None, :]
+    x = tl.where(i == j, 1.0, tl.zeros((N, B, B), tl.float32))
+    for step in range(B - 1):
+        column = tl.sum(tl.where(j == step, blocks, 0.0), 2)
+        row = tl.sum(tl.where(i == step, x, 0.0), 1)
+        x -= column[:, :, None] * row[:, None, :]
+    x = tl.reshape(tl.where(own, x[:, :, None, :], 0.0), (C, C))
+    i, j = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    for level in tl.static_range(LEVELS):
+        size = B << level
+        between = (i // size != j // size) & (i // (2 * size) == j // (2 * size))
+        part = tl.where(between, below, 0.0)
+        x -= _dot(_dot(x, part, PRECISION, CHAINED), x, PRECISION, CHAINED)
+    return x
 
 
 @triton.jit
 def _solve_kernel(
-    solved_ptr, scores_ptr, qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, positions_ptr,
+    from_state_ptr, corrections_ptr, keys_ptr, totals_ptr, scales_ptr,
+    qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr, positions_ptr,
     num_tokens, qkv_stride, a_stride, b_stride,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
-    CHAINED: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr,
+    DIAGONAL: tl.constexpr, LEVELS: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (n, h): the scores of a chunk's queries, and the inverse of its triangular system,
-    row after row: a product of powers would cancel where keys are alike.
+    """Program (n, h): a chunk's corrections are ``corrections`` (from its values) plus
+    ``from_state`` times the state before it. With them unit keys by channel, the sums of decays up
+    to each token, and what queries and keys are to be multiplied by.
+    """
+    release_dependents(CHAINED)
+    chunk, h = tl.program_id(0), tl.program_id(1)
+    a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
+    wait_for_inputs(CHAINED)
+    g, place = h // (H // G), tl.arange(0, C)
+    token = chunk * C + place
+    there = _there(positions_ptr, token, num_tokens)
+    total, beta = _gates(a_ptr + h, b_ptr + h, token, there, a_log, dt_bias, a_stride, b_stride)
+    at = chunk.to(tl.int64) * H + h
+    tl.store(totals_ptr + at * C + place, total)
+    shared, is_first = chunk.to(tl.int64) * G + g, h % (H // G) == 0
+    if is_first:
+        q = _rows(qkv_ptr + g * K, token, there, qkv_stride, K, KEYS)
+        q_scale = tl.rsqrt(tl.sum(q * q, 1) + EPS) * (1.0 / K**0.5)
+        tl.store(scales_ptr + shared * 2 * C + place, q_scale)
+    k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
+    scale = tl.rsqrt(tl.sum(k * k, 1) + EPS)
+    k = _operand(k * scale[:, None], PRECISION, CHAINED)
+    i, j = tl.arange(0, KEYS)[None, :], tl.arange(0, VALUES)[None, :]
+    if is_first:
+        tl.store(keys_ptr + shared * (KEYS * C) + i * C + place[:, None], k)
+        tl.store(scales_ptr + (shared * 2 + 1) * C + place, scale)
+    alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+    later = place[:, None] > place[None, :]
+    kept = tl.exp(tl.where(later, total[:, None] - total[None, :], 0.0))
+    below = tl.where(later, beta[:, None] * alike * kept, 0.0)
+    solved = _inverse(below, C, DIAGONAL, LEVELS, PRECISION, CHAINED) * beta[None, :]
+    v = _rows(qkv_ptr + 2 * G * K + h * V, token, there, qkv_stride, V, VALUES)
+    own = _dot(solved, v, PRECISION, CHAINED)
+    tl.store(corrections_ptr + at * (VALUES * C) + j * C + place[:, None], own)
+    # Read again: nothing of the keys is held while the system is solved.
+    k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
+    solved *= -(tl.exp(total) * scale)[None, :]
+    seen = _operand(_dot(solved, k, PRECISION, CHAINED), PRECISION, CHAINED)
+    tl.store(from_state_ptr + at * (C * KEYS) + place[:, None] * KEYS + i, seen)
+
+
+@triton.jit
+def _states_kernel(
+    states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr,
+    state_ptr, positions_ptr, slots_ptr, num_chunks,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (h, j): some columns of a head's state, chunk after chunk: ``states`` before each,
+    and the whole of its ``corrections``.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    chunk, h = tl.program_id(0), tl.program_id(1)
-    g = h // (H // G)
-    place = tl.arange(0, C)
-    token = chunk * C + place
-    there, decay, beta = _gates(
-        a_ptr + h, b_ptr + h, positions_ptr, tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h),
-        token, num_tokens, a_stride, b_stride,
-    )  # fmt: skip
-    alike, scores = tl.zeros((C, C), tl.float32), tl.zeros((C, C), tl.float32)
-    for first in tl.static_range(0, K, PART):
-        k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, first, K, PART)
-        q = _rows(qkv_ptr + g * K, token, there, qkv_stride, first, K, PART)
-        alike += _dot(k, tl.trans(k))
-        scores += _dot(q, tl.trans(k))
-    total = tl.cumsum(decay, 0)
-    i, j = place[:, None], place[None, :]
-    # What is left at token i of what was written at j.
-    kept = tl.exp(tl.where(i >= j, total[:, None] - total[None, :], 0.0))
-    at = (chunk.to(tl.int64) * H + h) * (C * C) + i * C + j
-    tl.store(scores_ptr + at, tl.where(i >= j, scores * kept, 0.0))
-    solved = tl.where(i > j, -beta[:, None] * alike * kept, 0.0)
-    for row in range(1, C):
-        here = i == row
-        ours = tl.sum(tl.where(here, solved, 0.0), 0)
-        ours += tl.sum(ours[:, None] * solved, 0)
-        solved = tl.where(here, ours[None, :], solved)
-    tl.store(solved_ptr + at, solved + (i == j).to(tl.float32))
-
-
-@triton.jit
-def _times_state(x_ptr, token, there, stride, low, high, K: tl.constexpr, PART: tl.constexpr):
-    """``[C, VALUES]``: queries or keys times both parts of the state."""
-    y = _dot(_rows(x_ptr, token, there, stride, 0, K, PART), low)
-    if K > PART:
-        y += _dot(_rows(x_ptr, token, there, stride, PART, K, PART), high)
-    return y
-
-
-@triton.jit
-def _grown(
-    part, k_ptr, token, there, stride, corrections, kept,
-    first: tl.constexpr, K: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    """A part of the state after a chunk."""
-    k = _rows(k_ptr, token, there, stride, first, K, PART)
-    return part * kept + _dot(tl.trans(k), corrections)
-
-
-@triton.jit
-def _chunks_kernel(
-    out_ptr, solved_ptr, scores_ptr, qkv_ptr, a_ptr, b_ptr, a_log_ptr, dt_bias_ptr,
-    state_ptr, positions_ptr, slots_ptr,
-    num_tokens, out_stride, qkv_stride, a_stride, b_stride,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    PART: tl.constexpr, VALUES: tl.constexpr, C: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Program (h, j): some columns of a head's state, over all chunks."""
-    release_dependents(CHAINED)
-    wait_for_inputs(CHAINED)
-    h, place = tl.program_id(0), tl.arange(0, C)
-    i, j = tl.arange(0, PART)[:, None], tl.program_id(1) * VALUES + tl.arange(0, VALUES)[None, :]
+    h, place, key = tl.program_id(0), tl.arange(0, C), tl.arange(0, KEYS)
+    i, j = key[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     first, slot = tl.load(positions_ptr), tl.load(slots_ptr)
     held = state_ptr + (slot * H + h) * (K * V) + i * V + j
-    is_low, is_high = (i < K) & (j < V), (i + PART < K) & (j < V)
-    low = tl.load(held, mask=is_low & (first > 0), other=0.0)
-    high = tl.load(held + PART * V, mask=is_high & (first > 0), other=0.0)
-    a_log, dt_bias = tl.load(a_log_ptr + h), tl.load(dt_bias_ptr + h)
-    q_ptr = qkv_ptr + h // (H // G) * K
-    k_ptr = q_ptr + G * K
-    square = h * (C * C) + place[:, None] * C + place[None, :]
-    for chunk in range((num_tokens + C - 1) // C):
-        token = chunk * C + place
-        row = token.to(tl.int64)[:, None]
-        there, decay, beta = _gates(
-            a_ptr + h, b_ptr + h, positions_ptr, a_log, dt_bias,
-            token, num_tokens, a_stride, b_stride,
-        )  # fmt: skip
-        total, end = tl.cumsum(decay, 0), tl.sum(decay, 0)
-        since = tl.exp(total)[:, None]
-        seen = _times_state(k_ptr, token, there, qkv_stride, low, high, K, PART)
-        o = since * _times_state(q_ptr, token, there, qkv_stride, low, high, K, PART)
-        at = qkv_ptr + 2 * G * K + h * V + row * qkv_stride + j
-        v = tl.load(at, mask=there[:, None] & (j < V), other=0.0)
-        corrections = _dot(tl.load(solved_ptr + square), beta[:, None] * (v - since * seen))
-        o += _dot(tl.load(scores_ptr + square), corrections)
-        inside = (token < num_tokens)[:, None] & (j < V)
-        tl.store(out_ptr + row * out_stride + h * V + j, o, mask=inside)
-        corrections *= tl.exp(end - total)[:, None]
-        kept = tl.exp(end)
-        low = _grown(low, k_ptr, token, there, qkv_stride, corrections, kept, 0, K, PART)
-        if K > PART:
-            high = _grown(high, k_ptr, token, there, qkv_stride, corrections, kept, PART, K, PART)
-        solved_ptr += H * C * C
-        scores_ptr += H * C * C
-    tl.store(held, low, mask=is_low & (first >= 0))
-    tl.store(held + PART * V, high, mask=is_high & (first >= 0))
+    inside = (i < K) & (j < V)
+    state = tl.load(held, mask=inside & (first > 0), other=0.0)
+    states_ptr += h * (VALUES * KEYS) + j * KEYS + i
+    from_state_ptr += h * (C * KEYS) + place[:, None] * KEYS + key[None, :]
+    corrections_ptr += h * (VALUES * C) + j * C + place[:, None]
+    keys_ptr += h // (H // G) * (KEYS * C) + i * C + place[None, :]
+    totals_ptr += h * C
+    own = tl.load(corrections_ptr)
+    for chunk in range(num_chunks):
+        is_more = chunk + 1 < num_chunks
+        after = tl.load(corrections_ptr + H * VALUES * C, mask=is_more, other=0.0)
+        seen, keys = tl.load(from_state_ptr), tl.load(keys_ptr)
+        total, end = tl.load(totals_ptr + place), tl.load(totals_ptr + C - 1)
+        before = _operand(state, PRECISION, CHAINED)
+        corrections = tl.dot(seen, before, acc=own, input_precision=PRECISION)
+        tl.store(states_ptr, before)
+        tl.store(corrections_ptr, _operand(corrections, PRECISION, CHAINED))
+        corrections = _operand(corrections * tl.exp(end - total)[:, None], PRECISION, CHAINED)
+        state = tl.dot(keys, corrections, acc=state * tl.exp(end), input_precision=PRECISION)
+        own = after
+        states_ptr += H * VALUES * KEYS
+        from_state_ptr += H * C * KEYS
+        corrections_ptr += H * VALUES * C
+        keys_ptr += G * KEYS * C
+        totals_ptr += H * C
+    tl.store(held, state, mask=inside & (first >= 0))
 
 
-def scratch_bytes(num_tokens: int, num_heads: int) -> int:
-    """Bytes of what a prompt's chunks hand on: two squares a chunk and head."""
-    return 2 * 4 * triton.cdiv(num_tokens, CHUNK) * num_heads * CHUNK * CHUNK
+@triton.jit
+def _outputs_kernel(
+    out_ptr, states_ptr, corrections_ptr, totals_ptr, scales_ptr,
+    qkv_ptr, z_ptr, norm_ptr, positions_ptr,
+    num_tokens, out_stride, qkv_stride, z_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, PART: tl.constexpr, C: tl.constexpr,
+    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (n, h): what a chunk's queries find in the state before it and in its corrections,
+    normed and gated.
+    """
+    release_dependents(CHAINED)
+    place, value, i = tl.arange(0, C), tl.arange(0, VALUES), tl.arange(0, PART)
+    weight = tl.load(norm_ptr + value, mask=value < V, other=0.0)
+    wait_for_inputs(CHAINED)
+    chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    g, token = h // (H // G), tl.program_id(0) * C + place
+    there = _there(positions_ptr, token, num_tokens)
+    row = token.to(tl.int64)
+    q_at = qkv_ptr + g * K + row[:, None] * qkv_stride + i[None, :]
+    k_at = qkv_ptr + (G + g) * K + row[None, :] * qkv_stride + i[:, None]
+    state_at = states_ptr + (chunk * H + h) * (VALUES * KEYS) + value[None, :] * KEYS + i[:, None]
+    scores, o = tl.zeros((C, C), tl.float32), tl.zeros((C, VALUES), tl.float32)
+    for part in range(0, KEYS, PART):
+        q = tl.load(q_at + part, mask=there[:, None] & (part + i < K)[None, :], other=0.0)
+        k = tl.load(k_at + part, mask=there[None, :] & (part + i < K)[:, None], other=0.0)
+        scores = tl.dot(q, k, acc=scores, input_precision=PRECISION)
+        o = tl.dot(q, tl.load(state_at + part), acc=o, input_precision=PRECISION)
+    at = corrections_ptr + (chunk * H + h) * (VALUES * C)
+    corrections = tl.load(at + value[None, :] * C + place[:, None])
+    z_at = z_ptr + row[:, None] * z_stride + h * V + value[None, :]
+    inside = there[:, None] & (value < V)[None, :]
+    z = tl.load(z_at, mask=inside, other=0.0)
+    total = tl.load(totals_ptr + (chunk * H + h) * C + place)
+    scales = scales_ptr + (chunk * G + g) * (2 * C) + place
+    q_scale, k_scale = tl.load(scales), tl.load(scales + C)
+    # What is left at token i of what was written at j.
+    seen = place[:, None] >= place[None, :]
+    kept = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
+    scores = tl.where(seen, scores * kept * k_scale[None, :], 0.0) * q_scale[:, None]
+    scores = _operand(scores, PRECISION, CHAINED)
+    o *= (tl.exp(total) * q_scale)[:, None]
+    o = tl.dot(scores, corrections, acc=o, input_precision=PRECISION)
+    y = o * tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None] * weight[None, :] * (z * tl.sigmoid(z))
+    y = rounded(y, out_ptr.dtype.element_ty, CHAINED)
+    is_row = (token < num_tokens)[:, None] & (value < V)[None, :]
+    tl.store(out_ptr + row[:, None] * out_stride + h * V + value[None, :], y, mask=is_row)
+
+
+def _handed_on(
+    num_chunks: int, num_heads: int, num_key_heads: int, keys: int, values: int
+) -> tuple[int, ...]:
+    """Elements of what one kernel leaves to the next: states, how corrections come from them,
+    corrections, unit keys, sums of decays, scales.
+    """
+    heads, key_heads = num_chunks * num_heads, num_chunks * num_key_heads
+    squares = (heads * values * keys, heads * CHUNK * keys, heads * CHUNK * values)
+    return (*squares, key_heads * CHUNK * keys, heads * CHUNK, key_heads * 2 * CHUNK)
+
+
+def scratch_bytes(
+    num_tokens: int, *, num_heads: int, num_key_heads: int, key_dim: int, value_dim: int
+) -> int:
+    """Bytes of what a prompt's chunks hand on."""
+    num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
+    keys, values = block_of(key_dim), block_of(value_dim)
+    return 4 * sum(_handed_on(num_chunks, num_heads, num_key_heads, keys, values))
 
 
 def delta_rule_prompt(
-    out: Tensor, inputs: DeltaInputs, *, state: Tensor, positions: Tensor, slots: Tensor
+    out: Tensor,
+    inputs: DeltaInputs,
+    z: Tensor,
+    norm: tuple[Tensor, float],
+    *,
+    state: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    exact: bool,
 ) -> None:
-    """T tokens of the sequence in ``slots[0]``: ``out [T, H V]`` float32, without a norm. Queries
-    and keys in ``inputs`` become vectors of length 1 there, too.
+    """As :func:`delta_rule_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
+    ``positions [T]``; negative ones, at the end only, are padding.
 
-    ``state [S, H, K, V]`` goes on by them; K is at most 128. ``positions [T]`` int64
-    are consecutive; where the first is 0 the state starts from zeros, and negative ones, at the end
-    only, are padding.
+    Sizes of keys and values are at most 128. Products are of float32 where ``exact``, else of TF32
+    (10 bits of mantissa).
     """
     inputs.check(state)
-    num_tokens, heads, key_heads = len(out), inputs.num_heads, inputs.num_key_heads
-    assert out.shape[1] == heads * inputs.value_dim and out.stride(1) == 1
-    assert inputs.key_dim <= 2 * _PART
-    keys = block_of(inputs.key_dim)
-    few = max(1, 1024 // keys)
-    _unit_kernel[(num_tokens, triton.cdiv(2 * key_heads, few))](
-        inputs.qkv, 2 * key_heads, inputs.qkv.stride(0),
-        G=key_heads, K=inputs.key_dim, KEYS=keys, HEADS=few, **chained(out),
-    )  # fmt: skip
-    num_chunks = triton.cdiv(num_tokens, CHUNK)
-    squares = torch.empty(
-        2, num_chunks * heads * CHUNK * CHUNK, dtype=torch.float32, device=out.device
-    )
-    given = (inputs.qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias)
-    strides = (inputs.qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0))
-    sizes = {
-        **{"H": heads, "G": key_heads, "K": inputs.key_dim},
-        **{"PART": min(_PART, keys), "C": CHUNK, "num_warps": 4, **chained(out)},
+    num_tokens, heads, value_dim = len(out), inputs.num_heads, inputs.value_dim
+    assert out.shape == z.shape == (num_tokens, heads * value_dim)
+    assert out.stride(1) == z.stride(1) == 1 and max(inputs.key_dim, value_dim) <= _MOST_KEYS
+    num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
+    keys, values = block_of(inputs.key_dim), block_of(value_dim)
+    elements = _handed_on(num_chunks, heads, inputs.num_key_heads, keys, values)
+    scratch = torch.empty(sum(elements), dtype=torch.float32, device=out.device).split(elements)
+    for first in range(0, num_tokens, SPAN):
+        part = slice(first, first + SPAN)
+        some = replace(inputs, qkv=inputs.qkv[part], a=inputs.a[part], b=inputs.b[part])
+        where = {"state": state, "positions": positions[part], "slots": slots}
+        _run_span(out[part], some, z[part], norm, scratch=scratch, exact=exact, **where)
+
+
+def _run_span(
+    out: Tensor,
+    inputs: DeltaInputs,
+    z: Tensor,
+    norm: tuple[Tensor, float],
+    *,
+    scratch: Sequence[Tensor],
+    state: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    exact: bool,
+) -> None:
+    """A span of a prompt: all chunks' systems, the states one after another, all results."""
+    states, from_state, corrections, keys, totals, scales = scratch
+    num_tokens, num_chunks = len(out), triton.cdiv(len(out), CHUNK)
+    heads, qkv, (weight, eps) = inputs.num_heads, inputs.qkv, norm
+    k_block, v_block = block_of(inputs.key_dim), block_of(inputs.value_dim)
+    sizes: dict[str, Any] = {
+        **{"H": heads, "G": inputs.num_key_heads, "K": inputs.key_dim, "V": inputs.value_dim},
+        **{"KEYS": k_block, "VALUES": v_block, "C": CHUNK},
+        **{"PRECISION": "tf32x3" if exact else "tf32", **chained(out)},
     }
-    _solve_kernel[(num_chunks, heads)](*squares, *given, positions, num_tokens, *strides, **sizes)
-    values = min(_VALUES, block_of(inputs.value_dim))
-    _chunks_kernel[(heads, triton.cdiv(inputs.value_dim, values))](
-        out, *squares, *given, state, positions, slots, num_tokens, out.stride(0), *strides,
-        V=inputs.value_dim, VALUES=values, num_stages=1, **sizes,
+    _solve_kernel[(num_chunks, heads)](
+        from_state, corrections, keys, totals, scales,
+        qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, positions,
+        num_tokens, qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0),
+        DIAGONAL=_DIAGONAL, LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1, **sizes, **_SOLVE_LAUNCH,
     )  # fmt: skip
+    block = min(_STATE_VALUES, v_block)
+    _states_kernel[(heads, triton.cdiv(inputs.value_dim, block))](
+        states, from_state, corrections, keys, totals, state, positions, slots, num_chunks,
+        BLOCK=block, **sizes, **_launch(_STATES_LAUNCH, block, exact=exact),
+    )  # fmt: skip
+    _outputs_kernel[(num_chunks, heads)](
+        out, states, corrections, totals, scales, qkv, z, weight, positions,
+        num_tokens, out.stride(0), qkv.stride(0), z.stride(0), eps, PART=min(_PART, k_block),
+        **sizes, **_launch(_OUTPUTS_LAUNCH, v_block, exact=exact),
+    )  # fmt: skip
+
+
+def _launch(usual: dict[str, int], num_columns: int, *, exact: bool) -> dict[str, int]:
+    """Of a kernel whose products have so many columns."""
+    if num_columns <= _NARROW:
+        return _NARROW_LAUNCH
+    return _EXACT_LAUNCH if exact else usual

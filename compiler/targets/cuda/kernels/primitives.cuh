@@ -73,6 +73,13 @@ __device__ __forceinline__ float read_of_rank(u32 address, int rank) {
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
   return value;
 }
+// Set bits of a word of the cluster's first block.
+__device__ __forceinline__ void set_in_first_block(u32 *word, u32 bits) {
+  u32 there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"(shared_address(word)));
+  asm volatile("red.relaxed.cluster.shared::cluster.or.b32 [%0], %1;" ::"r"(there), "r"(bits)
+               : "memory");
+}
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }

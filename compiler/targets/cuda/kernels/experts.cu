@@ -1,0 +1,118 @@
+// Products of up to 64 tokens with their own experts. Every chosen expert's weight is read once for
+// up to 8 pairs of a token and its expert, a tile (route.cu). A pair's sum is made in the matrix
+// unit, over all of K in order, and a token's sum over its experts in the order of its choice: no
+// bit depends on who else is in the step. Compiled by NVRTC; held.py says how weights lie.
+//
+// Legend: B tokens, K experts of a token, pair b K + k, N tiles.
+
+#include "experts_walk.cuh"
+
+// A warp a row tile of a pair tile's expert, all over the device; tiles of the shared expert, last.
+template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const Experts &p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u32 ring = shared_address(memory) + warp * DEPTH * stage_bytes<F>;
+  Table table(memory + WARPS * DEPTH * stage_bytes<F>, p);
+  wait_for_inputs();
+  release_dependents();  // only now: the sum of these experts reads the tiles without a wait
+  table.read();
+  __syncthreads();
+  const int num_own = table.num_tiles() * p.own.num_row_tiles;
+  const int num_units = num_own + p.num_shared_tiles() * p.shared.num_row_tiles;
+  auto where = [&](int unit) {
+    const bool is_shared = unit >= num_own;
+    if (is_shared) unit -= num_own;
+    const int each = is_shared ? p.shared.num_row_tiles : p.own.num_row_tiles, tile = unit / each;
+    return Place{tile, unit - tile * each, is_shared};
+  };
+  auto finish = [&](Place at, const float(&acc)[4]) {
+    const Weight &of = table.weight(at);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int member = table.member(at, 2 * t + i);
+      if (member < 0) continue;
+      const float top = acc[i] * of.scale, low = acc[2 + i] * of.scale;
+      void *out = at.is_shared ? p.shared_out : p.out;
+      const size_t row = at.is_shared ? (size_t)member * p.shared_out_stride
+                                      : p.row_of(member, p.out_stride, p.out_each);
+      if (p.epilogue == SWIGLU) {
+        const int place = at.row_tile * 8 + g;
+        const float value = __fdividef(top, 1.0f + __expf(-top)) * low;
+        if (place < of.num_rows) ((u16 *)out)[row + place] = (u16)pack2(value, 0.0f);
+      } else {
+        const int place = at.row_tile * 16 + g;
+        if (place < of.num_rows) ((float *)out)[row + place] = top;
+        if (place + 8 < of.num_rows) ((float *)out)[row + place + 8] = low;
+      }
+    }
+  };
+  const int unit = warp * gridDim.x + blockIdx.x;
+  walk<F, DEPTH>(table, ring, unit, gridDim.x * WARPS, num_units, where, [] {}, finish);
+}
+
+// A block a row tile of all experts, a warp a pair tile or one of the shared expert; then the
+// tokens' sums.
+template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Experts &p) {
+  extern __shared__ __align__(128) u8 memory[];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u32 ring = shared_address(memory) + warp * DEPTH * stage_bytes<F>;
+  const int num_pairs = p.num_tokens * p.top_k;
+  const int num_products = num_pairs + (p.shared.data ? p.num_tokens : 0);
+  float *products = (float *)(memory + WARPS * DEPTH * stage_bytes<F>);  // [products, 16]
+  float *weights = products + num_products * 16;
+  Table table((u8 *)(weights + (num_pairs + 3) / 4 * 4), p);
+  release_dependents();
+  table.read();
+  for (int i = threadIdx.x; i < num_pairs; i += WARPS * 32) weights[i] = p.weights[i];
+  for (int i = threadIdx.x; i < num_products * 4; i += WARPS * 32)
+    ((float4 *)products)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // padding has no products
+  __syncthreads();
+  const int num_own = table.num_tiles();
+  auto where = [&](int unit) {
+    const bool is_shared = unit >= num_own;
+    return Place{is_shared ? unit - num_own : unit, (int)blockIdx.x, is_shared};
+  };
+  auto finish = [&](Place at, const float(&acc)[4]) {
+    const Weight &of = table.weight(at);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int member = table.member(at, 2 * t + i);
+      if (member < 0) continue;
+      float *to = products + (member + (at.is_shared ? num_pairs : 0)) * 16 + g;
+      to[0] = acc[i] * of.scale;
+      to[8] = acc[2 + i] * of.scale;
+    }
+  };
+  walk<F, DEPTH>(table, ring, warp, WARPS, num_own + p.num_shared_tiles(), where,
+                 [] { wait_for_inputs(); }, finish);
+  __syncthreads();
+  for (int i = threadIdx.x; i < p.num_tokens * 16; i += WARPS * 32) {
+    const int token = i >> 4, row = blockIdx.x * 16 + (i & 15);
+    if (row >= p.own.num_rows) continue;
+    float *out = (float *)p.out + (size_t)token * p.out_stride + row, shared = 0.0f, gate = 0.0f;
+    const float before = p.residual ? *out : 0.0f;
+    if (p.gate) {
+      shared = p.shared.data ? products[(num_pairs + token) * 16 + (i & 15)]
+                             : p.given[(size_t)token * p.given_stride + row];
+      gate = p.gate[(size_t)token * p.gate_stride];
+    }
+    float total = 0.0f;
+    for (int k = 0; k < p.top_k; ++k)
+      total += weights[token * p.top_k + k] * products[(token * p.top_k + k) * 16 + (i & 15)];
+    if (p.gate) total += __fdividef(shared, 1.0f + __expf(-gate));
+    *out = before + total;
+  }
+}
+
+#define EXPERTS(name, F, DEPTH)                                                                   \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                     \
+  expert_linear_##name##_##DEPTH(const Experts p) { expert_linear<F, DEPTH>(p); }                 \
+  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                     \
+  expert_sum_##name##_##DEPTH(const Experts p) { expert_sum<F, DEPTH>(p); }
+
+EXPERTS(bf16, BF16, 3)
+EXPERTS(bf16, BF16, 4)
+EXPERTS(bfp8, BFP8, 3)
+EXPERTS(bfp8, BFP8, 5)
+EXPERTS(bfp4, BFP4, 3)
+EXPERTS(bfp4, BFP4, 6)

@@ -1,0 +1,152 @@
+// How a warp walks over tiles of pairs and row tiles of their experts' weights: its own ring of
+// copies, weights and x together, which goes on from one unit of work to the next.
+#pragma once
+
+#include "tiles.cuh"
+
+constexpr int WARPS = 8, PAIRS = 8;
+constexpr int X_ROW = (STEP + X_PADDING) * 2, X_BYTES = PAIRS * X_ROW;
+
+template <int F> constexpr int stage_bytes = step_bytes<F> + X_BYTES;
+
+// A weight of each expert, or that of the expert that all tokens share.
+struct Weight {
+  const u8 *data;
+  int num_row_tiles, num_steps, num_rows;
+  float scale;
+};
+
+struct Experts {
+  Weight own, shared;    // shared.data: null where there is none
+  const u16 *x;          // bf16: a token's, or a pair's
+  const u16 *shared_x;   // bf16 [B, shared_x_stride]
+  void *out, *shared_out;
+  const int *tiles;      // [1 + N]: how many there are, then the expert of each
+  const short *pairs;    // [N, 8]: -1 where a tile has no more
+  const float *weights;  // [B, K] of a sum
+  const float *given;    // fp32 [B, given_stride]: the shared expert's, where it is made elsewhere
+  const float *gate;     // fp32 [B, gate_stride] of the shared expert in a sum, or null
+  int num_tokens, top_k, reciprocal;  // 65536 / K, rounded up
+  int most_tiles, x_stride, x_each, out_stride, out_each;  // each: from a token's pair to the next
+  int shared_x_stride, shared_out_stride, given_stride, gate_stride, residual, epilogue;
+
+  // Where a pair's row begins. Exact below 2,048 pairs.
+  __device__ __forceinline__ size_t row_of(int pair, int stride, int each) const {
+    const int token = pair * reciprocal >> 16;
+    return (size_t)token * stride + (pair - token * top_k) * each;
+  }
+  __device__ __forceinline__ int num_shared_tiles() const {
+    return shared.data ? (num_tokens + PAIRS - 1) / PAIRS : 0;
+  }
+};
+
+// A unit of work: 16 rows of the expert of a tile, or of the shared one for eight tokens.
+struct Place {
+  int tile, row_tile;
+  bool is_shared;
+};
+
+// The tiles in shared memory: pairs first.
+struct Table {
+  const Experts &p;
+  short *pairs;
+  int *tiles;
+  __device__ __forceinline__ Table(u8 *memory, const Experts &p)
+      : p(p), pairs((short *)memory), tiles((int *)(memory + p.most_tiles * PAIRS * 2)) {}
+  __device__ __forceinline__ void read() {
+    const int count = p.tiles[0];
+    for (int i = threadIdx.x; i < count; i += WARPS * 32)
+      ((uint4 *)pairs)[i] = ((const uint4 *)p.pairs)[i];
+    for (int i = threadIdx.x; i <= count; i += WARPS * 32) tiles[i] = p.tiles[i];
+  }
+  __device__ __forceinline__ int num_tiles() const { return tiles[0]; }
+  __device__ __forceinline__ int expert(int tile) const { return tiles[1 + tile]; }
+  // A pair, or a token of the shared expert; below 0 where there are no more.
+  __device__ __forceinline__ int member(Place at, int i) const {
+    if (!at.is_shared) return pairs[at.tile * PAIRS + i];
+    const int token = at.tile * PAIRS + i;
+    return token < p.num_tokens ? token : -1;
+  }
+  __device__ __forceinline__ const Weight &weight(Place at) const {
+    return at.is_shared ? p.shared : p.own;
+  }
+};
+
+// A warp's units `first`, `first` + `stride` ..: `where` says which each is, `wait` is called once,
+// before x is read and after the first weights are asked for; `finish` gets each unit's sums.
+template <int F, int DEPTH, class Where, class Wait, class Finish>
+__device__ __forceinline__ void walk(const Table &table, u32 ring, int first, int stride,
+                                     int num_units, Where where, Wait wait, Finish finish) {
+  constexpr int STAGE = stage_bytes<F>;
+  const Experts &p = table.p;
+  const int lane = threadIdx.x & 31;
+  Source<F> weights(p.own.data, p.own.num_steps, 0, 0, lane);
+  const u32 to = ring + weights.to, to4 = ring + weights.to4;
+  int weight_unit = first, weight_left = 0;
+  auto fetch_weights = [&](int slot) {
+    if (weight_unit >= num_units) return;
+    if (weight_left == 0) {
+      const Place at = where(weight_unit);
+      const Weight &of = table.weight(at);
+      const int rows_before = at.is_shared ? 0 : table.expert(at.tile) * of.num_row_tiles;
+      const Source<F> unit(of.data, of.num_steps, rows_before + at.row_tile, 0, lane);
+      weights.a = unit.a, weights.b = unit.b;
+      weight_left = of.num_steps;
+    }
+    weights.fetch(to + slot * STAGE, to4 + slot * STAGE);
+    if (--weight_left == 0) weight_unit += stride;
+  };
+  // Sixteen lanes copy a row.
+  const u16 *x[PAIRS / 2];
+  const u32 x_to = ring + step_bytes<F> + (lane >> 4) * X_ROW + (lane & 15) * 16;
+  int x_unit = first, x_left = 0;
+  auto fetch_x = [&](int slot) {
+    if (x_unit >= num_units) return;
+    if (x_left == 0) {
+      const Place at = where(x_unit);
+#pragma unroll
+      for (int i = 0; i < PAIRS / 2; ++i) {
+        const int member = table.member(at, 2 * i + (lane >> 4));
+        x[i] = at.is_shared ? p.shared_x + (size_t)member * p.shared_x_stride
+                            : p.x + p.row_of(member, p.x_stride, p.x_each);
+        x[i] = member < 0 ? nullptr : x[i] + (lane & 15) * 8;
+      }
+      x_left = table.weight(at).num_steps;
+    }
+#pragma unroll
+    for (int i = 0; i < PAIRS / 2; ++i)
+      if (x[i]) {
+        copy16(x_to + slot * STAGE + i * 2 * X_ROW, x[i]);
+        x[i] += STEP;
+      }
+    if (--x_left == 0) x_unit += stride;
+  };
+#pragma unroll
+  for (int slot = 0; slot < DEPTH; ++slot) fetch_weights(slot);
+  wait();
+#pragma unroll
+  for (int slot = 0; slot < DEPTH; ++slot) {
+    fetch_x(slot);
+    commit();
+  }
+  const u32 from = ring + weight_offset<F>(lane), from4 = F == BF16 ? from ^ 32 : to4;
+  const u32 x_from = ring + step_bytes<F> + x_offset<F>(lane, X_ROW);
+  int slot = 0;
+  for (int unit = first; unit < num_units; unit += stride) {
+    const Place at = where(unit);
+    const int num_steps = table.weight(at).num_steps;
+    float acc[1][1][4] = {};
+    for (int step = 0; step < num_steps; ++step) {
+      wait_copies<DEPTH - 1>();
+      __syncwarp();  // lanes read each other's pieces
+      const u32 place = slot * STAGE;
+      multiply_tiles<F, 1, 1>(acc, from + place, from4 + place, x_from + place, 0);
+      __syncwarp();
+      fetch_weights(slot);
+      fetch_x(slot);
+      commit();
+      slot = slot + 1 == DEPTH ? 0 : slot + 1;
+    }
+    finish(at, acc[0][0]);
+  }
+}

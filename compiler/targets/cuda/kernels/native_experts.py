@@ -1,0 +1,318 @@
+"""route.cu and experts.cu on the device: the experts of a decode step's tokens, and the products
+with them.
+
+Knows nothing of where its operands come from.
+Legend: B tokens, E experts, K experts of a token, N tiles, C columns, O rows of an expert's weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, HeldWeight
+from compiler.targets.cuda.kernels import nvrtc
+from compiler.targets.cuda.kernels.native import MOST_SHARED, STORE, SWIGLU
+
+MAX_TOKENS = 64
+MAX_EXPERTS = 512
+MAX_CHOSEN = 32
+TILE_PAIRS = 8
+"""Pairs of a token and its expert that share a read of the expert's weight."""
+
+_DEPTHS = {"bf16": (4, 3), "bfp8": (5, 3), "bfp4": (6, 3)}
+"""Steps of 128 columns that a warp has in flight: the most that there is room for."""
+_STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
+_X_BYTES = TILE_PAIRS * (TILE_COLUMNS + 8) * 2
+_WARPS = 8
+_ROUTE_WARPS = 16
+_ROUTES = (4, 8, 16)  # logits of a lane
+
+ROUTE = nvrtc.Source(
+    Path(__file__).with_name("route.cu"),
+    tuple(f"route_{each}" for each in _ROUTES),
+    headers=("primitives.cuh",),
+)
+PRODUCTS = nvrtc.Source(
+    Path(__file__).with_name("experts.cu"),
+    tuple(
+        f"expert_{what}_{kind}_{depth}"
+        for what in ("linear", "sum")
+        for kind, depths in _DEPTHS.items()
+        for depth in depths
+    ),
+    headers=("primitives.cuh", "tiles.cuh", "experts_walk.cuh"),
+)
+
+
+class _Route(ctypes.Structure):
+    """`Route` of experts.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "positions", "weights", "experts")),
+        *((name, ctypes.c_void_p) for name in ("tiles", "pairs")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "num_experts", "top_k")),
+        *((name, ctypes.c_int) for name in ("logits_stride", "renormalise")),
+    )
+
+
+class _Weight(ctypes.Structure):
+    """`Weight` of experts_walk.cuh."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("num_row_tiles", "num_steps", "num_rows")),
+        ("scale", ctypes.c_float),
+    )
+
+
+class _Experts(ctypes.Structure):
+    """`Experts` of experts_walk.cuh."""
+
+    _fields_ = (
+        ("own", _Weight),
+        ("shared", _Weight),
+        *((name, ctypes.c_void_p) for name in ("x", "shared_x", "out", "shared_out")),
+        *((name, ctypes.c_void_p) for name in ("tiles", "pairs", "weights", "given", "gate")),
+        *((name, ctypes.c_int) for name in ("num_tokens", "top_k", "reciprocal", "most_tiles")),
+        *((name, ctypes.c_int) for name in ("x_stride", "x_each", "out_stride", "out_each")),
+        *((name, ctypes.c_int) for name in ("shared_x_stride", "shared_out_stride")),
+        *((name, ctypes.c_int) for name in ("given_stride", "gate_stride")),
+        *((name, ctypes.c_int) for name in ("residual", "epilogue")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Pairs of a step by expert: ``tiles [1 + N]`` int32, how many tiles there are, then the expert
+    of each; ``pairs [N, 8]`` int16, -1 where a tile has no more. Padding has no pairs.
+    """
+
+    tiles: Tensor
+    pairs: Tensor
+
+    @classmethod
+    def empty(cls, num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Self:
+        """Room for so many pairs, however they fall."""
+        count = most_tiles(num_tokens * top_k, num_experts)
+        return cls(
+            torch.empty(1 + count, dtype=torch.int32, device=device),
+            torch.empty(count, TILE_PAIRS, dtype=torch.int16, device=device),
+        )
+
+
+def most_tiles(num_pairs: int, num_experts: int) -> int:
+    """Tiles of so many pairs, at most."""
+    fewest = min(num_pairs, num_experts)  # experts with a tile that need not be full
+    return fewest + (num_pairs - fewest) // TILE_PAIRS
+
+
+def why_not(device: torch.device) -> str:
+    """Why they cannot run on a device; empty where it can."""
+    return nvrtc.why_not(device, ROUTE) or nvrtc.why_not(device, PRODUCTS)
+
+
+def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> bool:
+    """Whether products with these experts run here, for so many tokens."""
+    if num_tokens > MAX_TOKENS or top_k > MAX_CHOSEN or held.num_experts > MAX_EXPERTS:
+        return False
+    if held.num_columns % TILE_COLUMNS:
+        return False
+    return _room(held, num_tokens, top_k, is_sum=is_sum, depth=3) <= MOST_SHARED
+
+
+def takes_shared(shared: HeldWeight, held: HeldWeight) -> bool:
+    """Whether the weight of a shared expert can run along with that of the others."""
+    is_alike = shared.kind == held.kind and shared.is_paired == held.is_paired
+    return is_alike and shared.num_columns % TILE_COLUMNS == 0
+
+
+def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
+    """Bytes of shared memory of a block."""
+    num_pairs = num_tokens * top_k
+    ring = _WARPS * depth * (_STEP_BYTES[held.kind] + _X_BYTES)
+    products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
+    table = most_tiles(num_pairs, held.num_experts) * (TILE_PAIRS * 2 + 4) + 4
+    return ring + table + (products if is_sum else 0)
+
+
+def route(
+    weights: Tensor,
+    experts: Tensor,
+    logits: Tensor,
+    positions: Tensor,
+    tiles: Tiles,
+    *,
+    renormalise: bool,
+) -> None:
+    """:data:`compiler.ops.router` of ``logits [B, E]`` float32 into ``weights [B, K]`` float32 and
+    ``experts [B, K]`` int32, 0 and -1 for tokens whose ``positions [B]`` int64 are negative; and
+    their pairs into ``tiles``.
+
+    Rows of ``logits`` may be further apart than they are long.
+    """
+    (num_tokens, num_experts), top_k = logits.shape, weights.shape[1]
+    assert weights.shape == experts.shape == (num_tokens, top_k) and logits.stride(1) == 1
+    assert weights.is_contiguous() and experts.is_contiguous() and top_k <= num_experts
+    assert num_tokens <= MAX_TOKENS and num_experts <= MAX_EXPERTS and top_k <= MAX_CHOSEN
+    assert len(tiles.pairs) >= most_tiles(num_tokens * top_k, num_experts)
+    arguments = _Route(
+        logits=logits.data_ptr(),
+        positions=positions.data_ptr(),
+        weights=weights.data_ptr(),
+        experts=experts.data_ptr(),
+        tiles=tiles.tiles.data_ptr(),
+        pairs=tiles.pairs.data_ptr(),
+        num_tokens=num_tokens,
+        num_experts=num_experts,
+        top_k=top_k,
+        logits_stride=logits.stride(0),
+        renormalise=renormalise,
+    )
+    each = next(count for count in _ROUTES if 32 * count >= num_experts)
+    num_blocks = next(count for count in (1, 2, 4) if count * _ROUTE_WARPS >= num_tokens)
+    at = nvrtc.Launch((num_blocks, 1, 1), 32 * _ROUTE_WARPS, cluster=(num_blocks, 1, 1))
+    nvrtc.launch(ROUTE, f"route_{each}", at=at, arguments=arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The expert of all tokens: ``x [B, >= C]`` bfloat16 and its weight, alike to the others' (see
+    :func:`takes_shared`). ``out``: where its products go, of the others' type; of a sum None.
+    """
+
+    x: Tensor
+    held: HeldWeight
+    out: Tensor | None = None
+
+
+def expert_linear(
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    tiles: Tiles,
+    *,
+    top_k: int,
+    swiglu: bool = False,
+    shared: Shared | None = None,
+) -> None:
+    """What :func:`compiler.targets.cuda.kernels.expert_linear.expert_linear` does, for a decode
+    step: ``out [B, K O]`` bfloat16 with ``swiglu``, else float32; ``x`` bfloat16.
+
+    ``shared``: an expert of all tokens, in the same launch. ``tiles`` are read behind the kernel
+    before it, which may be what writes them.
+    """
+    num_rows, rest = divmod(out.shape[1], top_k)
+    assert not rest and held.is_paired == swiglu and out.stride(1) == 1
+    assert out.dtype == (torch.bfloat16 if swiglu else torch.float32)
+    arguments = _arguments(x, held, tiles, top_k, num_rows)
+    arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
+    arguments.out_each = num_rows
+    arguments.epilogue = SWIGLU if swiglu else STORE
+    if shared is not None:
+        y = shared.out
+        assert y is not None and y.dtype == out.dtype and y.stride(1) == 1
+        _share(arguments, shared, held, y.shape[1])
+        arguments.shared_out, arguments.shared_out_stride = y.data_ptr(), y.stride(0)
+    name, at = _launch(held, _num_processors(out.device), len(x), top_k, is_sum=False)
+    nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)
+
+
+def expert_sum(
+    out: Tensor,
+    x: Tensor,
+    held: HeldWeight,
+    tiles: Tiles,
+    weights: Tensor,
+    *,
+    residual: bool,
+    gate: Tensor | None = None,
+    shared: Shared | Tensor | None = None,
+) -> None:
+    """``out [B, O]`` float32: the K products of each token with its experts' weights, times
+    ``weights [B, K]`` float32, summed.
+
+    ``x [B, K C]`` or ``[B, C]`` bfloat16. ``shared``: what the expert of all tokens gives, ``[B,
+    O]`` float32, or that expert; times sigmoid of ``gate [B, 1]`` float32 it is added.
+    ``residual``: what ``out`` holds is added, too. Tiles and weights are read at once: an
+    :func:`expert_linear` of theirs lies between what makes them and this.
+    """
+    top_k = weights.shape[1]
+    assert weights.is_contiguous() and weights.shape[0] == len(x) and not held.is_paired
+    assert out.dtype == torch.float32 and out.stride(1) == 1
+    arguments = _arguments(x, held, tiles, top_k, out.shape[1])
+    arguments.out, arguments.out_stride = out.data_ptr(), out.stride(0)
+    arguments.weights, arguments.residual = weights.data_ptr(), residual
+    assert (gate is None) == (shared is None)
+    if gate is not None:
+        assert gate.shape == (len(out), 1) and gate.dtype == torch.float32
+        arguments.gate, arguments.gate_stride = gate.data_ptr(), gate.stride(0)
+    if isinstance(shared, Shared):
+        _share(arguments, shared, held, out.shape[1])
+    elif shared is not None:
+        assert shared.shape == out.shape and shared.stride(1) == 1 and shared.dtype == out.dtype
+        arguments.given, arguments.given_stride = shared.data_ptr(), shared.stride(0)
+    name, at = _launch(held, held.num_row_tiles, len(x), top_k, is_sum=True)
+    nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)
+
+
+def _arguments(x: Tensor, held: HeldWeight, tiles: Tiles, top_k: int, num_rows: int) -> _Experts:
+    num_columns = held.num_columns
+    own = x.shape[1] == top_k * num_columns and top_k > 1
+    assert own or x.shape[1] >= num_columns
+    _check_operand(x, held)
+    return _Experts(
+        own=_weight(held, num_rows),
+        x=x.data_ptr(),
+        tiles=tiles.tiles.data_ptr(),
+        pairs=tiles.pairs.data_ptr(),
+        num_tokens=len(x),
+        top_k=top_k,
+        reciprocal=-(-65536 // top_k),
+        most_tiles=len(tiles.pairs),
+        x_stride=x.stride(0),
+        x_each=num_columns if own else 0,
+    )
+
+
+def _share(arguments: _Experts, shared: Shared, held: HeldWeight, num_rows: int) -> None:
+    assert takes_shared(shared.held, held) and shared.x.shape[1] >= shared.held.num_columns
+    _check_operand(shared.x, shared.held)
+    arguments.shared = _weight(shared.held, num_rows)
+    arguments.shared_x, arguments.shared_x_stride = shared.x.data_ptr(), shared.x.stride(0)
+
+
+def _weight(held: HeldWeight, num_rows: int) -> _Weight:
+    """``num_rows``: those of its result; what is held may have a few more."""
+    held_rows = held.num_rows // 2 if held.is_paired else held.num_rows
+    assert held_rows - 8 < num_rows <= held_rows
+    sizes = (held.num_row_tiles, held.num_column_tiles, num_rows)
+    return _Weight(held.data.data_ptr(), *sizes, held.scale)
+
+
+def _check_operand(x: Tensor, held: HeldWeight) -> None:
+    assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and held.num_columns % TILE_COLUMNS == 0
+    assert x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+
+
+def _launch(
+    held: HeldWeight, num_blocks: int, num_tokens: int, top_k: int, *, is_sum: bool
+) -> tuple[str, nvrtc.Launch]:
+    """The kernel and its launch: as deep as there is room."""
+    depths = _DEPTHS[held.kind]
+    rooms = {each: _room(held, num_tokens, top_k, is_sum=is_sum, depth=each) for each in depths}
+    depth = next((each for each in depths if rooms[each] <= MOST_SHARED), depths[-1])
+    what = "sum" if is_sum else "linear"
+    return (
+        f"expert_{what}_{held.kind}_{depth}",
+        nvrtc.Launch((num_blocks, 1, 1), 32 * _WARPS, rooms[depth]),
+    )
+
+
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

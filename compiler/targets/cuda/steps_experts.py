@@ -1,0 +1,247 @@
+"""Runs a plan's instructions for experts: decode steps in CUDA C++ where that can be compiled, else
+in Triton, as prompts are; float32 operands make it float32 arithmetic.
+
+Legend: T tokens, K experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from compiler.targets.cuda.buffers import Buffers
+from compiler.targets.cuda.instructions import ExpertLinear, ExpertSum, Linear, Plan, Route
+from compiler.targets.cuda.kernels import native_experts
+from compiler.targets.cuda.kernels.expert_linear import (
+    FEW_PAIRS,
+    expert_linear,
+    sum_experts,
+    tile_size,
+)
+from compiler.targets.cuda.kernels.route import Groups, group, route
+from compiler.targets.cuda.weights import Weights, product_of
+
+PART_TOKENS = 8192
+"""Tokens of a prompt whose experts run together: what their products take is bounded."""
+
+
+def experts_bytes(plan: Plan, num_tokens: int) -> int:
+    """Bytes that a prompt's experts take beside the plan's buffers: the largest of them."""
+    sizes = [0]
+    for each in plan.instructions:
+        if isinstance(each, ExpertSum):
+            _, num_rows, num_columns = each.weight.shape
+            top_k = each.x.width // num_columns
+            sizes.append(4 * min(num_tokens, PART_TOKENS) * top_k * num_rows)
+    return max(sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Routing:
+    """``weights`` and ``experts [T, K]``; the latter's pairs in ``tiles``, or grouped for runs of
+    tokens.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    groups: tuple[Groups, ...] = ()
+    tiles: native_experts.Tiles | None = None
+
+    @property
+    def top_k(self) -> int:
+        return self.experts.shape[1]
+
+    def parts(self) -> Iterator[tuple[slice, Groups]]:
+        """The runs of tokens, each with its groups."""
+        for index, groups in enumerate(self.groups):
+            yield slice(index * PART_TOKENS, (index + 1) * PART_TOKENS), groups
+
+
+class Experts:
+    """A plan's experts with their weights. Capturable in a CUDA graph.
+
+    ``max_rows``: of a decode step; its kernels are the same ones whatever it has.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        device: torch.device,
+        *,
+        exact: bool,
+        max_rows: int,
+    ) -> None:
+        self._weights, self._exact = weights, exact
+        self._routing: _Routing | None = None  # the last `Route`'s
+        self._watched: list[Tensor] | None = None
+        self.why_not_native = self._why_not_native(plan, device, max_rows)
+        self._shared = {} if self.why_not_native else self._find_shared(plan)
+        self._along = {id(each) for each in self._shared.values()}
+
+    def _why_not_native(self, plan: Plan, device: torch.device, max_rows: int) -> str:
+        """Why decode steps do not run in CUDA C++; empty where they do."""
+        if self._exact:
+            return "float32"
+        if device.type != "cuda":
+            return "no GPU"
+        top_k = 0
+        for each in plan.instructions:
+            if isinstance(each, Route):
+                top_k = each.top_k
+            elif isinstance(each, ExpertLinear | ExpertSum):
+                held, is_sum = self._weights.held(product_of(each)), isinstance(each, ExpertSum)
+                if not native_experts.takes(held, num_tokens=max_rows, top_k=top_k, is_sum=is_sum):
+                    return f"{held.num_experts} experts of {held.num_columns} columns"
+        return native_experts.why_not(device) if top_k else ""
+
+    def _find_shared(self, plan: Plan) -> dict[int, Linear]:
+        """The products of an expert of all tokens that run along with others' in decode steps: by
+        the identity of the instruction that takes each along.
+        """
+        found: dict[int, Linear] = {}
+        for index in range(len(plan.instructions) - 3):
+            first, up, down, last = plan.instructions[index : index + 4]
+            if not (isinstance(first, ExpertLinear) and isinstance(last, ExpertSum)):
+                continue
+            if not (isinstance(up, Linear) and isinstance(down, Linear) and last.shared):
+                continue
+            if (up.x, down.x, last.shared[0]) != (first.x, up.out, down.out):
+                continue
+            plain = all(each.norm is None and each.bias is None for each in (up, down))
+            if not plain or down.residual or up.swiglu != first.swiglu:
+                continue
+            pairs = ((first, up), (last, down))
+            held = [[self._weights.held(product_of(each)) for each in pair] for pair in pairs]
+            if all(native_experts.takes_shared(shared, own) for own, shared in held):
+                found |= {id(expert): shared for expert, shared in pairs}
+        return found
+
+    def runs_along(self, each: Linear) -> bool:
+        """Whether a product is part of another instruction in decode steps."""
+        return id(each) in self._along
+
+    def watch(self, run: Callable[[], object]) -> list[Tensor]:
+        """The experts ``[T, K]`` that each `Route` chooses while something runs."""
+        self._watched = []
+        run()
+        found, self._watched = self._watched, None
+        return found
+
+    def run(
+        self,
+        each: Route | ExpertLinear | ExpertSum,
+        step: Buffers,
+        positions: Tensor,
+        *,
+        decodes: bool,
+    ) -> None:
+        """One instruction."""
+        if isinstance(each, Route):
+            logits = step.view(each.logits)
+            if decodes and not self.why_not_native:
+                self._routing = self._route_native(each, logits, positions)
+            else:
+                self._routing = self._route(each, logits, positions, decodes)
+            if self._watched is not None:
+                self._watched.append(self._routing.experts)
+        elif isinstance(each, ExpertLinear):
+            self._products(each, step)
+        else:
+            self._sum(each, step)
+
+    def _route_native(self, each: Route, logits: Tensor, positions: Tensor) -> _Routing:
+        num_tokens, num_experts = logits.shape
+        weights = logits.new_empty(num_tokens, each.top_k)
+        experts = torch.empty_like(weights, dtype=torch.int32)
+        tiles = native_experts.Tiles.empty(num_tokens, each.top_k, num_experts, logits.device)
+        native_experts.route(
+            weights, experts, logits, positions, tiles, renormalise=each.renormalise
+        )
+        return _Routing(weights, experts, tiles=tiles)
+
+    def _route(self, each: Route, logits: Tensor, positions: Tensor, decodes: bool) -> _Routing:
+        num_tokens, num_experts = logits.shape
+        weights = logits.new_empty(num_tokens, each.top_k)
+        experts = torch.empty_like(weights, dtype=torch.int32)
+        parts = []
+        for first in range(0, num_tokens, PART_TOKENS):
+            num_pairs = min(PART_TOKENS, num_tokens - first) * each.top_k
+            # A row's arithmetic must not depend on how many a decode step has; in float32 there are
+            # no registers for large tiles.
+            is_small = decodes or self._exact
+            size = FEW_PAIRS if is_small else tile_size(num_pairs, num_experts)
+            parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
+        alone = parts[0] if num_tokens == 1 else None
+        renormalise = each.renormalise
+        route(weights, experts, logits, positions, renormalise=renormalise, groups=alone)
+        routing = _Routing(weights, experts, tuple(parts))
+        if alone is None:
+            for part, groups in routing.parts():
+                group(groups, experts[part])
+        return routing
+
+    def _products(self, each: ExpertLinear, step: Buffers) -> None:
+        routing, held = self._routing, self._weights.held(product_of(each))
+        assert routing is not None
+        out, x = step.view(each.out), step.view(each.x)
+        top_k, swiglu = routing.top_k, each.swiglu
+        if routing.tiles is not None:
+            shared, given = None, self._shared.get(id(each))
+            if given is not None:
+                weight = self._weights.held(product_of(given))
+                shared = native_experts.Shared(step.view(given.x), weight, step.view(given.out))
+            native_experts.expert_linear(
+                out, x, held, routing.tiles, top_k=top_k, swiglu=swiglu, shared=shared
+            )
+            return
+        for part, groups in routing.parts():
+            expert_linear(out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu)
+
+    def _sum_native(self, each: ExpertSum, step: Buffers, routing: _Routing) -> None:
+        tiles, gate = routing.tiles, None
+        assert tiles is not None
+        shared: native_experts.Shared | Tensor | None = None
+        if each.shared is not None:
+            shared, gate = step.view(each.shared[0]), step.view(each.shared[1])
+        along = self._shared.get(id(each))
+        if along is not None:
+            weight = self._weights.held(product_of(along))
+            shared = native_experts.Shared(step.view(along.x), weight)
+        native_experts.expert_sum(
+            step.view(each.out),
+            step.view(each.x),
+            self._weights.held(product_of(each)),
+            tiles,
+            routing.weights,
+            residual=each.residual,
+            gate=gate,
+            shared=shared,
+        )
+
+    def _sum(self, each: ExpertSum, step: Buffers) -> None:
+        routing, held = self._routing, self._weights.held(product_of(each))
+        assert routing is not None
+        if routing.tiles is not None:
+            self._sum_native(each, step, routing)
+            return
+        out, x = step.view(each.out), step.view(each.x)
+        shared = None
+        if each.shared is not None:
+            shared = step.view(each.shared[0]), step.view(each.shared[1])
+        most = min(PART_TOKENS, len(out))
+        products = x.new_empty(most, routing.top_k * held.num_rows)  # in the operands' type
+        for part, groups in routing.parts():
+            few = products[: len(x[part])]
+            expert_linear(few, x[part], held, groups, top_k=routing.top_k)
+            sum_experts(
+                out[part],
+                few,
+                routing.weights[part],
+                routing.experts[part],
+                residual=each.residual,
+                shared=None if shared is None else (shared[0][part], shared[1][part]),
+            )

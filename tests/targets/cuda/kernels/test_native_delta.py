@@ -1,0 +1,288 @@
+"""delta_step.cu against float64 and the Triton kernels: its bits, its state, what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiler.targets.cuda.kernels import native_delta
+from compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
+from compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
+from compiler.targets.cuda.kernels.native_delta import columns_of_a_block, delta_step, why_not
+
+NAN = float("nan")
+EPS = 1e-6
+SIZES = [
+    (1, 1, 64, 4),
+    (2, 4, 64, 3),
+    (1, 3, 64, 2),
+    (1, 4, 64, 4),
+    (1, 7, 64, 4),
+    (2, 2, 128, 4),
+    (2, 4, 128, 4),
+    (1, 2, 128, 2),
+    (1, 3, 128, 3),
+    (2, 8, 128, 4),
+]
+"""Key heads, value heads, size of both, width of the convolution."""
+
+POSITIONS = [5, 0, -1, 70]
+
+
+def between(x: Tensor) -> Tensor:
+    """The same values between other columns, at odd places."""
+    return torch.nn.functional.pad(x, (1, 4), value=NAN)[:, 1:-4]
+
+
+@dataclass
+class Step:
+    """Operands between other columns; the slots are not the rows, and padding has another's."""
+
+    inputs: DeltaInputs
+    z: Tensor
+    norm: Tensor
+    weight: Tensor
+    window: Tensor
+    state: Tensor
+    positions: Tensor
+    slots: Tensor
+
+    @classmethod
+    def make(
+        cls, positions: list[int], size: tuple[int, int, int, int], device: torch.device
+    ) -> Self:
+        key_heads, heads, dim, width = size
+        num_rows, inner = len(positions), heads * dim
+        num_channels = 2 * key_heads * dim + inner
+        x, z = (torch.randn(num_rows, each, device=device) for each in (num_channels, inner))
+        a, b = torch.randn(2, num_rows, heads, device=device) * 3
+        a_log, dt_bias = torch.randn(2, heads, device=device)
+        slots = torch.arange(num_rows, 0, -1, device=device)
+        at = torch.tensor(positions, device=device)
+        slots[at < 0] = slots[0].clone()
+        return cls(
+            DeltaInputs(between(x), between(a), between(b), a_log, dt_bias, key_heads, dim),
+            between(z),
+            torch.rand(dim, device=device) + 0.5,
+            torch.randn(num_channels, width, device=device),
+            torch.randn(num_rows + 2, num_channels, width - 1, device=device),
+            torch.randn(num_rows + 2, heads, dim, dim, device=device) * 0.3,
+            at,
+            slots,
+        )
+
+    def some(self, rows: list[int]) -> Step:
+        """Some of the rows, on a copy of the state."""
+        given = self.inputs
+        x, a, b, z = (between(each[rows]) for each in (given.qkv, given.a, given.b, self.z))
+        inputs = replace(given, qkv=x, a=a, b=b)
+        kept = self.window.clone(), self.state.clone()
+        where = self.positions[rows], self.slots[rows]
+        return Step(inputs, z, self.norm, self.weight, *kept, *where)
+
+    def run(self, *, early: bool = False) -> Tensor:
+        """Through delta_step.cu: bf16 ``[B, H V]``, from an output of NaN with a margin a row."""
+        shape = (len(self.z), self.z.shape[1] + 12)
+        out = torch.full(shape, NAN, dtype=torch.bfloat16, device=self.z.device)
+        if out.is_cuda:
+            torch.cuda.synchronize()  # what `early` asks for
+        self.launch(out[:, :-12], early=early)
+        assert bool(out[:, -12:].isnan().all())
+        return out[:, :-12]
+
+    def launch(self, out: Tensor, *, early: bool) -> None:
+        kept = {"weight": self.weight, "window": self.window, "state": self.state}
+        where = {"positions": self.positions, "slots": self.slots}
+        delta_step(out, self.inputs, self.z, (self.norm, EPS), **kept, **where, early=early)
+
+    def run_in_triton(self) -> Tensor:
+        out = torch.empty_like(self.z, dtype=torch.bfloat16)
+        convolved = torch.empty_like(self.inputs.qkv)
+        where = {"positions": self.positions, "slots": self.slots}
+        causal_conv1d_step(convolved, self.inputs.qkv, self.weight, window=self.window, **where)
+        inputs = replace(self.inputs, qkv=convolved)
+        delta_rule_step(out, inputs, self.z, (self.norm, EPS), state=self.state, **where)
+        return out
+
+    def expected(self, row: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Result, window and state of a row, float64."""
+        given, slot = self.inputs, int(self.slots[row])
+        key_heads, dim, heads = given.num_key_heads, given.key_dim, given.num_heads
+        goes_on = float(self.positions[row] > 0)
+        before, state = (each[slot].double() * goes_on for each in (self.window, self.state))
+        seen = torch.cat((before, given.qkv[row].double()[:, None]), 1)
+        convolved = torch.nn.functional.silu((seen * self.weight.double()).sum(1))
+        q, k, v = convolved.split([key_heads * dim] * 2 + [heads * dim])
+        q, k = (each.view(key_heads, dim) for each in (q, k))
+        q, k = (each / (each.square().sum(1, keepdim=True) + 1e-6).sqrt() for each in (q, k))
+        q, k = (each.repeat_interleave(heads // key_heads, 0) for each in (q * dim**-0.5, k))
+        rate = torch.nn.functional.softplus(given.a[row].double() + given.dt_bias.double())
+        state *= (-given.a_log.double().exp() * rate).exp()[:, None, None]
+        wrong = v.view(heads, dim) - torch.einsum("hkv,hk->hv", state, k)
+        wrong *= given.b[row].double().sigmoid()[:, None]
+        state += k[:, :, None] * wrong[:, None, :]
+        o = torch.einsum("hkv,hk->hv", state, q)
+        y = o / (o.square().mean(1, keepdim=True) + EPS).sqrt() * self.norm.double()
+        return y.flatten() * torch.nn.functional.silu(self.z[row].double()), seen[:, 1:], state
+
+
+def all_rows(step: Step) -> list[int]:
+    return list(range(len(step.positions)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_against_float64(
+    size: tuple[int, int, int, int], early: bool, device: torch.device
+) -> None:
+    before = Step.make(POSITIONS, size, device)
+    step = before.some(all_rows(before))
+    out = step.run(early=early)
+    touched = set()
+    for row, position in enumerate(POSITIONS):
+        if position < 0:
+            assert not out[row].any()
+            continue
+        want, window, state = before.expected(row)
+        slot = int(before.slots[row])
+        touched.add(slot)
+        torch.testing.assert_close(out[row].double(), want, rtol=2.0**-8, atol=1e-5)
+        torch.testing.assert_close(step.state[slot].double(), state, rtol=1e-5, atol=1e-6)
+        assert torch.equal(step.window[slot].double(), window)
+    for slot in set(range(len(step.state))) - touched:
+        assert torch.equal(step.state[slot], before.state[slot])
+        assert torch.equal(step.window[slot], before.window[slot])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [SIZES[1], SIZES[6]])
+def test_is_what_the_triton_kernels_do(
+    size: tuple[int, int, int, int], device: torch.device
+) -> None:
+    """Through some steps, each from its own state."""
+    made = Step.make([0, 3, 9, -1, 1], size, device)
+    native, triton = (made.some(all_rows(made)) for _ in range(2))
+    for _ in range(4):
+        got, want = native.run(), triton.run_in_triton()
+        torch.testing.assert_close(got, want, rtol=2.0**-7, atol=1e-4)
+        torch.testing.assert_close(native.state, triton.state, rtol=1e-4, atol=1e-5)
+        assert torch.equal(native.window, triton.window)
+        for each in (native, triton):
+            each.positions += (each.positions >= 0).long()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_rows", "size"), [(64, SIZES[6]), (9, SIZES[8]), (7, SIZES[4])])
+def test_a_row_does_not_depend_on_its_batch(
+    num_rows: int, size: tuple[int, int, int, int], device: torch.device
+) -> None:
+    """Nor on the run, nor on where it stands."""
+    positions = [(row * 7) % 5 if row % 11 != 10 else -1 for row in range(num_rows)]
+    made = Step.make(positions, size, device)
+    together = made.some(all_rows(made))
+    out = together.run()
+    for _ in range(10):
+        again = made.some(all_rows(made))
+        assert torch.equal(again.run(early=True), out)
+        assert torch.equal(again.state, together.state)
+        assert torch.equal(again.window, together.window)
+    backwards = made.some(all_rows(made)[::-1])
+    assert torch.equal(backwards.run().flip(0), out)
+    assert torch.equal(backwards.state, together.state)
+    for row in {0, 1, num_rows // 2, num_rows - 1}:
+        alone = made.some([row])
+        slot = int(alone.slots[0])
+        assert torch.equal(alone.run()[0], out[row])
+        if positions[row] >= 0:
+            assert torch.equal(alone.state[slot], together.state[slot])
+            assert torch.equal(alone.window[slot], together.window[slot])
+
+
+@pytest.mark.gpu
+def test_extreme_gates_and_values(device: torch.device) -> None:
+    """What is forgotten at once or never, zeros, and what silu and sigmoid do at their ends."""
+    made = Step.make([3, 4, 5], (1, 2, 128, 4), device)
+    made.inputs.a[0], made.inputs.b[0] = 60.0, -100.0
+    made.inputs.a[1], made.inputs.b[1] = -60.0, 100.0
+    made.z[1] *= 100.0
+    made.inputs.qkv[2] = made.window[int(made.slots[2])] = 0.0
+    step = made.some(all_rows(made))
+    out = step.run()
+    for row in range(3):
+        want, _, state = made.expected(row)
+        slot = int(made.slots[row])
+        torch.testing.assert_close(out[row].double(), want, rtol=2.0**-8, atol=1e-5)
+        torch.testing.assert_close(step.state[slot].double(), state, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_chained_in_a_graph(device: torch.device) -> None:
+    """Layers in turn, each over its own state, replayed: as run one by one."""
+    layers = [Step.make([5, 0, -1, 9], (16, 32, 128, 4), device) for _ in range(6)]
+    wanted = [each.some(all_rows(each)) for each in layers]
+    for each in layers:
+        each.inputs.qkv[2] = NAN  # of padding
+    outs = torch.full((6, 4, 32 * 128), NAN, dtype=torch.bfloat16, device=device)
+    kept = [(each.window.clone(), each.state.clone()) for each in layers]
+
+    def steps() -> None:
+        for layer, out in zip(layers, outs, strict=True):
+            layer.launch(out, early=True)
+
+    torch.cuda.synchronize()
+    steps()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        steps()
+    for layer, (window, state) in zip(layers, kept, strict=True):
+        layer.window.copy_(window)
+        layer.state.copy_(state)
+    for _ in range(5):
+        outs.fill_(NAN)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        for layer, want, out in zip(layers, wanted, outs, strict=True):
+            assert torch.equal(want.run(), out)
+            assert torch.equal(want.state, layer.state)
+            assert torch.equal(want.window, layer.window)
+
+
+def test_a_cluster_has_all_value_heads_of_a_key_head() -> None:
+    """At most eight blocks; a state is cut alike whatever the batch."""
+    wanted = {(16, 16, 128): 32, (32, 16, 128): 32, (48, 16, 128): 64, (64, 16, 128): 64}
+    assert {given: columns_of_a_block(*given) for given in wanted} == wanted
+    assert columns_of_a_block(5, 1, 128) == 0
+    assert [columns_of_a_block(heads, 1, 64) for heads in (1, 4, 5, 8, 9)] == [32, 32, 64, 64, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"key_dim": 64}, "keys of 64 and values of 128 channels"),
+        ({"key_dim": 96, "value_dim": 96}, "keys of 96 and values of 96 channels"),
+        ({"num_heads": 5, "num_key_heads": 1}, "5 heads over 1 of keys"),
+        ({"width": 5}, "a convolution of width 5"),
+        ({"width": 1}, "a convolution of width 1"),
+        ({}, "no GPU"),
+    ],
+)
+def test_what_it_does_not_take_is_said(changes: dict[str, int], words: str) -> None:
+    given = {"num_heads": 32, "num_key_heads": 16, "key_dim": 128, "value_dim": 128, "width": 4}
+    assert why_not(torch.device("cpu"), **{**given, **changes}) == words
+
+
+def test_names_of_kernels() -> None:
+    """Every kernel that a launch may ask for is in the source, and takes its threads."""
+    text = native_delta.SOURCE.path.read_text()
+    for name in native_delta.SOURCE.names:
+        dim, columns = name.removeprefix("delta_step_").split("_")
+        assert f"DELTA_STEP({dim}, {columns})" in text
+    assert all(f'"{name}"' not in text for name in native_delta.SOURCE.headers[:1])
+    assert len(native_delta.SOURCE.names) == 4

@@ -1,0 +1,283 @@
+"""route.cu and experts.cu against float64 and against each other: every kind, padding, company."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiler.ir.recipe import Segment, WeightRecipe
+from compiler.targets.cuda.experts import place_experts
+from compiler.targets.cuda.held import HeldWeight
+from compiler.targets.cuda.kernels import native_experts
+from compiler.targets.cuda.kernels.native_experts import Shared, Tiles, most_tiles
+from compiler.targets.cuda.packing import hold, unpack
+
+NAN = float("nan")
+CUDA = torch.device("cuda")
+KINDS = ["bf16", "bfp8", "bfp4"]
+
+
+def weight(
+    kind: str, shape: tuple[int, int, int], device: torch.device, *, paired: bool = False
+) -> HeldWeight:
+    dense = torch.randn(shape, device=device) / shape[2] ** 0.5
+    recipe = WeightRecipe((Segment("w", shape[0] * shape[1]),), shape, kind)
+    return place_experts(
+        recipe, kind, lambda name: dense, device, paired=paired, check=lambda *_: None
+    )
+
+
+class Step:
+    """Routed tokens; the last one is padding, but of one."""
+
+    def __init__(self, num_tokens: int, num_experts: int, top_k: int) -> None:
+        wide = torch.randn(num_tokens, num_experts + 3, device=CUDA)
+        self.logits = wide[:, :num_experts]
+        self.positions = torch.arange(num_tokens, device=CUDA)
+        if num_tokens > 1:
+            self.positions[-1] = -1
+        self.weights = torch.full((num_tokens, top_k), NAN, device=CUDA)
+        self.experts = torch.full((num_tokens, top_k), 77, dtype=torch.int32, device=CUDA)
+        self.tiles = Tiles.empty(num_tokens, top_k, num_experts, CUDA)
+        self.tiles.tiles.fill_(-7)
+        self.tiles.pairs.fill_(-7)
+
+    def route(self, *, renormalise: bool = True) -> None:
+        native_experts.route(
+            self.weights,
+            self.experts,
+            self.logits,
+            self.positions,
+            self.tiles,
+            renormalise=renormalise,
+        )
+
+    def some(self, rows: slice) -> Step:
+        """A step of some of the tokens."""
+        few = Step(1, self.logits.shape[1], self.weights.shape[1])
+        few.logits, few.positions = self.logits[rows], self.positions[rows]
+        few.weights, few.experts = self.weights[rows].clone(), self.experts[rows].clone()
+        top_k, num_experts = self.weights.shape[1], self.logits.shape[1]
+        few.tiles = Tiles.empty(len(few.logits), top_k, num_experts, CUDA)
+        few.route()
+        return few
+
+
+@given(data=st.data())
+@settings(max_examples=50, deadline=None)
+def test_there_is_room_for_every_tile(data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(1, 40))
+    top_k = data.draw(st.integers(1, num_experts))
+    counts = [0] * num_experts
+    num_tokens = data.draw(st.integers(1, 64))
+    for _ in range(num_tokens):
+        for expert in data.draw(st.permutations(range(num_experts)))[:top_k]:
+            counts[expert] += 1
+    assert sum(-(-count // 8) for count in counts) <= most_tiles(num_tokens * top_k, num_experts)
+
+
+def test_why_not_without_a_gpu() -> None:
+    assert native_experts.why_not(torch.device("cpu")) == "no GPU"
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_tokens", "top_k", "is_taken"),
+    [
+        ((256, 2048, 512), 64, 8, True),
+        ((512, 2048, 512), 64, 10, True),
+        ((256, 2048, 512), 65, 8, False),
+        ((256, 2048, 500), 64, 8, False),
+        ((600, 2048, 512), 64, 8, False),
+        ((64, 2048, 512), 64, 32, False),
+    ],
+)
+def test_what_it_takes(
+    shape: tuple[int, int, int], num_tokens: int, top_k: int, is_taken: bool
+) -> None:
+    held = HeldWeight("bf16", *shape[1:], torch.empty(0), num_experts=shape[0])
+    found = native_experts.takes(held, num_tokens=num_tokens, top_k=top_k, is_sum=True)
+    assert found == is_taken
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(
+    "size", [(1, 256, 8), (64, 256, 8), (37, 512, 10), (5, 7, 7), (64, 33, 32), (2, 3, 1)]
+)
+def test_route(size: tuple[int, int, int], renormalise: bool) -> None:
+    top_k = size[2]
+    step = Step(*size)
+    step.route(renormalise=renormalise)
+    shares = step.logits.double().softmax(-1)
+    weights, experts = shares.topk(top_k)
+    if renormalise:
+        weights = weights / weights.sum(-1, keepdim=True)
+    there = step.positions >= 0
+    assert torch.equal(step.experts[there].long(), experts[there])
+    torch.testing.assert_close(step.weights[there].double(), weights[there], rtol=1e-5, atol=1e-9)
+    assert bool((step.experts[~there] == -1).all()) and bool((step.weights[~there] == 0).all())
+    check_tiles(step.tiles, step.experts)
+
+
+def check_tiles(tiles: Tiles, experts: torch.Tensor) -> None:
+    """Every pair once, by expert and then by token, at most 8 of one expert in a tile."""
+    count = int(tiles.tiles[0])
+    found = tiles.pairs[:count].tolist()
+    owners = tiles.tiles[1 : 1 + count].tolist()
+    flat = experts.flatten().tolist()
+    pairs = [[pair for pair in row if pair >= 0] for row in found]
+    assert all(
+        row[len(kept) :] == [-1] * (8 - len(kept)) for row, kept in zip(found, pairs, strict=True)
+    )
+    assert all(
+        flat[pair] == owner for row, owner in zip(pairs, owners, strict=True) for pair in row
+    )
+    expected = sorted((expert, pair) for pair, expert in enumerate(flat) if expert >= 0)
+    assert [pair for row in pairs for pair in row] == [pair for _, pair in expected]
+    assert all(row for row in pairs)
+
+
+@pytest.mark.gpu
+def test_of_equals_the_first_and_of_no_numbers_some() -> None:
+    step = Step(3, 40, 3)
+    step.positions[:] = 1
+    step.logits[:2] = 0.0
+    step.logits[1] = NAN
+    step.route()
+    assert step.experts[0].tolist() == [0, 1, 2]
+    assert len(set(step.experts[1].tolist())) == 3
+    assert bool(((step.experts >= 0) & (step.experts < 40)).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("swiglu", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "experts", "rows", "columns"),
+    [(1, (9, 3), 64, 256), (19, (5, 2), 24, 128), (64, (40, 8), 48, 384), (33, (3, 3), 512, 2048)],
+)
+def test_products(
+    num_tokens: int, experts: tuple[int, int], rows: int, columns: int, swiglu: bool, kind: str
+) -> None:
+    num_experts, top_k = experts
+    step = Step(num_tokens, num_experts, top_k)
+    step.route()
+    held = weight(kind, (num_experts, rows * (2 if swiglu else 1), columns), CUDA, paired=swiglu)
+    x = torch.randn(num_tokens, columns + 8, device=CUDA).bfloat16()[:, :columns]
+    dtype = torch.bfloat16 if swiglu else torch.float32
+    out = torch.full((num_tokens, top_k * rows), NAN, device=CUDA, dtype=dtype)
+    native_experts.expert_linear(out, x, held, step.tiles, top_k=top_k, swiglu=swiglu)
+    chosen = unpack(held).double().view(num_experts, held.num_rows, -1)
+    y = torch.einsum("tc,tkrc->tkr", x.double(), chosen[step.experts.clamp(min=0).long()])
+    if swiglu:
+        gate, up = y.unflatten(2, (-1, 2, 8)).unbind(3)
+        y = (torch.nn.functional.silu(gate) * up).flatten(2)[:, :, :rows]
+    there = step.positions >= 0
+    found = out.double().view(num_tokens, top_k, rows)
+    scale = y.abs().max()
+    torch.testing.assert_close(
+        found[there], y[there], rtol=2.0**-7 if swiglu else 1e-5, atol=float(2e-6 * scale)
+    )
+    assert bool(found[~there].isnan().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("has_shared", [True, False])
+@pytest.mark.parametrize(
+    ("num_tokens", "experts", "rows", "columns"),
+    [(1, (9, 3), 64, 256), (64, (40, 8), 40, 128), (16, (256, 8), 2048, 512)],
+)
+def test_sums(
+    num_tokens: int,
+    experts: tuple[int, int],
+    rows: int,
+    columns: int,
+    has_shared: bool,
+    residual: bool,
+    kind: str,
+) -> None:
+    num_experts, top_k = experts
+    step = Step(num_tokens, num_experts, top_k)
+    step.route()
+    held = weight(kind, (num_experts, rows, columns), CUDA)
+    x = torch.randn(num_tokens, top_k * columns, device=CUDA).bfloat16()
+    before = torch.randn(num_tokens, rows, device=CUDA)
+    wide = torch.randn(num_tokens, rows + 5, device=CUDA)
+    shared, gate = (wide[:, :rows], wide[:, -1:]) if has_shared else (None, None)
+    torch.cuda.synchronize()
+    out = before.clone()
+    native_experts.expert_sum(
+        out, x, held, step.tiles, step.weights, residual=residual, gate=gate, shared=shared
+    )
+    chosen = unpack(held).double().view(num_experts, rows, -1)[step.experts.clamp(min=0).long()]
+    y = torch.einsum("tkc,tkrc->tkr", x.double().view(num_tokens, top_k, columns), chosen)
+    y = (y * step.weights.double()[:, :, None]).sum(1)
+    if shared is not None and gate is not None:
+        y += shared.double() * gate.double().sigmoid()
+    if residual:
+        y += before.double()
+    torch.testing.assert_close(out.double(), y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_tokens", [1, 9, 64])
+def test_an_expert_of_all_tokens_runs_along(num_tokens: int, kind: str) -> None:
+    """It changes nothing about the others, and is one expert that every token has"""
+    num_experts, top_k, columns, inner, wide = 12, 4, 256, 128, 384
+    step = Step(num_tokens, num_experts, top_k)
+    step.positions[:] = 1
+    step.route()
+    up = weight(kind, (num_experts, 2 * inner, columns), CUDA, paired=True)
+    dense = torch.randn(2 * wide, columns, device=CUDA) / columns**0.5
+    shared_up = hold(dense, kind, paired=True)
+    down = weight(kind, (num_experts, columns, inner), CUDA)
+    shared_down = hold(torch.randn(columns, wide, device=CUDA) / wide**0.5, kind, paired=False)
+    x = torch.randn(num_tokens, columns, device=CUDA).bfloat16()
+    gate = torch.randn(num_tokens, 1, device=CUDA)
+    torch.cuda.synchronize()
+    y = torch.full((num_tokens, wide), NAN, device=CUDA, dtype=torch.bfloat16)
+    ys = [torch.full((num_tokens, top_k * inner), NAN, device=CUDA).bfloat16() for _ in range(2)]
+    run = partial(native_experts.expert_linear, top_k=top_k, swiglu=True)
+    run(ys[0], x, up, step.tiles, shared=Shared(x, shared_up, y))
+    run(ys[1], x, up, step.tiles)
+    assert torch.equal(*ys)
+    gate_y, up_y = (x.double() @ unpack(shared_up).double().T).unflatten(1, (-1, 2, 8)).unbind(2)
+    expected = (torch.nn.functional.silu(gate_y) * up_y).flatten(1)
+    torch.testing.assert_close(y.double(), expected, rtol=2.0**-7, atol=1e-4)
+    alone = (y.double() @ unpack(shared_down).double().T).float()
+    outs = [torch.zeros(num_tokens, columns, device=CUDA) for _ in range(2)]
+    add = partial(native_experts.expert_sum, residual=False, gate=gate)
+    add(outs[0], ys[0], down, step.tiles, step.weights, shared=Shared(y, shared_down))
+    add(outs[1], ys[0], down, step.tiles, step.weights, shared=alone)
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_s_bits_do_not_depend_on_its_company(kind: str) -> None:
+    num_experts, top_k, columns = 30, 4, 512
+    step = Step(64, num_experts, top_k)
+    step.route()
+    up = weight(kind, (num_experts, 256, columns), CUDA, paired=True)
+    down = weight(kind, (num_experts, 512, 128), CUDA)
+    x = torch.randn(64, columns, device=CUDA).bfloat16()
+
+    def run(step: Step, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.synchronize()
+        inner = torch.zeros(len(x), top_k * 128, device=CUDA, dtype=torch.bfloat16)
+        native_experts.expert_linear(inner, x, up, step.tiles, top_k=top_k, swiglu=True)
+        out = torch.zeros(len(x), 512, device=CUDA)
+        native_experts.expert_sum(out, inner, down, step.tiles, step.weights, residual=True)
+        return out
+
+    whole = run(step, x)
+    assert torch.equal(whole, run(step, x))
+    for rows in (slice(0, 1), slice(7, 16), slice(40, 64)):
+        assert torch.equal(run(step.some(rows), x[rows]), whole[rows])

@@ -1,0 +1,96 @@
+"""Which kernels experts run on, what runs along with them, and on a GPU that all agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from compiler.driver import weight_source
+from compiler.precision import PrecisionConfig
+from compiler.targets.cuda.executable import CudaExecutable
+from compiler.targets.cuda.instructions import Linear, Plan
+from compiler.targets.cuda.kernels import native_experts
+from compiler.targets.cuda.plan import make_plan
+from compiler.targets.cuda.steps_experts import Experts
+from compiler.targets.cuda.weights import load_weights
+from models.gated_delta_net import DeltaShape
+from tests.models.test_qwen3_5_moe import ON_CUDA
+from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
+from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+
+BF16 = precision_of("bf16")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LARGER: dict[str, Any] = {
+    **{"hidden_size": 256, "num_heads": 4, "num_kv_heads": 1, "head_dim": 64},
+    **{"delta": DeltaShape(2, 4, 64, 64, 4), "num_experts": 12, "experts_per_token": 3},
+    **{"expert_size": 128, "shared_size": 128},
+}
+"""As the CUDA C++ kernels take them."""
+
+
+def model_of(**changes: Any) -> Any:
+    return tiny_model(std=0.05, model_type="qwen3_5_moe", **{**ON_CUDA, **changes})
+
+
+def experts_of(
+    precision: PrecisionConfig, device: torch.device, *, exact: bool = False
+) -> tuple[Plan, Experts]:
+    model = model_of()
+    plan = make_plan(lowered(model, target="cuda", precision=precision)[0])
+    weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
+    return plan, Experts(plan, weights, device, exact=exact, max_rows=4)
+
+
+def test_why_not_in_cuda_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_experts, "why_not", lambda device: "")
+    assert experts_of(BF16, CPU)[1].why_not_native == "no GPU"
+    assert experts_of(BF16, CUDA, exact=True)[1].why_not_native == "float32"
+    assert experts_of(BF16, CUDA)[1].why_not_native == "4 experts of 32 columns"
+    monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
+    assert experts_of(BF16, CUDA)[1].why_not_native == ""
+
+
+@pytest.mark.parametrize(
+    ("formats", "is_along"),
+    [({}, True), ({"shared_ff2": "bfp8"}, False), ({"shared_ff1_3": "bfp4"}, False)],
+)
+def test_the_expert_of_all_tokens_runs_along_where_it_is_held_alike(
+    formats: dict[str, str], is_along: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_experts, "why_not", lambda device: "")
+    monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
+    monkeypatch.setattr(native_experts, "TILE_COLUMNS", 8)
+    plan, experts = experts_of(precision_of("bf16", **formats), CUDA)
+    products = [each for each in plan.instructions if isinstance(each, Linear)]
+    shared = [each for each in products if ".shared_expert." in each.fqn]
+    assert len(shared) == 4
+    assert [each for each in products if experts.runs_along(each)] == (shared if is_along else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("formats", [{}, {"experts_ff1_3": "bfp8", "experts_ff2": "bfp4"}])
+def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
+    formats: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps behind a prompt, some rows at a time; and a row alone has the same bits"""
+    precision, found = precision_of("bf16", **formats), []
+    for name in ("1", "0"):
+        monkeypatch.setenv("TILEWRIGHT_NATIVE_KERNELS", name)
+        native_experts.nvrtc.why_not.cache_clear()
+        executable = compiled(model_of(**LARGER), "cuda", precision=precision, compute="fast")
+        assert isinstance(executable, CudaExecutable)
+        assert ("in Triton" in executable._steps.kernels()) == (name == "0")
+        handles = [executable.reserve(40) for _ in range(3)]
+        for index, handle in enumerate(handles):
+            step(executable, [(handle, random_tokens(5 + 7 * index, seed=index), 0)])
+        alone = executable.copy(handles[1], 12)
+        rows = [(handle, [7 + i], 5 + 7 * i) for i, handle in enumerate(handles)]
+        together = step(executable, rows).clone()
+        assert torch.equal(step(executable, [(alone, [8], 12)])[0], together[1])
+        found += [together, prefill(executable, random_tokens(30), [20, *[1] * 10])[20:].clone()]
+        executable.close()
+    native_experts.nvrtc.why_not.cache_clear()
+    for ours, theirs in zip(found[:2], found[2:], strict=True):
+        assert noise(ours, theirs) < BF16_NOISE
