@@ -13,10 +13,19 @@ from torch import Tensor
 
 from compiler.errors import RequestError
 from compiler.ops import SamplingBatch
+from compiler.targets.cuda.instructions import Mixer, Plan
 from compiler.targets.cuda.kernels.choose import choose, num_keys, sample
-from compiler.targets.cuda.steps import Rows, Steps
+from compiler.targets.cuda.steps import LIBRARY_ATTENTION, Rows, Steps
 
-PROMPT_BUCKETS = (16, 32, 64, 128, 256, 512)
+_PROMPTS = (16, 32, 64, 128, 256, 512)
+_LONG_PROMPTS = (768, 1024, 1536, 2048)
+"""Of plans with mixers: a prompt is a thousand launches, longer for the host than for the GPU."""
+
+
+def prompt_buckets(plan: Plan) -> tuple[int, ...]:
+    """Tokens of the prompts that are captured, padding included."""
+    has_mixers = any(isinstance(each, Mixer) for each in plan.instructions)
+    return (*_PROMPTS, *_LONG_PROMPTS) if has_mixers else _PROMPTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,22 +178,22 @@ class PromptBucket:
         self.choice = make_choice(1, vocab_size, num_ends, tokens, device)
         self.logits = torch.empty(0)
         self._steps, self._device, self._pool = steps, device, pool
-        self._captured: dict[bool, Captured] = {}
+        self._captured: dict[tuple[bool, bool], Captured] = {}
 
     def run(self, tokens: Tensor, first: int, slot: int, *, is_greedy: bool) -> None:
         """``tokens`` from position ``first`` on, of the sequence in ``slot``."""
-        if is_greedy not in self._captured:
+        how = is_greedy, first == 0 and self.num_tokens > LIBRARY_ATTENTION
+        if how not in self._captured:
             self.rows.positions.fill_(-1)
-            run = Captured(lambda: self._run(is_greedy), self._device, self._pool)
-            self._captured[is_greedy] = run
+            self._captured[how] = Captured(lambda: self._run(*how), self._device, self._pool)
         count = len(tokens)
         positions = torch.arange(first, first + count)
         self.rows.upload(tokens, positions, torch.full_like(tokens, slot))
         self.last.fill_(count - 1)
-        self._captured[is_greedy]()
+        self._captured[how]()
 
-    def _run(self, is_greedy: bool) -> None:
-        logits = self._steps.prefill(self.rows, logit_rows=self.last)
+    def _run(self, is_greedy: bool, from_start: bool) -> None:
+        logits = self._steps.prefill(self.rows, logit_rows=self.last, from_start=from_start)
         assert logits is not None
         self.logits = logits
         self.choice.apply(logits, is_greedy=is_greedy)

@@ -23,11 +23,11 @@ from compiler.targets.base import (
 )
 from compiler.targets.contract import NumericContract
 from compiler.targets.cuda.capture import (
-    PROMPT_BUCKETS,
     Choice,
     DecodeBucket,
     PromptBucket,
     make_choice,
+    prompt_buckets,
 )
 from compiler.targets.cuda.device import PROMPT_CHUNK
 from compiler.targets.cuda.instructions import Plan
@@ -78,6 +78,7 @@ class CudaExecutable(Executable):
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
         self._graphs = torch.cuda.graph_pool_handle() if is_gpu else None
+        self._prompt_sizes = prompt_buckets(plan)
         self._decodes: dict[int, DecodeBucket] = {}
         self._prompts: dict[int, PromptBucket] = {}
         self._readings: list[tuple[Tensor, Tensor]] = []
@@ -209,7 +210,7 @@ class CudaExecutable(Executable):
         tokens, first, slot = inputs.tokens, int(inputs.positions[0]), inputs.states[0]
         is_greedy = inputs.sampling is None or inputs.sampling.is_greedy
         rows = inputs.logit_rows.tolist()
-        if len(tokens) <= PROMPT_BUCKETS[-1] and rows in ([], [len(tokens) - 1]):
+        if len(tokens) <= self._prompt_sizes[-1] and rows in ([], [len(tokens) - 1]):
             bucket = self._prompt_bucket(len(tokens))
             if inputs.sampling is not None:
                 bucket.choice.upload(inputs.sampling)
@@ -246,7 +247,7 @@ class CudaExecutable(Executable):
         return self._decodes[size]
 
     def _prompt_bucket(self, num_tokens: int) -> PromptBucket:
-        size = next(size for size in PROMPT_BUCKETS if size >= num_tokens)
+        size = next(size for size in self._prompt_sizes if size >= num_tokens)
         if size not in self._prompts:
             self._prompts[size] = PromptBucket(
                 self._steps, size, self.vocab_size, self._num_ends, self._graphs

@@ -100,7 +100,7 @@ def expert_linear(
     assert out.shape[0] == num_tokens and out.stride(1) == 1 == x.stride(1)
     own = x.shape[1] == top_k * num_columns and top_k > 1
     assert own or x.shape[1] >= num_columns
-    rows = TILE_ROWS if groups.tile_size == FEW_PAIRS else 4 * TILE_ROWS
+    rows, launch = _launch(held, groups.tile_size)
     grid = (triton.cdiv(held.num_row_tiles * TILE_ROWS, rows), groups.tiles.shape[1])
     _expert_linear_kernel[grid](
         out, x, held.data, None if held.kind == "bf16" else words_of(held),
@@ -109,15 +109,25 @@ def expert_linear(
         groups.tiles.shape[1], top_k,
         out.stride(0), num_rows, x.stride(0), num_columns if own else 0, held.scale,
         KIND=held.kind, STEPS=held.num_column_tiles, ROWS=rows, PAIRS=groups.tile_size,
-        SWIGLU=swiglu, num_warps=4, num_stages=4 if rows == TILE_ROWS else 3, **chained(out),
+        SWIGLU=swiglu, **launch, **chained(out),
     )  # fmt: skip
+
+
+def _launch(held: HeldWeight, tile_size: int) -> tuple[int, dict[str, int]]:
+    """The rows that a program takes, its warps and its steps in flight: measured on an H200."""
+    if tile_size == FEW_PAIRS:
+        return TILE_ROWS, {"num_warps": 4, "num_stages": 4}
+    if held.kind != "bf16":
+        return 4 * TILE_ROWS, {"num_warps": 4, "num_stages": 3}
+    is_long = held.num_column_tiles >= 8
+    return 8 * TILE_ROWS, {"num_warps": 8, "num_stages": 4 if is_long else 2}
 
 
 @triton.jit
 def _sum_experts_kernel(
     out_ptr, products_ptr, weights_ptr, experts_ptr, shared_ptr, gate_ptr,
-    width, top_k, out_stride, products_stride, shared_stride, gate_stride,
-    RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    width, out_stride, products_stride, shared_stride, gate_stride,
+    K: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -125,11 +135,11 @@ def _sum_experts_kernel(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < width
     total = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(top_k):
-        has = tl.load(experts_ptr + token * top_k + choice) >= 0
-        weight = tl.load(weights_ptr + token * top_k + choice)
+    for choice in tl.static_range(K):
+        has = tl.load(experts_ptr + token * K + choice) >= 0
+        weight = tl.load(weights_ptr + token * K + choice)
         at = products_ptr + token * products_stride + choice * width + channel
-        y = tl.load(at, mask=inside & has, other=0.0)
+        y = tl.load(at, mask=inside & has, other=0.0).to(tl.float32)
         total += tl.where(has, weight, 0.0) * y
     if shared_ptr is not None:
         gate = tl.load(gate_ptr + token * gate_stride)
@@ -151,7 +161,7 @@ def sum_experts(
     shared: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """``out [T, C]``: the K products ``[T, K C]`` of each token times ``weights [T, K]``, summed;
-    all float32.
+    all float32, but the products maybe bfloat16.
 
     ``experts [T, K]`` int32: below 0, the product is not there. ``shared``: ``[T, C]`` and its gate
     ``[T, 1]``, of which ``shared * sigmoid(gate)`` is added; ``residual``: what ``out`` holds too.
@@ -166,7 +176,7 @@ def sum_experts(
     block = min(_MAX_BLOCK, block_of(width))
     _sum_experts_kernel[(num_tokens, triton.cdiv(width, block))](
         out, products, weights, experts, y, gate,
-        width, top_k, out.stride(0), products.stride(0),
+        width, out.stride(0), products.stride(0),
         0 if y is None else y.stride(0), 0 if gate is None else gate.stride(0),
-        RESIDUAL=residual, BLOCK=block, **chained(out),
+        K=top_k, RESIDUAL=residual, BLOCK=block, **chained(out),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from compiler.targets.cuda.kernels.launch import (
 
 MAX_WIDTH = 16384
 """Channels of a row: what one program keeps in registers."""
+_FEW_ROWS = 64  # of a decode step: programs enough with a head each
 
 
 @triton.jit
@@ -62,21 +63,21 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float) -> None:
 
 @triton.jit
 def _rms_norm_heads_kernel(
-    out_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, out_stride, qkv_stride, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+    out_ptr, qkv_ptr, q_weight_ptr, k_weight_ptr, num_heads, out_stride, qkv_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     release_dependents(CHAINED)
-    head = tl.program_id(1)
-    channel = tl.arange(0, BLOCK)
-    inside = channel < D
-    if head < H:
-        weight = tl.load(q_weight_ptr + channel, mask=inside, other=0.0)
-    else:
-        weight = tl.load(k_weight_ptr + channel, mask=inside, other=0.0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
+    channel = tl.arange(0, BLOCK)[None, :]
+    inside = (head < num_heads) & (channel < D)
+    weight = tl.load(q_weight_ptr + channel, mask=channel < D, other=0.0)
+    k_weight = tl.load(k_weight_ptr + channel, mask=channel < D, other=0.0)
+    weight = tl.where(head < H, weight, k_weight)
     wait_for_inputs(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     x = tl.load(qkv_ptr + row * qkv_stride + head * D + channel, mask=inside, other=0.0)
-    y = x * tl.rsqrt(tl.sum(x * x) / D + eps) * weight
+    y = x * tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None] * weight
     y = tl.where(head < H + G, y, x)
     tl.store(out_ptr + row * out_stride + head * D + channel, y, mask=inside)
 
@@ -97,8 +98,10 @@ def rms_norm_heads(
     assert out.shape == qkv.shape and out.dtype == qkv.dtype and out.stride(1) == 1
     in_place = out.data_ptr() == qkv.data_ptr()
     assert k_weight.shape == q_weight.shape and width == (num_heads + 2 * num_kv_heads) * head_dim
-    _rms_norm_heads_kernel[(num_rows, num_heads + num_kv_heads * (1 if in_place else 2))](
-        out, qkv, q_weight, k_weight, out.stride(0), qkv.stride(0), eps,
-        H=num_heads, G=num_kv_heads, D=head_dim, BLOCK=block_of(head_dim),
-        num_warps=1, **chained(qkv),
+    heads, block = num_heads + num_kv_heads * (1 if in_place else 2), block_of(head_dim)
+    together = 1 if num_rows <= _FEW_ROWS else max(1, 1024 // block)
+    _rms_norm_heads_kernel[(num_rows, triton.cdiv(heads, together))](
+        out, qkv, q_weight, k_weight, heads, out.stride(0), qkv.stride(0), eps,
+        H=num_heads, G=num_kv_heads, D=head_dim, BLOCK=block, HEADS=together,
+        num_warps=min(8, together), **chained(qkv),
     )  # fmt: skip

@@ -25,6 +25,7 @@ _FEW_PAIRS = 1024
 """So many are sorted by one program."""
 _STEP = tl.constexpr(16)  # pairs that one program compares all others with at a time
 _BLOCK = tl.constexpr(1024)
+_MOST_TOGETHER = 8192  # pairs that a program looks at together
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,20 +163,21 @@ def _group_few_kernel(
 
 @triton.jit
 def _order_kernel(
-    order_ptr, counts_ptr, experts_ptr, num_pairs, num_experts, CHAINED: tl.constexpr
-):
+    order_ptr, counts_ptr, experts_ptr, num_pairs, num_experts,
+    BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
     """Program e: its expert's pairs, behind those of the experts before it."""
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
     expert = tl.program_id(0)
     start = tl.zeros((), tl.int32)
-    for first in range(0, num_pairs, _BLOCK):
-        pair = first + tl.arange(0, _BLOCK)
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
         found = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1)
         start += tl.sum(((found >= 0) & (found < expert)).to(tl.int32), 0)
     end = start
-    for first in range(0, num_pairs, _BLOCK):
-        pair = first + tl.arange(0, _BLOCK)
+    for first in range(0, num_pairs, BLOCK):
+        pair = first + tl.arange(0, BLOCK)
         found = tl.load(experts_ptr + pair, mask=pair < num_pairs, other=-1)
         ours = (found == expert).to(tl.int32)
         tl.store(order_ptr + end + tl.cumsum(ours, 0) - 1, pair, mask=ours != 0)
@@ -213,6 +215,6 @@ def group(groups: Groups, experts: Tensor) -> None:
         return
     _order_kernel[(num_experts,)](
         groups.order, groups.counts, experts, num_pairs, num_experts,
-        num_warps=4, **chained(experts),
+        BLOCK=min(_MOST_TOGETHER, block_of(num_pairs)), num_warps=8, **chained(experts),
     )  # fmt: skip
     _tiles_kernel[(1,)](groups.tiles, groups.counts, num_tokens, num_experts, num_tiles, **sizes)
