@@ -24,6 +24,7 @@ from compiler.targets.cuda.kernels.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from compiler.targets.cuda.kernels.native_delta_prompt import delta_solve, why_not
 from compiler.targets.cuda.kernels.norm import rounded
 
 CHUNK = 64
@@ -316,6 +317,11 @@ def delta_rule_prompt(
         _run_span(out[part], some, z[part], norm, scratch=scratch, exact=exact, **where)
 
 
+def is_native(inputs: DeltaInputs, *, exact: bool) -> bool:
+    """Whether the chunks' systems are solved by delta_solve.cu: the same, with products of TF32."""
+    return not exact and not why_not(inputs)
+
+
 def _run_span(
     out: Tensor,
     inputs: DeltaInputs,
@@ -338,12 +344,16 @@ def _run_span(
         **{"KEYS": k_block, "VALUES": v_block, "C": CHUNK},
         **{"PRECISION": "tf32x3" if exact else "tf32", **chained(out)},
     }
-    _solve_kernel[(num_chunks, heads)](
-        from_state, corrections, keys, totals, scales,
-        qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, positions,
-        num_tokens, qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0),
-        DIAGONAL=_DIAGONAL, LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1, **sizes, **_SOLVE_LAUNCH,
-    )  # fmt: skip
+    if is_native(inputs, exact=exact):
+        delta_solve(*scratch[1:], inputs=inputs, positions=positions)
+    else:
+        _solve_kernel[(num_chunks, heads)](
+            from_state, corrections, keys, totals, scales,
+            qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, positions,
+            num_tokens, qkv.stride(0), inputs.a.stride(0), inputs.b.stride(0),
+            DIAGONAL=_DIAGONAL, LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1,
+            **sizes, **_SOLVE_LAUNCH,
+        )  # fmt: skip
     block = min(_STATE_VALUES, v_block)
     _states_kernel[(heads, triton.cdiv(inputs.value_dim, block))](
         states, from_state, corrections, keys, totals, state, positions, slots, num_chunks,
