@@ -21,6 +21,7 @@ from compiler.targets.cuda.instructions import (
     LOGITS,
     OPERAND,
     PRODUCT,
+    PRODUCT_STRIDE,
     RESIDUAL,
     Attend,
     Buffer,
@@ -247,8 +248,11 @@ class Lowering:
             )
 
     def take(self, node: Node, role: str) -> Place:
-        """A place for a value."""
-        place = Place(self._buffer(role, width_of(node)), width_of(node))
+        """A place for a value. Rows of products are as far apart as the library likes them."""
+        width, stride = width_of(node), 0
+        if role == PRODUCT and width % PRODUCT_STRIDE:
+            stride = -(-width // PRODUCT_STRIDE) * PRODUCT_STRIDE
+        place = Place(self._buffer(role, stride or width), width, stride=stride)
         self._places[node] = place
         return place
 

@@ -58,9 +58,6 @@ LIBRARY_ATTENTION = 512
 """Prompts longer than this, from their first position, attend through the library."""
 
 
-_LIBRARY_COLUMNS = 8
-"""The library is slow at results of other widths."""
-
 LIBRARY_HEAD_DIM = 256
 """Heads are at most so wide there."""
 
@@ -288,10 +285,10 @@ class Steps:
             return
         if each.residual:
             add_product(out, x, weight)
-        elif held.kind == "bf16" and held.num_rows % _LIBRARY_COLUMNS and out.is_cuda:
-            wide = out.new_empty(len(out), held.data.shape[0])  # the rows of zeros, too
+        elif held.kind == "bf16" and out.stride(0) == len(held.data) > held.num_rows:
+            stride = out.stride(0)  # with the weight's rows of zeros: odd widths are slow
+            wide = out.as_strided((len(out), stride), (stride, 1))
             store_product(wide, x, held.data[:, : held.num_columns].to(x.dtype))
-            out.copy_(wide[:, : held.num_rows])
         else:
             store_product(out, x, weight)
         if bias is not None:

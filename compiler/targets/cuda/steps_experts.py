@@ -17,9 +17,9 @@ from compiler.targets.cuda.instructions import ExpertLinear, ExpertSum, Linear, 
 from compiler.targets.cuda.kernels import native_experts
 from compiler.targets.cuda.kernels.expert_linear import (
     FEW_PAIRS,
+    MANY_PAIRS,
     expert_linear,
     sum_experts,
-    tile_size,
 )
 from compiler.targets.cuda.kernels.route import Groups, group, route
 from compiler.targets.cuda.weights import Weights, product_of
@@ -170,10 +170,8 @@ class Experts:
         parts = []
         for first in range(0, num_tokens, PART_TOKENS):
             num_pairs = min(PART_TOKENS, num_tokens - first) * each.top_k
-            # A row's arithmetic must not depend on how many a decode step has; in float32 there are
-            # no registers for large tiles.
-            is_small = decodes or self._exact
-            size = FEW_PAIRS if is_small else tile_size(num_pairs, num_experts)
+            # In float32 there are no registers for large tiles.
+            size = FEW_PAIRS if decodes or self._exact else MANY_PAIRS
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
         alone = parts[0] if num_tokens == 1 else None
         renormalise = each.renormalise

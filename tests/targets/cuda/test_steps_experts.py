@@ -89,6 +89,7 @@ def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
         rows = [(handle, [7 + i], 5 + 7 * i) for i, handle in enumerate(handles)]
         together = step(executable, rows).clone()
         assert torch.equal(step(executable, [(alone, [8], 12)])[0], together[1])
+        executable.free(alone)
         found += [together, prefill(executable, random_tokens(30), [20, *[1] * 10])[20:].clone()]
         executable.close()
     native_experts.nvrtc.why_not.cache_clear()

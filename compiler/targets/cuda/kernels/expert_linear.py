@@ -25,14 +25,10 @@ from compiler.targets.cuda.kernels.norm import rounded
 from compiler.targets.cuda.kernels.route import Groups
 
 FEW_PAIRS = 16
-"""Pairs of a tile where experts have few each: the least that tensor cores take well."""
+"""Pairs of a tile in decode steps: the least that tensor cores take well."""
 MANY_PAIRS = 64
+"""Pairs of a tile in prompts: measured faster on an H200, however few an expert has."""
 _MAX_BLOCK = 1024
-
-
-def tile_size(num_pairs: int, num_experts: int) -> int:
-    """Pairs of a tile, for so many of them; every decode step has the smaller ones."""
-    return FEW_PAIRS if num_pairs <= FEW_PAIRS * num_experts else MANY_PAIRS
 
 
 @triton.jit
@@ -48,10 +44,11 @@ def _expert_linear_kernel(
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
+    # All three at once: each would be a way to memory and back before a weight is asked for.
     expert = tl.load(tiles_ptr + tl.program_id(1))
+    first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
+    last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
     if expert >= 0:
-        first = tl.load(tiles_ptr + num_tiles + tl.program_id(1))
-        last = tl.load(tiles_ptr + 2 * num_tiles + tl.program_id(1))
         place = first + tl.arange(0, PAIRS)
         is_pair = place < last
         pair = tl.load(order_ptr + place, mask=is_pair, other=0)

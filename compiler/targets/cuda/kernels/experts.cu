@@ -7,6 +7,8 @@
 
 #include "experts_walk.cuh"
 
+constexpr int WARPS = 8, SUM_WARPS = 9;  // eight experts of one token, and the one that all share
+
 // A warp a row tile of a pair tile's expert, all over the device; tiles of the shared expert, last.
 template <int F, int DEPTH> __device__ __forceinline__ void expert_linear(const Experts &p) {
   extern __shared__ __align__(128) u8 memory[];
@@ -58,13 +60,13 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
   const u32 ring = shared_address(memory) + warp * DEPTH * stage_bytes<F>;
   const int num_pairs = p.num_tokens * p.top_k;
   const int num_products = num_pairs + (p.shared.data ? p.num_tokens : 0);
-  float *products = (float *)(memory + WARPS * DEPTH * stage_bytes<F>);  // [products, 16]
+  float *products = (float *)(memory + SUM_WARPS * DEPTH * stage_bytes<F>);  // [products, 16]
   float *weights = products + num_products * 16;
   Table table((u8 *)(weights + (num_pairs + 3) / 4 * 4), p);
   release_dependents();
   table.read();
-  for (int i = threadIdx.x; i < num_pairs; i += WARPS * 32) weights[i] = p.weights[i];
-  for (int i = threadIdx.x; i < num_products * 4; i += WARPS * 32)
+  for (int i = threadIdx.x; i < num_pairs; i += SUM_WARPS * 32) weights[i] = p.weights[i];
+  for (int i = threadIdx.x; i < num_products * 4; i += SUM_WARPS * 32)
     ((float4 *)products)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // padding has no products
   __syncthreads();
   const int num_own = table.num_tiles();
@@ -83,10 +85,10 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
       to[8] = acc[2 + i] * of.scale;
     }
   };
-  walk<F, DEPTH>(table, ring, warp, WARPS, num_own + p.num_shared_tiles(), where,
+  walk<F, DEPTH>(table, ring, warp, SUM_WARPS, num_own + p.num_shared_tiles(), where,
                  [] { wait_for_inputs(); }, finish);
   __syncthreads();
-  for (int i = threadIdx.x; i < p.num_tokens * 16; i += WARPS * 32) {
+  for (int i = threadIdx.x; i < p.num_tokens * 16; i += SUM_WARPS * 32) {
     const int token = i >> 4, row = blockIdx.x * 16 + (i & 15);
     if (row >= p.own.num_rows) continue;
     float *out = (float *)p.out + (size_t)token * p.out_stride + row, shared = 0.0f, gate = 0.0f;
@@ -107,7 +109,7 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
 #define EXPERTS(name, F, DEPTH)                                                                   \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                     \
   expert_linear_##name##_##DEPTH(const Experts p) { expert_linear<F, DEPTH>(p); }                 \
-  extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                     \
+  extern "C" __global__ void __launch_bounds__(SUM_WARPS * 32, 1)                                 \
   expert_sum_##name##_##DEPTH(const Experts p) { expert_sum<F, DEPTH>(p); }
 
 EXPERTS(bf16, BF16, 3)

@@ -4,7 +4,7 @@
 
 #include "tiles.cuh"
 
-constexpr int WARPS = 8, PAIRS = 8;
+constexpr int PAIRS = 8;
 constexpr int X_ROW = (STEP + X_PADDING) * 2, X_BYTES = PAIRS * X_ROW;
 
 template <int F> constexpr int stage_bytes = step_bytes<F> + X_BYTES;
@@ -55,9 +55,9 @@ struct Table {
       : p(p), pairs((short *)memory), tiles((int *)(memory + p.most_tiles * PAIRS * 2)) {}
   __device__ __forceinline__ void read() {
     const int count = p.tiles[0];
-    for (int i = threadIdx.x; i < count; i += WARPS * 32)
+    for (int i = threadIdx.x; i < count; i += blockDim.x)
       ((uint4 *)pairs)[i] = ((const uint4 *)p.pairs)[i];
-    for (int i = threadIdx.x; i <= count; i += WARPS * 32) tiles[i] = p.tiles[i];
+    for (int i = threadIdx.x; i <= count; i += blockDim.x) tiles[i] = p.tiles[i];
   }
   __device__ __forceinline__ int num_tiles() const { return tiles[0]; }
   __device__ __forceinline__ int expert(int tile) const { return tiles[1 + tile]; }

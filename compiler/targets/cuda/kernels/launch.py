@@ -4,6 +4,7 @@ Triton's interpreter, which the same sources run under on a CPU.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -38,3 +39,11 @@ def chained(tensor: torch.Tensor) -> dict[str, Any]:
 def block_of(size: int, *, least: int = 16) -> int:
     """The power of two that a Triton block over ``size`` elements has."""
     return max(least, triton.next_power_of_2(size))
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 1 for a CPU, where the interpreter runs one program at a time."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from compiler.targets.cuda.held import TILE_BYTES, HeldWeight
 from compiler.targets.cuda.kernels import nvrtc
+from compiler.targets.cuda.kernels.launch import num_processors
 
 MAX_TOKENS = 64
 MAX_NORM_COLUMNS = 8192
@@ -249,7 +250,7 @@ def linear(
 
 def _launch_gemv(product: _Product, held: HeldWeight, walk: Walk) -> None:
     """Few tokens: as many blocks as are resident, each walking over row tiles."""
-    num_blocks = walk.blocks_each * _num_processors(torch.cuda.current_device())
+    num_blocks = walk.blocks_each * num_processors(held.data.device)
     at = nvrtc.Launch(
         (min(held.num_row_tiles, num_blocks), 1, 1),
         _NUM_THREADS,
@@ -291,11 +292,6 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, *, eps: float, num_tokens: 
     )
     at = nvrtc.Launch((num_tokens, 1, 1), _NUM_THREADS)
     nvrtc.launch(source(), "rms_norm", at=at, arguments=arguments, spread=True)
-
-
-@functools.cache
-def _num_processors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def kernel_names(text: str) -> tuple[str, ...]:

@@ -28,7 +28,9 @@ MANY_BLOCKS = 768
 """Blocks of a launch of one row over a long table, about: four a multiprocessor."""
 
 ENOUGH_BLOCKS = 512
-"""Blocks from which on a launch of several rows gives a block more splits instead."""
+"""Blocks from which on a launch of several rows gives a block more splits instead; half as many
+where a block has twice the threads.
+"""
 
 _WARPS = 4
 _WARP_CHANNELS = 128
@@ -68,15 +70,16 @@ class Share:
     each_block: int
 
 
-def choose_share(num_rows: int, num_kv_heads: int, num_pages: int) -> Share:
+def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int = 128) -> Share:
     """For a launch over tables of ``num_pages``."""
+    enough = ENOUGH_BLOCKS // _num_parts(head_dim)
     num_groups = 1
     if num_pages > SHORT_PAGES:
         most = MANY_BLOCKS // (_GROUP * num_kv_heads)
         num_groups = max(2, min(_MAX_GROUPS, most))
     splits = _GROUP if num_groups > 1 else _splits_of_one_group(num_pages)
     num_joined = splits
-    while num_joined > 1 and num_rows * num_kv_heads * num_groups * num_joined > ENOUGH_BLOCKS:
+    while num_joined > 1 and num_rows * num_kv_heads * num_groups * num_joined > enough:
         num_joined //= 2
     return Share(num_groups, num_joined, splits // num_joined)
 
@@ -120,7 +123,7 @@ def attend_decode(
     arguments, where :func:`why_not` has no objection; ``out`` is bf16, its rows 8-byte aligned.
     """
     num_rows, num_pages = qkv.shape[0], block_tables.shape[1]
-    share = share or choose_share(num_rows, pages.num_kv_heads, num_pages)
+    share = share or choose_share(num_rows, pages.num_kv_heads, num_pages, pages.head_dim)
     _check_operands(pages, qkv, out, block_tables, inv_freq)
     assert positions.dtype == slots.dtype == torch.int64
     parts = num_rows * num_heads * share.num_groups if share.num_groups > 1 else 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, HeldWeight
 from compiler.targets.cuda.kernels import nvrtc
+from compiler.targets.cuda.kernels.launch import num_processors
 from compiler.targets.cuda.kernels.native import MOST_SHARED, STORE, SWIGLU
 
 MAX_TOKENS = 64
@@ -29,13 +30,13 @@ _DEPTHS = {"bf16": (4, 3), "bfp8": (5, 3), "bfp4": (6, 3)}
 """Steps of 128 columns that a warp has in flight: the most that there is room for."""
 _STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
 _X_BYTES = TILE_PAIRS * (TILE_COLUMNS + 8) * 2
-_WARPS = 8
+_WARPS, _SUM_WARPS = 8, 9
 _ROUTE_WARPS = 16
 _ROUTES = (4, 8, 16)  # logits of a lane
 
 ROUTE = nvrtc.Source(
     Path(__file__).with_name("route.cu"),
-    tuple(f"route_{each}" for each in _ROUTES),
+    tuple(f"route_{what}{each}" for what in ("", "one_") for each in _ROUTES),
     headers=("primitives.cuh",),
 )
 PRODUCTS = nvrtc.Source(
@@ -135,7 +136,7 @@ def takes_shared(shared: HeldWeight, held: HeldWeight) -> bool:
 def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
     """Bytes of shared memory of a block."""
     num_pairs = num_tokens * top_k
-    ring = _WARPS * depth * (_STEP_BYTES[held.kind] + _X_BYTES)
+    ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (_STEP_BYTES[held.kind] + _X_BYTES)
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
     table = most_tiles(num_pairs, held.num_experts) * (TILE_PAIRS * 2 + 4) + 4
     return ring + table + (products if is_sum else 0)
@@ -175,6 +176,10 @@ def route(
         renormalise=renormalise,
     )
     each = next(count for count in _ROUTES if 32 * count >= num_experts)
+    if num_tokens == 1:
+        at = nvrtc.Launch((1, 1, 1), 32)
+        nvrtc.launch(ROUTE, f"route_one_{each}", at=at, arguments=arguments)
+        return
     num_blocks = next(count for count in (1, 2, 4) if count * _ROUTE_WARPS >= num_tokens)
     at = nvrtc.Launch((num_blocks, 1, 1), 32 * _ROUTE_WARPS, cluster=(num_blocks, 1, 1))
     nvrtc.launch(ROUTE, f"route_{each}", at=at, arguments=arguments)
@@ -219,7 +224,7 @@ def expert_linear(
         assert y is not None and y.dtype == out.dtype and y.stride(1) == 1
         _share(arguments, shared, held, y.shape[1])
         arguments.shared_out, arguments.shared_out_stride = y.data_ptr(), y.stride(0)
-    name, at = _launch(held, _num_processors(out.device), len(x), top_k, is_sum=False)
+    name, at = _launch(held, num_processors(out.device), len(x), top_k, is_sum=False)
     nvrtc.launch(PRODUCTS, name, at=at, arguments=arguments)
 
 
@@ -310,9 +315,5 @@ def _launch(
     what = "sum" if is_sum else "linear"
     return (
         f"expert_{what}_{held.kind}_{depth}",
-        nvrtc.Launch((num_blocks, 1, 1), 32 * _WARPS, rooms[depth]),
+        nvrtc.Launch((num_blocks, 1, 1), 32 * (_SUM_WARPS if is_sum else _WARPS), rooms[depth]),
     )
-
-
-def _num_processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

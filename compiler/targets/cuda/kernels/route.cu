@@ -1,5 +1,5 @@
 // The experts of up to 64 tokens, and the pairs of a token and its expert in tiles of up to 8 pairs of
-// one expert, sorted by expert and by token. Compiled by NVRTC.
+// one expert, those of several tokens sorted by expert and by token. Compiled by NVRTC.
 //
 // Legend: B tokens, E experts, K experts of a token, pair b K + k, N tiles in use at most.
 
@@ -72,6 +72,23 @@ __device__ __forceinline__ void choose(const Route &p, int token, int lane, floa
   weight /= total;
 }
 
+// One token, of one warp: every pair is a tile.
+template <int EACH> __device__ __forceinline__ void route_one(const Route &p) {
+  release_dependents();
+  wait_for_inputs();
+  const int lane = threadIdx.x;
+  float weight = 0.0f;
+  int expert = -1;
+  choose<EACH>(p, 0, lane, weight, expert);
+  const bool is_there = p.positions[0] >= 0;
+  if (lane == 0) p.tiles[0] = is_there ? p.top_k : 0;
+  if (lane >= p.top_k) return;
+  p.weights[lane] = is_there ? weight : 0.0f;
+  p.experts[lane] = is_there ? expert : -1;
+  p.tiles[1 + lane] = expert;
+  ((uint4 *)p.pairs)[lane] = make_uint4(0xFFFF0000u | lane, ~0u, ~0u, ~0u);
+}
+
 // A cluster of blocks, each for some tokens; the first of them then sorts all pairs.
 template <int EACH> __device__ __forceinline__ void route(const Route &p) {
   __shared__ u32 tokens[MOST_EXPERTS][2];  // a bit for each token that has the expert
@@ -131,6 +148,9 @@ template <int EACH> __device__ __forceinline__ void route(const Route &p) {
 #define ROUTE(EACH)                                                                               \
   extern "C" __global__ void __launch_bounds__(THREADS, 1) route_##EACH(const Route p) {          \
     route<EACH>(p);                                                                               \
+  }                                                                                               \
+  extern "C" __global__ void __launch_bounds__(32) route_one_##EACH(const Route p) {              \
+    route_one<EACH>(p);                                                                           \
   }
 
 ROUTE(4)

@@ -267,6 +267,10 @@ def test_groups_do_not_depend_on_the_batch() -> None:
                 assert splits == 8 or (share.num_groups == 1 and splits >= num_pages)
     assert choose_share(1, 8, 8) == Share(1, 8, 1)
     assert choose_share(64, 8, 8) == Share(1, 1, 8)
+    assert (choose_share(64, 2, 20, 128), choose_share(64, 2, 20, 256)) == (
+        Share(1, 4, 2),
+        Share(1, 2, 4),
+    )
 
 
 def test_every_kernel_is_asked_for() -> None:
