@@ -42,8 +42,12 @@ _PART_OF = (
     ("nvjet", PRODUCT),
     ("cutlass", PRODUCT),
     ("linear_kernel", PRODUCT),
+    ("expert_linear", PRODUCT),
+    ("expert_sum", PRODUCT),
 )
 """A part by what a kernel's name contains; the first that fits."""
+_ALONG = ("shared_ff1_3", "shared_ff2")
+"""Groups of products that may run along with others, in one launch."""
 _SPLIT_K = "splitk"
 """In the name of what adds up the pieces of the product before it."""
 _MAX_NAME = 48
@@ -194,12 +198,16 @@ def profile_steps(
 def assign_parts(names: Sequence[str], groups: Sequence[str]) -> tuple[list[str], bool]:
     """The part of every kernel of a step, and whether its products are as many as ``groups``.
 
-    A product is one kernel, and the sum of its pieces behind it if it was cut.
+    A product is one kernel, and the sum of its pieces behind it if it was cut. Those of an expert
+    that all tokens share may be part of the others' launches.
     """
     parts: list[str] = []
     for name in names:
         is_sum = _SPLIT_K in name.lower() and "reduce" in name.lower()
         parts.append(f"+{PRODUCT}" if is_sum else part_of(name))
+    alone = [group for group in groups if group not in _ALONG]
+    if parts.count(PRODUCT) == len(alone):
+        groups = alone
     is_mapped = parts.count(PRODUCT) == len(groups)
     remaining, last = iter(groups), PRODUCT
     for index, part in enumerate(parts):

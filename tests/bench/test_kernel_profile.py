@@ -40,6 +40,8 @@ SPLIT_K = "void cublasLt::splitKreduce_kernel<32, 16, int, float>(cublasSplitKPa
         ("gemv_bf16_3", PRODUCT, "gemv_bf16_3"),
         ("gemm_bfp8_4_1_3", PRODUCT, "gemm_bfp8_4_1_3"),
         ("_linear_kernel", PRODUCT, "_linear_kernel"),
+        ("expert_linear_bf16_4", PRODUCT, "expert_linear_bf16_4"),
+        ("expert_sum_bfp8_3", PRODUCT, "expert_sum_bfp8_3"),
         ("nvjet_tst_128x8_64x12_4x1_v_bz_TNT", PRODUCT, "nvjet_tst_128x8_64x12_4x1_v_bz_TNT"),
         ("void cutlass::Kernel2<cutlass_80_wmma>(Params)", PRODUCT, "Kernel2"),
         ("_attend_decode_kernel", ATTENTION, "_attend_decode_kernel"),
@@ -87,6 +89,16 @@ def step(start: float) -> list[Launch]:
 
 def lines(found: tuple[Line, ...]) -> dict[str, tuple[float, float, float]]:
     return {line.name: (line.launches, line.own, line.durations) for line in found}
+
+
+def test_an_expert_of_all_tokens_may_run_along_with_the_others() -> None:
+    groups = ["router", "experts_ff1_3", "shared_ff1_3", "shared_ff2", "experts_ff2", "lm_head"]
+    names = ["gemv_bf16_0_3", "route_8", "expert_linear_bf16_4", "expert_sum_bf16_4", "gemv"]
+    parts, is_mapped = assign_parts(names, groups)
+    assert is_mapped
+    assert parts == ["router", OTHER, "experts_ff1_3", "experts_ff2", "lm_head"]
+    assert assign_parts([*names, "gemv", "gemv"], groups)[1]
+    assert not assign_parts([*names, "gemv"], groups)[1]
 
 
 def test_own_times_and_gaps_are_the_step() -> None:
