@@ -4,7 +4,7 @@
 #include "norm.cuh"
 
 // Eight warps of a block walk over row tiles: together, each on its slice of K, or each on tiles of
-// its own. Up to MT * 8 tokens; MT = 0: one, whose x is a row that eight share.
+// its own. Up to MT * 8 tokens of a cut weight; MT = 0: one token, whose x is a row that eight share.
 template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const Product &p) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
   extern __shared__ __align__(128) u8 memory[];
@@ -43,9 +43,13 @@ template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const P
   for (int slot = 0; slot < DEPTH; ++slot) fetch(slot);
   if (p.norm) {
     normalise((const float *)p.x, p.norm, p.num_columns, padded, p.eps, x);
+  } else if (MT == 0) {
+    wait_for_inputs();
+    for (int at = threadIdx.x * 8; at < padded; at += 256 * 8)
+      *(uint4 *)(x + at) = *(const uint4 *)((const u16 *)p.x + at);
   } else {
     wait_for_inputs();
-    for (int token = 0; token < (MT ? p.num_tokens : 1); ++token)
+    for (int token = 0; token < p.num_tokens; ++token)
       for (int at = threadIdx.x * 8; at < padded; at += 256 * 8)
         copy16(shared_address(memory) + token * x_row + at * 2,
                (const u16 *)p.x + (size_t)token * p.x_stride + at);
@@ -58,38 +62,53 @@ template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const P
   const u32 x_last = x_first + num_steps * (STEP * 2);
   u32 at = x_first;
   int tile = first_tile, turn = 0;
-  const int g = lane >> 2, t = lane & 3;
   float acc[1][GROUPS][4] = {};
-  auto finish_tile = [&] {
+  // Several tokens' are written apart: one token's code is to stay short, which the loop repeats.
+  auto finish_one = [&] {
     if (!is_cut) {
-#pragma unroll
-      for (int m = 0; m < GROUPS; ++m)
-        if (MT || t == 0) {
-          finish(p, m * 8 + 2 * t, tile, g, acc[0][m][0], acc[0][m][2]);
-          if (MT) finish(p, m * 8 + 2 * t + 1, tile, g, acc[0][m][1], acc[0][m][3]);
-        }
-    } else {
-      float(*partial)[TOKENS][16] = sums[turn & 1];
-#pragma unroll
-      for (int m = 0; m < GROUPS; ++m)
-#pragma unroll
-        for (int i = 0; i < (MT ? 4 : 2); ++i)
-          if (MT || t == 0)
-            partial[warp][MT ? m * 8 + 2 * t + (i & 1) : 0][g + (MT ? i >> 1 : i) * 8] =
-                acc[0][m][MT ? i : 2 * i];
-      __syncthreads();  // the other buffer is free again: its reader has passed this barrier too
-      if (warp == (turn & 7))
-        for (int token = lane >> 3; token < p.num_tokens; token += 4) {
-          const int row = lane & 7;
-          float top = partial[0][token][row], low = partial[0][token][row + 8];
-#pragma unroll
-          for (int slice = 1; slice < SLICES; ++slice) {
-            top += partial[slice][token][row];
-            low += partial[slice][token][row + 8];
-          }
-          finish(p, token, tile, row, top, low);
-        }
+      if ((lane & 3) == 0) finish(p, 0, tile, lane >> 2, acc[0][0][0], acc[0][0][2]);
+      return;
     }
+    float(*partial)[TOKENS][16] = sums[turn & 1];
+    if ((lane & 3) == 0) {
+      partial[warp][0][lane >> 2] = acc[0][0][0];
+      partial[warp][0][8 + (lane >> 2)] = acc[0][0][2];
+    }
+    __syncthreads();  // the other buffer is free again: its reader has passed this barrier too
+    if (warp == (turn & 7) && lane < 8) {
+      float top = partial[0][0][lane], low = partial[0][0][lane + 8];
+#pragma unroll
+      for (int slice = 1; slice < SLICES; ++slice) {
+        top += partial[slice][0][lane];
+        low += partial[slice][0][lane + 8];
+      }
+      finish(p, 0, tile, lane, top, low);
+    }
+  };
+  auto finish_some = [&] {
+    const int g = lane >> 2, t = lane & 3;
+    float(*partial)[TOKENS][16] = sums[turn & 1];
+#pragma unroll
+    for (int m = 0; m < GROUPS; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        partial[warp][m * 8 + 2 * t + (i & 1)][g + (i >> 1) * 8] = acc[0][m][i];
+    __syncthreads();
+    if (warp == (turn & 7))
+      for (int token = lane >> 3; token < p.num_tokens; token += 4) {
+        const int row = lane & 7;
+        float top = partial[0][token][row], low = partial[0][token][row + 8];
+#pragma unroll
+        for (int slice = 1; slice < SLICES; ++slice) {
+          top += partial[slice][token][row];
+          low += partial[slice][token][row + 8];
+        }
+        finish(p, token, tile, row, top, low);
+      }
+  };
+  auto finish_tile = [&] {
+    if (MT) finish_some();
+    else finish_one();
 #pragma unroll
     for (int m = 0; m < GROUPS; ++m)
       acc[0][m][0] = acc[0][m][1] = acc[0][m][2] = acc[0][m][3] = 0.0f;

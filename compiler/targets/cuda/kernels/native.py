@@ -129,8 +129,8 @@ _WALKS: dict[str, tuple[Walk, ...]] = {
 multiprocessor is as fast in a chain of one shape, and a tenth to a half slower in a model."""
 
 
-_FEW_DEPTHS = {"bf16": (3, 2), "bfp8": (4,), "bfp4": (3,)}
-"""Of 2 to 16 tokens, one block a multiprocessor, or two where K is not cut: what has room."""
+_FEW_DEPTH = {"bf16": 3, "bfp8": 4, "bfp4": 3}
+"""Of 2 to 16 tokens, by one block a multiprocessor."""
 
 
 def choose_walk(held: HeldWeight, num_tokens: int = 1) -> Walk | None:
@@ -141,20 +141,20 @@ def choose_walk(held: HeldWeight, num_tokens: int = 1) -> Walk | None:
         return next((walk for walk in walks if walk.has_room(kind, steps)), walks[-1])
     if num_tokens > 16 or not _walks_well(held, num_tokens):
         return None
-    blocks = (2, 1) if num_slices(held) == 1 else (1,)
-    groups = _token_groups(num_tokens)
-    few = [Walk(depth, each, groups) for each in blocks for depth in _FEW_DEPTHS[kind]]
-    return next((walk for walk in few if walk.has_room(kind, steps)), None)
+    return Walk(_FEW_DEPTH[kind], 1, _token_groups(num_tokens))
 
 
 def _walks_well(held: HeldWeight, num_tokens: int) -> bool:
-    """Whether a walk was measured faster than a grid, on an H200, for 4, 8 and 16 tokens."""
-    is_few = num_tokens <= 8
+    """Whether a walk of a cut weight was measured faster than a grid, for 4, 8 and 16 tokens on an
+    H200: bfloat16 in a whole model, block formats in chains of one shape. With more columns the
+    copies of x before the first product cost more than they save.
+    """
     if num_slices(held) == 1:
-        return is_few != (held.kind == "bf16")
-    if held.kind == "bf16":
-        return is_few or held.num_row_tiles > _FEW_TILES
-    return held.num_column_tiles <= 16
+        return False
+    is_short = held.num_column_tiles <= _SHORT_STEPS
+    if held.kind == "bf16" and num_tokens <= 8:
+        return is_short or (held.num_column_tiles <= 32 and held.num_row_tiles <= 128)
+    return is_short and (held.kind != "bf16" or held.num_row_tiles > _FEW_TILES)
 
 
 _GRIDS = {
@@ -184,6 +184,7 @@ multiprocessors: blocks of eight warps fill the device on paper, and in fact wai
 """
 
 _FEW_TILES = 300
+_SHORT_STEPS = 16
 _FEW_COLUMNS = 8192
 
 
@@ -242,6 +243,7 @@ def linear(
     assert norm is None or num_tokens == 1
     walk = walk or (None if grid else choose_walk(held, num_tokens))
     if walk is not None:
+        assert num_tokens == 1 or num_slices(held) > 1
         _launch_gemv(product, held, walk)
         return
     grid = grid or choose_grid(held, num_tokens)
