@@ -11,11 +11,14 @@ from torch import Tensor
 
 from compiler.ops import SamplingBatch
 from compiler.targets.base import Executable, StateHandle
+from compiler.targets.cuda import capture
 from compiler.targets.cuda import steps as steps_module
-from compiler.targets.cuda.capture import Captured, make_choice
+from compiler.targets.cuda.capture import Captured, make_choice, prompt_buckets
+from compiler.targets.cuda.plan import make_plan
 from compiler.targets.cuda.steps import Rows
+from tests.models.test_qwen3_5 import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
-from tests.tiny import compiled, precision_of, random_tokens, step, tiny_model
+from tests.tiny import compiled, lowered, precision_of, random_tokens, step, tiny_model
 
 CPU = torch.device("cpu")
 VOCABULARY = 1003
@@ -63,6 +66,32 @@ def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
     (bucket,) = inner._decodes.values()
     assert bucket.num_rows == (1, 2, 4)[rows - 1]
     assert bucket.rows.positions.tolist() == [1] * rows + [-1] * (bucket.num_rows - rows)
+
+
+def test_longer_prompts_are_captured_where_they_are_many_launches() -> None:
+    plans = [
+        make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+        for model in (tiny_model(num_layers=1), tiny_model(model_type="qwen3_5", **ON_CUDA))
+    ]
+    assert [prompt_buckets(plan)[-1] for plan in plans] == [512, 2048]
+    assert prompt_buckets(plans[1])[:6] == prompt_buckets(plans[0])
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_long_bucket_tells_a_prompt_s_start_from_its_rest(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They attend in different ways, so each has a capture."""
+    monkeypatch.setattr(capture, "LIBRARY_ATTENTION", 8)
+    model = tiny_model(std=0.2, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
+    found = compiled(model, "cuda", precision=precision_of("bf16"), compute="fast", max_batch=1)
+    inner: Any = found
+    handle = found.reserve(20)
+    if first:
+        step(found, [(handle, random_tokens(first), 0)])
+    step(found, [(handle, random_tokens(9), first)])
+    kept = list(inner._prompts[16]._captured)
+    assert kept == ([(True, True), (True, False)] if first else [(True, True)])
 
 
 CHANGES: dict[str, Any] = {
