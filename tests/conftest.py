@@ -33,9 +33,14 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
-    """Each test starts from the same random state, whatever ran before it."""
+def _seed() -> Iterator[None]:
+    """Each test starts from the same random state, whatever ran before it; what it left running on
+    a GPU ends with it, so that its errors are not another's.
+    """
     torch.manual_seed(0)
+    yield
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,6 +4,7 @@ stand. Tokens and positions go from one decode step to the next on the device.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -118,8 +119,14 @@ class Captured:
         run()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            run()
+        was_collecting = gc.isenabled()
+        gc.disable()  # another executable's graphs must not be taken apart meanwhile
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                run()
+        finally:
+            if was_collecting:
+                gc.enable()
         self._graph = graph
 
     def __call__(self) -> None:

@@ -287,6 +287,7 @@ class Steps:
             add_product(out, x, weight)
         elif held.kind == "bf16" and out.stride(0) == len(held.data) > held.num_rows:
             stride = out.stride(0)  # with the weight's rows of zeros: odd widths are slow
+            assert out.storage_offset() % stride == 0
             wide = out.as_strided((len(out), stride), (stride, 1))
             store_product(wide, x, held.data[:, : held.num_columns].to(x.dtype))
         else:

@@ -77,6 +77,7 @@ class Experts:
     ) -> None:
         self._weights, self._exact = weights, exact
         self._routing: _Routing | None = None  # the last `Route`'s
+        self._launched: _Routing | None = None  # that of the last products
         self._watched: list[Tensor] | None = None
         self.why_not_native = self._why_not_native(plan, device, max_rows)
         self._shared = {} if self.why_not_native else self._find_shared(plan)
@@ -187,6 +188,7 @@ class Experts:
         assert routing is not None
         out, x = step.view(each.out), step.view(each.x)
         top_k, swiglu = routing.top_k, each.swiglu
+        self._launched = routing
         if routing.tiles is not None:
             shared, given = None, self._shared.get(id(each))
             if given is not None:
@@ -201,7 +203,7 @@ class Experts:
 
     def _sum_native(self, each: ExpertSum, step: Buffers, routing: _Routing) -> None:
         tiles, gate = routing.tiles, None
-        assert tiles is not None
+        assert tiles is not None and self._launched is routing  # it reads tiles without a wait
         shared: native_experts.Shared | Tensor | None = None
         if each.shared is not None:
             shared, gate = step.view(each.shared[0]), step.view(each.shared[1])

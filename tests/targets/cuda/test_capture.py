@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -101,12 +102,24 @@ CHANGES: dict[str, Any] = {
 BATCH = 40
 
 
+_MADE: list[Executable] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """What a test made goes with it: not whenever Python next looks for circles."""
+    yield
+    while _MADE:
+        _MADE.pop().close()
+
+
 def on_device(name: str, **changes: Any) -> Executable:
     """Two layers of a small model with real sizes, for 40 sequences of 512 positions."""
     model = tiny_model(std=0.05, **{**CHANGES, **changes})
     precision = precision_of(name, kv_cache="bf16")
     options = {"compute": "fast", "max_batch": BATCH, "max_context": 512}
-    return compiled(model, "cuda", precision=precision, **options)
+    _MADE.append(compiled(model, "cuda", precision=precision, **options))
+    return _MADE[-1]
 
 
 def prompts_in(executable: Executable, count: int) -> list[tuple[StateHandle, list[int], int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from compiler.driver import weight_source
 from compiler.precision import PrecisionConfig
 from compiler.targets.cuda.executable import CudaExecutable
 from compiler.targets.cuda.instructions import Linear, Plan
-from compiler.targets.cuda.kernels import native_experts
+from compiler.targets.cuda.kernels import native_experts, nvrtc
 from compiler.targets.cuda.plan import make_plan
 from compiler.targets.cuda.steps_experts import Experts
 from compiler.targets.cuda.weights import load_weights
@@ -69,16 +70,28 @@ def test_the_expert_of_all_tokens_runs_along_where_it_is_held_alike(
     assert [each for each in products if experts.runs_along(each)] == (shared if is_along else [])
 
 
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Switches CUDA C++ on ("1") or off; on again behind the test."""
+
+    def switch(to: str) -> None:
+        monkeypatch.setenv("TILEWRIGHT_NATIVE_KERNELS", to)
+        nvrtc.why_not.cache_clear()
+
+    yield switch
+    monkeypatch.undo()
+    nvrtc.why_not.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("formats", [{}, {"experts_ff1_3": "bfp8", "experts_ff2": "bfp4"}])
 def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
-    formats: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    formats: dict[str, str], kernels: Callable[[str], None]
 ) -> None:
     """Decode steps behind a prompt, some rows at a time; and a row alone has the same bits"""
     precision, found = precision_of("bf16", **formats), []
     for name in ("1", "0"):
-        monkeypatch.setenv("TILEWRIGHT_NATIVE_KERNELS", name)
-        native_experts.nvrtc.why_not.cache_clear()
+        kernels(name)
         executable = compiled(model_of(**LARGER), "cuda", precision=precision, compute="fast")
         assert isinstance(executable, CudaExecutable)
         assert ("in Triton" in executable._steps.kernels()) == (name == "0")
@@ -92,6 +105,23 @@ def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
         executable.free(alone)
         found += [together, prefill(executable, random_tokens(30), [20, *[1] * 10])[20:].clone()]
         executable.close()
-    native_experts.nvrtc.why_not.cache_clear()
     for ours, theirs in zip(found[:2], found[2:], strict=True):
         assert noise(ours, theirs) < BF16_NOISE
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks", [(600,), (600, 130)])
+def test_a_captured_prompt_is_one_that_is_not(chunks: tuple[int, ...]) -> None:
+    """In buckets with padding, from the start and from further on: the last row's logits"""
+    options = {"compute": "fast", "max_context": 1024, "max_batch": 2}
+    model = model_of(**LARGER, max_positions=1024)
+    executable = compiled(model, "cuda", precision=BF16, **options)
+    handles = [executable.reserve(800) for _ in range(2)]
+    tokens, first = random_tokens(sum(chunks)), 0
+    for length in chunks:
+        part = tokens[first : first + length]
+        captured = step(executable, [(handles[0], part, first)])
+        eager = step(executable, [(handles[1], part, first)], rows=range(length))
+        assert noise(captured, eager[-1:]) < BF16_NOISE
+        first += length
+    executable.close()

@@ -9,8 +9,8 @@
 // Compiled by NVRTC.
 
 #include "attention_primitives.cuh"
+#include "delta_gates.cuh"
 
-constexpr float UNIT_EPS = 1e-6f;
 constexpr int C = 64;          // tokens of a chunk
 constexpr int D = 128;         // channels of a key and of a value
 constexpr int WARPS = 8;       // each reads 8 tokens and makes 16 channels of both results
@@ -84,9 +84,7 @@ __device__ __forceinline__ void make_gates(Shared &s, const DeltaSolve &p, int f
   const float rate = -expf(a_log);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float x = __uint_as_float(a[i]) + dt_bias;  // softplus: beyond 20 it is x to the last bit
-    const float soft = x > 20.0f ? x : log1pf(expf(fminf(x, 20.0f)));
-    decay[i] = there[i] ? rate * soft : 0.0f;
+    decay[i] = there[i] ? rate * softplus(__uint_as_float(a[i]) + dt_bias) : 0.0f;
     beta[i] = there[i] ? 1.0f / (1.0f + expf(-__uint_as_float(b[i]))) : 0.0f;
   }
   float total[2];

@@ -11,8 +11,8 @@
 // q S' = q S + (q k) w, so one pass over the state makes both products.
 
 #include "attention_primitives.cuh"
+#include "delta_gates.cuh"
 
-constexpr float UNIT_EPS = 1e-6f;
 constexpr int MOST_BLOCKS = 8;  // of a cluster
 constexpr int MOST_KEPT = 3;    // values of a channel's window
 
@@ -225,9 +225,7 @@ template <int D, int COLS> __device__ __forceinline__ void delta_step(const Delt
     }
   }
   if (warp == WARPS - 1 && lane == 0) {
-    const float rate = a + dt_bias;  // softplus: beyond 20 it is x to the last bit
-    const float soft = rate > 20.0f ? rate : log1pf(expf(fminf(rate, 20.0f)));
-    s.decay = expf(-expf(a_log) * soft);
+    s.decay = expf(-expf(a_log) * softplus(a + dt_bias));
     s.beta = sigmoid(b);
   }
   wait_bytes(&s.received);

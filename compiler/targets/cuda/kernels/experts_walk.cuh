@@ -54,10 +54,10 @@ struct Table {
   __device__ __forceinline__ Table(u8 *memory, const Experts &p)
       : p(p), pairs((short *)memory), tiles((int *)(memory + p.most_tiles * PAIRS * 2)) {}
   __device__ __forceinline__ void read() {
-    const int count = p.tiles[0];
+    const int count = min(p.tiles[0], p.most_tiles);
     for (int i = threadIdx.x; i < count; i += blockDim.x)
       ((uint4 *)pairs)[i] = ((const uint4 *)p.pairs)[i];
-    for (int i = threadIdx.x; i <= count; i += blockDim.x) tiles[i] = p.tiles[i];
+    for (int i = threadIdx.x; i <= count; i += blockDim.x) tiles[i] = i ? p.tiles[i] : count;
   }
   __device__ __forceinline__ int num_tiles() const { return tiles[0]; }
   __device__ __forceinline__ int expert(int tile) const { return tiles[1 + tile]; }

@@ -4,13 +4,13 @@
 #include "norm.cuh"
 
 // Eight warps of a block walk over row tiles: together, each on its slice of K, or each on tiles of
-// its own. Up to MT * 8 tokens of a cut weight; MT = 0: one token, whose x is a row that eight share.
+// its own. Up to MT * 8 tokens of a cut weight; MT = 0: one, whose x is a row that eight share.
 template <int F, int MT, int DEPTH> __device__ __forceinline__ void gemv(const Product &p) {
   constexpr int GROUPS = MT ? MT : 1, TOKENS = MT ? MT * 8 : 1;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float sums[2][SLICES][TOKENS][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const bool is_cut = p.num_slices > 1;
+  const bool is_cut = MT || p.num_slices > 1;
   const int first = is_cut ? warp * p.num_steps / SLICES : 0;
   const int last = is_cut ? (warp + 1) * p.num_steps / SLICES : p.num_steps;
   const int first_tile = blockIdx.x + (is_cut ? 0 : gridDim.x * warp);

@@ -23,13 +23,13 @@ MAX_NORM_COLUMNS = 8192
 STORE, ADD, SWIGLU = 0, 1, 2
 
 MOST_SHARED = nvrtc.MOST_SHARED - 2048
-"""Bytes of dynamic shared memory that a block may have."""
+"""Bytes of dynamic shared memory that a block takes at most: what kernels fix is less."""
 
 _HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
 _SLICES = 8
 _UNCUT_TILES = 1024
-_STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
-_X_PADDING = 8
+STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
+X_PADDING = 8
 _NUM_THREADS = 256
 
 
@@ -64,8 +64,8 @@ class Walk:
         """Dynamic shared memory of a block, for so many steps of x."""
         x_bytes = num_steps * 256
         if self.groups:
-            x_bytes = self.groups * 8 * (x_bytes + 2 * _X_PADDING)
-        return x_bytes + 8 * self.depth * _STEP_BYTES[kind]
+            x_bytes = self.groups * 8 * (x_bytes + 2 * X_PADDING)
+        return x_bytes + 8 * self.depth * STEP_BYTES[kind]
 
     def has_room(self, kind: str, num_steps: int) -> bool:
         """Whether so many blocks fit a multiprocessor, which keeps 1 KB of each for itself."""
@@ -94,8 +94,8 @@ class Grid:
 
     def shared_bytes(self, held: HeldWeight, groups: int) -> int:
         """Dynamic shared memory of a block, for ``groups`` eights of tokens."""
-        x_bytes = groups * 8 * (128 + _X_PADDING) * 2
-        shared = self.depth * (x_bytes + self.tiles_per_block * _STEP_BYTES[held.kind])
+        x_bytes = groups * 8 * (128 + X_PADDING) * 2
+        shared = self.depth * (x_bytes + self.tiles_per_block * STEP_BYTES[held.kind])
         partials = groups * 8 * (self.tiles_per_block * 16 + 8) * 4
         return max(shared, partials if num_slices(held) > 1 else 0)
 
@@ -141,7 +141,9 @@ def choose_walk(held: HeldWeight, num_tokens: int = 1) -> Walk | None:
         return next((walk for walk in walks if walk.has_room(kind, steps)), walks[-1])
     if num_tokens > 16 or not _walks_well(held, num_tokens):
         return None
-    return Walk(_FEW_DEPTH[kind], 1, _token_groups(num_tokens))
+    walk = Walk(_FEW_DEPTH[kind], 1, _token_groups(num_tokens))
+    assert walk.has_room(kind, steps)
+    return walk
 
 
 def _walks_well(held: HeldWeight, num_tokens: int) -> bool:
@@ -218,10 +220,13 @@ def linear(
     """``y = x W^T (+ bias)``, then ``epilogue``: STORE y in ``out`` fp32, ADD it there, or SWIGLU
     of paired rows into ``out`` bf16 [., N / 2].
 
-    ``x`` bf16 [8, 16, 32 or 64 rows at least, columns padded to whole tiles with zeros]; with
-    ``norm`` (weight fp32, eps), which takes one token of at most 8,192 columns, fp32 [1, K].
+    ``x`` bf16, columns padded to whole tiles with zeros, of which a grid reads 8, 16, 32 or 64
+    rows; with ``norm`` (weight fp32, eps), which takes one token of at most 8,192 columns, fp32
+    [1, K]. Rows of ``x`` and the weight begin at multiples of 16 bytes.
     """
     assert 1 <= num_tokens <= most_tokens(held) and held.num_columns % 4 == 0
+    assert x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
+    assert num_tokens == 1 or x.stride(0) % 8 == 0
     product = _Product(
         weight=held.data.data_ptr(),
         x=x.data_ptr(),

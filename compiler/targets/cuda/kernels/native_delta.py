@@ -27,7 +27,7 @@ _COLUMNS = (32, 64)
 SOURCE = nvrtc.Source(
     Path(__file__).with_name("delta_step.cu"),
     tuple(f"delta_step_{d}_{columns}" for d in HEAD_DIMS for columns in _COLUMNS),
-    headers=("primitives.cuh", "attention_primitives.cuh"),
+    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),
 )
 
 
@@ -92,8 +92,7 @@ def delta_step(
     """
     _check_operands(out, inputs, z, norm[0])
     _check_state(inputs, weight, window, state)
-    assert positions.dtype == slots.dtype == torch.int64
-    assert positions.shape == slots.shape == (len(out),)
+    _check_rows(len(out), positions, slots)
     heads, key_heads, dim = inputs.num_heads, inputs.num_key_heads, inputs.key_dim
     columns = columns_of_a_block(heads, key_heads, dim)
     num_blocks = heads // key_heads * dim // columns
@@ -101,11 +100,7 @@ def delta_step(
         **_places(x=inputs.qkv, weight=weight, window=window, a=inputs.a, b=inputs.b),
         **_places(a_log=inputs.a_log, dt_bias=inputs.dt_bias, z=z, norm=norm[0], state=state),
         **_places(out=out, positions=positions, slots=slots),
-        x_stride=inputs.qkv.stride(0),
-        a_stride=inputs.a.stride(0),
-        b_stride=inputs.b.stride(0),
-        z_stride=z.stride(0),
-        out_stride=out.stride(0),
+        **_strides(x=inputs.qkv, a=inputs.a, b=inputs.b, z=z, out=out),
         num_heads=heads,
         num_key_heads=key_heads,
         width=weight.shape[1],
@@ -130,6 +125,10 @@ def _places(**tensors: Tensor) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    return {f"{name}_stride": tensor.stride(0) for name, tensor in tensors.items()}
+
+
 def _check_operands(out: Tensor, inputs: DeltaInputs, z: Tensor, norm: Tensor) -> None:
     """What the kernel takes for granted of what a step reads and writes."""
     floats = inputs.qkv, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, z, norm
@@ -139,6 +138,11 @@ def _check_operands(out: Tensor, inputs: DeltaInputs, z: Tensor, norm: Tensor) -
     assert norm.is_contiguous() and inputs.a_log.is_contiguous() and inputs.dt_bias.is_contiguous()
     assert inputs.a_log.shape == inputs.dt_bias.shape == (inputs.num_heads,)
     assert out.stride(0) % 4 == 0 and out.data_ptr() % 8 == 0
+
+
+def _check_rows(num_rows: int, positions: Tensor, slots: Tensor) -> None:
+    assert positions.dtype == slots.dtype == torch.int64
+    assert positions.shape == slots.shape == (num_rows,)
 
 
 def _check_state(inputs: DeltaInputs, weight: Tensor, window: Tensor, state: Tensor) -> None:

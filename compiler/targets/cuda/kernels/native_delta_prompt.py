@@ -24,7 +24,7 @@ _SHARED = 4 * _CHUNK * (2 * (HEAD_DIM + 4) + 2 * (_CHUNK + 8) + 3)
 SOURCE = nvrtc.Source(
     Path(__file__).with_name("delta_solve.cu"),
     ("delta_solve",),
-    headers=("primitives.cuh", "attention_primitives.cuh"),
+    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),
 )
 
 

@@ -15,10 +15,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS, HeldWeight
+from compiler.targets.cuda.held import TILE_COLUMNS, TILE_ROWS, HeldWeight
 from compiler.targets.cuda.kernels import nvrtc
 from compiler.targets.cuda.kernels.launch import num_processors
-from compiler.targets.cuda.kernels.native import MOST_SHARED, STORE, SWIGLU
+from compiler.targets.cuda.kernels.native import (
+    MOST_SHARED,
+    STEP_BYTES,
+    STORE,
+    SWIGLU,
+    X_PADDING,
+)
 
 MAX_TOKENS = 64
 MAX_EXPERTS = 512
@@ -28,8 +34,7 @@ TILE_PAIRS = 8
 
 _DEPTHS = {"bf16": (4, 3), "bfp8": (5, 3), "bfp4": (6, 3)}
 """Steps of 128 columns that a warp has in flight: the most that there is room for."""
-_STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
-_X_BYTES = TILE_PAIRS * (TILE_COLUMNS + 8) * 2
+_X_BYTES = TILE_PAIRS * (TILE_COLUMNS + X_PADDING) * 2
 _WARPS, _SUM_WARPS = 8, 9
 _ROUTE_WARPS = 16
 _ROUTES = (4, 8, 16)  # logits of a lane
@@ -52,7 +57,7 @@ PRODUCTS = nvrtc.Source(
 
 
 class _Route(ctypes.Structure):
-    """`Route` of experts.cu."""
+    """`Route` of route.cu."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("logits", "positions", "weights", "experts")),
@@ -136,7 +141,7 @@ def takes_shared(shared: HeldWeight, held: HeldWeight) -> bool:
 def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth: int) -> int:
     """Bytes of shared memory of a block."""
     num_pairs = num_tokens * top_k
-    ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (_STEP_BYTES[held.kind] + _X_BYTES)
+    ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (STEP_BYTES[held.kind] + _X_BYTES)
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
     table = most_tiles(num_pairs, held.num_experts) * (TILE_PAIRS * 2 + 4) + 4
     return ring + table + (products if is_sum else 0)
@@ -302,7 +307,7 @@ def _weight(held: HeldWeight, num_rows: int) -> _Weight:
 
 def _check_operand(x: Tensor, held: HeldWeight) -> None:
     assert x.dtype == torch.bfloat16 and x.stride(1) == 1 and held.num_columns % TILE_COLUMNS == 0
-    assert x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    assert x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
 
 
 def _launch(

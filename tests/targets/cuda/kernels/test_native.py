@@ -237,7 +237,7 @@ def variants() -> list[tuple[str, int, native.Walk | native.Grid]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [(2064, 2176), (16400, 640), (80, 8192)])
+@pytest.mark.parametrize("size", [(2064, 2176), (16400, 640), (80, 8192), (64, 64), (512, 128)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kernel_gives_the_same_bits(
     kind: str, size: tuple[int, int], gpu: torch.device

@@ -283,3 +283,39 @@ def test_a_token_s_bits_do_not_depend_on_its_company(kind: str) -> None:
     assert torch.equal(whole, run(step, x))
     for rows in (slice(0, 1), slice(7, 16), slice(40, 64)):
         assert torch.equal(run(step.some(rows), x[rows]), whole[rows])
+
+
+@pytest.mark.gpu
+def test_layers_in_a_graph_are_those_one_by_one() -> None:
+    """Each layer's sum reads its tiles before what comes before it has ended"""
+    num_experts, top_k, columns, num_layers, num_tokens = 64, 8, 512, 6, 20
+    ups = [weight("bf16", (num_experts, 256, columns), CUDA, paired=True) for _ in range(2)]
+    downs = [weight("bf16", (num_experts, columns, 128), CUDA) for _ in range(2)]
+    x = torch.randn(num_tokens, columns, device=CUDA).bfloat16()
+    logits = torch.randn(num_layers, num_tokens, num_experts, device=CUDA)
+    positions = torch.arange(num_tokens, device=CUDA)
+    out = torch.zeros(num_layers, num_tokens, columns, device=CUDA)
+
+    def layer(index: int) -> None:
+        weights = torch.empty(num_tokens, top_k, device=CUDA)
+        experts = torch.empty(num_tokens, top_k, dtype=torch.int32, device=CUDA)
+        tiles = Tiles.empty(num_tokens, top_k, num_experts, CUDA)
+        route = partial(native_experts.route, renormalise=True)
+        route(weights, experts, logits[index], positions, tiles)
+        inner = torch.empty(num_tokens, top_k * 128, device=CUDA, dtype=torch.bfloat16)
+        up, down = ups[index % 2], downs[index % 2]
+        native_experts.expert_linear(inner, x, up, tiles, top_k=top_k, swiglu=True)
+        native_experts.expert_sum(out[index], inner, down, tiles, weights, residual=False)
+
+    for index in range(num_layers):
+        layer(index)
+        torch.cuda.synchronize()
+    expected = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(num_layers):
+            layer(index)
+    for _ in range(5):
+        out.fill_(NAN)
+        graph.replay()
+        assert torch.equal(out, expected)
