@@ -106,15 +106,19 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
   }
 }
 
-#define EXPERTS(name, F, DEPTH)                                                                   \
+#define LINEAR(name, F, DEPTH)                                                                    \
   extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)                                     \
-  expert_linear_##name##_##DEPTH(const Experts p) { expert_linear<F, DEPTH>(p); }                 \
+  expert_linear_##name##_##DEPTH(const Experts p) { expert_linear<F, DEPTH>(p); }
+#define SUM(name, F, DEPTH)                                                                       \
   extern "C" __global__ void __launch_bounds__(SUM_WARPS * 32, 1)                                 \
   expert_sum_##name##_##DEPTH(const Experts p) { expert_sum<F, DEPTH>(p); }
 
-EXPERTS(bf16, BF16, 3)
-EXPERTS(bf16, BF16, 4)
-EXPERTS(bfp8, BFP8, 3)
-EXPERTS(bfp8, BFP8, 5)
-EXPERTS(bfp4, BFP4, 3)
-EXPERTS(bfp4, BFP4, 6)
+LINEAR(bf16, BF16, 4)
+LINEAR(bfp8, BFP8, 5)
+LINEAR(bfp4, BFP4, 6)
+SUM(bf16, BF16, 3)
+SUM(bf16, BF16, 4)
+SUM(bfp8, BFP8, 3)
+SUM(bfp8, BFP8, 5)
+SUM(bfp4, BFP4, 3)
+SUM(bfp4, BFP4, 6)

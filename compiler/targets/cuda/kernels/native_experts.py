@@ -33,7 +33,7 @@ TILE_PAIRS = 8
 """Pairs of a token and its expert that share a read of the expert's weight."""
 
 _DEPTHS = {"bf16": (4, 3), "bfp8": (5, 3), "bfp4": (6, 3)}
-"""Steps of 128 columns that a warp has in flight: the most that there is room for."""
+"""Steps of 128 columns that a warp has in flight; the second where sums leave no room for more."""
 _X_BYTES = TILE_PAIRS * (TILE_COLUMNS + X_PADDING) * 2
 _WARPS, _SUM_WARPS = 8, 9
 _ROUTE_WARPS = 16
@@ -46,11 +46,9 @@ ROUTE = nvrtc.Source(
 )
 PRODUCTS = nvrtc.Source(
     Path(__file__).with_name("experts.cu"),
-    tuple(
-        f"expert_{what}_{kind}_{depth}"
-        for what in ("linear", "sum")
-        for kind, depths in _DEPTHS.items()
-        for depth in depths
+    (
+        *(f"expert_linear_{kind}_{depths[0]}" for kind, depths in _DEPTHS.items()),
+        *(f"expert_sum_{kind}_{each}" for kind, depths in _DEPTHS.items() for each in depths),
     ),
     headers=("primitives.cuh", "tiles.cuh", "experts_walk.cuh"),
 )
@@ -129,7 +127,8 @@ def takes(held: HeldWeight, *, num_tokens: int, top_k: int, is_sum: bool) -> boo
         return False
     if held.num_columns % TILE_COLUMNS:
         return False
-    return _room(held, num_tokens, top_k, is_sum=is_sum, depth=3) <= MOST_SHARED
+    depth = _DEPTHS[held.kind][-1 if is_sum else 0]
+    return _room(held, num_tokens, top_k, is_sum=is_sum, depth=depth) <= MOST_SHARED
 
 
 def takes_shared(shared: HeldWeight, held: HeldWeight) -> bool:
@@ -314,7 +313,7 @@ def _launch(
     held: HeldWeight, num_blocks: int, num_tokens: int, top_k: int, *, is_sum: bool
 ) -> tuple[str, nvrtc.Launch]:
     """The kernel and its launch: as deep as there is room."""
-    depths = _DEPTHS[held.kind]
+    depths = _DEPTHS[held.kind] if is_sum else _DEPTHS[held.kind][:1]
     rooms = {each: _room(held, num_tokens, top_k, is_sum=is_sum, depth=each) for each in depths}
     depth = next((each for each in depths if rooms[each] <= MOST_SHARED), depths[-1])
     what = "sum" if is_sum else "linear"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from compiler.ir.recipe import Segment, WeightRecipe
 from compiler.targets.cuda.experts import place_experts
 from compiler.targets.cuda.held import HeldWeight
 from compiler.targets.cuda.kernels import native_experts
-from compiler.targets.cuda.kernels.native_experts import Shared, Tiles, most_tiles
+from compiler.targets.cuda.kernels.native_experts import PRODUCTS, Shared, Tiles, most_tiles
 from compiler.targets.cuda.packing import hold, unpack
 
 NAN = float("nan")
@@ -101,6 +102,19 @@ def test_what_it_takes(
     held = HeldWeight("bf16", *shape[1:], torch.empty(0), num_experts=shape[0])
     found = native_experts.takes(held, num_tokens=num_tokens, top_k=top_k, is_sum=True)
     assert found == is_taken
+
+
+def test_every_kernel_is_asked_for() -> None:
+    made = re.findall(r"^(LINEAR|SUM)\((\w+), \w+, (\d)\)", PRODUCTS.path.read_text(), re.M)
+    names = {f"expert_{what.lower()}_{kind}_{depth}" for what, kind, depth in made}
+    assert names == set(PRODUCTS.names) and len(made) == len(names)
+
+
+def test_products_always_have_room() -> None:
+    """Sums may not: they have fewer steps in flight then"""
+    for kind in KINDS:
+        held = HeldWeight(kind, 2048, 512, torch.empty(0), num_experts=512)
+        assert native_experts.takes(held, num_tokens=64, top_k=32, is_sum=False)
 
 
 @pytest.mark.gpu
