@@ -15,10 +15,6 @@ RESIDUAL, PRODUCT, OPERAND, LOGITS = "residual", "product", "operand", "logits"
 reads (bfloat16, columns padded); logits, fp32."""
 
 
-PRODUCT_STRIDE = 16
-"""Rows of a product's result lie a multiple of so many columns apart: tiles of a weight's rows."""
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """Columns ``[first, first + width)`` of a buffer's rows, ``stride`` long each (0: width)."""

@@ -17,11 +17,11 @@ from compiler import ops
 from compiler.errors import CompileError
 from compiler.ir.info import info
 from compiler.ir.verify import ELEMENTWISE
+from compiler.targets.cuda.held import TILE_ROWS
 from compiler.targets.cuda.instructions import (
     LOGITS,
     OPERAND,
     PRODUCT,
-    PRODUCT_STRIDE,
     RESIDUAL,
     Attend,
     Buffer,
@@ -248,10 +248,10 @@ class Lowering:
             )
 
     def take(self, node: Node, role: str) -> Place:
-        """A place for a value. Rows of products are as far apart as the library likes them."""
+        """A place for a value. A product's rows have room for whole tiles of its weight's rows."""
         width, stride = width_of(node), 0
-        if role == PRODUCT and width % PRODUCT_STRIDE:
-            stride = -(-width // PRODUCT_STRIDE) * PRODUCT_STRIDE
+        if role == PRODUCT and width % TILE_ROWS:
+            stride = -(-width // TILE_ROWS) * TILE_ROWS
         place = Place(self._buffer(role, stride or width), width, stride=stride)
         self._places[node] = place
         return place

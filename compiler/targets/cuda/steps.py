@@ -276,7 +276,11 @@ class Steps:
     def _library_product(
         self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
     ) -> None:
-        weight = self._dense(held)
+        stride = out.stride(0)
+        # With the weight's rows of zeros: the library is slow at odd widths.
+        is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
+        is_whole = is_whole and not (each.swiglu or each.residual)
+        weight = self._dense(held, stride if is_whole else held.num_rows)
         if each.swiglu:
             gate_up = torch.mm(x, weight.T)
             if bias is not None:
@@ -285,22 +289,22 @@ class Steps:
             return
         if each.residual:
             add_product(out, x, weight)
-        elif held.kind == "bf16" and out.stride(0) == len(held.data) > held.num_rows:
-            stride = out.stride(0)  # with the weight's rows of zeros: odd widths are slow
+        elif is_whole:
             assert out.storage_offset() % stride == 0
-            wide = out.as_strided((len(out), stride), (stride, 1))
-            store_product(wide, x, held.data[:, : held.num_columns].to(x.dtype))
+            store_product(out.as_strided((len(out), stride), (stride, 1)), x, weight)
         else:
             store_product(out, x, weight)
         if bias is not None:
             out += bias
 
-    def _dense(self, held: HeldWeight) -> Tensor:
-        """``[out, in]`` in the operands' type; blocks are dequantised into fresh memory."""
-        rows, columns = held.num_rows, held.num_columns
+    def _dense(self, held: HeldWeight, num_rows: int) -> Tensor:
+        """``[num_rows, in]`` in the operands' type; blocks, of all rows, are dequantised into fresh
+        memory.
+        """
+        columns = held.num_columns
         if held.kind == "bf16":
-            return held.data[:rows, :columns].to(self._operand)
-        shape = rows, padded(columns)
+            return held.data[:num_rows, :columns].to(self._operand)
+        shape = num_rows, padded(columns)
         dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
         dequantise(dense, held)
         return dense

@@ -29,7 +29,9 @@ PART_TOKENS = 8192
 
 
 def experts_bytes(plan: Plan, num_tokens: int) -> int:
-    """Bytes that a prompt's experts take beside the plan's buffers: the largest of them."""
+    """Bytes that a prompt's experts take beside the plan's buffers, in float32: the largest of
+    them.
+    """
     sizes = [0]
     for each in plan.instructions:
         if isinstance(each, ExpertSum):

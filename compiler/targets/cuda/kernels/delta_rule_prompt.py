@@ -24,11 +24,9 @@ from compiler.targets.cuda.kernels.launch import (
     release_dependents,
     wait_for_inputs,
 )
-from compiler.targets.cuda.kernels.native_delta_prompt import delta_solve, why_not
+from compiler.targets.cuda.kernels.native_delta_prompt import CHUNK, delta_solve, why_not
 from compiler.targets.cuda.kernels.norm import rounded
 
-CHUNK = 64
-"""Tokens of a chunk."""
 SPAN = 2048
 """Tokens whose chunks run together: what they hand on is bounded."""
 _MOST_KEYS = 128

@@ -16,9 +16,10 @@ from compiler.targets.cuda.kernels import nvrtc
 from compiler.targets.cuda.kernels.delta_rule import DeltaInputs
 
 HEAD_DIM = 128
-_CHUNK = 64
+CHUNK = 64
+"""Tokens of a chunk."""
 _NUM_THREADS = 256
-_SHARED = 4 * _CHUNK * (2 * (HEAD_DIM + 4) + 2 * (_CHUNK + 8) + 3)
+_SHARED = 4 * CHUNK * (2 * (HEAD_DIM + 4) + 2 * (CHUNK + 8) + 3)
 """Bytes of `Shared` of delta_solve.cu: two blocks a multiprocessor."""
 
 SOURCE = nvrtc.Source(
@@ -69,8 +70,8 @@ def delta_solve(
     zeros, and nothing of them is read.
     """
     num_tokens, heads = inputs.a.shape
-    num_chunks, key_heads = -(-num_tokens // _CHUNK), inputs.num_key_heads
-    per_head, per_key_head = num_chunks * heads * _CHUNK, num_chunks * key_heads * _CHUNK
+    num_chunks, key_heads = -(-num_tokens // CHUNK), inputs.num_key_heads
+    per_head, per_key_head = num_chunks * heads * CHUNK, num_chunks * key_heads * CHUNK
     _check_written((from_state, corrections), per_head * HEAD_DIM)
     _check_written((keys,), per_key_head * HEAD_DIM)
     _check_written((totals,), per_head)

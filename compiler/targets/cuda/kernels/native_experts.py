@@ -25,6 +25,7 @@ from compiler.targets.cuda.kernels.native import (
     SWIGLU,
     X_PADDING,
 )
+from compiler.targets.cuda.kernels.route import most_tiles
 
 MAX_TOKENS = 64
 MAX_EXPERTS = 512
@@ -103,17 +104,11 @@ class Tiles:
     @classmethod
     def empty(cls, num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Self:
         """Room for so many pairs, however they fall."""
-        count = most_tiles(num_tokens * top_k, num_experts)
+        count = most_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
         return cls(
             torch.empty(1 + count, dtype=torch.int32, device=device),
             torch.empty(count, TILE_PAIRS, dtype=torch.int16, device=device),
         )
-
-
-def most_tiles(num_pairs: int, num_experts: int) -> int:
-    """Tiles of so many pairs, at most."""
-    fewest = min(num_pairs, num_experts)  # experts with a tile that need not be full
-    return fewest + (num_pairs - fewest) // TILE_PAIRS
 
 
 def why_not(device: torch.device) -> str:
@@ -142,7 +137,7 @@ def _room(held: HeldWeight, num_tokens: int, top_k: int, *, is_sum: bool, depth:
     num_pairs = num_tokens * top_k
     ring = (_SUM_WARPS if is_sum else _WARPS) * depth * (STEP_BYTES[held.kind] + _X_BYTES)
     products = (num_pairs + num_tokens) * TILE_ROWS * 4 + -(-num_pairs // 4) * 16
-    table = most_tiles(num_pairs, held.num_experts) * (TILE_PAIRS * 2 + 4) + 4
+    table = most_tiles(num_pairs, held.num_experts, TILE_PAIRS) * (TILE_PAIRS * 2 + 4) + 4
     return ring + table + (products if is_sum else 0)
 
 
@@ -165,7 +160,7 @@ def route(
     assert weights.shape == experts.shape == (num_tokens, top_k) and logits.stride(1) == 1
     assert weights.is_contiguous() and experts.is_contiguous() and top_k <= num_experts
     assert num_tokens <= MAX_TOKENS and num_experts <= MAX_EXPERTS and top_k <= MAX_CHOSEN
-    assert len(tiles.pairs) >= most_tiles(num_tokens * top_k, num_experts)
+    assert len(tiles.pairs) >= most_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
     arguments = _Route(
         logits=logits.data_ptr(),
         positions=positions.data_ptr(),

@@ -28,6 +28,12 @@ _BLOCK = tl.constexpr(1024)
 _MOST_TOGETHER = 8192  # pairs that a program looks at together
 
 
+def most_tiles(num_pairs: int, num_experts: int, tile_size: int) -> int:
+    """Tiles that so many pairs have, however they fall."""
+    fewest = min(num_pairs, num_experts)  # experts with a tile that need not be full
+    return fewest + (num_pairs - fewest) // tile_size
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Pairs of some tokens, sorted by expert: ``order [P]`` int32, padding left out.
@@ -44,8 +50,7 @@ class Groups:
     @classmethod
     def empty(cls, num_pairs: int, num_experts: int, tile_size: int, device: torch.device) -> Self:
         """Room for so many pairs, however they fall."""
-        fewest = min(num_pairs, num_experts)  # experts with a tile that need not be full
-        num_tiles = fewest + (num_pairs - fewest) // tile_size
+        num_tiles = most_tiles(num_pairs, num_experts, tile_size)
         order, tiles, counts = (
             torch.empty(size, dtype=torch.int32, device=device)
             for size in ((num_pairs,), (3, num_tiles), (2, num_experts))

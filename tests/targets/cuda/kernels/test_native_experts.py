@@ -14,7 +14,8 @@ from compiler.ir.recipe import Segment, WeightRecipe
 from compiler.targets.cuda.experts import place_experts
 from compiler.targets.cuda.held import HeldWeight
 from compiler.targets.cuda.kernels import native_experts
-from compiler.targets.cuda.kernels.native_experts import PRODUCTS, Shared, Tiles, most_tiles
+from compiler.targets.cuda.kernels.native_experts import PRODUCTS, TILE_PAIRS, Shared, Tiles
+from compiler.targets.cuda.kernels.route import most_tiles
 from compiler.targets.cuda.packing import hold, unpack
 
 NAN = float("nan")
@@ -78,7 +79,8 @@ def test_there_is_room_for_every_tile(data: st.DataObject) -> None:
     for _ in range(num_tokens):
         for expert in data.draw(st.permutations(range(num_experts)))[:top_k]:
             counts[expert] += 1
-    assert sum(-(-count // 8) for count in counts) <= most_tiles(num_tokens * top_k, num_experts)
+    most = most_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
+    assert sum(-(-count // 8) for count in counts) <= most
 
 
 def test_why_not_without_a_gpu() -> None:
