@@ -9,23 +9,33 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 
-from compiler import __version__
-from compiler.errors import TilewrightError
+from tilewright.compiler import __version__
+from tilewright.compiler.errors import TilewrightError, allowed
+
+_COMMANDS = "tilewright.compiler.commands"
 
 VERBS = {
-    "run": ("compiler.commands.run", "answer prompts with a model, and measure it"),
-    "compile": ("compiler.commands.compile", "compile a model into a folder, ONNX or MLIR"),
-    "convert": ("compiler.commands.convert", "write a model for dllama, or into the cache"),
-    "compare": ("compiler.commands.compare", "measure the CPU target beside its peers"),
-    "sweep": ("compiler.commands.sweep.main", "measure many configurations; find the best"),
-    "bench-cuda": ("compiler.commands.bench_cuda", "measure the CUDA target, random weights"),
-    "perf": ("compiler.commands.perf", "render PERF.md from results"),
-    "reference": ("compiler.commands.reference", "write a model's fp32 reference file"),
+    "run": (f"{_COMMANDS}.run", "answer prompts with a model, and measure it"),
+    "compile": (f"{_COMMANDS}.compile", "compile a model into a folder, ONNX or MLIR"),
+    "convert": (f"{_COMMANDS}.convert", "write a model for dllama, or into the cache"),
+    "sweep": (f"{_COMMANDS}.sweep.main", "measure many configurations; find the best"),
+    "perf": (f"{_COMMANDS}.perf", "render PERF.md from results"),
+    "reference": (f"{_COMMANDS}.reference", "write a model's fp32 reference file"),
 }
+
+CLONE_VERBS = {
+    "compare": ("bench.peers.command", "measure the CPU target beside its peers"),
+    "compare-targets": ("bench.targets.command", "targets beside each other and the reference"),
+    "bench-cuda": ("bench.cuda.command", "measure the CUDA target, random weights"),
+    "fit-perf-model": ("bench.boards_fit.command", "fit the time model of boards"),
+}
+"""What maintainers measure with: in the folder ``bench`` of a clone, not in a wheel."""
 
 EXIT_USER_ERROR = 2
 _INTERRUPTED = 130
+_CLONE = Path(__file__).resolve().parents[1]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,11 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tilewright {__version__}")
         return 0
     verb, *rest = arguments
-    if verb not in VERBS:
-        return _fail(f"unknown command {verb!r}; allowed: {', '.join(VERBS)}")
-    command: Callable[[list[str]], int] = import_module(VERBS[verb][0]).main
     try:
-        return command(rest)
+        return _command(verb)(rest)
     except TilewrightError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -53,9 +60,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _command(verb: str) -> Callable[[list[str]], int]:
+    """The function behind a verb.
+
+    Raises:
+        TilewrightError: for an unknown verb, or one of a clone where there is none.
+    """
+    known = {**VERBS, **CLONE_VERBS}
+    if verb not in known:
+        raise TilewrightError(f"unknown command {verb!r}; {allowed(known)}")
+    if verb in CLONE_VERBS:
+        if not (_CLONE / "bench").is_dir():
+            raise TilewrightError(f"{verb}: runs from a clone of the repository, not from a wheel")
+        if str(_CLONE) not in sys.path:
+            sys.path.insert(0, str(_CLONE))
+    command: Callable[[list[str]], int] = import_module(known[verb][0]).main
+    return command
+
+
 def _usage() -> str:
     lines = ["usage: tilewright COMMAND [options]   (COMMAND --help says more)", ""]
-    lines += [f"  {verb:<10} {text}" for verb, (_, text) in VERBS.items()]
+    known = {**VERBS, **(CLONE_VERBS if (_CLONE / "bench").is_dir() else {})}
+    lines += [f"  {verb:<16} {text}" for verb, (_, text) in known.items()]
     return "\n".join(lines)
 
 

@@ -10,18 +10,18 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.errors import CompileError, ConfigError, allowed
-from compiler.passes.dumps import dump_folder
-from compiler.passes.runner import PassContext, run_passes
-from compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
-from compiler.targets.base import CompileOptions, Executable, Progress, Stage, get_target
-from compiler.tracer import each_source, trace
+from tilewright.compiler.errors import CompileError, ConfigError, allowed
+from tilewright.compiler.passes.dumps import dump_folder
+from tilewright.compiler.passes.runner import PassContext, run_passes
+from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
+from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, Stage, get_target
+from tilewright.compiler.tracer import each_source, trace
 
 COMPUTE_MODES = ("fast", "exact")
 
 
 class CompilableModel(Protocol):
-    """What `models.load_model` returns, as far as the compiler looks at it."""
+    """What `tilewright.models.load_model` returns, as far as the compiler looks at it."""
 
     @property
     def name(self) -> str: ...
@@ -59,7 +59,7 @@ def compile_model(
 ) -> Compiled:
     """Trace, rewrite, lower and build ``model`` for a target.
 
-    Nothing is kept (`compiler.artifacts` does that), but ``dump_dir`` receives the graph after
+    Nothing is kept (`artifacts` does that), but ``dump_dir`` receives the graph after
     every pass.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from compiler.errors import ConfigError
+from tilewright.compiler.errors import ConfigError
 
 CACHE_VARIABLE = "TILEWRIGHT_CACHE"
 

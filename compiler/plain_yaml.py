@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from compiler.errors import ConfigError
+from tilewright.compiler.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 18
 MAX_KEY_LENGTH = 200

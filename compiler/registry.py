@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
 
-from compiler.errors import ConfigError, allowed
+from tilewright.compiler.errors import ConfigError, allowed
 
 T = TypeVar("T")
 

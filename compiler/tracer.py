@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx, nn
 
-from compiler import ops
-from compiler.ir.info import COMPUTE, CONSTANT, INPUT, WEIGHT, NodeInfo, set_info
-from compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import COMPUTE, CONSTANT, INPUT, WEIGHT, NodeInfo, set_info
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _GROUPED = {

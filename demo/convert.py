@@ -1,11 +1,8 @@
 """A model for dllama, or into the compiled cache: ``tilewright convert`` from a clone."""
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from compiler.cli import main
+from tilewright.compiler.cli import main
 
 if __name__ == "__main__":
     sys.exit(main(["convert", *sys.argv[1:]]))

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from compiler.errors import CheckpointError
-from models.architectures import model_types
-from models.hub import FORM, fetch, parse_hub_name
-from models.shapes import FORM as SHAPE_FORM
-from models.shapes import ShapeName, parse_shape_name, shape_config
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.architectures.base import model_types
+from tilewright.models.hub import FORM, fetch, parse_hub_name
+from tilewright.models.shapes import FORM as SHAPE_FORM
+from tilewright.models.shapes import ShapeName, parse_shape_name, shape_config
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from models.checkpoints.base import Checkpoint
-    from models.config import ModelConfig
-    from models.tokenizer import Tokenizer
+    from tilewright.models.checkpoints.base import Checkpoint
+    from tilewright.models.config import ModelConfig
+    from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -90,7 +90,7 @@ def find_model(path: str | Path | None = None) -> Path:
 
     Raises:
         CheckpointError: a path that is missing, empty, or neither kind, or a shape, which has
-            no files; see `models.hub.fetch`.
+            no files; see `tilewright.models.hub.fetch`.
     """
     if isinstance(path, str) and (shape := parse_shape_name(path)) is not None:
         raise CheckpointError(
@@ -130,9 +130,9 @@ def load_model(path: str | FoundModel | None = None) -> LoadedModel:
     found = find_model_or_shape(path)
     if isinstance(found, ShapeName):
         return _random_model(found)
-    from models.checkpoints import check_tensors, open_checkpoint
-    from models.sources import stored_shapes
-    from models.tokenizer import load_tokenizer
+    from tilewright.models.checkpoints import check_tensors, open_checkpoint
+    from tilewright.models.sources import stored_shapes
+    from tilewright.models.tokenizer.tokenizer import load_tokenizer
 
     checkpoint = open_checkpoint(found)
     config = checkpoint.config
@@ -153,9 +153,9 @@ def load_model(path: str | FoundModel | None = None) -> LoadedModel:
 
 
 def _random_model(shape: ShapeName) -> LoadedModel:
-    from models.byte_tokenizer import byte_tokenizer
-    from models.checkpoints.random_weights import RandomCheckpoint
-    from models.sources import stored_offsets, stored_shapes
+    from tilewright.models.checkpoints.random_weights import RandomCheckpoint
+    from tilewright.models.sources import stored_offsets, stored_shapes
+    from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 
     config = shape_config(shape)
     module = _empty_module(config)
@@ -168,7 +168,7 @@ def _empty_module(config: ModelConfig) -> nn.Module:
     """The model on the meta device."""
     import torch
 
-    from models.architectures import architecture_of
+    from tilewright.models.architectures.base import architecture_of
 
     with torch.device("meta"):
         return architecture_of(config.model_type).model(config)

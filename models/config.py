@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiler.errors import CheckpointError, allowed
-from models.architectures import architecture_of, check_model_type, find_gguf_type
-from models.config_keys import Keys
-from models.hub import repository_name
-from models.rope import (
+from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.models.architectures.base import architecture_of, check_model_type, find_gguf_type
+from tilewright.models.architectures.rope import (
     MAX_POSITIONS,
     Llama3Scaling,
     LongRopeScaling,
@@ -23,7 +21,9 @@ from models.rope import (
     hf_rope,
     inverse_frequencies,
 )
-from models.windows import FULL
+from tilewright.models.config_keys import Keys
+from tilewright.models.hub import repository_name
+from tilewright.models.windows import FULL
 
 __all__ = ["Llama3Scaling", "ModelConfig", "RopeConfig", "inverse_frequencies"]
 

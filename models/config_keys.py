@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from compiler.errors import CheckpointError, allowed
+from tilewright.compiler.errors import CheckpointError, allowed
 
 
 class Keys:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from compiler.errors import CheckpointError, allowed
-from models.architectures import model_types
-from models.shape_factors import PHI3_LONG, PHI3_SHORT, PHI35_LONG, PHI35_SHORT
+from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.models.architectures.base import model_types
+from tilewright.models.shape_factors import PHI3_LONG, PHI3_SHORT, PHI35_LONG, PHI35_SHORT
 
 if TYPE_CHECKING:
-    from models.config import ModelConfig
+    from tilewright.models.config import ModelConfig
 
 PREFIX = "shape:"
 FORM = f"{PREFIX}NAME (random weights of a known shape)"
@@ -339,6 +339,6 @@ def parse_shape_name(text: str) -> ShapeName | None:
 
 def shape_config(shape: ShapeName) -> ModelConfig:
     """The configuration of a shape, checked as one from a file is."""
-    from models.config import ModelConfig
+    from tilewright.models.config import ModelConfig
 
     return ModelConfig.from_hf(SHAPES[shape.name], where=str(shape))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from models.config_keys import Keys
-from models.rope import MAX_POSITIONS
+from tilewright.models.architectures.rope import MAX_POSITIONS
+from tilewright.models.config_keys import Keys
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -15,15 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.errors import RequestError
-from compiler.runtime.engine import Engine
-from compiler.targets.base import Executable
-from models.architectures import architecture_of
-from models.checkpoints import Checkpoint, check_tensors, open_checkpoint
-from models.sources import stored_shapes
 from tests.runtime.test_engine import Operations
 from tests.tiny import compiled, lowered, pipeline, precision_of, prefill, random_tokens, step
 from tests.twins import twin_of
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.targets.base import Executable
+from tilewright.models.architectures.base import architecture_of
+from tilewright.models.checkpoints import Checkpoint, check_tensors, open_checkpoint
+from tilewright.models.sources import stored_shapes
 
 TARGETS = ("reference", "cpu")
 WITHIN = 1e-4

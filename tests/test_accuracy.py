@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from compiler.bench import perf_md
-from compiler.bench.accuracy import score, teacher_force
-from compiler.bench.cases import ACCURACY_CONTEXT
-from compiler.bench.precision_titles import section_precision
-from compiler.bench.record import Accuracy
-from compiler.bench.reference import load_reference, reference_path
-from compiler.errors import CheckpointError, ConfigError
-from compiler.precision import PrecisionConfig, list_precisions, load_precision
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.accuracy import score, teacher_force
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
+from tilewright.compiler.bench.precision_titles import section_precision
+from tilewright.compiler.bench.record import Accuracy
+from tilewright.compiler.bench.reference import load_reference, reference_path
+from tilewright.compiler.errors import CheckpointError, ConfigError
+from tilewright.compiler.precision import PrecisionConfig, list_precisions, load_precision
 
 PERF_MD = Path(__file__).resolve().parent.parent / "PERF.md"
 TOLERANCE = 0.5
@@ -114,11 +114,11 @@ def measured() -> dict[str, Accuracy]:
 
 def measure(model_path: str, target: str, precision: PrecisionConfig) -> Accuracy:
     """Top-1 and top-5 against the versioned reference."""
-    from compiler.commands.measure import subject_of
-    from compiler.commands.source import open_source
-    from compiler.driver import compile_model
-    from compiler.targets.base import CompileOptions
-    from models import find_model
+    from tilewright.compiler.commands.measure import subject_of
+    from tilewright.compiler.commands.source import open_source
+    from tilewright.compiler.driver import compile_model
+    from tilewright.compiler.targets.base import CompileOptions
+    from tilewright.models import find_model
 
     source = open_source(find_model(model_path))
     reference = load_reference(reference_path(source.name), subject_of(source)[0])

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from compiler.devices import DEVICES, describe_cpu, get_device, parse_mesh
-from compiler.errors import ConfigError
+from tilewright.compiler.devices import DEVICES, describe_cpu, get_device, parse_mesh
+from tilewright.compiler.errors import ConfigError
 
 
 def test_chips() -> None:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiler.cli import main
-from compiler.driver import compile_model
-from compiler.precision import load_precision
-from compiler.targets.base import CompileOptions
-from models import load_model
 from tests.tiny import prefill
+from tilewright.compiler.cli import main
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.models import load_model
 
 pytestmark = pytest.mark.weights
 

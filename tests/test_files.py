@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from compiler.files import create_file, replace_file
+from tilewright.compiler.files import create_file, replace_file
 
 
 def names(folder: Path) -> list[str]:

@@ -31,57 +31,74 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("driver",),
     ("artifacts",),
     ("runtime",),
-    ("serve",),
     ("bench",),
+    ("sweep",),
+    ("serve",),
     ("commands", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 MODELS_MAY_IMPORT = ("ops", "errors")
-SEES_MODELS = ("compiler.commands", "compiler.cli")
+SEES_MODELS = (
+    "tilewright.models",
+    "tilewright.compiler.commands",
+    "tilewright.compiler.cli",
+    "bench",
+)
 
 # Optional libraries, and the only places that import them.
 ONLY_IN = {
-    "triton": ("compiler.targets.cuda", "compiler.targets.tenstorrent"),
-    "numba": ("compiler.targets.tenstorrent",),
-    "llvmlite": ("compiler.targets.tenstorrent",),
-    "cuda": ("compiler.targets.cuda",),
-    "onnxruntime": ("compiler.targets.cpu",),
-    "onnx": ("compiler.targets.cpu",),
-    "torch_mlir": ("compiler.ir.mlir",),
-    "ttnn": ("compiler.targets.tenstorrent",),
+    "triton": ("tilewright.compiler.targets.cuda", "tilewright.compiler.targets.tenstorrent"),
+    "numba": ("tilewright.compiler.targets.tenstorrent",),
+    "llvmlite": ("tilewright.compiler.targets.tenstorrent",),
+    "cuda": ("tilewright.compiler.targets.cuda",),
+    "onnxruntime": ("tilewright.compiler.targets.cpu",),
+    "onnx": ("tilewright.compiler.targets.cpu",),
+    "torch_mlir": ("tilewright.compiler.ir.mlir",),
+    "ttnn": ("tilewright.compiler.targets.tenstorrent",),
     "transformers": (),
-    "matplotlib": ("compiler.bench", "compiler.commands.sweep.report"),
-    "textual": ("compiler.commands.sweep",),
-    "llama_cpp": ("compiler.bench.peers",),
-    "onnxruntime_genai": ("compiler.bench.peers",),
-    "openvino_genai": ("compiler.bench.peers",),
+    "matplotlib": (
+        "tilewright.compiler.bench",
+        "tilewright.compiler.sweep",
+        "tilewright.compiler.commands.sweep.report",
+    ),
+    "textual": ("tilewright.compiler.commands.sweep",),
+    "llama_cpp": ("bench.peers",),
+    "onnxruntime_genai": ("bench.peers",),
+    "openvino_genai": ("bench.peers",),
 }
 
 WITHOUT_TORCH = (
-    "compiler",
-    "compiler.errors",
-    "compiler.registry",
-    "compiler.environment",
-    "compiler.artifacts.places",
-    "compiler.devices",
-    "compiler.precision",
-    "compiler.bench.cases",
-    "compiler.bench.prompts",
-    "compiler.bench.results",
-    "compiler.bench.perf_md",
-    "compiler.commands.options",
-    "compiler.commands.sweep.control",
-    "compiler.commands.sweep.main",
-    "compiler.commands.sweep.options",
-    "compiler.commands.sweep.run",
-    "compiler.commands.sweep.show",
-    "compiler.commands.compile",
-    "compiler.commands.compare",
-    "compiler.cli",
+    "tilewright",
+    "tilewright.compiler",
+    "tilewright.compiler.errors",
+    "tilewright.compiler.registry",
+    "tilewright.compiler.environment",
+    "tilewright.compiler.artifacts.places",
+    "tilewright.compiler.devices",
+    "tilewright.compiler.precision",
+    "tilewright.compiler.bench.cases",
+    "tilewright.compiler.bench.prompts",
+    "tilewright.compiler.bench.results",
+    "tilewright.compiler.bench.perf_md",
+    "tilewright.compiler.commands.options",
+    "tilewright.compiler.commands.sweep.control",
+    "tilewright.compiler.commands.sweep.main",
+    "tilewright.compiler.commands.sweep.options",
+    "tilewright.compiler.commands.sweep.run",
+    "tilewright.compiler.commands.sweep.show",
+    "tilewright.compiler.commands.compile",
+    "bench.peers.command",
+    "tilewright.compiler.cli",
 )
 
 MAX_FILE_LINES = 399
 MAX_FUNCTION_LINES = 49
+
+
+# Import names of the folders at the top of the tree.
+PACKAGES = {"tilewright": "tilewright", "compiler": "tilewright.compiler"}
+PACKAGES |= {"models": "tilewright.models", "bench": "bench", "demo": "demo"}
+PUBLIC_FACE = "tilewright"
 
 
 def source_files(*folders: str) -> list[Path]:
@@ -89,8 +106,8 @@ def source_files(*folders: str) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    top, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([PACKAGES[top], *(rest[:-1] if rest[-1] == "__init__" else rest)])
 
 
 def is_within(module: str, package: str) -> bool:
@@ -115,27 +132,32 @@ def imports(source: str) -> Iterator[tuple[int, str]]:
 
 def complaint_about_import(module: str, imported: str) -> str | None:
     """Why `module` may not import `imported`; None where it may."""
-    top, _, rest = imported.partition(".")
     if imported.startswith("."):
         return "is relative"
+    top = imported.partition(".")[0]
     if top in ONLY_IN and not any(is_within(module, place) for place in ONLY_IN[top]):
         return f"belongs in {ONLY_IN[top] or 'tests'} only"
-    if is_within(module, "demo"):
+    if top in ("compiler", "models"):
+        return f"is tilewright.{top}"
+    if top == "bench":
+        return None if is_within(module, "bench") else "is outside the wheel"
+    if top != "tilewright" or is_within(module, "demo") or module == PUBLIC_FACE:
         return None
-    if top == "models":
-        in_models = is_within(module, "models")
-        sees_models = any(is_within(module, place) for place in SEES_MODELS)
-        return None if in_models or sees_models else "is the models package"
-    if top != "compiler" or imported == "compiler.__version__":
+    if is_within(imported, "tilewright.models"):
+        sees = any(is_within(module, place) for place in SEES_MODELS)
+        return None if sees else "is the models package"
+    if imported == "tilewright.compiler.__version__":
         return None
-    layer = rest.partition(".")[0]
-    if layer not in LEVEL:
+    layer = [*imported.split("."), "", ""][2]
+    if not is_within(imported, "tilewright.compiler") or layer not in LEVEL:
         return "is the root package, or in no layer"
-    if is_within(module, "models"):
+    if is_within(module, "tilewright.models"):
         return None if layer in MODELS_MAY_IMPORT else f"is not one of {MODELS_MAY_IMPORT}"
-    own = module.split(".")[1] if "." in module else None
-    if own is None:
+    if is_within(module, "bench"):
+        return None
+    if module == "tilewright.compiler":
         return "from inside the root package"
+    own = module.split(".")[2]
     if own not in LEVEL:
         return f"but {module} is in no layer"
     return None if LEVEL[layer] <= LEVEL[own] else "is in a layer above"
@@ -176,37 +198,73 @@ def name_complaints(module: str) -> list[str]:
 @pytest.mark.parametrize(
     ("module", "source", "is_allowed"),
     [
-        ("compiler.passes.fuse_x", "from compiler.ir.info import info", True),
-        ("compiler.passes.fuse_x", "from compiler import ir", True),
-        ("compiler.passes.fuse_x", "from compiler.passes.base import graph_pass", True),
-        ("compiler.passes.fuse_x", "import compiler.driver", False),
-        ("compiler.ir.info", "def f():\n    from compiler.passes import runner", False),
-        ("compiler.ir.info", "if True:\n    import compiler.targets.base as b", False),
-        ("compiler.errors", "from compiler.formats.floats import BF16", False),
-        ("compiler.ops.dense", "import compiler", False),
-        ("compiler.ops.dense", "from compiler import *", False),
-        ("compiler.ops.dense", "from compiler import __version__", True),
-        ("compiler.ops.dense", "from . import library", False),
-        ("compiler.ops.dense", "from ..errors import ConfigError", False),
-        ("compiler.unheard_of", "from compiler.errors import ConfigError", False),
-        ("compiler.ops.dense", "from compiler.unheard_of import f", False),
-        ("compiler", "from compiler.errors import ConfigError", False),
-        ("compiler.driver", "from models import load_model", False),
-        ("compiler.driver", "importlib.import_module('models.llama')", False),
-        ("compiler.commands.demo", "from models import load_model", True),
-        ("compiler.cli", "import models", True),
-        ("models.llama", "from models.layers import RMSNorm", True),
-        ("models.llama", "from compiler import ops", True),
-        ("models.llama", "from compiler.errors import CheckpointError", True),
-        ("models.llama", "from compiler.formats import BF16", False),
-        ("compiler.targets.cuda.kernels.linear", "import triton.language as tl", True),
-        ("compiler.ops.dense", "import triton", False),
-        ("compiler.targets.cpu.session", "from onnx import helper", True),
-        ("compiler.targets.cpu_helpers", "import onnxruntime", False),
-        ("compiler.ir.mlir", "from torch_mlir import fx", True),
-        ("models.tokenizer", "def f():\n    import transformers", False),
+        ("tilewright.compiler.passes.fuse_x", "from tilewright.compiler.ir.info import info", True),
+        ("tilewright.compiler.passes.fuse_x", "from tilewright.compiler import ir", True),
+        (
+            "tilewright.compiler.passes.fuse_x",
+            "from tilewright.compiler.passes.base import graph_pass",
+            True,
+        ),
+        ("tilewright.compiler.passes.fuse_x", "import tilewright.compiler.driver", False),
+        (
+            "tilewright.compiler.ir.info",
+            "def f():\n    from tilewright.compiler.passes import runner",
+            False,
+        ),
+        (
+            "tilewright.compiler.ir.info",
+            "if True:\n    import tilewright.compiler.targets.base as b",
+            False,
+        ),
+        (
+            "tilewright.compiler.errors",
+            "from tilewright.compiler.formats.floats import BF16",
+            False,
+        ),
+        ("tilewright.compiler.ops.dense", "import tilewright.compiler", False),
+        ("tilewright.compiler.ops.dense", "from tilewright.compiler import *", False),
+        ("tilewright.compiler.ops.dense", "from tilewright.compiler import __version__", True),
+        ("tilewright.compiler.ops.dense", "from . import library", False),
+        ("tilewright.compiler.ops.dense", "from ..errors import ConfigError", False),
+        (
+            "tilewright.compiler.unheard_of",
+            "from tilewright.compiler.errors import ConfigError",
+            False,
+        ),
+        ("tilewright.compiler.ops.dense", "from tilewright.compiler.unheard_of import f", False),
+        ("tilewright.compiler", "from tilewright.compiler.errors import ConfigError", False),
+        ("tilewright.compiler.driver", "from tilewright.models import load_model", False),
+        (
+            "tilewright.compiler.driver",
+            "importlib.import_module('tilewright.models.architectures.llama')",
+            False,
+        ),
+        ("tilewright.compiler.commands.demo", "from tilewright.models import load_model", True),
+        ("tilewright.compiler.cli", "import tilewright.models", True),
+        (
+            "tilewright.models.architectures.llama",
+            "from tilewright.models.architectures.layers import RMSNorm",
+            True,
+        ),
+        ("tilewright.models.architectures.llama", "from tilewright.compiler import ops", True),
+        (
+            "tilewright.models.architectures.llama",
+            "from tilewright.compiler.errors import CheckpointError",
+            True,
+        ),
+        (
+            "tilewright.models.architectures.llama",
+            "from tilewright.compiler.formats import BF16",
+            False,
+        ),
+        ("tilewright.compiler.targets.cuda.kernels.linear", "import triton.language as tl", True),
+        ("tilewright.compiler.ops.dense", "import triton", False),
+        ("tilewright.compiler.targets.cpu.session", "from onnx import helper", True),
+        ("tilewright.compiler.targets.cpu_helpers", "import onnxruntime", False),
+        ("tilewright.compiler.ir.mlir", "from torch_mlir import fx", True),
+        ("tilewright.models.tokenizer.tokenizer", "def f():\n    import transformers", False),
         ("demo.sweep", "import transformers", False),
-        ("demo.sweep", "from compiler.cli import main", True),
+        ("demo.sweep", "from tilewright.compiler.cli import main", True),
     ],
 )
 def test_the_import_check_tells_good_from_bad(module: str, source: str, is_allowed: bool) -> None:
@@ -224,18 +282,25 @@ def test_the_length_check_counts_lines() -> None:
 
 
 def test_the_name_check_knows_standard_modules() -> None:
-    assert name_complaints("compiler.ir.rewrite") == []
-    assert len(name_complaints("compiler.ops.operator")) == 1
-    assert len(name_complaints("compiler.queue.base")) == 1
+    assert name_complaints("tilewright.compiler.ir.rewrite") == []
+    assert len(name_complaints("tilewright.compiler.ops.operator")) == 1
+    assert len(name_complaints("tilewright.compiler.queue.base")) == 1
 
 
 def test_the_walk_finds_the_sources() -> None:
     names = {module_name(path) for path in source_files("compiler", "models")}
-    assert {"compiler", "compiler.errors", "compiler.bench.cases", "models.llama"} <= names
+    assert {
+        "tilewright.compiler",
+        "tilewright.compiler.errors",
+        "tilewright.compiler.bench.cases",
+        "tilewright.models.architectures.llama",
+    } <= names
 
 
 @pytest.mark.parametrize(
-    "path", source_files("compiler", "models", "demo"), ids=lambda path: module_name(path)
+    "path",
+    source_files(*PACKAGES),
+    ids=lambda path: module_name(path),
 )
 def test_source_keeps_the_rules(path: Path) -> None:
     module, source = module_name(path), path.read_text(encoding="utf-8")
@@ -263,7 +328,9 @@ def test_imports_without_torch(module: str) -> None:
     assert run_python(code) == "[]"
 
 
-@pytest.mark.parametrize("module", ["compiler.ops", "compiler.driver", "models"])
+@pytest.mark.parametrize(
+    "module", ["tilewright.compiler.ops", "tilewright.compiler.driver", "models"]
+)
 def test_initialises_no_device(module: str) -> None:
     code = f"import {module}, torch; print(torch.cuda.is_initialized())"
     assert run_python(code) == "False"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import compiler
+import tilewright.compiler
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -39,7 +39,7 @@ def run_make(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[s
 
 
 def test_version_has_one_source() -> None:
-    assert re.fullmatch(r"\d+\.\d+\.\d+", compiler.__version__)
+    assert re.fullmatch(r"\d+\.\d+\.\d+", tilewright.compiler.__version__)
     assert PROJECT["project"]["dynamic"] == ["version"]
     dynamic = PROJECT["tool"]["setuptools"]["dynamic"]["version"]
     assert dynamic == {"attr": "compiler.__version__"}

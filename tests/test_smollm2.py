@@ -18,17 +18,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from compiler.bench.accuracy import divergence
-from compiler.bench.prompts import bench_text, sample_prompts
-from compiler.bench.results import Result, loads
-from compiler.ir.info import info
-from compiler.precision import load_precision
-from compiler.runtime.engine import Engine
-from compiler.runtime.llm import LLM
-from compiler.runtime.request import Request, SamplingParams
-from compiler.targets.base import Executable
-from models import LoadedModel, load_model
 from tests.tiny import compiled, lowered, prefill
+from tilewright.compiler.bench.accuracy import divergence
+from tilewright.compiler.bench.prompts import bench_text, sample_prompts
+from tilewright.compiler.bench.results import Result, loads
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.request import Request, SamplingParams
+from tilewright.compiler.targets.base import Executable
+from tilewright.models import LoadedModel, load_model
 
 pytestmark = pytest.mark.weights
 
@@ -276,7 +276,7 @@ def run_alone(path: Path, name: str, *options: str) -> tuple[Result, float]:
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", *options]
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "compiler.cli", "run", "--model", str(path), *argv],
+        [sys.executable, "-m", "tilewright.compiler.cli", "run", "--model", str(path), *argv],
         cwd=ROOT,
         capture_output=True,
         timeout=300,

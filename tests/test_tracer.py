@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler import ops
-from compiler.ir.info import CONSTANT, INPUT, WEIGHT, info
-from compiler.ir.rewrite import find_calls
 from tests.tiny import lowered, random_tokens, run_graph, step_inputs, tiny_model, traced
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import CONSTANT, INPUT, WEIGHT, info
+from tilewright.compiler.ir.rewrite import find_calls
 
 aten = torch.ops.aten
 

@@ -59,30 +59,34 @@ def in_clone(*patterns: str) -> set[str]:
     return {path.relative_to(ROOT).as_posix() for path in found}
 
 
+def in_wheel(*patterns: str) -> set[str]:
+    """Where the clone's files of these patterns lie in the wheel."""
+    return {"tilewright/" + name.removeprefix("tilewright/") for name in in_clone(*patterns)}
+
+
 def test_wheel_holds_the_sources_and_the_data(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    expected = in_clone(
+    expected = in_wheel(
+        "tilewright/*.py",
         "compiler/**/*.py",
         "models/**/*.py",
         "precision_cfgs/*.yaml",
         "demo/sample_prompts/*.json",
         "compiler/bench/texts/*.txt",
     )
-    assert {"precision_cfgs/performance.yaml", "demo/sample_prompts/questions.json"} <= expected
+    assert expected >= {
+        "tilewright/precision_cfgs/performance.yaml",
+        "tilewright/demo/sample_prompts/questions.json",
+    }
     assert expected <= names, sorted(expected - names)
 
 
 def test_wheel_holds_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {
-        "compiler",
-        "models",
-        "precision_cfgs",
-        "demo",
-    }
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"tilewright"}
     assert not [name for name in names if re.search(r"(^|/)(tests|__pycache__)/|/test_", name)]
-    assert all(name.startswith("demo/sample_prompts/") for name in names if "demo/" in name)
+    assert all("/demo/sample_prompts/" in name for name in names if "/demo/" in name)
 
 
 def test_wheel_carries_the_licence_and_the_version(wheel: Path) -> None:
@@ -97,10 +101,10 @@ def test_wheel_carries_the_licence_and_the_version(wheel: Path) -> None:
 
 def test_installed_wheel_finds_its_data(installed: Path) -> None:
     code = (
-        "import compiler\n"
-        "from compiler.precision import list_precisions\n"
-        "from compiler.bench.prompts import bench_text, sample_prompts\n"
-        "print(compiler.__file__)\n"
+        "import tilewright.compiler\n"
+        "from tilewright.compiler.precision import list_precisions\n"
+        "from tilewright.compiler.bench.prompts import bench_text, sample_prompts\n"
+        "print(tilewright.compiler.__file__)\n"
         "print(len(sample_prompts('questions.json')), bench_text('accuracy.txt')[:18])\n"
         "print(*list_precisions())\n"
     )
@@ -112,7 +116,7 @@ def test_installed_wheel_finds_its_data(installed: Path) -> None:
 
 
 def test_installed_command_prints_its_version(wheel: Path, installed: Path) -> None:
-    code = "from compiler.cli import main; raise SystemExit(main(['--version']))"
+    code = "from tilewright.compiler.cli import main; raise SystemExit(main(['--version']))"
     assert wheel.name.split("-")[1] in run_installed(installed, code)
     scripts = (next(installed.glob("*.dist-info")) / "entry_points.txt").read_text()
-    assert "tilewright = compiler.cli:main" in scripts
+    assert "tilewright = tilewright.compiler.cli:main" in scripts

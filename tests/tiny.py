@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from compiler.driver import weight_source
-from compiler.ir.info import INPUT, info
-from compiler.ir.recipe import load_dense, load_values
-from compiler.ir.state import PER_TOKEN
-from compiler.passes.canonicalize_graph import canonicalize_graph
-from compiler.passes.runner import Pass, PassContext, run_passes
-from compiler.precision import PrecisionConfig, load_precision
-from compiler.targets.base import (
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.ir.info import INPUT, info
+from tilewright.compiler.ir.recipe import load_dense, load_values
+from tilewright.compiler.ir.state import PER_TOKEN
+from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
+from tilewright.compiler.passes.runner import Pass, PassContext, run_passes
+from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.targets.base import (
     CompileOptions,
     Executable,
     StateHandle,
     StepInput,
     get_target,
 )
-from compiler.tracer import trace
-from models.architectures import architecture_of
-from models.config import ModelConfig, RopeConfig
-from models.sources import each_source, stored_shapes
+from tilewright.compiler.tracer import trace
+from tilewright.models.architectures.base import architecture_of
+from tilewright.models.config import ModelConfig, RopeConfig
+from tilewright.models.sources import each_source, stored_shapes
 
 GOLDENS = Path(__file__).parent / "goldens"
 UPDATE_VARIABLE = "TILEWRIGHT_UPDATE_GOLDENS"
@@ -86,7 +86,7 @@ def tiny_config(**changes: Any) -> ModelConfig:
 
 
 def tiny_model(*, seed: int = 0, std: float = 0.05, **changes: Any) -> SimpleNamespace:
-    """What `models.load_model` returns, as far as the compiler looks: random weights, N(0, std)."""
+    """What `load_model` returns, as far as the compiler looks: random weights, N(0, std)."""
     config = tiny_config(**changes)
     with torch.device("meta"):
         module: Any = architecture_of(config.model_type).model(config)

@@ -12,10 +12,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from models.config import ModelConfig
-from models.rope import LinearScaling, Llama3Scaling, LongRopeScaling, RopeConfig
-from models.sources import TensorSource, each_source
 from tests.tiny import random_tokens
+from tilewright.models.architectures.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+)
+from tilewright.models.config import ModelConfig
+from tilewright.models.sources import TensorSource, each_source
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler.artifacts.digests import file_digest, sources_digest
-from compiler.artifacts.folder import open_folder
-from compiler.artifacts.manifest import FORMAT, Manifest, read_manifest
-from compiler.artifacts.places import MANIFEST, cache_dir
-from compiler.environment import versions
-from compiler.errors import CheckpointError, ConfigError, NoRoomError, TilewrightError
+from tilewright.compiler.artifacts.digests import file_digest, sources_digest
+from tilewright.compiler.artifacts.folder import open_folder
+from tilewright.compiler.artifacts.manifest import FORMAT, Manifest, read_manifest
+from tilewright.compiler.artifacts.places import MANIFEST, cache_dir
+from tilewright.compiler.environment import versions
+from tilewright.compiler.errors import CheckpointError, ConfigError, NoRoomError, TilewrightError
 
 SIZE_VARIABLE = "TILEWRIGHT_CACHE_GB"
 DEFAULT_GB = 20.0

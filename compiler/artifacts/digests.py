@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from compiler.files import open_regular
+from tilewright.compiler.files import open_regular
 
 _SETTLED_NS = 3_000_000_000
 """Beyond the coarsest clock of a common file system, so that a later write is seen."""

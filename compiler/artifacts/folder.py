@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from compiler.artifacts.digests import file_digest
-from compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
-from compiler.artifacts.places import MANIFEST
-from compiler.errors import CheckpointError, ConfigError, NoRoomError
-from compiler.files import read_regular
+from tilewright.compiler.artifacts.digests import file_digest
+from tilewright.compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
+from tilewright.compiler.artifacts.places import MANIFEST
+from tilewright.compiler.errors import CheckpointError, ConfigError, NoRoomError
+from tilewright.compiler.files import read_regular
 
 
 def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:

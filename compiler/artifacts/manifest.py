@@ -8,11 +8,11 @@ from typing import Literal
 
 import msgspec
 
-from compiler.artifacts.places import MANIFEST
-from compiler.errors import CheckpointError, one_line
-from compiler.files import read_regular
-from compiler.precision import PrecisionSummary
-from compiler.targets.contract import NumericContract
+from tilewright.compiler.artifacts.places import MANIFEST
+from tilewright.compiler.errors import CheckpointError, one_line
+from tilewright.compiler.files import read_regular
+from tilewright.compiler.precision import PrecisionSummary
+from tilewright.compiler.targets.contract import NumericContract
 
 _MAX_NAME = 255
 FORMAT = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from compiler.files import cache_dir
+from tilewright.compiler.files import cache_dir
 
 MANIFEST = "manifest.json"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from compiler.artifacts.cache import CacheUnusableError, ProgramCache, program_key
-from compiler.artifacts.folder import read_file, seal_folder, write_file
-from compiler.artifacts.manifest import Manifest, ModelFacts
-from compiler.driver import (
+from tilewright.compiler.artifacts.cache import CacheUnusableError, ProgramCache, program_key
+from tilewright.compiler.artifacts.folder import read_file, seal_folder, write_file
+from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
+from tilewright.compiler.driver import (
     CompilableModel,
     Compiled,
     check_options,
@@ -21,11 +21,11 @@ from compiler.driver import (
     silent,
     weight_source,
 )
-from compiler.environment import environment
-from compiler.errors import CheckpointError, one_line
-from compiler.ir.serialise import graph_json, read_graph
-from compiler.precision import PrecisionConfig
-from compiler.targets.base import CompileOptions, Program, Progress, get_target
+from tilewright.compiler.environment import environment
+from tilewright.compiler.errors import CheckpointError, one_line
+from tilewright.compiler.ir.serialise import graph_json, read_graph
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import CompileOptions, Program, Progress, get_target
 
 GRAPH = "graph.json"
 

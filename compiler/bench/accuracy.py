@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler.artifacts.places import cache_dir
-from compiler.bench.cases import ACCURACY_TEXT
-from compiler.bench.record import Accuracy, Paired, pack_hits
-from compiler.bench.reference import Reference, write_cache
-from compiler.runtime.engine import Engine
-from compiler.targets.base import Executable
+from tilewright.compiler.artifacts.places import cache_dir
+from tilewright.compiler.bench.cases import ACCURACY_TEXT
+from tilewright.compiler.bench.record import Accuracy, Paired, pack_hits
+from tilewright.compiler.bench.reference import Reference, write_cache
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.targets.base import Executable
 
 BASE = "bf16"
 """The configuration that others are compared with, position by position."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from compiler.bench.perf_md import (
+from tilewright.compiler.bench.perf_md import (
     BOARDS_TITLE,
     DEVICE,
     EMULATED_TOP1,
@@ -23,8 +23,8 @@ from compiler.bench.perf_md import (
     PUBLISHED_TTFT,
     PerfRow,
 )
-from compiler.bench.record import Result
-from compiler.bench.selection import (
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.selection import (
     Group,
     context_k,
     group_results,

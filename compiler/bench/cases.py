@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from compiler.errors import ConfigError
-from compiler.registry import Registry
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.registry import Registry
 
 PRECISIONS = ("performance", "accuracy")
 DEFAULT_CASE = "performance-batch-1"

@@ -8,9 +8,9 @@ from itertools import pairwise
 
 import torch
 
-from compiler.bench.bandwidth import BUFFER_BYTES, read_bandwidth
-from compiler.bench.roofline import Ceilings
-from compiler.devices import describe_cpu
+from tilewright.compiler.bench.bandwidth import BUFFER_BYTES, read_bandwidth
+from tilewright.compiler.bench.roofline import Ceilings
+from tilewright.compiler.devices import describe_cpu
 
 READ_BYTES = 4 << 30
 """Of the buffer a GPU adds up: far beyond its caches."""
@@ -28,7 +28,7 @@ def measure_ceilings(target: str) -> Ceilings:
         CompileError: for ``cuda`` without a GPU.
     """
     if target == "cuda":
-        from compiler.targets.cuda.device import open_device
+        from tilewright.compiler.targets.cuda.device import open_device
 
         device = open_device()
         if device.type == "cuda":

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compiler.errors import ConfigError, one_line
-from compiler.files import replace_file
+from tilewright.compiler.errors import ConfigError, one_line
+from tilewright.compiler.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,8 +9,17 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from compiler.bench.figures import DPI, LABEL_SIZE, WIDTH, fit, new_figure, settings, settle, shown
-from compiler.errors import ConfigError
+from tilewright.compiler.bench.figures import (
+    DPI,
+    LABEL_SIZE,
+    WIDTH,
+    fit,
+    new_figure,
+    settings,
+    settle,
+    shown,
+)
+from tilewright.compiler.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,8 +12,8 @@ import stat
 import warnings
 from pathlib import Path
 
-from compiler.errors import ConfigError
-from compiler.files import read_regular
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.files import read_regular
 
 _CHUNK = 1 << 16
 

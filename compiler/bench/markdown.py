@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from compiler.errors import ConfigError
+from tilewright.compiler.errors import ConfigError
 
 _BLANKS = " \t\r"
 _HEADING = re.compile(r"(#{1,6})[ \t]+([^\n]*)")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from operator import gt
 from typing import Literal
 
-from compiler.bench.stats import MIN_ROUNDS, mcnemar, paired_ratio
+from tilewright.compiler.bench.stats import MIN_ROUNDS, mcnemar, paired_ratio
 
 ALPHA = 0.05
 """The level of every single comparison. Nothing is corrected for their number: of 20 comparisons

@@ -15,10 +15,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from compiler.bench.markdown import Block, Heading, Table, TableLine, Text, merge, parse_blocks
-from compiler.bench.record import HEADING_FORM, KINDS, RANDOM_WEIGHTS, Kind, is_heading
-from compiler.errors import ConfigError, allowed
-from compiler.files import read_regular, replace_file
+from tilewright.compiler.bench.markdown import (
+    Block,
+    Heading,
+    Table,
+    TableLine,
+    Text,
+    merge,
+    parse_blocks,
+)
+from tilewright.compiler.bench.record import HEADING_FORM, KINDS, RANDOM_WEIGHTS, Kind, is_heading
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.files import read_regular, replace_file
 
 __all__ = [
     "Document",

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from compiler.bench import board_tables
-from compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
-from compiler.bench.markdown import format_table
-from compiler.bench.perf_md import (
+from tilewright.compiler.bench import board_tables
+from tilewright.compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
+from tilewright.compiler.bench.markdown import format_table
+from tilewright.compiler.bench.perf_md import (
     AVG_TTFT,
     DEVICE,
     FIRST_TTFT,
@@ -34,10 +34,10 @@ from compiler.bench.perf_md import (
     TOTAL,
     TTFT,
 )
-from compiler.bench.precision_titles import count_layer_rules, linked_file, titles_of
-from compiler.bench.published import published_row
-from compiler.bench.record import KINDS, RANDOM_WEIGHTS, Accuracy, Result
-from compiler.bench.selection import (
+from tilewright.compiler.bench.precision_titles import count_layer_rules, linked_file, titles_of
+from tilewright.compiler.bench.published import published_row
+from tilewright.compiler.bench.record import KINDS, RANDOM_WEIGHTS, Accuracy, Result
+from tilewright.compiler.bench.selection import (
     Group,
     context_k,
     group_results,
@@ -48,7 +48,7 @@ from compiler.bench.selection import (
     is_short,
     row_order,
 )
-from compiler.devices import BOARDS
+from tilewright.compiler.devices import BOARDS
 
 _PERF_COLUMNS = (MODEL, DEVICE, TOP1, TOP5, SPEED, TTFT)
 _PERF_EXTRA = (TOP1_INTERVAL, TOP5_INTERVAL, POSITIONS, KL, PAIRED, SPREAD, PEAK)

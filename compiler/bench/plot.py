@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from compiler.bench.figures import (
+from tilewright.compiler.bench.figures import (
     DPI,
     LABEL_SIZE,
     fit,
@@ -20,10 +20,17 @@ from compiler.bench.figures import (
     settle,
     shown,
 )
-from compiler.bench.heat_map import draw_heat_map
-from compiler.bench.labels import LEADER_START, MARKER_RADIUS, Box, Label, Spot, place_labels
-from compiler.bench.pareto import Placed, Point
-from compiler.errors import ConfigError
+from tilewright.compiler.bench.heat_map import draw_heat_map
+from tilewright.compiler.bench.labels import (
+    LEADER_START,
+    MARKER_RADIUS,
+    Box,
+    Label,
+    Spot,
+    place_labels,
+)
+from tilewright.compiler.bench.pareto import Placed, Point
+from tilewright.compiler.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,10 +9,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from compiler.bench.perf_md import Section
-from compiler.bench.record import Result
-from compiler.errors import ConfigError, allowed
-from compiler.precision import PrecisionConfig, list_precisions, load_precision, parse_heading
+from tilewright.compiler.bench.perf_md import Section
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.precision import (
+    PrecisionConfig,
+    list_precisions,
+    load_precision,
+    parse_heading,
+)
 
 _FOLDER = "precision_cfgs"
 _LAYERS = re.compile(r", layer_cfg = (.+?)((?:, block_axis = \w+)?)$")

@@ -16,9 +16,9 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from compiler.bench.cases import ACCURACY_TEXT
-from compiler.errors import ConfigError, allowed
-from compiler.files import open_regular
+from tilewright.compiler.bench.cases import ACCURACY_TEXT
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.files import open_regular
 
 MAX_FILE_BYTES = 16 * 2**20
 MAX_TEXT_BYTES = 2**20
@@ -115,7 +115,7 @@ def bench_text(name: str) -> str:
 
 
 def _bench_texts() -> dict[str, Traversable]:
-    folder = resources.files("compiler.bench") / "texts"
+    folder = resources.files("tilewright.compiler.bench") / "texts"
     return {entry.name: entry for entry in folder.iterdir() if entry.name.endswith(".txt")}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from compiler.bench import perf_md
-from compiler.bench.perf_md import Document, PerfRow, Section
-from compiler.bench.record import Result
-from compiler.bench.selection import context_k, is_batch_32, is_short
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.perf_md import Document, PerfRow, Section
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.selection import context_k, is_batch_32, is_short
 
 TABLES = Path(__file__).parent / "published" / "tenstorrent.md"
 

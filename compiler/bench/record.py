@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, ClassVar, Literal, TypedDict
 
-from compiler.bench import stats
-from compiler.bench.cases import ACCURACY_TEXT
-from compiler.errors import ConfigError, allowed
+from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.cases import ACCURACY_TEXT
+from tilewright.compiler.errors import ConfigError, allowed
 
 SCHEMA = 1
 

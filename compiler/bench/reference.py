@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiler.artifacts.places import cache_dir
-from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from compiler.environment import environment
-from compiler.errors import ConfigError
-from compiler.files import read_regular, replace_file
-from compiler.runtime.batch import Piece, build_step
-from compiler.targets.base import Executable
+from tilewright.compiler.artifacts.places import cache_dir
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.compiler.environment import environment
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.files import read_regular, replace_file
+from tilewright.compiler.runtime.batch import Piece, build_step
+from tilewright.compiler.targets.base import Executable
 
 NUM_GUESSES = 5
 _FOLDER = Path(__file__).parent / "references"

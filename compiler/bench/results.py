@@ -13,8 +13,13 @@ import types
 import typing
 from typing import Any, Literal
 
-from compiler.bench.json_lines import TornLineWarning, append_lines, check_writable, read_lines
-from compiler.bench.record import (
+from tilewright.compiler.bench.json_lines import (
+    TornLineWarning,
+    append_lines,
+    check_writable,
+    read_lines,
+)
+from tilewright.compiler.bench.record import (
     KINDS,
     SCHEMA,
     Accuracy,
@@ -26,8 +31,8 @@ from compiler.bench.record import (
     Result,
     medians,
 )
-from compiler.environment import Environment, environment
-from compiler.errors import ConfigError, allowed
+from tilewright.compiler.environment import Environment, environment
+from tilewright.compiler.errors import ConfigError, allowed
 
 __all__ = [
     "KINDS",

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.bench import stats
-from compiler.driver import Compiled
-from compiler.ir.cost import rows_read, step_costs
-from compiler.ir.info import CONSTANT, WEIGHT, NodeInfo, info, product_info
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
-from compiler.targets.base import Target, get_target
+from tilewright.compiler import ops
+from tilewright.compiler.bench import stats
+from tilewright.compiler.driver import Compiled
+from tilewright.compiler.ir.cost import rows_read, step_costs
+from tilewright.compiler.ir.info import CONSTANT, WEIGHT, NodeInfo, info, product_info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from tilewright.compiler.targets.base import Target, get_target
 
 EMBEDDING, OTHER, STATE = "embedding", "other", "state"
 """Parts of a step: rows of a table; norms, biases and constants; caches. The rest are tensor

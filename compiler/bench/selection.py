@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from compiler.bench.cases import ACCURACY_TEXT, TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
-from compiler.bench.record import Accuracy, Result
-from compiler.devices import BOARDS
+from tilewright.compiler.bench.cases import (
+    ACCURACY_TEXT,
+    TABLE_GENERATED_TOKENS,
+    TABLE_PROMPT_LENGTH,
+)
+from tilewright.compiler.bench.record import Accuracy, Result
+from tilewright.compiler.devices import BOARDS
 
 # An oracle and a test double make no claim of speed, and the oracle's accuracy is 100 % by nature.
 UNPRINTED_TARGETS = ("reference", "null")

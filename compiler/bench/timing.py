@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from compiler.bench import stats
-from compiler.bench.record import Repeat
-from compiler.runtime.llm import LLM, OnToken
-from compiler.runtime.request import Request, SamplingParams
-from compiler.targets.base import Executable
+from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.record import Repeat
+from tilewright.compiler.runtime.llm import LLM, OnToken
+from tilewright.compiler.runtime.request import Request, SamplingParams
+from tilewright.compiler.targets.base import Executable
 
 _WARM_UP_TOKENS = 8
 

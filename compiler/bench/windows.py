@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.bench.accuracy import Predictions, divergence
-from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from compiler.bench.prompts import bench_text
-from compiler.bench.reference import Reference, Subject, build_reference, text_hash
-from compiler.errors import ConfigError
-from compiler.runtime.engine import Engine
-from compiler.targets.base import Executable
+from tilewright.compiler.bench.accuracy import Predictions, divergence
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.compiler.bench.prompts import bench_text
+from tilewright.compiler.bench.reference import Reference, Subject, build_reference, text_hash
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.targets.base import Executable
 
 TEXTS = ("accuracy.txt", "held_out.txt", "long.txt")
 """What windows are cut from, one behind the other."""

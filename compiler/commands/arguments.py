@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from compiler.artifacts.places import is_compiled
-from compiler.errors import ConfigError
-from compiler.passes.dumps import dump_folder
-from compiler.precision import PrecisionConfig, load_precision
-from models import FoundModel, find_model_or_shape
+from tilewright.compiler.artifacts.places import is_compiled
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.passes.dumps import dump_folder
+from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.models import FoundModel, find_model_or_shape
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from compiler.bench.record import Result
-from compiler.bench.results import append, dumps
-from compiler.commands import measure
-from compiler.commands.console import (
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.results import append, dumps
+from tilewright.compiler.commands import measure
+from tilewright.compiler.commands.console import (
     RANDOM_NOTE,
     accuracy_rows,
     compile_progress,
@@ -20,25 +20,25 @@ from compiler.commands.console import (
     model_title,
     print_table,
 )
-from compiler.commands.options import RunOptions
-from compiler.commands.screen import TextPrinter, explain_contract, explain_precision
-from compiler.commands.source import Source, precision_of
-from compiler.driver import lower_model, resolve_precision, silent
-from compiler.environment import environment
-from compiler.errors import ConfigError
-from compiler.passes.dumps import dump_folder
-from compiler.runtime.llm import LLM
-from compiler.runtime.request import Request
-from compiler.targets.base import CompileOptions, get_target
-from compiler.targets.tenstorrent import BoardTarget
-from compiler.targets.tenstorrent.memory_plan import plan_memory
-from compiler.targets.tenstorrent.perf_model import Prediction, explain_time, predict
-from compiler.targets.tenstorrent.text import program_text
+from tilewright.compiler.commands.options import RunOptions
+from tilewright.compiler.commands.screen import TextPrinter, explain_contract, explain_precision
+from tilewright.compiler.commands.source import Source, precision_of
+from tilewright.compiler.driver import lower_model, resolve_precision, silent
+from tilewright.compiler.environment import environment
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.passes.dumps import dump_folder
+from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.targets.base import CompileOptions, get_target
+from tilewright.compiler.targets.tenstorrent import BoardTarget
+from tilewright.compiler.targets.tenstorrent.memory_plan import plan_memory
+from tilewright.compiler.targets.tenstorrent.perf_model import Prediction, explain_time, predict
+from tilewright.compiler.targets.tenstorrent.text import program_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from compiler.driver import Compiled
+    from tilewright.compiler.driver import Compiled
 
 _GROUPS = 32
 """Data-parallel groups of the largest box."""

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from compiler.bench.record import RANDOM_WEIGHTS
-from compiler.commands.console import print_table
-from compiler.errors import CompileError
+from tilewright.compiler.bench.record import RANDOM_WEIGHTS
+from tilewright.compiler.commands.console import print_table
+from tilewright.compiler.errors import CompileError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from compiler.bench.byte_plan import BytePlan, Share
-    from compiler.precision import PrecisionConfig
-    from models import LoadedModel
+    from tilewright.compiler.precision import PrecisionConfig
+    from tilewright.compiler.sweep.byte_plan import BytePlan, Share
+    from tilewright.models import LoadedModel
 
 _COLUMNS = ("group", "formats", "held as", "weights (M)", "held (MB)", "moved a step (MB)")
 
@@ -33,9 +33,9 @@ def print_byte_plan(
     Nothing is printed for weights that the target cannot hold: compiling refuses them, and can
     say where they are.
     """
-    from compiler.bench.byte_plan import byte_plan
-    from compiler.driver import resolve_precision
-    from compiler.targets.base import get_target
+    from tilewright.compiler.driver import resolve_precision
+    from tilewright.compiler.sweep.byte_plan import byte_plan
+    from tilewright.compiler.targets.base import get_target
 
     resolved = resolve_precision(model, precision)
     try:

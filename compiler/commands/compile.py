@@ -8,21 +8,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compiler.artifacts.places import digest_memory, is_compiled
-from compiler.commands.arguments import (
+from tilewright.compiler.artifacts.places import digest_memory, is_compiled
+from tilewright.compiler.commands.arguments import (
     ModelOptions,
     Parser,
     add_model_options,
     integer,
     read_model_options,
 )
-from compiler.devices import BOARDS
-from compiler.errors import ConfigError
+from tilewright.compiler.devices import BOARDS
+from tilewright.compiler.errors import ConfigError
 
 if TYPE_CHECKING:
-    from compiler.artifacts.manifest import Manifest
-    from compiler.targets.base import Progress
-    from models import LoadedModel
+    from tilewright.compiler.artifacts.manifest import Manifest
+    from tilewright.compiler.targets.base import Progress
+    from tilewright.models import LoadedModel
 
 DEFAULT_PRECISION = "performance"
 _FLOAT = "reference"
@@ -44,10 +44,10 @@ def main(argv: list[str]) -> int:
     _check_emission(arguments)
     options = read_model_options(arguments, DEFAULT_PRECISION)
     warnings.filterwarnings("ignore", module="torch")
-    from compiler.artifacts.folder import fresh_folder
-    from compiler.commands.byte_plan import print_byte_plan
-    from compiler.commands.console import RANDOM_NOTE, compile_progress, err, out
-    from models import load_model
+    from tilewright.compiler.artifacts.folder import fresh_folder
+    from tilewright.compiler.commands.byte_plan import print_byte_plan
+    from tilewright.compiler.commands.console import RANDOM_NOTE, compile_progress, err, out
+    from tilewright.models import load_model
 
     with fresh_folder(output) as folder:
         model = load_model(options.path)
@@ -143,8 +143,8 @@ def _check_emission(arguments: argparse.Namespace) -> None:
 
 def _write(model: LoadedModel, options: ModelOptions, folder: Path, progress: Progress) -> Manifest:
     """The program and the tokenizer; the manifest is not written yet."""
-    from compiler.artifacts.program import write_program
-    from compiler.commands.source import TOKENIZER
+    from tilewright.compiler.artifacts.program import write_program
+    from tilewright.compiler.commands.source import TOKENIZER
 
     assert options.precision is not None
     manifest = write_program(
@@ -167,7 +167,7 @@ def _emit_program(
     folder: Path,
     progress: Progress,
 ) -> tuple[str, ...]:
-    from compiler.artifacts.folder import seal_folder
+    from tilewright.compiler.artifacts.folder import seal_folder
 
     manifest = _write(model, options, folder, progress)
     seal_folder(folder, manifest, digest_memory())
@@ -181,9 +181,9 @@ def _emit_onnx(
     folder: Path,
     progress: Progress,
 ) -> tuple[str, ...]:
-    from compiler.artifacts.folder import read_file, write_file
-    from compiler.artifacts.program import GRAPH
-    from compiler.targets.cpu import generate
+    from tilewright.compiler.artifacts.folder import read_file, write_file
+    from tilewright.compiler.artifacts.program import GRAPH
+    from tilewright.compiler.targets.cpu import generate
 
     manifest = _write(model, options, folder, progress)
     (folder / GRAPH).unlink()
@@ -198,11 +198,11 @@ def _emit_mlir(
     folder: Path,
     progress: Progress,
 ) -> tuple[str, ...]:
-    from compiler.artifacts.folder import write_file
-    from compiler.driver import constants_of, lower_model, resolve_precision
-    from compiler.ir.mlir import emit_mlir
-    from compiler.precision import load_precision
-    from compiler.targets.pipeline import MATCH
+    from tilewright.compiler.artifacts.folder import write_file
+    from tilewright.compiler.driver import constants_of, lower_model, resolve_precision
+    from tilewright.compiler.ir.mlir import emit_mlir
+    from tilewright.compiler.precision import load_precision
+    from tilewright.compiler.targets.pipeline import MATCH
 
     longest = model.config.max_positions
     if arguments.length is not None and arguments.length > longest:
@@ -227,11 +227,15 @@ def _emit_ttnn(
     folder: Path,
     progress: Progress,
 ) -> tuple[str, ...]:
-    from compiler.artifacts.folder import write_file
-    from compiler.driver import lower_model, resolve_precision, weight_source
-    from compiler.targets.base import CompileOptions, get_target
-    from compiler.targets.tenstorrent import BoardTarget
-    from compiler.targets.tenstorrent.emit_ttnn import emit_ttnn, prompt_length, write_weights
+    from tilewright.compiler.artifacts.folder import write_file
+    from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
+    from tilewright.compiler.targets.base import CompileOptions, get_target
+    from tilewright.compiler.targets.tenstorrent import BoardTarget
+    from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
+        emit_ttnn,
+        prompt_length,
+        write_weights,
+    )
 
     target, precision = get_target(options.target), options.precision
     assert isinstance(target, BoardTarget) and precision is not None

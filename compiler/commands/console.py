@@ -11,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from compiler.bench.cases import ACCURACY_TEXT
-from compiler.bench.record import RANDOM_WEIGHTS, Accuracy, Repeat, Result
+from tilewright.compiler.bench.cases import ACCURACY_TEXT
+from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Accuracy, Repeat, Result
 
 if TYPE_CHECKING:
-    from compiler.targets.base import Progress as ProgressCallback
+    from tilewright.compiler.targets.base import Progress as ProgressCallback
 
 
 RANDOM_NOTE = "{}: random weights; its text means nothing, its speed does"

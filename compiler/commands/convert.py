@@ -8,16 +8,16 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compiler.artifacts.places import cache_dir, is_compiled
-from compiler.commands.arguments import Parser, add_model_options, read_model_options
-from compiler.errors import ConfigError, NoRoomError, allowed
-from models import find_model
+from tilewright.compiler.artifacts.places import cache_dir, is_compiled
+from tilewright.compiler.commands.arguments import Parser, add_model_options, read_model_options
+from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
+from tilewright.models import find_model
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from compiler.targets.base import Progress
-    from models import LoadedModel
+    from tilewright.compiler.targets.base import Progress
+    from tilewright.models import LoadedModel
 
 DEFAULT_PRECISION = "performance"
 _WEIGHTS = {"q40": "Q4_0", "f32": "F32"}
@@ -75,9 +75,9 @@ def _to_dllama(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{arguments.output}: cannot be made ({error})") from None
     path = find_model(arguments.model)
     warnings.filterwarnings("ignore", module="torch")
-    from compiler.artifacts.folder import fresh_folder
-    from compiler.commands.console import compile_progress, err, out
-    from models import load_model
+    from tilewright.compiler.artifacts.folder import fresh_folder
+    from tilewright.compiler.commands.console import compile_progress, err, out
+    from tilewright.models import load_model
 
     with fresh_folder(output) as folder:
         model = load_model(path)
@@ -96,11 +96,11 @@ def _write_dllama(
     model: LoadedModel, folder: Path, weights: str, progress: Progress
 ) -> tuple[str, ...]:
     """Both files, under the names that dllama gives its own."""
-    from compiler.artifacts.folder import write_file
-    from compiler.formats import get_format
-    from models.checkpoints.dllama_writer import write_model
-    from models.tokenizer import read_vocabulary
-    from models.vocabulary_dllama import is_special_to_dllama, pack_tokenizer
+    from tilewright.compiler.artifacts.folder import write_file
+    from tilewright.compiler.formats import get_format
+    from tilewright.models.checkpoints.dllama_writer import write_model
+    from tilewright.models.tokenizer.tokenizer import read_vocabulary
+    from tilewright.models.tokenizer.vocabulary_dllama import is_special_to_dllama, pack_tokenizer
 
     name = _NOT_IN_NAMES.sub("_", model.name)
     vocabulary = read_vocabulary(model.checkpoint.tokenizer_source)
@@ -131,9 +131,9 @@ def _to_cache(arguments: argparse.Namespace) -> int:
     find_model(arguments.model)  # a shape has no files to be known by
     options = read_model_options(arguments, DEFAULT_PRECISION)
     warnings.filterwarnings("ignore", module="torch")
-    from compiler.commands.console import compile_progress, err, out
-    from compiler.commands.source import compile_source, open_source
-    from compiler.targets.base import CompileOptions, get_target
+    from tilewright.compiler.commands.console import compile_progress, err, out
+    from tilewright.compiler.commands.source import compile_source, open_source
+    from tilewright.compiler.targets.base import CompileOptions, get_target
 
     if not get_target(options.target).is_cached:
         raise ConfigError(

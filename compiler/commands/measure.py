@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from compiler.bench.accuracy import BASE, recall, remember, score, teacher_force
-from compiler.bench.cases import ACCURACY_CONTEXT, check_case
-from compiler.bench.prompts import AccuracyText, accuracy_text, cut_prompts
-from compiler.bench.record import Accuracy, ContractLine, Result, medians
-from compiler.bench.reference import (
+from tilewright.compiler.bench.accuracy import BASE, recall, remember, score, teacher_force
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, check_case
+from tilewright.compiler.bench.prompts import AccuracyText, accuracy_text, cut_prompts
+from tilewright.compiler.bench.record import Accuracy, ContractLine, Result, medians
+from tilewright.compiler.bench.reference import (
     Reference,
     ReferenceMismatchError,
     Subject,
@@ -30,21 +30,21 @@ from compiler.bench.reference import (
     text_tokens,
     write_cache,
 )
-from compiler.bench.timing import Job, Run
-from compiler.commands.byte_plan import print_byte_plan
-from compiler.commands.options import RunOptions
-from compiler.commands.source import Source, compile_source
-from compiler.devices import DEVICES, describe_cpu
-from compiler.driver import Compiled, compile_model
-from compiler.environment import environment
-from compiler.environment import versions as installed_versions
-from compiler.errors import ConfigError, RequestError
-from compiler.files import cache_dir
-from compiler.precision import effective_id, load_precision
-from compiler.runtime.request import SamplingParams
-from compiler.targets.base import CompileOptions, Executable, Progress, get_target
-from compiler.targets.contract import NumericContract
-from models import LoadedModel
+from tilewright.compiler.bench.timing import Job, Run
+from tilewright.compiler.commands.byte_plan import print_byte_plan
+from tilewright.compiler.commands.options import RunOptions
+from tilewright.compiler.commands.source import Source, compile_source
+from tilewright.compiler.devices import DEVICES, describe_cpu
+from tilewright.compiler.driver import Compiled, compile_model
+from tilewright.compiler.environment import environment
+from tilewright.compiler.environment import versions as installed_versions
+from tilewright.compiler.errors import ConfigError, RequestError
+from tilewright.compiler.files import cache_dir
+from tilewright.compiler.precision import effective_id, load_precision
+from tilewright.compiler.runtime.request import SamplingParams
+from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, get_target
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.models import LoadedModel
 
 if TYPE_CHECKING:
     from rich.console import Console

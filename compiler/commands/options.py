@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from compiler.bench.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
-from compiler.bench.prompts import (
+from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
+from tilewright.compiler.bench.prompts import (
     AccuracyText,
     Prompt,
     accuracy_text,
@@ -17,8 +17,8 @@ from compiler.bench.prompts import (
     read_prompts,
     sample_prompts,
 )
-from compiler.bench.results import check_writable
-from compiler.commands.arguments import (
+from tilewright.compiler.bench.results import check_writable
+from tilewright.compiler.commands.arguments import (
     ModelOptions,
     Parser,
     add_model_options,
@@ -26,7 +26,7 @@ from compiler.commands.arguments import (
     read_model_options,
     real,
 )
-from compiler.errors import ConfigError
+from tilewright.compiler.errors import ConfigError
 
 DEFAULT_RESULTS = "results/results.jsonl"
 _MAX_BATCH = 256

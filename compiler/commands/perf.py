@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from compiler.bench import perf_md
-from compiler.bench.perf_tables import render_results
-from compiler.bench.results import Result, read
-from compiler.bench.selection import unplaced
-from compiler.commands.arguments import Parser
-from compiler.errors import ConfigError
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.perf_tables import render_results
+from tilewright.compiler.bench.results import Result, read
+from tilewright.compiler.bench.selection import unplaced
+from tilewright.compiler.commands.arguments import Parser
+from tilewright.compiler.errors import ConfigError
 
 _BLOCK = "results"
 RECORDED = "results/cpu.jsonl"

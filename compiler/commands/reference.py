@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compiler.commands.arguments import Parser
+from tilewright.compiler.commands.arguments import Parser
 
 
 def main(argv: list[str]) -> int:
@@ -10,14 +10,14 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="tilewright reference", description="Write a fp32 reference file.")
     parser.add_argument("--model", metavar="PATH", help="as for tilewright run")
     arguments = parser.parse_args(argv)
-    from models import find_model
+    from tilewright.models import find_model
 
     path = find_model(arguments.model)
-    from compiler.bench.reference import build_reference, reference_path, save_reference
-    from compiler.commands.console import compile_progress, err
-    from compiler.commands.measure import compile_reference, subject_of
-    from compiler.commands.source import source_of
-    from models import load_model
+    from tilewright.compiler.bench.reference import build_reference, reference_path, save_reference
+    from tilewright.compiler.commands.console import compile_progress, err
+    from tilewright.compiler.commands.measure import compile_reference, subject_of
+    from tilewright.compiler.commands.source import source_of
+    from tilewright.models import load_model
 
     model = load_model(path)
     subject, tokens = subject_of(source_of(model, path))

@@ -6,19 +6,19 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from compiler.bench.cases import CASES
-from compiler.bench.results import append, dumps
-from compiler.commands.options import RunOptions, read_options
-from compiler.errors import ConfigError
-from compiler.precision import list_precisions
+from tilewright.compiler.bench.cases import CASES
+from tilewright.compiler.bench.results import append, dumps
+from tilewright.compiler.commands.options import RunOptions, read_options
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.precision import list_precisions
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from compiler.bench.record import Result
-    from compiler.bench.timing import Run
-    from compiler.commands.source import Source
-    from compiler.driver import Compiled
+    from tilewright.compiler.bench.record import Result
+    from tilewright.compiler.bench.timing import Run
+    from tilewright.compiler.commands.source import Source
+    from tilewright.compiler.driver import Compiled
 
 EXIT_TEXTS_DIFFER = 1
 
@@ -35,14 +35,14 @@ def main(argv: list[str]) -> int:
 def run(options: RunOptions) -> int:
     """Open the model; measure it, or emulate and predict where the target's device is not here."""
     warnings.filterwarnings("ignore", module="torch")
-    from compiler.commands import measure
-    from compiler.commands.console import err, out
-    from compiler.commands.source import open_source
+    from tilewright.compiler.commands import measure
+    from tilewright.compiler.commands.console import err, out
+    from tilewright.compiler.commands.source import open_source
 
     screen = err() if options.as_json else out()
     source = open_source(options.model.path)
     if measure.is_emulated(source, options):
-        from compiler.commands.board import run_board
+        from tilewright.compiler.commands.board import run_board
 
         return run_board(source, options, screen)
     if options.explain_time:
@@ -55,10 +55,10 @@ def run(options: RunOptions) -> int:
 
 def _measure(source: Source, options: RunOptions, screen: Console) -> int:
     """Compile, generate, measure, print and record."""
-    from compiler.bench.timing import time_jobs
-    from compiler.commands import measure
-    from compiler.commands.console import RANDOM_NOTE, compile_progress, err
-    from compiler.commands.screen import TextPrinter
+    from tilewright.compiler.bench.timing import time_jobs
+    from tilewright.compiler.commands import measure
+    from tilewright.compiler.commands.console import RANDOM_NOTE, compile_progress, err
+    from tilewright.compiler.commands.screen import TextPrinter
 
     plan = measure.plan_jobs(source, options)
     if source.weights == "random":
@@ -99,7 +99,11 @@ def _measure(source: Source, options: RunOptions, screen: Console) -> int:
 
 
 def _explain(screen: Console, compiled: Compiled, context: int) -> None:
-    from compiler.commands.screen import explain_contract, explain_cost, explain_precision
+    from tilewright.compiler.commands.screen import (
+        explain_contract,
+        explain_cost,
+        explain_precision,
+    )
 
     explain_precision(screen, compiled.precision)
     explain_contract(screen, compiled.executable.contract)
@@ -107,7 +111,12 @@ def _explain(screen: Console, compiled: Compiled, context: int) -> None:
 
 
 def _report(screen: Console, options: RunOptions, result: Result, runs: list[Run]) -> int:
-    from compiler.commands.console import model_title, print_table, repeat_rows, result_rows
+    from tilewright.compiler.commands.console import (
+        model_title,
+        print_table,
+        repeat_rows,
+        result_rows,
+    )
 
     title = f"{result.case}: {model_title(result)} on {result.target}, {result.precision_name}"
     print_table(screen, title, ("", "median"), result_rows(result), numbers=True)
@@ -133,7 +142,7 @@ def _report(screen: Console, options: RunOptions, result: Result, runs: list[Run
 
 
 def _print_list() -> None:
-    from compiler.commands.console import out, print_table
+    from tilewright.compiler.commands.console import out, print_table
 
     cases = [(case.name, case.description) for case in CASES.values()]
     print_table(out(), "cases (--case)", ("name", "what it runs"), cases)

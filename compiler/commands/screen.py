@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compiler.commands.console import print_table
-from compiler.commands.options import RunOptions
-from compiler.precision import PrecisionSummary
+from tilewright.compiler.commands.console import print_table
+from tilewright.compiler.commands.options import RunOptions
+from tilewright.compiler.precision import PrecisionSummary
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from compiler.driver import Compiled
-    from compiler.targets.contract import NumericContract
-    from models.tokenizer import Tokenizer
+    from tilewright.compiler.driver import Compiled
+    from tilewright.compiler.targets.contract import NumericContract
+    from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 _SHOWN_CHARACTERS = 160
 """Of each answer of a batch; a single user's is streamed whole."""
@@ -71,7 +71,7 @@ def explain_contract(screen: Console, contract: NumericContract) -> None:
 
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
     """Bytes and operations of a decode step, by tensor group."""
-    from compiler.ir.cost import step_costs
+    from tilewright.compiler.ir.cost import step_costs
 
     costs = step_costs(compiled.graph(), num_tokens=1, context=context)
     rows = [

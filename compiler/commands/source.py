@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler.artifacts.cache import ProgramCache
-from compiler.artifacts.folder import open_folder
-from compiler.artifacts.manifest import Manifest
-from compiler.artifacts.places import digest_memory, is_compiled
-from compiler.artifacts.program import compile_cached, load_program
-from compiler.commands.arguments import ModelOptions
-from compiler.driver import Compiled, compile_model, resolve_precision
-from compiler.errors import CheckpointError
-from compiler.precision import PrecisionConfig, PrecisionSummary
-from compiler.targets.base import CompileOptions, Progress, get_target
-from models import FoundModel, LoadedModel, ShapeName, Weights, load_model
-from models.checkpoints.base import TokenizerSource
-from models.tokenizer import Tokenizer, load_tokenizer
+from tilewright.compiler.artifacts.cache import ProgramCache
+from tilewright.compiler.artifacts.folder import open_folder
+from tilewright.compiler.artifacts.manifest import Manifest
+from tilewright.compiler.artifacts.places import digest_memory, is_compiled
+from tilewright.compiler.artifacts.program import compile_cached, load_program
+from tilewright.compiler.commands.arguments import ModelOptions
+from tilewright.compiler.driver import Compiled, compile_model, resolve_precision
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
+from tilewright.compiler.targets.base import CompileOptions, Progress, get_target
+from tilewright.models import FoundModel, LoadedModel, ShapeName, Weights, load_model
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 TOKENIZER = "tokenizer"
 """The folder inside a compiled one that holds its tokenizer's files."""

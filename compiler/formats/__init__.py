@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from compiler.formats.base import FORMATS, BlockEncoded, DataFormat, Encoded, ScaledEncoded
-from compiler.formats.block_float import BFP2, BFP4, BFP8, BlockFloat
-from compiler.formats.fidelity import FIDELITIES, Fidelity
-from compiler.formats.floats import BF16, FP16, FP32, FloatFormat
-from compiler.formats.ggml import Q40, Q80, GgmlFormat
+from tilewright.compiler.formats.base import (
+    FORMATS,
+    BlockEncoded,
+    DataFormat,
+    Encoded,
+    ScaledEncoded,
+)
+from tilewright.compiler.formats.block_float import BFP2, BFP4, BFP8, BlockFloat
+from tilewright.compiler.formats.fidelity import FIDELITIES, Fidelity
+from tilewright.compiler.formats.floats import BF16, FP16, FP32, FloatFormat
+from tilewright.compiler.formats.ggml import Q40, Q80, GgmlFormat
 
 __all__ = [
     "BF16",

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from compiler.formats.rows import pad_blocks, row_chunks
+from tilewright.compiler.formats.rows import pad_blocks, row_chunks
 
 BLOCK = 16
 EXPONENT_BIAS = 127

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compiler.errors import CompileError
-from compiler.formats.base import BlockEncoded, DataFormat, Encoded
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats.base import BlockEncoded, DataFormat, Encoded
 
 if TYPE_CHECKING:
     import torch
 
-    from compiler.formats.block_codec import RowEncoder
+    from tilewright.compiler.formats.block_codec import RowEncoder
 
 BLOCK_SIZE = 16
 TILE = 32
@@ -37,8 +37,8 @@ class BlockFloat(DataFormat):
 
         A block that holds inf or NaN gets exponent 255. In bfp2 a NaN cannot be told from inf.
         """
-        from compiler.formats import block_codec
-        from compiler.formats.rows import as_rows
+        from tilewright.compiler.formats import block_codec
+        from tilewright.compiler.formats.rows import as_rows
 
         moved = x.movedim(axis, -1)
         exponents, mantissas = block_codec.map_rows(
@@ -52,8 +52,8 @@ class BlockFloat(DataFormat):
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
         """float32 in the original axis order; exact in bf16 wherever finite."""
-        from compiler.formats import block_codec
-        from compiler.formats.rows import as_rows
+        from tilewright.compiler.formats import block_codec
+        from tilewright.compiler.formats.rows import as_rows
 
         assert isinstance(encoded, BlockEncoded), f"{self.name} is encoded in blocks"
         mantissas = encoded.mantissas
@@ -64,19 +64,19 @@ class BlockFloat(DataFormat):
 
     def round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
         """``dequantise(quantise(x))``, contiguous, in chunks that never hold the encoded tensor."""
-        from compiler.formats import block_codec
+        from tilewright.compiler.formats import block_codec
 
         return self._round_trip(x, axis, block_codec.encode_host)
 
     def device_round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
         """As :meth:`round_trip`, with the rounding of a Wormhole packer (kernel outputs)."""
-        from compiler.formats import block_codec
+        from tilewright.compiler.formats import block_codec
 
         return self._round_trip(x, axis, block_codec.encode_device)
 
     def _round_trip(self, x: torch.Tensor, axis: int, encoder: RowEncoder) -> torch.Tensor:
-        from compiler.formats import block_codec
-        from compiler.formats.rows import as_rows
+        from tilewright.compiler.formats import block_codec
+        from tilewright.compiler.formats.rows import as_rows
 
         moved = x.movedim(axis, -1)
         values = block_codec.round_trip_rows(as_rows(moved), self.mantissa_bits, encoder)
@@ -165,7 +165,7 @@ class BlockFloat(DataFormat):
         """Sign above magnitude, one element a byte, whole blocks."""
         import torch
 
-        from compiler.formats.rows import pad_blocks
+        from tilewright.compiler.formats.rows import pad_blocks
 
         padded = pad_blocks(mantissas, BLOCK_SIZE)
         sign = (padded < 0).to(torch.uint8) << self.mantissa_bits

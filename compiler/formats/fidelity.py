@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiler.registry import Registry
+from tilewright.compiler.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)

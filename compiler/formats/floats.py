@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compiler.formats.base import BlockEncoded, DataFormat, Encoded, ScaledEncoded
+from tilewright.compiler.formats.base import BlockEncoded, DataFormat, Encoded, ScaledEncoded
 
 if TYPE_CHECKING:
     import torch

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from compiler.errors import CompileError
-from compiler.formats.base import DataFormat, Encoded, ScaledEncoded
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats.base import DataFormat, Encoded, ScaledEncoded
 
 if TYPE_CHECKING:
     import torch
@@ -38,8 +38,8 @@ class GgmlFormat(DataFormat):
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> ScaledEncoded:
         """Encode as ggml does, blocks of 32 along ``axis`` (the last one is zero-padded)."""
-        from compiler.formats import ggml_codec
-        from compiler.formats.rows import as_rows
+        from tilewright.compiler.formats import ggml_codec
+        from tilewright.compiler.formats.rows import as_rows
 
         moved = x.movedim(axis, -1)
         encoder = ggml_codec.encode_q40 if self.element_bits == 4 else ggml_codec.encode_q80
@@ -52,8 +52,8 @@ class GgmlFormat(DataFormat):
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
         """float32 in the original axis order, as ``gguf`` dequantises the same bytes."""
-        from compiler.formats import ggml_codec
-        from compiler.formats.rows import as_rows
+        from tilewright.compiler.formats import ggml_codec
+        from tilewright.compiler.formats.rows import as_rows
 
         assert isinstance(encoded, ScaledEncoded), f"{self.name} is encoded with scales"
         codes = encoded.codes
@@ -80,7 +80,7 @@ class GgmlFormat(DataFormat):
         """
         import torch
 
-        from compiler.formats.rows import as_rows
+        from tilewright.compiler.formats.rows import as_rows
 
         encoded = self.quantise(x, axis=axis)
         missing = -encoded.codes.shape[-1] % BLOCK_SIZE

@@ -11,13 +11,13 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from compiler import ops
-from compiler.formats import get_format
-from compiler.ir.info import CONSTANT, WEIGHT, info
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.text import dimension_names
-from compiler.ops import OPERATORS
-from compiler.ops.moe import expected_experts
+from tilewright.compiler import ops
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import CONSTANT, WEIGHT, info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.text import dimension_names
+from tilewright.compiler.ops import OPERATORS
+from tilewright.compiler.ops.moe import expected_experts
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.fx import Node
 
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.state import StateSpec
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import StateSpec
 
 _KEY = "tilewright"
 

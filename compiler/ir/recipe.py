@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.errors import CheckpointError
-from compiler.formats import get_format
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.formats import get_format
 
 
 @dataclass(frozen=True, slots=True)

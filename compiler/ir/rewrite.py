@@ -10,8 +10,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from compiler.ir.info import NodeInfo, set_info
-from compiler.ops import Operator
+from tilewright.compiler.ir.info import NodeInfo, set_info
+from tilewright.compiler.ops import Operator
 
 Bindings = dict[str, Any]
 

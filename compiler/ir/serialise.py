@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compiler.errors import CheckpointError, one_line
-from compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
-from compiler.ir.rewrite import dynamic_size, emit
-from compiler.ir.text import dimension_names, operator_name
-from compiler.ir.verify import BESIDE_OURS, verify_lowered
-from compiler.ops import OPERATORS
+from tilewright.compiler.errors import CheckpointError, one_line
+from tilewright.compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
+from tilewright.compiler.ir.rewrite import dynamic_size, emit
+from tilewright.compiler.ir.text import dimension_names, operator_name
+from tilewright.compiler.ir.verify import BESIDE_OURS, verify_lowered
+from tilewright.compiler.ops import OPERATORS
 
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 _MAX_SIZE = 1 << 40

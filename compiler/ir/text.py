@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from compiler.ir.info import COMPUTE, NodeInfo, info
-from compiler.ir.state import PER_SEQUENCE, PER_TOKEN
-from compiler.ops import OPERATORS
+from tilewright.compiler.ir.info import COMPUTE, NodeInfo, info
+from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN
+from tilewright.compiler.ops import OPERATORS
 
 _INPUT_DIMENSIONS = {
     "tokens": ("T",),

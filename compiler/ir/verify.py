@@ -7,11 +7,11 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import COMPUTE, CONSTANT, STATE, WEIGHT, info, product_info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import operator_name
-from compiler.ops import OPERATORS
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import COMPUTE, CONSTANT, STATE, WEIGHT, info, product_info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import operator_name
+from tilewright.compiler.ops import OPERATORS
 
 aten = torch.ops.aten
 

@@ -1,18 +1,18 @@
 """The op set of Tilewright: small, semantic, each op with an eager reference, a fake and a cost."""
 
-from compiler.ops.attention import (
+from tilewright.compiler.ops.attention import (
     RopeAttentionArguments,
     attention,
     attention_step,
     rope_attention_step,
 )
-from compiler.ops.delta_rule import (
+from tilewright.compiler.ops.delta_rule import (
     causal_conv1d,
     causal_conv1d_step,
     gated_delta_rule,
     gated_delta_rule_step,
 )
-from compiler.ops.dense import (
+from tilewright.compiler.ops.dense import (
     add_rms_norm,
     embedding,
     gelu,
@@ -23,7 +23,7 @@ from compiler.ops.dense import (
     swiglu,
     swiglu_packed,
 )
-from compiler.ops.fused import (
+from tilewright.compiler.ops.fused import (
     DeltaNormArguments,
     FusedArguments,
     FusedExpertArguments,
@@ -31,10 +31,10 @@ from compiler.ops.fused import (
     fused_expert_linear,
     fused_linear,
 )
-from compiler.ops.library import OPERATORS, Cost, Operator
-from compiler.ops.moe import expert_linear, experts, router
-from compiler.ops.rounding import round_q80
-from compiler.ops.sample import SamplingBatch, sample, uniform
+from tilewright.compiler.ops.library import OPERATORS, Cost, Operator
+from tilewright.compiler.ops.moe import expert_linear, experts, router
+from tilewright.compiler.ops.rounding import round_q80
+from tilewright.compiler.ops.sample import SamplingBatch, sample, uniform
 
 __all__ = [
     "OPERATORS",

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from compiler.ops.dense import rms_norm, rotate
-from compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.dense import rms_norm, rotate
+from tilewright.compiler.ops.library import Cost, operator
 
 
 def _attend(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, operator
 
 CHUNK = 64
 """Tokens that the chunked form takes at a time."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiler.ops.library import Cost, CostFunction, operator
+from tilewright.compiler.ops.library import Cost, CostFunction, operator
 
 
 def _elementwise(flops_per_element: float) -> CostFunction:

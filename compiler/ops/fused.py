@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from compiler.ops.delta_rule import gated_delta_rule_step
-from compiler.ops.dense import linear, rms_norm, sigmoid_gate, swiglu, swiglu_packed
-from compiler.ops.library import Cost, operator
-from compiler.ops.moe import expert_linear
+from tilewright.compiler.ops.delta_rule import gated_delta_rule_step
+from tilewright.compiler.ops.dense import linear, rms_norm, sigmoid_gate, swiglu, swiglu_packed
+from tilewright.compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.moe import expert_linear
 
 
 class FusedArguments(NamedTuple):

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiler.ops.dense import swiglu
-from compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.dense import swiglu
+from tilewright.compiler.ops.library import Cost, operator
 
 
 def expected_experts(num_experts: int, num_tokens: int, top_k: int) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiler.formats import get_format
-from compiler.ops.library import Cost, operator
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ops.library import Cost, operator
 
 
 def _cost(x: Tensor) -> Cost:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiler.ops.library import Cost, operator
+from tilewright.compiler.ops.library import Cost, operator
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10

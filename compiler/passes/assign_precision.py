@@ -6,13 +6,13 @@ import dataclasses
 
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.formats import get_format
-from compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
-from compiler.ir.rewrite import find_calls
-from compiler.passes.runner import PassContext, numerics_changing_pass
-from compiler.precision import ALWAYS_HIGH, OP_GROUP_OF
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.runner import PassContext, numerics_changing_pass
+from tilewright.compiler.precision import ALWAYS_HIGH, OP_GROUP_OF
 
 
 @numerics_changing_pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 

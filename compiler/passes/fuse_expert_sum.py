@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import emit, find_calls, replace
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import emit, find_calls, replace
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 _ADD = torch.ops.aten.add.Tensor
 _PRODUCTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)

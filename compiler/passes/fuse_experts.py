@@ -7,10 +7,10 @@ import operator
 
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import info, set_info
-from compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ir.rewrite import Bindings, Call, Literal, Var, emit, rewrite_matches
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 _CHOICE = Call(ops.router.overload, Var("logits"), Literal("top_k"), Literal("renormalise"))
 _WEIGHTS = Call(operator.getitem, _CHOICE, 0)

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import emit, find_calls, replace
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import emit, find_calls, replace
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import INPUT, NodeInfo
-from compiler.ir.rewrite import add_input, emit, fake_input
-from compiler.ir.verify import ELEMENTWISE
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import INPUT, NodeInfo
+from tilewright.compiler.ir.rewrite import add_input, emit, fake_input
+from tilewright.compiler.ir.verify import ELEMENTWISE
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 
 @graph_pass

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import INPUT, STATE, NodeInfo, info
-from compiler.ir.rewrite import add_input, emit, fake_input, find_calls, replace
-from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
-from compiler.ir.verify import STATEFUL
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import INPUT, STATE, NodeInfo, info
+from tilewright.compiler.ir.rewrite import add_input, emit, fake_input, find_calls, replace
+from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from tilewright.compiler.ir.verify import STATEFUL
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 
 @graph_pass

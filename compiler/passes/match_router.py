@@ -7,10 +7,10 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import Call, Literal, Var, emit, find_calls, match, replace
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import Call, Literal, Var, emit, find_calls, match, replace
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 

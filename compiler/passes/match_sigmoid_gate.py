@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 aten = torch.ops.aten
 

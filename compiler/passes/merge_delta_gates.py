@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import find_calls
-from compiler.passes.merge_parallel_linears import merge, why_apart
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.merge_parallel_linears import merge, why_apart
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 _GROUPS = ("delta_in", "delta_gates")
 

@@ -6,12 +6,12 @@ import dataclasses
 
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.formats import get_format
-from compiler.ir.info import info, set_info
-from compiler.ir.recipe import WeightRecipe, cut
-from compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ir.recipe import WeightRecipe, cut
+from tilewright.compiler.ir.rewrite import Bindings, Call, Var, emit, rewrite_matches
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 
 def _product(weight: str) -> Call:

@@ -9,12 +9,12 @@ from collections import defaultdict
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.formats import get_format
-from compiler.ir.info import info, set_info
-from compiler.ir.recipe import WeightRecipe, concatenate
-from compiler.ir.rewrite import emit, find_calls, replace
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler import ops
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ir.recipe import WeightRecipe, concatenate
+from tilewright.compiler.ir.rewrite import emit, find_calls, replace
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 
 @graph_pass

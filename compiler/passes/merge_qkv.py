@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from compiler.passes.merge_parallel_linears import merge_families
-from compiler.passes.runner import PassContext, graph_pass
+from tilewright.compiler.passes.merge_parallel_linears import merge_families
+from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 
 @graph_pass

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import NodeInfo, info
-from compiler.ir.rewrite import emit, find_calls
-from compiler.passes.runner import PassContext, numerics_changing_pass
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import NodeInfo, info
+from tilewright.compiler.ir.rewrite import emit, find_calls
+from tilewright.compiler.passes.runner import PassContext, numerics_changing_pass
 
 ROUNDED: Mapping[str, ops.Operator] = {"q80": ops.round_q80}
 """Activation formats that the pass rounds to, and by which operator."""

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from compiler.errors import ConfigError
-from compiler.ir.info import CONSTANT, WEIGHT, info
-from compiler.ir.text import graph_text, operator_name
-from compiler.precision import ResolvedPrecision
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.ir.info import CONSTANT, WEIGHT, info
+from tilewright.compiler.ir.text import graph_text, operator_name
+from tilewright.compiler.precision import ResolvedPrecision
 
 
 @dataclass(slots=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from compiler.precision.config import PrecisionConfig
-from compiler.precision.fragment import Fragment, LayerRule
-from compiler.precision.names import (
+from tilewright.compiler.precision.config import PrecisionConfig
+from tilewright.compiler.precision.fragment import Fragment, LayerRule
+from tilewright.compiler.precision.names import (
     ALWAYS_HIGH,
     EXPERT_GROUPS,
     FOLLOWS,
@@ -19,8 +19,8 @@ from compiler.precision.names import (
     normalise_model_name,
     output_format,
 )
-from compiler.precision.reading import list_precisions, load_precision, parse_heading
-from compiler.precision.resolve import (
+from tilewright.compiler.precision.reading import list_precisions, load_precision, parse_heading
+from tilewright.compiler.precision.resolve import (
     ExplainRow,
     PrecisionSummary,
     ResolvedPrecision,

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from compiler.precision.fragment import Fragment, LayerRule, Settings
-from compiler.precision.heading import compact_settings
-from compiler.precision.names import OP_GROUPS, TENSOR_GROUPS
-from compiler.precision.resolve import ResolvedPrecision, resolve_fragments
+from tilewright.compiler.precision.fragment import Fragment, LayerRule, Settings
+from tilewright.compiler.precision.heading import compact_settings
+from tilewright.compiler.precision.names import OP_GROUPS, TENSOR_GROUPS
+from tilewright.compiler.precision.resolve import ResolvedPrecision, resolve_fragments
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TypeAlias
 
-from compiler.errors import ConfigError, allowed
-from compiler.precision.names import (
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.precision.names import (
     BLOCK_AXES,
     GLOBAL_GROUPS,
     OP_GROUPS,

@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from compiler.errors import ConfigError, allowed
-from compiler.precision.fragment import LayerRule, Settings
-from compiler.precision.names import (
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.precision.fragment import LayerRule, Settings
+from tilewright.compiler.precision.names import (
     OP_GROUPS,
     REFINED_OP_GROUPS,
     SEED_OP_GROUPS,

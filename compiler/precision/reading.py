@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from compiler.errors import ConfigError, allowed
-from compiler.plain_yaml import cut, is_name, parse_yaml, read_text
-from compiler.precision.config import PrecisionConfig
-from compiler.precision.fragment import (
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.plain_yaml import cut, is_name, parse_yaml, read_text
+from tilewright.compiler.precision.config import PrecisionConfig
+from tilewright.compiler.precision.fragment import (
     Fragment,
     LayerRule,
     as_map,
@@ -23,8 +23,8 @@ from compiler.precision.fragment import (
     read_fragment,
     read_rule,
 )
-from compiler.precision.heading import looks_like_heading, split_heading
-from compiler.precision.names import normalise_key
+from tilewright.compiler.precision.heading import looks_like_heading, split_heading
+from tilewright.compiler.precision.names import normalise_key
 
 BASE = "base"
 FOLDER = "precision_cfgs"

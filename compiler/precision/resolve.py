@@ -15,10 +15,10 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from compiler.errors import ConfigError
-from compiler.precision.fragment import Fragment, LayerRule, Settings
-from compiler.precision.heading import compact_settings, render_heading
-from compiler.precision.names import (
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.precision.fragment import Fragment, LayerRule, Settings
+from tilewright.compiler.precision.heading import compact_settings, render_heading
+from tilewright.compiler.precision.names import (
     FOLLOWS,
     GLOBAL_GROUPS,
     PHASES,

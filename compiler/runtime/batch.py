@@ -8,9 +8,9 @@ from itertools import accumulate
 
 import torch
 
-from compiler.ops import SamplingBatch
-from compiler.runtime.request import Request
-from compiler.targets.base import Capabilities, StateHandle, StepInput
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.targets.base import Capabilities, StateHandle, StepInput
 
 
 @dataclass(frozen=True, slots=True)

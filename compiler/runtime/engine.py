@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiler.errors import RequestError
-from compiler.runtime.batch import Piece, build_step, split_by_capability
-from compiler.runtime.request import check_tokens
-from compiler.runtime.scheduler import prefill_chunk_of
-from compiler.targets.base import Executable, StateHandle
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.batch import Piece, build_step, split_by_capability
+from tilewright.compiler.runtime.request import check_tokens
+from tilewright.compiler.runtime.scheduler import prefill_chunk_of
+from tilewright.compiler.targets.base import Executable, StateHandle
 
 
 class UnknownRequestError(RequestError, KeyError):

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from compiler.errors import RequestError
-from compiler.runtime.batch import Piece, build_step, sampling_batch
-from compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, check_tokens
-from compiler.runtime.scheduler import Scheduled, Scheduler
-from compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.batch import Piece, build_step, sampling_batch
+from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, check_tokens
+from tilewright.compiler.runtime.scheduler import Scheduled, Scheduler
+from tilewright.compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
 
 OnToken = Callable[[Request, int], None]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compiler.errors import RequestError
-from compiler.targets.base import StateHandle
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.targets.base import StateHandle
 
 STOPPED, LENGTH, CANCELLED = "stop", "length", "cancelled"
 _MAX_SEED = 1 << 63

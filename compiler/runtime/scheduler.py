@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from compiler.errors import RequestError
-from compiler.runtime.request import Request
-from compiler.targets.base import Capabilities
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.targets.base import Capabilities
 
 PREFILL_CHUNK = 512
 """Tokens of a prompt in one step, where neither the caller nor the executable has a wish."""

@@ -12,11 +12,11 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.errors import ConfigError, NoRoomError, allowed
-from compiler.formats import get_format
-from compiler.passes.runner import Pass
-from compiler.targets.contract import NumericContract
-from compiler.targets.step import StateHandle, StepInput, StepOutput, finish_step
+from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.passes.runner import Pass
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.step import StateHandle, StepInput, StepOutput, finish_step
 
 Progress = Callable[[str, int, int], None]
 """Told ``(what, done, total)`` while a model is compiled."""
@@ -251,14 +251,14 @@ class Target(ABC):
 
 
 _TARGETS = {
-    "reference": ("compiler.targets.reference", "ReferenceTarget"),
-    "null": ("compiler.targets.null", "NullTarget"),
-    "cpu": ("compiler.targets.cpu", "CpuTarget"),
-    "cuda": ("compiler.targets.cuda", "CudaTarget"),
-    "n150": ("compiler.targets.tenstorrent", "N150"),
-    "n300": ("compiler.targets.tenstorrent", "N300"),
-    "t3k": ("compiler.targets.tenstorrent", "T3K"),
-    "tg": ("compiler.targets.tenstorrent", "TG"),
+    "reference": ("tilewright.compiler.targets.reference", "ReferenceTarget"),
+    "null": ("tilewright.compiler.targets.null", "NullTarget"),
+    "cpu": ("tilewright.compiler.targets.cpu", "CpuTarget"),
+    "cuda": ("tilewright.compiler.targets.cuda", "CudaTarget"),
+    "n150": ("tilewright.compiler.targets.tenstorrent", "N150"),
+    "n300": ("tilewright.compiler.targets.tenstorrent", "N300"),
+    "t3k": ("tilewright.compiler.targets.tenstorrent", "T3K"),
+    "tg": ("tilewright.compiler.targets.tenstorrent", "TG"),
 }
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
-from compiler import ops
-from compiler.ir.info import NodeInfo, info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.state import PER_TOKEN
-from compiler.precision import effective_id
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import NodeInfo, info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.state import PER_TOKEN
+from tilewright.compiler.precision import effective_id
 
 HONOURED, EMULATED, NOT_HONOURED = "honoured", "emulated", "not honoured"
 

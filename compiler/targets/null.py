@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.targets.base import (
+from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
@@ -25,15 +25,15 @@ from compiler.targets.base import (
     finish_step,
     vocab_size,
 )
-from compiler.targets.contract import (
+from tilewright.compiler.targets.contract import (
     NOT_HONOURED,
     Meaning,
     Meanings,
     NumericContract,
     build_contract,
 )
-from compiler.targets.pipeline import MATCH, PRECISION, lower
-from compiler.targets.slots import SlotPool
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, lower
+from tilewright.compiler.targets.slots import SlotPool
 
 _ZERO = Meaning(NOT_HONOURED, "zeros")
 _MEANINGS = Meanings(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from compiler.ir.verify import verify_lowered, verify_matched, verify_precision
-from compiler.passes.assign_precision import assign_precision
-from compiler.passes.canonicalize_graph import canonicalize_graph
-from compiler.passes.gather_logit_rows import gather_logit_rows
-from compiler.passes.insert_state import insert_state
-from compiler.passes.match_embedding import match_embedding
-from compiler.passes.match_gelu import match_gelu
-from compiler.passes.match_linear import match_linear
-from compiler.passes.match_rms_norm import match_rms_norm
-from compiler.passes.match_rope import match_rope
-from compiler.passes.match_router import match_router
-from compiler.passes.match_sigmoid_gate import match_sigmoid_gate
-from compiler.passes.match_swiglu import match_swiglu
-from compiler.passes.runner import Pass
-from compiler.targets.base import Stage
+from tilewright.compiler.ir.verify import verify_lowered, verify_matched, verify_precision
+from tilewright.compiler.passes.assign_precision import assign_precision
+from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
+from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
+from tilewright.compiler.passes.insert_state import insert_state
+from tilewright.compiler.passes.match_embedding import match_embedding
+from tilewright.compiler.passes.match_gelu import match_gelu
+from tilewright.compiler.passes.match_linear import match_linear
+from tilewright.compiler.passes.match_rms_norm import match_rms_norm
+from tilewright.compiler.passes.match_rope import match_rope
+from tilewright.compiler.passes.match_router import match_router
+from tilewright.compiler.passes.match_sigmoid_gate import match_sigmoid_gate
+from tilewright.compiler.passes.match_swiglu import match_swiglu
+from tilewright.compiler.passes.runner import Pass
+from tilewright.compiler.targets.base import Stage
 
 MATCH = Stage(
     "match",

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.errors import CheckpointError
-from compiler.ir.info import INPUT, info
-from compiler.ir.recipe import WeightRecipe, load_values
-from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
-from compiler.passes.round_activations import ROUNDED, round_activations
-from compiler.targets.base import (
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.ir.info import INPUT, info
+from tilewright.compiler.ir.recipe import WeightRecipe, load_values
+from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from tilewright.compiler.passes.round_activations import ROUNDED, round_activations
+from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
@@ -34,7 +34,7 @@ from compiler.targets.base import (
     finish_step,
     vocab_size,
 )
-from compiler.targets.contract import (
+from tilewright.compiler.targets.contract import (
     EMULATED,
     HONOURED,
     NOT_HONOURED,
@@ -43,9 +43,9 @@ from compiler.targets.contract import (
     NumericContract,
     build_contract,
 )
-from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
-from compiler.targets.slots import SlotPool, check_copy
-from compiler.targets.tensor_files import save_tensors
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+from tilewright.compiler.targets.slots import SlotPool, check_copy
+from tilewright.compiler.targets.tensor_files import save_tensors
 
 _WEIGHTS = "weights.safetensors"
 _FLOAT = Meaning(NOT_HONOURED, "fp32")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 
-from compiler.errors import RequestError
-from compiler.targets.base import StateHandle
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.targets.base import StateHandle
 
 
 def check_copy(num_positions: int, length: int) -> None:

@@ -9,8 +9,8 @@ from typing import NewType
 import torch
 from torch import Tensor
 
-from compiler.ops import SamplingBatch, sample
-from compiler.ops.sample import likeliest
+from tilewright.compiler.ops import SamplingBatch, sample
+from tilewright.compiler.ops.sample import likeliest
 
 StateHandle = NewType("StateHandle", int)
 """Names one sequence's state inside an executable, which alone knows where it is kept."""

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from compiler.errors import NoRoomError, one_line
+from tilewright.compiler.errors import NoRoomError, one_line
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

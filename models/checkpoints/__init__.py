@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from models.checkpoints.base import (
+from tilewright.models.checkpoints.base import (
     Checkpoint,
     TensorMeta,
     TokenizerSource,
@@ -15,19 +15,19 @@ __all__ = ["Checkpoint", "TensorMeta", "TokenizerSource", "check_tensors", "open
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a ``.gguf`` or ``.m`` file or a Hugging Face folder, as `models.find_model` returns it.
+    """Open a ``.gguf`` or ``.m`` file or a Hugging Face folder, as `find_model` returns it.
 
     Raises:
         CheckpointError: files that are missing, cut short, corrupt or of a kind that is not read.
     """
     if path.is_dir():
-        from models.checkpoints.safetensors import SafetensorsCheckpoint
+        from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(path)
     if path.suffix.lower() == ".m":
-        from models.checkpoints.dllama import DllamaCheckpoint
+        from tilewright.models.checkpoints.dllama import DllamaCheckpoint
 
         return DllamaCheckpoint(path)
-    from models.checkpoints.gguf import GGUFCheckpoint
+    from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 
     return GGUFCheckpoint(path)

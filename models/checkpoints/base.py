@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from compiler.errors import CheckpointError, allowed
+from tilewright.compiler.errors import CheckpointError, allowed
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from models.config import ModelConfig
+    from tilewright.models.config import ModelConfig
 
 HASH_WINDOW = 4096
 HASH_NUM_WINDOWS = 16
@@ -61,7 +61,7 @@ class Checkpoint(Protocol):
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """What `models.tokenizer.load_tokenizer` reads."""
+        """What `tilewright.models.tokenizer.tokenizer.load_tokenizer` reads."""
 
     def get(self, name: str, rows: slice | None = None) -> Tensor:
         """One tensor, or some ``rows`` of its first axis (step 1), as a fresh tensor.

@@ -18,27 +18,32 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from compiler.errors import CheckpointError
-from models.architectures import architecture_of, check_model_type
-from models.checkpoints.base import (
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.architectures.base import architecture_of, check_model_type
+from tilewright.models.architectures.rope import RopeConfig
+from tilewright.models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
     content_hash,
     row_range,
     unknown_tensor,
 )
-from models.checkpoints.dllama_header import DllamaHeader, DllamaTensor, read_header, tensors
-from models.checkpoints.gguf_blocks import Bytes, dequantise
-from models.checkpoints.regular_file import open_regular
-from models.config import ModelConfig
-from models.rope import RopeConfig
+from tilewright.models.checkpoints.dllama_header import (
+    DllamaHeader,
+    DllamaTensor,
+    read_header,
+    tensors,
+)
+from tilewright.models.checkpoints.gguf_blocks import Bytes, dequantise
+from tilewright.models.checkpoints.regular_file import open_regular
+from tilewright.models.config import ModelConfig
 
 TOKENIZER_SUFFIX = ".t"
 _AFFIXES = re.compile(r"^dllama_model_|[._-](?:f32|f16|q40|q80)$", re.IGNORECASE)
 
 
 class DllamaCheckpoint:
-    """An opened ``.m`` file; see `models.checkpoints.base.Checkpoint`.
+    """An opened ``.m`` file; see `tilewright.models.checkpoints.base.Checkpoint`.
 
     Its head is a tensor of its own, as the file has it, also where the model's was tied.
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiler.errors import CheckpointError, allowed
-from models.checkpoints.gguf_header import TENSOR_TYPES
-from models.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
-from models.rope import MAX_POSITIONS, Llama3Scaling
+from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.models.architectures.rope import MAX_POSITIONS, Llama3Scaling
+from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
+from tilewright.models.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 
 MAGIC = 0x0A00ABCD
 MAX_EXPERTS = 1 << 12

@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiler.errors import CheckpointError, allowed
-from models.checkpoints.base import Checkpoint, check_tensors
-from models.checkpoints.dllama import config_of
-from models.checkpoints.dllama_header import (
+from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.models.architectures.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from tilewright.models.checkpoints.base import Checkpoint, check_tensors
+from tilewright.models.checkpoints.dllama import config_of
+from tilewright.models.checkpoints.dllama_header import (
     ARCHITECTURES,
     DllamaHeader,
     DllamaTensor,
     tensors,
     write_header,
 )
-from models.checkpoints.gguf_blocks import Bytes
-from models.checkpoints.gguf_header import TENSOR_TYPES
-from models.config import ModelConfig
-from models.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from tilewright.models.checkpoints.gguf_blocks import Bytes
+from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
+from tilewright.models.config import ModelConfig
 
 WRITTEN_TYPES = ("F32", "Q4_0")
 _CHUNK_VALUES = 1 << 22

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiler.errors import CheckpointError
-from models.architectures import architecture_of, find_gguf_type
-from models.checkpoints.base import (
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.architectures.base import architecture_of, find_gguf_type
+from tilewright.models.architectures.rope import gguf_longrope
+from tilewright.models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
     content_hash,
@@ -28,9 +29,9 @@ from models.checkpoints.base import (
     shown,
     unknown_tensor,
 )
-from models.checkpoints.gguf_blocks import Bytes, dequantise
-from models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
-from models.checkpoints.gguf_hybrid import (
+from tilewright.models.checkpoints.gguf_blocks import Bytes, dequantise
+from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
+from tilewright.models.checkpoints.gguf_hybrid import (
     DECAY,
     Order,
     hf_shape,
@@ -38,14 +39,13 @@ from models.checkpoints.gguf_hybrid import (
     tiled_columns,
     tiled_rows,
 )
-from models.checkpoints.pieces import Piece, View, expert_views, merged_type
-from models.checkpoints.regular_file import open_regular
-from models.config import ModelConfig
-from models.config_keys import Keys
-from models.rope import gguf_longrope
+from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
+from tilewright.models.checkpoints.regular_file import open_regular
+from tilewright.models.config import ModelConfig
+from tilewright.models.config_keys import Keys
 
 if TYPE_CHECKING:
-    from models.gated_delta_net import DeltaShape
+    from tilewright.models.architectures.gated_delta_net import DeltaShape
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -73,7 +73,7 @@ _TYPE_SUFFIX = re.compile(r"[.-](?:B?F16|F32|Q\d\w*)$", re.IGNORECASE)
 
 
 class GGUFCheckpoint:
-    """An opened ``.gguf`` file; see `models.checkpoints.base.Checkpoint`.
+    """An opened ``.gguf`` file; see `tilewright.models.checkpoints.base.Checkpoint`.
 
     Raises:
         CheckpointError: a file that is cut short or corrupt, or of a kind that is not read.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from models.checkpoints.gguf_header import TENSOR_TYPES
+from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
 
 # Blocks are decoded in pieces of about this many values, so that temporaries stay in cache.
 CHUNK_VALUES = 1 << 17

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from compiler.errors import CheckpointError, allowed
+from tilewright.compiler.errors import CheckpointError, allowed
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from compiler.errors import CheckpointError
-from models.checkpoints.base import shown
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.checkpoints.base import shown
 
 if TYPE_CHECKING:
-    from models.gated_delta_net import DeltaShape
+    from tilewright.models.architectures.gated_delta_net import DeltaShape
 
 Order = npt.NDArray[np.int64]
 

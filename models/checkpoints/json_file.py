@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from compiler.errors import CheckpointError, one_line
-from models.checkpoints.regular_file import read_regular
+from tilewright.compiler.errors import CheckpointError, one_line
+from tilewright.models.checkpoints.regular_file import read_regular
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compiler.errors import CheckpointError
-from models.checkpoints.base import check_shape
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.checkpoints.base import check_shape
 
 if TYPE_CHECKING:
-    from models.moe import MoeConfig
+    from tilewright.models.architectures.moe import MoeConfig
 
 Shape = tuple[int, ...]
 

@@ -14,9 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from models.checkpoints.base import TensorMeta, TokenizerSource, row_range, unknown_tensor
-from models.config import ModelConfig
-from models.shapes import SHAPES, ShapeName
+from tilewright.models.checkpoints.base import (
+    TensorMeta,
+    TokenizerSource,
+    row_range,
+    unknown_tensor,
+)
+from tilewright.models.config import ModelConfig
+from tilewright.models.shapes import SHAPES, ShapeName
 
 STD = 0.02
 _DTYPE = torch.bfloat16
@@ -24,7 +29,7 @@ _SEEDS = 1 << 63
 
 
 class RandomCheckpoint:
-    """Normal bfloat16 tensors around 0, norms around 1; see `models.checkpoints.base.Checkpoint`.
+    """Normal bfloat16 tensors around 0, norms around 1; see `checkpoints.base.Checkpoint`.
 
     Equal for equal ``shape``, tensor and type of device; another type of device has other values,
     because its generator differs. ``expected``: shapes by tensor name. ``offsets``: what the model
@@ -50,7 +55,7 @@ class RandomCheckpoint:
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """Nothing that can be read: `models.byte_tokenizer` makes the tokenizer."""
+        """Nothing that can be read: `tokenizer.byte_tokenizer` makes the tokenizer."""
         return TokenizerSource(self.path)
 
     def get(self, name: str, rows: slice | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Opening files that others name: only regular ones, so that no read blocks or goes on forever.
 
-The same as `compiler.files`, which models may not import.
+The same as `tilewright.compiler.files`, which models may not import.
 """
 
 from __future__ import annotations

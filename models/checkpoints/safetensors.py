@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from compiler.errors import CheckpointError, allowed, one_line
-from models.architectures import architecture_of
-from models.checkpoints.base import (
+from tilewright.compiler.errors import CheckpointError, allowed, one_line
+from tilewright.models.architectures.base import architecture_of
+from tilewright.models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
     content_hash,
@@ -26,10 +26,10 @@ from models.checkpoints.base import (
     shown,
     unknown_tensor,
 )
-from models.checkpoints.json_file import read_json
-from models.checkpoints.pieces import Piece, View, expert_views, merged_type
-from models.checkpoints.shards import INDEX, find_shards
-from models.config import ModelConfig
+from tilewright.models.checkpoints.json_file import read_json
+from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
+from tilewright.models.checkpoints.shards import INDEX, find_shards
+from tilewright.models.config import ModelConfig
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -40,7 +40,7 @@ _COMPARED_ROWS = 4096
 
 
 class SafetensorsCheckpoint:
-    """An opened folder; see `models.checkpoints.base.Checkpoint`.
+    """An opened folder; see `tilewright.models.checkpoints.base.Checkpoint`.
 
     Raises:
         CheckpointError: a file that is missing, cut short or corrupt, or of a kind not read.

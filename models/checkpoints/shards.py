@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from compiler.errors import CheckpointError, allowed
-from models.checkpoints.json_file import read_json
+from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.models.checkpoints.json_file import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from compiler.artifacts.cache import ProgramCache
-from compiler.files import CACHE_VARIABLE
 from tests.tiny import FakeCheckpoint, tiny_model
+from tilewright.compiler.artifacts.cache import ProgramCache
+from tilewright.compiler.files import CACHE_VARIABLE
 
 
 class FileCheckpoint(FakeCheckpoint):
@@ -50,14 +50,14 @@ def model(tmp_path: Path) -> SimpleNamespace:
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Grows by one whenever a model is traced, which only compiling does."""
-    import compiler.driver
+    import tilewright.compiler.driver
 
     seen: list[object] = []
-    trace: Callable[..., object] = compiler.driver.trace
+    trace: Callable[..., object] = tilewright.compiler.driver.trace
 
     def counted(module: object) -> object:
         seen.append(module)
         return trace(module)
 
-    monkeypatch.setattr(compiler.driver, "trace", counted)
+    monkeypatch.setattr(tilewright.compiler.driver, "trace", counted)
     return seen

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from compiler.artifacts.cache import DEFAULT_GB, ProgramCache
-from compiler.artifacts.digests import file_digest, write_whole
-from compiler.artifacts.folder import seal_folder
-from compiler.artifacts.manifest import Manifest, ModelFacts
-from compiler.errors import CompileError, ConfigError
-from compiler.precision import PrecisionSummary
-from compiler.targets.contract import NumericContract
+from tilewright.compiler.artifacts.cache import DEFAULT_GB, ProgramCache
+from tilewright.compiler.artifacts.digests import file_digest, write_whole
+from tilewright.compiler.artifacts.folder import seal_folder
+from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
+from tilewright.compiler.errors import CompileError, ConfigError
+from tilewright.compiler.precision import PrecisionSummary
+from tilewright.compiler.targets.contract import NumericContract
 
 FORK = multiprocessing.get_context("fork")
 

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.artifacts import cache as cache_module
-from compiler.artifacts import program as program_module
-from compiler.artifacts.cache import ProgramCache
-from compiler.artifacts.folder import open_folder, seal_folder
-from compiler.artifacts.places import digest_memory, is_compiled
-from compiler.artifacts.program import compile_cached, load_program, write_program
-from compiler.driver import Compiled, compile_model
-from compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
-from compiler.ir.text import graph_text
-from compiler.targets.base import CompileOptions, target_names
 from tests.tiny import precision_of, prefill, random_tokens
+from tilewright.compiler.artifacts import cache as cache_module
+from tilewright.compiler.artifacts import program as program_module
+from tilewright.compiler.artifacts.cache import ProgramCache
+from tilewright.compiler.artifacts.folder import open_folder, seal_folder
+from tilewright.compiler.artifacts.places import digest_memory, is_compiled
+from tilewright.compiler.artifacts.program import compile_cached, load_program, write_program
+from tilewright.compiler.driver import Compiled, compile_model
+from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.targets.base import CompileOptions, target_names
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 TOKENS = random_tokens(9)

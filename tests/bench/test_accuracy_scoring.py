@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench.accuracy import (
+from tests.tiny import compiled, precision_of, random_tokens, tiny_model
+from tilewright.compiler.bench.accuracy import (
     BASE,
     Predictions,
     divergence,
@@ -20,11 +21,10 @@ from compiler.bench.accuracy import (
     standard_error,
     teacher_force,
 )
-from compiler.bench.cases import ACCURACY_CONTEXT
-from compiler.bench.reference import Reference, Subject, build_reference
-from compiler.bench.stats import mcnemar, wilson_interval
-from compiler.targets.base import Executable
-from tests.tiny import compiled, precision_of, random_tokens, tiny_model
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
+from tilewright.compiler.bench.reference import Reference, Subject, build_reference
+from tilewright.compiler.bench.stats import mcnemar, wilson_interval
+from tilewright.compiler.targets.base import Executable
 
 SUBJECT = Subject("tiny", "m", "t", "x")
 

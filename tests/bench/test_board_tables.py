@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiler.bench import perf_md
-from compiler.bench.perf_tables import render_results
-from compiler.bench.published import published_row, published_tables
-from compiler.bench.record import ContractLine, Result
-from compiler.precision import load_precision
 from tests.bench.test_perf_tables import accuracy, make
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.perf_tables import render_results
+from tilewright.compiler.bench.published import published_row, published_tables
+from tilewright.compiler.bench.record import ContractLine, Result
+from tilewright.compiler.precision import load_precision
 
 ONE_B = {"model": "Llama-3.2-1B", "device": "N300", "target": "n300", "mesh": "1x2"}
 

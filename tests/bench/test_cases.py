@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench.cases import (
+from tilewright.compiler.bench.cases import (
     ACCURACY_CONTEXT,
     CASES,
     DEFAULT_CASE,
@@ -20,7 +20,7 @@ from compiler.bench.cases import (
     check_case,
     requirements,
 )
-from compiler.bench.prompts import (
+from tilewright.compiler.bench.prompts import (
     MAX_FILE_BYTES,
     MAX_TEXT_BYTES,
     Prompt,
@@ -31,8 +31,8 @@ from compiler.bench.prompts import (
     sample_prompts,
     sample_prompts_dir,
 )
-from compiler.bench.record import Accuracy
-from compiler.errors import ConfigError
+from tilewright.compiler.bench.record import Accuracy
+from tilewright.compiler.errors import ConfigError
 
 SUFFIXES = (
     *("batch-1", "batch-32", "ci-1", "ci-32", "dp-4", "dp-8", "reasoning", "stress"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler.bench.ceilings import cpu_ceilings, measure_ceilings
-from compiler.errors import CompileError
+from tilewright.compiler.bench.ceilings import cpu_ceilings, measure_ceilings
+from tilewright.compiler.errors import CompileError
 
 
 def test_the_cpu_s_are_measured() -> None:

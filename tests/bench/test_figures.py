@@ -9,8 +9,8 @@ import pytest
 from matplotlib import rcParams
 from matplotlib.figure import Figure
 
-from compiler.bench.figures import NAME_LENGTH, new_figure, save, settings, shown
-from compiler.errors import ConfigError
+from tilewright.compiler.bench.figures import NAME_LENGTH, new_figure, save, settings, shown
+from tilewright.compiler.errors import ConfigError
 
 
 def draw(title: str = "a title") -> Figure:

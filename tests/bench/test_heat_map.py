@@ -14,9 +14,9 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from compiler.bench import plot
-from compiler.bench.heat_map import _short
-from compiler.errors import ConfigError
+from tilewright.compiler.bench import plot
+from tilewright.compiler.bench.heat_map import _short
+from tilewright.compiler.errors import ConfigError
 
 GROUPS = ["attn_qkv", "attn_out", "ff1_3", "ff2", "kv_cache", "lm_head"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench import results
-from compiler.errors import ConfigError
 from tests.bench.test_results import full, make
+from tilewright.compiler.bench import results
+from tilewright.compiler.errors import ConfigError
 
 
 def test_a_torn_last_line_is_dropped_with_a_warning(tmp_path: Path) -> None:

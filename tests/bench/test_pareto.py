@@ -10,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench import perf_md
-from compiler.bench.pareto import Comparison, Placed, Point, compare_speed, compare_top1, front
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.pareto import (
+    Comparison,
+    Placed,
+    Point,
+    compare_speed,
+    compare_top1,
+    front,
+)
 
 SEED = Path(__file__).parents[1] / "goldens" / "seed_perf.md"
 NUM_POSITIONS = 200

@@ -10,9 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench import perf_md
-from compiler.bench.markdown import Table, find_markers, format_table, merge, parse_blocks
-from compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.markdown import (
+    Table,
+    find_markers,
+    format_table,
+    merge,
+    parse_blocks,
+)
+from tilewright.compiler.errors import ConfigError, TilewrightError
 
 SEED = (Path(__file__).parents[1] / "goldens" / "seed_perf.md").read_bytes().decode()
 TABLE = "## Performance\n\n| Model | Device | Speed (t/s/u) |\n|---|---|---|\n"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-from compiler.bench import perf_md, perf_tables
-from compiler.bench.perf_tables import render_results
-from compiler.bench.record import Result
-from compiler.precision import list_precisions, load_precision
 from tests.bench.test_perf_tables import HEADINGS, make, rows
+from tilewright.compiler.bench import perf_md, perf_tables
+from tilewright.compiler.bench.perf_tables import render_results
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.precision import list_precisions, load_precision
 
 
 def precision_sections(results: list[Result]) -> list[perf_md.Section]:

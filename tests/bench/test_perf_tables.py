@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench import perf_md
-from compiler.bench.markdown import merge
-from compiler.bench.perf_tables import plan_tables, render_results
-from compiler.bench.record import KINDS, Accuracy, ContractLine, Paired, Result
-from compiler.bench.selection import unplaced
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.markdown import merge
+from tilewright.compiler.bench.perf_tables import plan_tables, render_results
+from tilewright.compiler.bench.record import KINDS, Accuracy, ContractLine, Paired, Result
+from tilewright.compiler.bench.selection import unplaced
 
 HEADINGS = {
     name: f"precision_cfg = {{ff1_3: {form}}}, fidelity_cfg = {{li_ff1_3: hifi2}}"

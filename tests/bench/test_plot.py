@@ -12,9 +12,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation, Text
 
-from compiler.bench import plot
-from compiler.bench.pareto import Placed, Point
-from compiler.errors import ConfigError
+from tilewright.compiler.bench import plot
+from tilewright.compiler.bench.pareto import Placed, Point
+from tilewright.compiler.errors import ConfigError
 
 ROWS = {
     "fp32": (60, 99.5, "front"),

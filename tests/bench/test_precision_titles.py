@@ -9,23 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench import perf_md, precision_titles
-from compiler.bench.precision_titles import (
+from tests.bench.test_results import make
+from tilewright.compiler.bench import perf_md, precision_titles
+from tilewright.compiler.bench.precision_titles import (
     count_layer_rules,
     linked_file,
     section_precision,
     titles_of,
 )
-from compiler.bench.record import Result
-from compiler.errors import ConfigError
-from compiler.precision import (
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.precision import (
     PrecisionConfig,
     list_precisions,
     load_precision,
     parse_heading,
 )
-from compiler.precision import reading as precision_reading
-from tests.bench.test_results import make
+from tilewright.compiler.precision import reading as precision_reading
 
 START = "precision_cfg = {ff1_3: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
 LAYERED = f"{START}, layer_cfg = {{0-3: {{ff2: bfp4}}, 5: {{ff2: bf16, wo: bfp4}}}}"

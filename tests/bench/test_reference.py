@@ -12,8 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from compiler.bench.reference import (
+from tests.tiny import compiled, prefill, random_tokens, tiny_model
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.compiler.bench.reference import (
     Reference,
     Subject,
     build_reference,
@@ -25,8 +26,7 @@ from compiler.bench.reference import (
     text_hash,
     text_tokens,
 )
-from compiler.errors import ConfigError
-from tests.tiny import compiled, prefill, random_tokens, tiny_model
+from tilewright.compiler.errors import ConfigError
 
 SUBJECT = Subject("a model", "m" * 64, "t" * 64, "x" * 64)
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench import results
-from compiler.bench.record import pack_hits, unpack_hits
-from compiler.bench.results import Accuracy, ContractLine, Paired, Repeat, Result
-from compiler.environment import commit
-from compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.bench import results
+from tilewright.compiler.bench.record import pack_hits, unpack_hits
+from tilewright.compiler.bench.results import Accuracy, ContractLine, Paired, Repeat, Result
+from tilewright.compiler.environment import commit
+from tilewright.compiler.errors import ConfigError, TilewrightError
 
 HEADING = "precision_cfg = {ff1_3: bfp8, ff2: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
 
@@ -352,7 +352,7 @@ def test_commit_of_a_checkout_alone(tmp_path: Path) -> None:
 
 def test_nothing_here_imports_torch() -> None:
     code = (
-        "import sys, compiler.bench.results, compiler.bench.perf_tables; "
+        "import sys, tilewright.compiler.bench.results, tilewright.compiler.bench.perf_tables; "
         "sys.exit('torch' in sys.modules or 'onnxruntime' in sys.modules)"
     )
     root = Path(__file__).resolve().parents[2]

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from compiler.bench.roofline import (
+from tests.models.test_qwen3_5_moe import make as make_hybrid
+from tests.tiny import lowered, precision_of, tiny_model
+from tilewright.compiler.bench.roofline import (
     EMBEDDING,
     OTHER,
     STATE,
@@ -21,12 +23,10 @@ from compiler.bench.roofline import (
     product_groups,
     step_work,
 )
-from compiler.driver import Compiled, compile_model
-from compiler.ir.info import info, set_info
-from compiler.ops.moe import expected_experts
-from compiler.targets.base import CompileOptions, get_target
-from tests.models.test_qwen3_5_moe import make as make_hybrid
-from tests.tiny import lowered, precision_of, tiny_model
+from tilewright.compiler.driver import Compiled, compile_model
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ops.moe import expected_experts
+from tilewright.compiler.targets.base import CompileOptions, get_target
 
 CEILINGS = Ceilings("made up", (90.0, 100.0, 1000.0), (2000.0, 1000.0, 1.0), "bf16")
 LAYERS, HIDDEN, MIDDLE, VOCAB, HEADS, KV_HEADS, HEAD = 2, 32, 48, 61, 4, 2, 16

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench.stats import (
+from tilewright.compiler.bench.stats import (
     iqr,
     mcnemar,
     median,

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from compiler.bench.timing import Job, figures, time_jobs
-from compiler.runtime.request import LENGTH, Request, SamplingParams
-from compiler.targets.base import Executable
 from tests.tiny import compiled, random_tokens, tiny_model
+from tilewright.compiler.bench.timing import Job, figures, time_jobs
+from tilewright.compiler.runtime.request import LENGTH, Request, SamplingParams
+from tilewright.compiler.targets.base import Executable
 
 
 def finished(prompt: int, times: Sequence[float]) -> Request:

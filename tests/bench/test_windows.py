@@ -7,11 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compiler.bench.accuracy import teacher_force
-from compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from compiler.bench.prompts import bench_text
-from compiler.bench.reference import Subject, text_hash, text_tokens
-from compiler.bench.windows import (
+from tests.tiny import compiled, precision_of, tiny_model
+from tilewright.compiler.bench.accuracy import teacher_force
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.compiler.bench.prompts import bench_text
+from tilewright.compiler.bench.reference import Subject, text_hash, text_tokens
+from tilewright.compiler.bench.windows import (
     NUM_COUNTED,
     TEXTS,
     Window,
@@ -20,9 +21,8 @@ from compiler.bench.windows import (
     force_windows,
     windows_hash,
 )
-from compiler.errors import ConfigError
-from compiler.targets.base import Executable
-from tests.tiny import compiled, precision_of, tiny_model
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.targets.base import Executable
 
 VOCAB = 61
 MODEL = tiny_model(max_positions=ACCURACY_CONTEXT, std=0.2)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench.results import loads, read
-from compiler.cli import main
 from tests.commands.conftest import Refused
+from tilewright.compiler.bench.results import loads, read
+from tilewright.compiler.cli import main
 
 FEW = ("--max-generated-tokens", "3")
 Run = Callable[..., str]

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from compiler import __version__
-from compiler.bench.cases import CASES
-from compiler.cli import VERBS, main
-from compiler.errors import TilewrightError
-from compiler.precision import list_precisions
+from tilewright.compiler import __version__
+from tilewright.compiler.bench.cases import CASES
+from tilewright.compiler.cli import CLONE_VERBS, VERBS, main
+from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.precision import list_precisions
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "demo" / "simple_text_demo.py")
@@ -46,11 +46,11 @@ def test_an_unknown_verb_lists_the_known_ones(
 ) -> None:
     assert main([verb]) == 2
     error = capsys.readouterr().err
-    known = "run, compile, convert, compare, sweep, bench-cuda, perf, reference"
+    known = ", ".join((*VERBS, *CLONE_VERBS))
     assert error == f"tilewright: unknown command {verb!r}; allowed: {known}\n"
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *CLONE_VERBS])
 def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code: object = main([verb, "--help"])
@@ -60,7 +60,7 @@ def test_every_verb_has_help(verb: str, capsys: pytest.CaptureFixture[str]) -> N
     assert f"usage: tilewright {verb}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", [*VERBS, *CLONE_VERBS])
 def test_every_verb_refuses_an_unknown_option(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +76,7 @@ def test_an_error_of_many_lines_is_printed_as_one(
     def fail(argv: list[str]) -> int:
         raise TilewrightError("one\n  two\r\nthree")
 
-    monkeypatch.setattr("compiler.commands.run.main", fail)
+    monkeypatch.setattr("tilewright.compiler.commands.run.main", fail)
     assert main(["run"]) == 2
     assert capsys.readouterr().err == "tilewright: one two three\n"
 
@@ -85,7 +85,7 @@ def test_a_keyboard_interrupt_has_its_own_exit_code(monkeypatch: pytest.MonkeyPa
     def interrupted(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("compiler.commands.run.main", interrupted)
+    monkeypatch.setattr("tilewright.compiler.commands.run.main", interrupted)
     assert main(["run"]) == 130
 
 
@@ -93,7 +93,7 @@ def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: list[str]) -> int:
         raise ValueError("ours")
 
-    monkeypatch.setattr("compiler.commands.run.main", fail)
+    monkeypatch.setattr("tilewright.compiler.commands.run.main", fail)
     with pytest.raises(ValueError, match="ours"):
         main(["run"])
 
@@ -140,7 +140,7 @@ def test_bytes_that_are_no_text(argv: list[str | bytes], stdin: bytes, message: 
 
 _WITHOUT = """
 import sys
-from compiler.cli import main
+from tilewright.compiler.cli import main
 code = main(sys.argv[1:])
 heavy = {name.partition(".")[0] for name in sys.modules} & set(
     ["torch", "onnxruntime", "onnx", "transformers", "numpy", "tokenizers", "safetensors", "rich"])

@@ -14,15 +14,15 @@ import onnxruntime
 import pytest
 import torch
 
-from compiler.artifacts.manifest import FORMAT
-from compiler.bench.results import Result, loads
-from compiler.cli import main
-from compiler.driver import compile_model
-from compiler.precision import load_precision
-from compiler.targets.base import CompileOptions
-from models import load_model
 from tests.commands.conftest import Refused
 from tests.tiny import prefill
+from tilewright.compiler.artifacts.manifest import FORMAT
+from tilewright.compiler.bench.results import Result, loads
+from tilewright.compiler.cli import main
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.models import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
@@ -246,7 +246,7 @@ def test_outputs_that_cannot_be(
 @pytest.mark.parametrize("target", ["cpu", "reference"])
 def test_a_disk_that_is_full(target: str, tiny_gguf: Path, tmp_path: Path) -> None:
     """Of a file, nothing beyond 16 kB can be written here."""
-    argv = [sys.executable, "-m", "compiler.cli", "compile", str(tiny_gguf)]
+    argv = [sys.executable, "-m", "tilewright.compiler.cli", "compile", str(tiny_gguf)]
     script = f"trap '' XFSZ; ulimit -f 16; exec {' '.join(argv)} -o {tmp_path}/o --target {target}"
     done = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, check=False, cwd=ROOT

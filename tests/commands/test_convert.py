@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.cli import main
-from compiler.driver import compile_model
-from compiler.formats import get_format
-from compiler.precision import load_precision
-from compiler.targets.base import CompileOptions
-from models import load_model
-from models.checkpoints import dllama_writer
 from tests import gguf_models
 from tests.commands.conftest import Refused
 from tests.models.conftest import add_tokenizer
 from tests.models.test_experts_dllama import model_of
 from tests.tiny import prefill, random_tokens
 from tests.twins import twin_of
+from tilewright.compiler.cli import main
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.models import load_model
+from tilewright.models.checkpoints import dllama_writer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "demo" / "convert.py"
 MODEL, TOKENIZER = "dllama_model_tiny_{}.m", "dllama_tokenizer_tiny.t"

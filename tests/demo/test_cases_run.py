@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench.cases import CASES, Case, check_case
-from compiler.bench.results import loads, read
-from compiler.cli import main
-from compiler.commands.options import read_options
-from compiler.errors import ConfigError
-from models import load_model
+from tilewright.compiler.bench.cases import CASES, Case, check_case
+from tilewright.compiler.bench.results import loads, read
+from tilewright.compiler.cli import main
+from tilewright.compiler.commands.options import read_options
+from tilewright.compiler.errors import ConfigError
+from tilewright.models import load_model
 
 pytestmark = pytest.mark.weights
 

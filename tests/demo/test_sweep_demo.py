@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compiler.bench.sweep.journal import Journal
 from tests.sweep_cells import cell, done, planned, speed_result
+from tilewright.compiler.sweep.journal import Journal
 
 SCRIPT = Path(__file__).resolve().parents[2] / "demo" / "sweep.py"
 

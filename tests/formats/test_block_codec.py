@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.formats import FORMATS, BlockEncoded, BlockFloat, block_codec
 from tests.formats.slow_blocks import slow_device_pack, slow_pack, slow_unpack
+from tilewright.compiler.formats import FORMATS, BlockEncoded, BlockFloat, block_codec
 
 BLOCK_FORMATS = ("bfp8", "bfp4", "bfp2")
 SPECIALS = (0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000)

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import CompileError
-from compiler.formats import FORMATS, BlockEncoded, BlockFloat
 from tests.formats.slow_blocks import slow_pack, slow_unpack
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import FORMATS, BlockEncoded, BlockFloat
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 BLOCK_FORMATS = ("bfp8", "bfp4", "bfp2")
@@ -149,7 +149,7 @@ def test_axis_chooses_where_blocks_run() -> None:
 def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(50, 64)
     whole = block_format("bfp4").quantise(x)
-    monkeypatch.setattr("compiler.formats.rows.CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr("tilewright.compiler.formats.rows.CHUNK_ELEMENTS", 200)
     parts = block_format("bfp4").quantise(x)
     assert torch.equal(whole.exponents, parts.exponents)
     assert torch.equal(whole.mantissas, parts.mantissas)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler.errors import CheckpointError, ConfigError
-from compiler.formats import FORMATS, BlockFloat, get_format
+from tilewright.compiler.errors import CheckpointError, ConfigError
+from tilewright.compiler.formats import FORMATS, BlockFloat, get_format
 
 BLOCK_FORMATS = ("bfp8", "bfp4", "bfp2")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from compiler.errors import ConfigError
-from compiler.formats import FIDELITIES
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.formats import FIDELITIES
 
 
 def test_names_and_phases() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiler.formats import FORMATS, FloatFormat
+from tilewright.compiler.formats import FORMATS, FloatFormat
 
 
 def test_sizes() -> None:
@@ -56,9 +56,10 @@ def test_storage_dtype() -> None:
 
 def test_metadata_needs_no_torch() -> None:
     code = (
-        "import sys, compiler.precision, compiler.devices, compiler.formats;"
-        "assert compiler.formats.FORMATS['bfp4'].nbytes((32, 32)) == 576;"
-        "compiler.precision.load_precision('performance').resolve(2).heading();"
+        "import sys, tilewright.compiler.precision, tilewright.compiler.devices;"
+        "import tilewright.compiler.formats;"
+        "assert tilewright.compiler.formats.FORMATS['bfp4'].nbytes((32, 32)) == 576;"
+        "tilewright.compiler.precision.load_precision('performance').resolve(2).heading();"
         "sys.exit('torch' in sys.modules)"
     )
     root = Path(__file__).parents[2]

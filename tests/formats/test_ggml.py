@@ -14,9 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import CheckpointError, CompileError
-from compiler.formats import FORMATS, GgmlFormat, ScaledEncoded
 from tests.formats.slow_ggml import slow_q40, slow_q80
+from tilewright.compiler.errors import CheckpointError, CompileError
+from tilewright.compiler.formats import FORMATS, GgmlFormat, ScaledEncoded
 
 KINDS = {"q40": gguf.GGMLQuantizationType.Q4_0, "q80": gguf.GGMLQuantizationType.Q8_0}
 SLOW: dict[str, Callable[[list[float]], bytes]] = {"q40": slow_q40, "q80": slow_q80}
@@ -236,7 +236,7 @@ def test_chunks_are_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     x = torch.randn(37, 70)
     whole = ggml_format(name).quantise(x)
     values = FORMATS[name].round_trip(x)
-    monkeypatch.setattr("compiler.formats.rows.CHUNK_ELEMENTS", 300)
+    monkeypatch.setattr("tilewright.compiler.formats.rows.CHUNK_ELEMENTS", 300)
     pieces = ggml_format(name).quantise(x)
     assert torch.equal(pieces.codes, whole.codes) and torch.equal(pieces.scales, whole.scales)
     assert torch.equal(FORMATS[name].round_trip(x), values)

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 
-from compiler.artifacts.digests import file_digest
-from compiler.artifacts.folder import open_folder, seal_folder
-from compiler.artifacts.manifest import read_manifest
-from compiler.artifacts.places import MANIFEST
-from compiler.artifacts.program import load_program, write_program
-from compiler.ir.serialise import read_graph
-from compiler.targets.base import CompileOptions
-from compiler.targets.cpu.model_file import MODEL, WEIGHTS
 from tests.fuzz.limits import guarded, guarded_apart
 from tests.fuzz.mutations import ODD_VALUES, Mutation, damaged_trees, mutations
 from tests.tiny import FakeCheckpoint, precision_of, tiny_model
+from tilewright.compiler.artifacts.digests import file_digest
+from tilewright.compiler.artifacts.folder import open_folder, seal_folder
+from tilewright.compiler.artifacts.manifest import read_manifest
+from tilewright.compiler.artifacts.places import MANIFEST
+from tilewright.compiler.artifacts.program import load_program, write_program
+from tilewright.compiler.ir.serialise import read_graph
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cpu.model_file import MODEL, WEIGHTS
 
 OPTIONS = CompileOptions(max_batch=1, max_context=16, num_threads=1)
 GRAPH = "graph.json"

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from compiler.bench import perf_md, results
-from compiler.bench.prompts import MAX_FILE_BYTES, read_prompts
-from compiler.bench.reference import (
+from tests.fuzz.limits import guarded
+from tests.fuzz.mutations import Mutation, damaged_trees, mutations
+from tilewright.compiler.bench import perf_md, results
+from tilewright.compiler.bench.prompts import MAX_FILE_BYTES, read_prompts
+from tilewright.compiler.bench.reference import (
     Reference,
     Subject,
     cached_logits,
     load_reference,
     reference_bytes,
 )
-from tests.fuzz.limits import guarded
-from tests.fuzz.mutations import Mutation, damaged_trees, mutations
 
 SEED = (Path(__file__).parents[1] / "goldens" / "seed_perf.md").read_bytes()
 SUBJECT = Subject("a model", "m" * 64, "t" * 64, "x" * 64)

@@ -10,12 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import load_model
-from models.checkpoints.base import TokenizerSource
-from models.checkpoints.dllama import DllamaCheckpoint
-from models.checkpoints.dllama_header import KEYS
-from models.tokenizer import load_tokenizer, read_vocabulary
-from models.vocabulary_dllama import pack_tokenizer
 from tests.dllama_files import (
     MOE,
     header_bytes,
@@ -27,6 +21,12 @@ from tests.dllama_files import (
 )
 from tests.fuzz.limits import guarded, guarded_apart
 from tests.fuzz.mutations import LYING_NUMBERS, Mutation, mutations
+from tilewright.models import load_model
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.checkpoints.dllama import DllamaCheckpoint
+from tilewright.models.checkpoints.dllama_header import KEYS
+from tilewright.models.tokenizer.tokenizer import load_tokenizer, read_vocabulary
+from tilewright.models.tokenizer.vocabulary_dllama import pack_tokenizer
 
 SMALL = {
     **{"hidden_size": 32, "intermediate_size": 32, "num_layers": 1, "num_heads": 4},

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench import perf_md, results
-from compiler.bench.prompts import read_prompts
-from compiler.bench.reference import Subject, load_reference
-from compiler.precision import load_precision
-from models import load_model
-from models.checkpoints import open_checkpoint
-from models.checkpoints.base import TokenizerSource
-from models.checkpoints.gguf import GGUFCheckpoint
-from models.checkpoints.json_file import read_json
-from models.tokenizer import load_tokenizer
 from tests.fuzz.limits import guarded, guarded_apart
+from tilewright.compiler.bench import perf_md, results
+from tilewright.compiler.bench.prompts import read_prompts
+from tilewright.compiler.bench.reference import Subject, load_reference
+from tilewright.compiler.precision import load_precision
+from tilewright.models import load_model
+from tilewright.models.checkpoints import open_checkpoint
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.checkpoints.json_file import read_json
+from tilewright.models.tokenizer.tokenizer import load_tokenizer
 
 READERS: dict[str, Callable[[Path], object]] = {
     "x.gguf": GGUFCheckpoint,

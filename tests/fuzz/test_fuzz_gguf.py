@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import load_model
-from models.checkpoints.gguf import GGUFCheckpoint
-from models.tokenizer import load_tokenizer
-from models.vocabulary_gguf import MAX_PIECE
 from tests.fuzz.limits import guarded, guarded_apart
 from tests.fuzz.mutations import LYING_NUMBERS, Mutation, mutations
+from tilewright.models import load_model
+from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.tokenizer.tokenizer import load_tokenizer
+from tilewright.models.tokenizer.vocabulary_gguf import MAX_PIECE
 
 HIDDEN, INNER, VOCAB = 32, 32, 262
 HEADER = 9000

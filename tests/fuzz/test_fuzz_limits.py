@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from compiler.errors import ConfigError
 from tests.fuzz.limits import guarded, guarded_apart
+from tilewright.compiler.errors import ConfigError
 
 
 def fail_with(message: str) -> Callable[[], None]:

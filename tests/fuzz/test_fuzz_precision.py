@@ -13,11 +13,11 @@ import pytest
 import yaml
 from hypothesis import example, given
 
-from compiler.plain_yaml import MAX_FILE_BYTES
-from compiler.precision import load_precision, parse_heading, reading
-from compiler.precision.heading import MAX_HEADING_LENGTH
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
+from tilewright.compiler.plain_yaml import MAX_FILE_BYTES
+from tilewright.compiler.precision import load_precision, parse_heading, reading
+from tilewright.compiler.precision.heading import MAX_HEADING_LENGTH
 
 SHIPPED = (reading._shipped_folder() / "accuracy.yaml").read_bytes()
 TREE: dict[str, Any] = {

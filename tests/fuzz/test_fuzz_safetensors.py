@@ -13,11 +13,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from models.checkpoints.base import check_tensors
-from models.checkpoints.safetensors import SafetensorsCheckpoint
-from models.checkpoints.shards import INDEX, SINGLE
 from tests.fuzz.limits import guarded, guarded_apart
 from tests.fuzz.mutations import LYING_NUMBERS, ODD_VALUES, Mutation, damaged_trees, mutations
+from tilewright.models.checkpoints.base import check_tensors
+from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
+from tilewright.models.checkpoints.shards import INDEX, SINGLE
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -14,11 +14,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from compiler.bench.json_lines import TornLineWarning
-from compiler.bench.sweep import sensitivity_report, summary
-from compiler.bench.sweep.estimate import remaining_seconds
-from compiler.bench.sweep.journal import Added, Asked, Event, Journal, Started
-from compiler.errors import ConfigError
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
 from tests.sweep_cells import (
@@ -31,6 +26,11 @@ from tests.sweep_cells import (
     planned,
     speed_result,
 )
+from tilewright.compiler.bench.json_lines import TornLineWarning
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.sweep import sensitivity_report, summary
+from tilewright.compiler.sweep.estimate import remaining_seconds
+from tilewright.compiler.sweep.journal import Added, Asked, Event, Journal, Started
 
 STATUSES = {"queued", "running", "done", "failed", "timed out", "out of memory", "cancelled"}
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import template_limits
-from models.chat_template import ChatTemplate
 from tests.fuzz.limits import guarded, guarded_apart
+from tilewright.models.tokenizer import template_limits
+from tilewright.models.tokenizer.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "hello <b>"}]
 MANY = "range(99999)"

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from models.checkpoints.base import TokenizerSource
-from models.tokenizer import load_tokenizer
 from tests.fuzz.limits import guarded_apart
 from tests.fuzz.mutations import ODD_VALUES, Mutation, damaged_trees, mutations
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.tokenizer import load_tokenizer
 
 SETTINGS: dict[str, Any] = {
     "bos_token": "<s>",

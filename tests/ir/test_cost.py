@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from compiler.bench.roofline import weight_bytes
-from compiler.ir.cost import GroupCost, step_costs
-from compiler.targets.base import get_target
 from tests.models.test_experts_gguf import make
 from tests.tiny import lowered, precision_of
+from tilewright.compiler.bench.roofline import weight_bytes
+from tilewright.compiler.ir.cost import GroupCost, step_costs
+from tilewright.compiler.targets.base import get_target
 
 
 def costs(kind: str, target: str, num_tokens: int) -> dict[str, GroupCost]:

@@ -17,18 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.driver import weight_source
-from compiler.errors import CompileError, ConfigError
-from compiler.ir.info import INPUT
-from compiler.ir.mlir import DIALECTS, MlirModule, emit_mlir
-from compiler.ir.recipe import load_dense
-from compiler.ir.text import graph_text
-from compiler.ops import OPERATORS
-from compiler.passes.runner import run_passes
-from compiler.targets.pipeline import MATCH
-from compiler.tracer import trace
-from models import load_model
 from tests.tiny import (
     context_of,
     function_graph,
@@ -38,6 +26,18 @@ from tests.tiny import (
     tiny_config,
     tiny_model,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CompileError, ConfigError
+from tilewright.compiler.ir.info import INPUT
+from tilewright.compiler.ir.mlir import DIALECTS, MlirModule, emit_mlir
+from tilewright.compiler.ir.recipe import load_dense
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ops import OPERATORS
+from tilewright.compiler.passes.runner import run_passes
+from tilewright.compiler.targets.pipeline import MATCH
+from tilewright.compiler.tracer import trace
+from tilewright.models import load_model
 
 pytest.importorskip("torch_mlir")
 ir = pytest.importorskip("torch_mlir.ir")

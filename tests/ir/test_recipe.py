@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import CheckpointError
-from compiler.ir.recipe import Segment, Shard, WeightRecipe, concatenate, load_dense
-from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.ir.recipe import Segment, Shard, WeightRecipe, concatenate, load_dense
+from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 
 A = torch.arange(24.0).view(6, 4)
 B = 100 + torch.arange(8.0).view(2, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler.ir.recipe import Segment, WeightRecipe, cut, load_dense
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe, cut, load_dense
 
 TENSORS = {"a": torch.randn(6, 2), "b": torch.randn(4, 5, 2)}
 RECIPE = WeightRecipe(

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compiler import ops
-from compiler.ir.info import CONSTANT, INPUT, NodeInfo, info
-from compiler.ir.rewrite import (
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import CONSTANT, INPUT, NodeInfo, info
+from tilewright.compiler.ir.rewrite import (
     Bindings,
     Call,
     Literal,
@@ -188,7 +188,7 @@ def test_a_new_input_comes_last_and_is_dynamic_where_named(g: Builder) -> None:
 
 
 def test_facts_are_frozen_and_replaced_whole(g: Builder) -> None:
-    from compiler.ir.info import set_info
+    from tilewright.compiler.ir.info import set_info
 
     assert info(g.a) == NodeInfo()
     updated = set_info(g.a, NodeInfo(fqn="w"), role=CONSTANT)

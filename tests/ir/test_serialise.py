@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import GraphModule
 
-from compiler.driver import weight_source
-from compiler.errors import CheckpointError
-from compiler.ir.cost import step_costs
-from compiler.ir.info import info
-from compiler.ir.serialise import graph_json, read_graph
-from compiler.ir.text import graph_text
-from compiler.ir.verify import verify_lowered
-from compiler.targets.base import CompileOptions, get_target
 from tests.tiny import QWEN2, lowered, precision_of, prefill, random_tokens, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.ir.cost import step_costs
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.serialise import graph_json, read_graph
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ir.verify import verify_lowered
+from tilewright.compiler.targets.base import CompileOptions, get_target
 
 WHERE = Path("graph.json")
 MIXED = precision_of("bfp8", "hifi2", layers="0: {ff2: bf16, li_ff2: hifi4}", block_axis="out")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from compiler.ir.info import info, set_info
-from compiler.ir.text import graph_text, operator_name
-from compiler.passes.runner import run_passes
-from compiler.tracer import trace
 from tests.tiny import context_of, lowered, pipeline, precision_of, tiny_model
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ir.text import graph_text, operator_name
+from tilewright.compiler.passes.runner import run_passes
+from tilewright.compiler.tracer import trace
 
 
 def test_the_text_is_the_same_every_time() -> None:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.ir.info import STATE, info, set_info
-from compiler.ir.recipe import Segment
-from compiler.ir.rewrite import find_calls
-from compiler.ir.verify import verify_lowered, verify_matched, verify_precision
 from tests.tiny import lowered, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import STATE, info, set_info
+from tilewright.compiler.ir.recipe import Segment
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.verify import verify_lowered, verify_matched, verify_precision
 
 Change = Callable[[GraphModule], object]
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from compiler.errors import RequestError
-from models.byte_tokenizer import byte_tokenizer
-from models.checkpoints.base import TokenizerSource
-from models.tokenizer import load_tokenizer
+from tilewright.compiler.errors import RequestError
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.models.tokenizer.tokenizer import load_tokenizer
 
 TEXTS = [
     "",

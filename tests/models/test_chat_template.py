@@ -7,8 +7,8 @@ import tokenizers
 import transformers
 from tokenizers.models import BPE
 
-from compiler.errors import CheckpointError, RequestError
-from models.chat_template import ChatTemplate
+from tilewright.compiler.errors import CheckpointError, RequestError
+from tilewright.models.tokenizer.chat_template import ChatTemplate
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = [

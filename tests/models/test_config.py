@@ -10,9 +10,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from compiler.errors import CheckpointError
-from models.config import Llama3Scaling, ModelConfig, RopeConfig, inverse_frequencies
-from models.rope import LinearScaling
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.architectures.rope import LinearScaling
+from tilewright.models.config import Llama3Scaling, ModelConfig, RopeConfig, inverse_frequencies
 
 HF: dict[str, Any] = {
     "model_type": "llama",

@@ -10,11 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from compiler.errors import CheckpointError
-from models import find_model, load_model
-from models.checkpoints.dllama import DllamaCheckpoint
-from models.checkpoints.dllama_header import read_header, tensors, write_header
-from models.rope import Llama3Scaling
 from tests.dllama_files import (
     MOE,
     SIZES,
@@ -27,6 +22,11 @@ from tests.dllama_files import (
     tokenizer_bytes,
     tokens,
 )
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models import find_model, load_model
+from tilewright.models.architectures.rope import Llama3Scaling
+from tilewright.models.checkpoints.dllama import DllamaCheckpoint
+from tilewright.models.checkpoints.dllama_header import read_header, tensors, write_header
 
 SCALING = [(14, 8), (15, 1), (16, 4), (17, 8192), (18, 2)]
 

@@ -15,20 +15,6 @@ import pytest
 import torch
 import transformers
 
-from compiler.driver import compile_model
-from compiler.errors import CheckpointError
-from compiler.formats import get_format
-from compiler.precision import load_precision
-from compiler.targets.base import CompileOptions
-from models import load_model
-from models.checkpoints import Checkpoint, open_checkpoint
-from models.checkpoints.base import TensorMeta
-from models.checkpoints.dllama import DllamaCheckpoint
-from models.checkpoints.dllama_header import read_header
-from models.checkpoints.dllama_writer import write_model, write_tensors
-from models.checkpoints.gguf import GGUFCheckpoint
-from models.checkpoints.safetensors import SafetensorsCheckpoint
-from models.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 from tests.dllama_files import (
     MOE,
     header_bytes,
@@ -40,6 +26,20 @@ from tests.dllama_files import (
 )
 from tests.models.conftest import tiny_hf_config, with_random_norms
 from tests.tiny import prefill, random_tokens
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.models import load_model
+from tilewright.models.architectures.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from tilewright.models.checkpoints import Checkpoint, open_checkpoint
+from tilewright.models.checkpoints.base import TensorMeta
+from tilewright.models.checkpoints.dllama import DllamaCheckpoint
+from tilewright.models.checkpoints.dllama_header import read_header
+from tilewright.models.checkpoints.dllama_writer import write_model, write_tensors
+from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
 
 Q40 = get_format("q40")
 

@@ -14,17 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from compiler.driver import compile_model
-from compiler.errors import CheckpointError
-from compiler.formats import get_format
-from compiler.precision import load_precision
-from compiler.targets.base import CompileOptions
-from models import load_model
-from models.checkpoints import Checkpoint, check_tensors, open_checkpoint
-from models.checkpoints.dllama import DllamaCheckpoint
-from models.checkpoints.dllama_writer import write_model
-from models.moe import MoeConfig
-from models.sources import stored_shapes
 from tests import gguf_models
 from tests.architecture_checks import their_logits
 from tests.dllama_files import (
@@ -39,6 +28,17 @@ from tests.dllama_files import (
 from tests.models.test_experts_folder import rewritten, saved, together
 from tests.models.test_experts_gguf import make
 from tests.tiny import prefill, random_tokens
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.models import load_model
+from tilewright.models.architectures.moe import MoeConfig
+from tilewright.models.checkpoints import Checkpoint, check_tensors, open_checkpoint
+from tilewright.models.checkpoints.dllama import DllamaCheckpoint
+from tilewright.models.checkpoints.dllama_writer import write_model
+from tilewright.models.sources import stored_shapes
 
 Q40 = get_format("q40")
 SIZES = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiler.errors import CheckpointError
-from models.architectures import architecture_of
-from models.checkpoints import check_tensors, open_checkpoint
-from models.config import ModelConfig
-from models.sources import stored_shapes
 from tests import architecture_checks as checks
 from tests.models.test_experts_gguf import KINDS, SPARSE, make
 from tests.twins import twin_of
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.architectures.base import architecture_of
+from tilewright.models.checkpoints import check_tensors, open_checkpoint
+from tilewright.models.config import ModelConfig
+from tilewright.models.sources import stored_shapes
 
 
 def saved(model: SimpleNamespace, folder: Path, **options: Any) -> Path:

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from compiler.driver import weight_source
-from compiler.errors import CheckpointError
-from compiler.ir.info import info
-from compiler.ir.recipe import load_dense
-from models.checkpoints import check_tensors, open_checkpoint
-from models.checkpoints.gguf import GGUFCheckpoint
-from models.sources import stored_shapes
 from tests import gguf_models as files
 from tests.tiny import lowered, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.recipe import load_dense
+from tilewright.models.checkpoints import check_tensors, open_checkpoint
+from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.sources import stored_shapes
 
 KINDS = ("qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next")
 Q4_0 = gguf.GGMLQuantizationType.Q4_0

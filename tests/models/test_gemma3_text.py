@@ -13,15 +13,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from compiler.errors import CheckpointError
-from compiler.ir.info import WEIGHT, info
-from models.checkpoints import open_checkpoint
-from models.config import ModelConfig, RopeConfig
-from models.gemma3_text import Gemma3Config
-from models.rope import LinearScaling
 from tests import architecture_checks as checks
 from tests.tiny import compiled, prefill, random_tokens, tiny_model, traced
 from tests.twins import Twin, assert_eager_equals_twin, hf_rope_parameters, twin_of
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.ir.info import WEIGHT, info
+from tilewright.models.architectures.gemma3_text import Gemma3Config
+from tilewright.models.architectures.rope import LinearScaling
+from tilewright.models.checkpoints import open_checkpoint
+from tilewright.models.config import ModelConfig, RopeConfig
 
 
 def _changes(config: Any) -> dict[str, Any]:

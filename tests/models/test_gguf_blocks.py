@@ -12,12 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from models import load_model
-from models.checkpoints import gguf_blocks
-from models.checkpoints.gguf import GGUFCheckpoint
-from models.checkpoints.gguf_blocks import DECODERS, dequantise
-from models.checkpoints.gguf_header import TENSOR_TYPES
 from tests.models.conftest import add_tokenizer, to_gguf_name
+from tilewright.models import load_model
+from tilewright.models.checkpoints import gguf_blocks
+from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.checkpoints.gguf_blocks import DECODERS, dequantise
+from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
 
 # Where a block has its float16 numbers; every other byte of a block may be anything.
 SCALES_AT = {

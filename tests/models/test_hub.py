@@ -19,10 +19,10 @@ import hypothesis.strategies as st
 import pytest
 from huggingface_hub import constants, errors
 
-from compiler.cli import main
-from compiler.errors import CheckpointError
-from models import find_model, load_model
-from models.hub import HubName, parse_hub_name, repository_name
+from tilewright.compiler.cli import main
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models import find_model, load_model
+from tilewright.models.hub import HubName, parse_hub_name, repository_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ROOT = Path(__file__).resolve().parents[2]
@@ -277,11 +277,11 @@ def test_only_pickled_weights(cache: Path, folder: Path) -> None:
 
 def test_paths_do_not_import_the_library(folder: Path) -> None:
     code = (
-        "import sys, models\n"
-        f"models.find_model({str(folder)!r})\n"
+        "import sys, tilewright.models\n"
+        f"tilewright.models.find_model({str(folder)!r})\n"
         "print([name for name in ('huggingface_hub', 'torch') if name in sys.modules])\n"
         "try:\n"
-        "    models.find_model('a/b')\n"
+        "    tilewright.models.find_model('a/b')\n"
         "except Exception as error:\n"
         "    print(type(error).__name__, 'torch' in sys.modules)\n"
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.config import Llama3Scaling, RopeConfig
-from models.llama import LlamaForCausalLM
 from tests.tiny import tiny_config, tiny_model
 from tests.twins import assert_eager_equals_twin, twin_of
+from tilewright.models.architectures.llama import LlamaForCausalLM
+from tilewright.models.config import Llama3Scaling, RopeConfig
 
 LLAMA3 = RopeConfig(theta=500000.0, scaling=Llama3Scaling(32.0, 1.0, 4.0, 64))
 

@@ -14,9 +14,9 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from compiler.errors import CheckpointError
-from models import find_model, load_model, model_types
-from models.architectures import architecture_of
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models import find_model, load_model, model_types
+from tilewright.models.architectures.base import architecture_of
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def hf_folder(tmp_path: Path, make_llama: Callable[..., Any]) -> Path:
 def test_finding_a_model_imports_nothing_heavy(tiny_gguf: Path) -> None:
     heavy = ("torch", "numpy", "tokenizers", "safetensors", "transformers")
     code = (
-        "import sys, models\n"
-        f"assert str(models.find_model({str(tiny_gguf)!r})) == {str(tiny_gguf)!r}\n"
+        "import sys, tilewright.models\n"
+        f"assert str(tilewright.models.find_model({str(tiny_gguf)!r})) == {str(tiny_gguf)!r}\n"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]

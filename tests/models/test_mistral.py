@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from models.config import ModelConfig
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import assert_eager_equals_twin, twin_of
+from tilewright.models.config import ModelConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
     "window": {"windows": (5, 5)},

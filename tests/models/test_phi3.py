@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from compiler.artifacts.cache import ProgramCache
-from compiler.artifacts.program import compile_cached
-from compiler.driver import compile_model
-from compiler.errors import CheckpointError
-from compiler.ir.info import WEIGHT, info
-from compiler.targets.base import CompileOptions
-from models.checkpoints import check_tensors, open_checkpoint
-from models.config import RopeConfig
-from models.rope import LongRopeScaling, longrope_attention_factor
-from models.sources import stored_shapes
 from tests import architecture_checks as checks
 from tests.tiny import compiled, precision_of, prefill, random_tokens, tiny_model, traced
 from tests.twins import assert_eager_equals_twin, twin_of
+from tilewright.compiler.artifacts.cache import ProgramCache
+from tilewright.compiler.artifacts.program import compile_cached
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.ir.info import WEIGHT, info
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.models.architectures.rope import LongRopeScaling, longrope_attention_factor
+from tilewright.models.checkpoints import check_tensors, open_checkpoint
+from tilewright.models.config import RopeConfig
+from tilewright.models.sources import stored_shapes
 
 
 def longrope(num_pairs: int, original: int = 64, **changes: Any) -> RopeConfig:

@@ -12,19 +12,19 @@ import tokenizers
 import torch
 import transformers
 
-from compiler.driver import compile_model
-from compiler.errors import CheckpointError
-from compiler.runtime.llm import LLM
-from compiler.runtime.request import Request, SamplingParams
-from compiler.targets.base import CompileOptions
-from models import load_model
-from models.llama import LlamaForCausalLM
-from models.qwen2 import Qwen2ForCausalLM
 from tests import architecture_checks as checks
 from tests.models.conftest import to_gguf_name
 from tests.models.test_tokenizer import CHATML, PIPELINES, gguf_metadata, train_byte_level
 from tests.tiny import QWEN2, precision_of, tiny_model
 from tests.twins import assert_eager_equals_twin
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.request import Request, SamplingParams
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.models import load_model
+from tilewright.models.architectures.llama import LlamaForCausalLM
+from tilewright.models.architectures.qwen2 import Qwen2ForCausalLM
 
 PROMPTS = [
     "hello world",

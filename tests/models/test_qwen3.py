@@ -8,13 +8,13 @@ from typing import Any
 import gguf
 import pytest
 
-from compiler.errors import CheckpointError
-from models.checkpoints import check_tensors, open_checkpoint
-from models.config import RopeConfig
-from models.sources import stored_shapes
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import assert_eager_equals_twin, twin_of
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.checkpoints import check_tensors, open_checkpoint
+from tilewright.models.config import RopeConfig
+from tilewright.models.sources import stored_shapes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "grouped": {},

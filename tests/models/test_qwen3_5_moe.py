@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import transformers
 
-from models.gated_delta_net import DeltaShape
-from models.qwen3_5 import HybridConfig
-from models.rope import RopeConfig
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import Twin, assert_eager_equals_twin
+from tilewright.models.architectures.gated_delta_net import DeltaShape
+from tilewright.models.architectures.qwen3_5 import HybridConfig
+from tilewright.models.architectures.rope import RopeConfig
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,

@@ -9,12 +9,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from compiler.errors import CheckpointError
-from models.config import ModelConfig
-from models.moe import MoeConfig
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import TWINS, Twin, assert_eager_equals_twin, twin_of
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.architectures.moe import MoeConfig
+from tilewright.models.config import ModelConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
     "sparse": {},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler.errors import CheckpointError
-from models import load_model
-from models.checkpoints import check_tensors
-from models.checkpoints.random_weights import STD
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models import load_model
+from tilewright.models.checkpoints import check_tensors
+from tilewright.models.checkpoints.random_weights import STD
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
 

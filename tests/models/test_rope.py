@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from models.config import RopeConfig, inverse_frequencies
-from models.layers import RotaryEmbedding, rotate_half_split
-from models.rope import LinearScaling, Llama3Scaling
 from tests.models.test_phi3 import longrope
 from tests.tiny import tiny_config
 from tests.twins import twin_of
+from tilewright.compiler import ops
+from tilewright.models.architectures.layers import RotaryEmbedding, rotate_half_split
+from tilewright.models.architectures.rope import LinearScaling, Llama3Scaling
+from tilewright.models.config import RopeConfig, inverse_frequencies
 
 POSITIONS = torch.tensor([0, 1, 2, 7, 63, 100, 255])
 ROPES: dict[str, tuple[str, RopeConfig]] = {

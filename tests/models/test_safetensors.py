@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from compiler.errors import CheckpointError
-from models.checkpoints.base import check_tensors
-from models.checkpoints.safetensors import SafetensorsCheckpoint
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.checkpoints.base import check_tensors
+from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

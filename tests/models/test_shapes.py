@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from compiler.bench.perf_md import _MODELS
-from compiler.driver import compile_model
-from compiler.errors import CheckpointError
-from compiler.precision import load_precision
-from compiler.targets.base import CompileOptions
-from models import ShapeName, find_model, find_model_or_shape, load_model
-from models.architectures import model_types
-from models.config import Llama3Scaling, ModelConfig
-from models.gated_delta_net import DeltaShape
-from models.rope import LongRopeScaling
-from models.shapes import SHAPES, parse_shape_name, shape_config, shape_names
-from models.sources import TensorSource
 from tests.tiny import prefill, random_tokens
+from tilewright.compiler.bench.perf_md import _MODELS
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.models import ShapeName, find_model, find_model_or_shape, load_model
+from tilewright.models.architectures.base import model_types
+from tilewright.models.architectures.gated_delta_net import DeltaShape
+from tilewright.models.architectures.rope import LongRopeScaling
+from tilewright.models.config import Llama3Scaling, ModelConfig
+from tilewright.models.shapes import SHAPES, parse_shape_name, shape_config, shape_names
+from tilewright.models.sources import TensorSource
 
 # Parameters as the models' cards and safetensors headers count them.
 PUBLISHED = {
@@ -121,7 +121,7 @@ def test_unknown_shapes_are_one_line_with_the_known_ones(text: str) -> None:
 
 
 def test_a_shape_of_an_architecture_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("models.shapes.model_types", lambda: ("llama",))
+    monkeypatch.setattr("tilewright.models.shapes.model_types", lambda: ("llama",))
     with pytest.raises(CheckpointError, match=r"'qwen3' is not built yet; allowed: shape:tiny"):
         find_model_or_shape("shape:qwen3-8b")
 
@@ -145,7 +145,8 @@ def test_where_files_are_needed_a_shape_is_refused() -> None:
 
 def test_finding_a_shape_imports_nothing_heavy() -> None:
     code = (
-        "import sys, models; models.find_model_or_shape('shape:llama-3.1-70b'); "
+        "import sys; from tilewright.models import find_model_or_shape\n"
+        "find_model_or_shape('shape:llama-3.1-70b'); "
         "print([n for n in ('torch', 'numpy', 'tokenizers', 'safetensors') if n in sys.modules])"
     )
     root = Path(__file__).resolve().parents[2]

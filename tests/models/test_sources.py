@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from compiler.driver import weight_source
-from compiler.errors import CheckpointError
-from compiler.formats.block_float import BFP8
-from compiler.ir.info import info
-from compiler.ir.recipe import Segment, WeightRecipe, load_dense, load_values
-from models.sources import Sources, TensorSource, cut_rows, stored_shapes
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.tiny import tiny_model, traced
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.formats.block_float import BFP8
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe, load_dense, load_values
+from tilewright.models.sources import Sources, TensorSource, cut_rows, stored_shapes
 
 
 class Fused(nn.Module):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
-from models.checkpoints.base import TokenizerSource
-from models.tokenizer import Tokenizer, load_tokenizer
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 

@@ -12,9 +12,6 @@ import pytest
 import tokenizers
 import transformers
 
-from compiler.errors import CheckpointError
-from models.checkpoints.base import TokenizerSource
-from models.tokenizer import Tokenizer, load_tokenizer
 from tests.models.test_tokenizer import (
     CHATML,
     CORPUS,
@@ -24,6 +21,9 @@ from tests.models.test_tokenizer import (
     sentencepiece_metadata,
     train_byte_level,
 )
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 FILES = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 CRLF = CHATML.replace("\n", "\r\n") + "«é»"
@@ -96,7 +96,7 @@ def pair(
     """A tokenizer, what is loaded from where it was saved, and that folder."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("saved") / "new"
     if request.param == "smollm2":
-        from models.checkpoints.gguf import GGUFCheckpoint
+        from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 
         path = request.getfixturevalue("smollm2_path")
         ours = load_tokenizer(GGUFCheckpoint(path).tokenizer_source)

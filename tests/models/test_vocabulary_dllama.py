@@ -11,13 +11,17 @@ import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from compiler.errors import CheckpointError
-from models import load_model
-from models.checkpoints.base import TokenizerSource
-from models.tokenizer import Tokenizer, load_tokenizer, read_vocabulary
-from models.vocabulary import Vocabulary
-from models.vocabulary_dllama import MAX_PIECE, is_special_to_dllama, pack_tokenizer
 from tests.dllama_files import tokenizer_bytes, tokens
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models import load_model
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer, read_vocabulary
+from tilewright.models.tokenizer.vocabulary import Vocabulary
+from tilewright.models.tokenizer.vocabulary_dllama import (
+    MAX_PIECE,
+    is_special_to_dllama,
+    pack_tokenizer,
+)
 
 TEXTS = ("hell", "hello <think> hell<|im_end|>", "héllo 👍\n\thehell", "", " ", "<|start|>x")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from compiler.errors import CheckpointError
-from models.vocabulary_gguf import read_metadata
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.tokenizer.vocabulary_gguf import read_metadata
 
 
 def sentencepiece_metadata(**more: Any) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from compiler.errors import CheckpointError
-from models.config_keys import Keys
-from models.windows import checked_types, windows_of_all, windows_of_upper
+from tilewright.compiler.errors import CheckpointError
+from tilewright.models.config_keys import Keys
+from tilewright.models.windows import checked_types, windows_of_all, windows_of_upper
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler import ops
+from tilewright.compiler import ops
 
 T, D = 9, 8
 SCALE = 0.3

@@ -17,8 +17,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from compiler import ops
-from compiler.ops import delta_rule
+from tilewright.compiler import ops
+from tilewright.compiler.ops import delta_rule
 
 G, H, K, V = 2, 4, 8, 12
 WIDTH = 2 * G * K + H * V

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from compiler import ops
-from compiler.ops import OPERATORS, Cost
+from tilewright.compiler import ops
+from tilewright.compiler.ops import OPERATORS, Cost
 
 T, C, H, D = 5, 24, 3, 8
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiler import ops
-from compiler.ops import Cost, FusedArguments
+from tilewright.compiler import ops
+from tilewright.compiler.ops import Cost, FusedArguments
 
 T, C, WIDTH = 5, 24, 14  # tokens, channels, outputs of the weight
 EPS = 1e-2  # large enough to be missed where it is left out

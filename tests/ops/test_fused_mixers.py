@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler import ops
+from tilewright.compiler import ops
 
 
 def operands() -> dict[str, torch.Tensor]:

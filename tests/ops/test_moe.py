@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from compiler import ops
-from compiler.ops.moe import expected_experts
+from tilewright.compiler import ops
+from tilewright.compiler.ops.moe import expected_experts
 
 T, C, E, K, INNER = 7, 24, 5, 2, 16
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from compiler import ops
-from compiler.ops import OPERATORS
+from tilewright.compiler import ops
+from tilewright.compiler.ops import OPERATORS
 
 
 @pytest.mark.parametrize("shape", [(32,), (5, 64), (3, 2, 96)])

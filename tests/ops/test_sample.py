@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.ops import sample, uniform
+from tilewright.compiler.ops import sample, uniform
 
 MASK = 0xFFFFFFFF
 

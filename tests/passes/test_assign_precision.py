@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from compiler import ops
-from compiler.driver import weight_source
-from compiler.errors import CompileError
-from compiler.formats import get_format
-from compiler.ir.info import WEIGHT, info
-from compiler.ir.recipe import load_dense, load_values
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.passes.assign_precision import assign_precision
-from compiler.passes.runner import Pass, run_passes
-from compiler.precision import PrecisionConfig
-from compiler.tracer import trace
 from tests.tiny import context_of, lowered, pipeline, precision_of, tiny_model, traced
+from tilewright.compiler import ops
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import WEIGHT, info
+from tilewright.compiler.ir.recipe import load_dense, load_values
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.passes.assign_precision import assign_precision
+from tilewright.compiler.passes.runner import Pass, run_passes
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.tracer import trace
 
 
 def assigned(precision: PrecisionConfig, **changes: Any) -> tuple[GraphModule, SimpleNamespace]:

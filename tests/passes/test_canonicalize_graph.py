@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiler.passes.canonicalize_graph import canonicalize_graph
-from compiler.passes.runner import run_passes
-from compiler.tracer import trace
 from tests.tiny import context_of, function_graph, run_graph, step_inputs, tiny_model
+from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
+from tilewright.compiler.passes.runner import run_passes
+from tilewright.compiler.tracer import trace
 
 aten = torch.ops.aten
 

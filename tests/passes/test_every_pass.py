@@ -14,16 +14,6 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from compiler import ops
-from compiler.ir.cost import step_costs
-from compiler.ir.info import info, set_info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.serialise import graph_json, read_graph
-from compiler.ir.text import graph_text, operator_name
-from compiler.ir.verify import verify_precision
-from compiler.passes.runner import Pass, PassContext, run_passes
-from compiler.precision import PrecisionConfig
-from compiler.targets.base import get_target
 from tests.tiny import (
     QWEN2,
     check_golden,
@@ -37,6 +27,16 @@ from tests.tiny import (
     tiny_model,
     traced,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.ir.cost import step_costs
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.serialise import graph_json, read_graph
+from tilewright.compiler.ir.text import graph_text, operator_name
+from tilewright.compiler.ir.verify import verify_precision
+from tilewright.compiler.passes.runner import Pass, PassContext, run_passes
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import get_target
 
 CPU = {current.name: current for current in pipeline()}
 FUSED = {current.name: current for current in pipeline("cuda")}

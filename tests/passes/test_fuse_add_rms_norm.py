@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
-from compiler.passes.match_rms_norm import match_rms_norm
-from compiler.passes.runner import run_passes
 from tests.tiny import context_of, function_graph, lowered, run_graph, step_inputs, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from tilewright.compiler.passes.match_rms_norm import match_rms_norm
+from tilewright.compiler.passes.runner import run_passes
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.ir.verify import verify_lowered
-from compiler.passes.fuse_delta_norm import fuse_delta_norm
-from compiler.passes.runner import run_passes
 from tests.models.test_qwen3_5_moe import make
 from tests.tiny import check_golden, lowered, precision_of, run_graph, step_inputs
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ir.verify import verify_lowered
+from tilewright.compiler.passes.fuse_delta_norm import fuse_delta_norm
+from tilewright.compiler.passes.runner import run_passes
 
 NAME = "fuse_delta_norm"
 

@@ -9,12 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.ir.verify import verify_precision
-from compiler.passes.fuse_expert_sum import fuse_expert_sum
-from compiler.passes.runner import run_passes
 from tests.models import test_qwen3_5_moe, test_qwen3_moe
 from tests.tiny import (
     check_golden,
@@ -25,6 +19,12 @@ from tests.tiny import (
     run_graph,
     step_inputs,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ir.verify import verify_precision
+from tilewright.compiler.passes.fuse_expert_sum import fuse_expert_sum
+from tilewright.compiler.passes.runner import run_passes
 
 MODELS = {"qwen3_moe": (test_qwen3_moe.make, 2), "qwen3_5_moe": (test_qwen3_5_moe.make, 8)}
 

@@ -10,17 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.cost import step_costs
-from compiler.ir.info import info, set_info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.ir.verify import verify_precision
-from compiler.passes.fuse_experts import fuse_experts
-from compiler.passes.match_router import match_router
-from compiler.passes.match_swiglu import match_swiglu
-from compiler.passes.runner import run_passes
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.models.test_qwen3_moe import make
 from tests.tiny import (
@@ -33,6 +22,17 @@ from tests.tiny import (
     run_graph,
     step_inputs,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.cost import step_costs
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ir.verify import verify_precision
+from tilewright.compiler.passes.fuse_experts import fuse_experts
+from tilewright.compiler.passes.match_router import match_router
+from tilewright.compiler.passes.match_swiglu import match_swiglu
+from tilewright.compiler.passes.runner import run_passes
 
 SHAPES = {"router": (6, 32), "gate": (6, 24, 32), "up": (6, 24, 32), "down": (6, 32, 24)}
 

@@ -8,11 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import find_calls
-from compiler.passes.fuse_linear_residual import fuse_linear_residual
-from compiler.passes.runner import run_passes
 from tests.tiny import (
     context_of,
     function_graph,
@@ -22,6 +17,11 @@ from tests.tiny import (
     step_inputs,
     tiny_model,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.fuse_linear_residual import fuse_linear_residual
+from tilewright.compiler.passes.runner import run_passes
 
 Function = Callable[..., Tensor]
 

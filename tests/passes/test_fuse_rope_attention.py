@@ -8,11 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.fuse_rope_attention import fuse_rope_attention
-from compiler.passes.insert_state import insert_state
-from compiler.passes.runner import run_passes
 from tests.tiny import (
     context_of,
     function_graph,
@@ -22,6 +17,11 @@ from tests.tiny import (
     step_inputs,
     tiny_model,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
+from tilewright.compiler.passes.insert_state import insert_state
+from tilewright.compiler.passes.runner import run_passes
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from compiler import ops
-from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
-from compiler.passes.runner import run_passes
 from tests.tiny import context_of, function_graph, lowered, precision_of, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
+from tilewright.compiler.passes.runner import run_passes
 
 
 def exchanged(x: Tensor, positions: Tensor) -> Tensor:

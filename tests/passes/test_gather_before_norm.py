@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.gather_before_norm import gather_before_norm
-from compiler.passes.runner import run_passes
 from tests.tiny import context_of, function_graph, run_graph, step_inputs
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.gather_before_norm import gather_before_norm
+from tilewright.compiler.passes.runner import run_passes
 
 Function = Callable[..., Tensor]
 ROWS = torch.tensor([4, 0, 0, 2])

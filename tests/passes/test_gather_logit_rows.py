@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.gather_logit_rows import gather_logit_rows
-from compiler.passes.runner import run_passes
 from tests.tiny import context_of, function_graph, lowered, run_graph, step_inputs, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
+from tilewright.compiler.passes.runner import run_passes
 
 
 def test_an_output_that_is_no_product_is_left_alone() -> None:

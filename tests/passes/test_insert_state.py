@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.info import STATE, info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
-from compiler.ir.text import graph_text
-from compiler.passes.insert_state import insert_state
-from compiler.passes.runner import run_passes
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.tiny import context_of, function_graph, lowered, precision_of, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import STATE, info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.passes.insert_state import insert_state
+from tilewright.compiler.passes.runner import run_passes
 
 
 def test_a_graph_without_attention_is_left_alone() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.match_embedding import match_embedding
 from tests.tiny import context_of, function_graph
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.match_embedding import match_embedding
 
 
 def test_another_way_to_pick_rows_is_left_alone() -> None:

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.ir.verify import verify_matched
-from compiler.passes.match_embedding import match_embedding
-from compiler.passes.match_gelu import match_gelu
-from compiler.passes.runner import run_passes
 from tests.tiny import context_of, function_graph, run_graph, step_inputs
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.verify import verify_matched
+from tilewright.compiler.passes.match_embedding import match_embedding
+from tilewright.compiler.passes.match_gelu import match_gelu
+from tilewright.compiler.passes.runner import run_passes
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.match_linear import match_linear
 from tests.tiny import context_of, function_graph
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.match_linear import match_linear
 
 
 def test_other_products_are_left_alone() -> None:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.match_rms_norm import match_rms_norm
 from tests.tiny import context_of, function_graph, run_graph, step_inputs
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.match_rms_norm import match_rms_norm
 
 
 def norm(x: Tensor, positions: Tensor, weight: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.match_rope import match_rope
-from compiler.passes.runner import run_passes
 from tests.tiny import context_of, function_graph, run_graph, step_inputs
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.match_rope import match_rope
+from tilewright.compiler.passes.runner import run_passes
 
 
 def angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

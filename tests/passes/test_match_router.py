@@ -8,12 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.passes.match_embedding import match_embedding
-from compiler.passes.match_router import match_router
-from compiler.passes.runner import run_passes
 from tests.models.test_qwen3_moe import make
 from tests.tiny import (
     check_golden,
@@ -23,6 +17,12 @@ from tests.tiny import (
     run_graph,
     step_inputs,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.passes.match_embedding import match_embedding
+from tilewright.compiler.passes.match_router import match_router
+from tilewright.compiler.passes.runner import run_passes
 
 
 def routed(x: Tensor, *, renormalise: bool, k: int = 3) -> tuple[Tensor, Tensor]:

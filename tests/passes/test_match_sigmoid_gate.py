@@ -8,14 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.ir.verify import verify_matched
-from compiler.passes.match_embedding import match_embedding
-from compiler.passes.match_linear import match_linear
-from compiler.passes.match_sigmoid_gate import match_sigmoid_gate
-from compiler.passes.runner import run_passes
 from tests.models.test_qwen3_5_moe import make
 from tests.tiny import (
     check_golden,
@@ -25,6 +17,14 @@ from tests.tiny import (
     run_graph,
     step_inputs,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ir.verify import verify_matched
+from tilewright.compiler.passes.match_embedding import match_embedding
+from tilewright.compiler.passes.match_linear import match_linear
+from tilewright.compiler.passes.match_sigmoid_gate import match_sigmoid_gate
+from tilewright.compiler.passes.runner import run_passes
 
 
 def of_each(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:

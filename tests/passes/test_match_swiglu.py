@@ -8,10 +8,10 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.rewrite import find_calls
-from compiler.passes.match_swiglu import match_swiglu
 from tests.tiny import context_of, function_graph
+from tilewright.compiler import ops
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.match_swiglu import match_swiglu
 
 
 @pytest.mark.parametrize(

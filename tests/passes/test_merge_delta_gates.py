@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.ir.verify import verify_precision
-from compiler.passes.merge_delta_gates import merge_delta_gates
-from compiler.passes.runner import run_passes
 from tests.models.test_qwen3_5 import make
 from tests.tiny import check_golden, lowered, precision_of, run_graph, step_inputs, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ir.verify import verify_precision
+from tilewright.compiler.passes.merge_delta_gates import merge_delta_gates
+from tilewright.compiler.passes.runner import run_passes
 
 NAME = "merge_delta_gates"
 

@@ -8,13 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.ir.verify import verify_precision
-from compiler.passes.merge_expert_linears import merge_expert_linears
-from compiler.passes.runner import run_passes
 from tests.models.test_qwen3_moe import make
 from tests.tiny import (
     check_golden,
@@ -25,6 +18,13 @@ from tests.tiny import (
     run_graph,
     step_inputs,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ir.verify import verify_precision
+from tilewright.compiler.passes.merge_expert_linears import merge_expert_linears
+from tilewright.compiler.passes.runner import run_passes
 
 NAME = "merge_expert_linears"
 

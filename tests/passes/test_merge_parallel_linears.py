@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import find_calls
-from compiler.passes.merge_parallel_linears import merge_parallel_linears
-from compiler.passes.runner import PassContext, run_passes
-from compiler.precision import PrecisionConfig
 from tests.tiny import lowered, precision_of, run_graph, step_inputs, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
+from tilewright.compiler.passes.runner import PassContext, run_passes
+from tilewright.compiler.precision import PrecisionConfig
 
 NAME = "merge_parallel_linears"
 

@@ -8,13 +8,6 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.text import graph_text
-from compiler.passes.merge_qkv import merge_qkv
-from compiler.passes.runner import PassContext, run_passes
-from compiler.precision import PrecisionConfig
 from tests.tiny import (
     QWEN2,
     check_golden,
@@ -26,6 +19,13 @@ from tests.tiny import (
     step_inputs,
     tiny_model,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.passes.merge_qkv import merge_qkv
+from tilewright.compiler.passes.runner import PassContext, run_passes
+from tilewright.compiler.precision import PrecisionConfig
 
 NAME = "merge_qkv"
 

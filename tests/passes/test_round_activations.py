@@ -7,17 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiler import ops
-from compiler.formats import get_format
-from compiler.ir.info import info, set_info
-from compiler.ir.rewrite import find_calls
-from compiler.ir.serialise import graph_json, read_graph
-from compiler.ir.text import graph_text
-from compiler.ir.verify import verify_precision
-from compiler.passes.round_activations import round_activations
-from compiler.passes.runner import run_passes
-from compiler.precision import PrecisionConfig
-from compiler.targets.base import CompileOptions, get_target
 from tests.tiny import (
     check_golden,
     context_of,
@@ -28,6 +17,17 @@ from tests.tiny import (
     step_inputs,
     tiny_model,
 )
+from tilewright.compiler import ops
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import info, set_info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ir.serialise import graph_json, read_graph
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.ir.verify import verify_precision
+from tilewright.compiler.passes.round_activations import round_activations
+from tilewright.compiler.passes.runner import run_passes
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import CompileOptions, get_target
 
 NUM_LAYERS = 2
 PRODUCTS = 7 * NUM_LAYERS + 1

@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from compiler import ops
-from compiler.errors import ConfigError
-from compiler.ir.info import info
-from compiler.ir.rewrite import emit, find_calls
-from compiler.ir.text import graph_text
-from compiler.passes.match_linear import match_linear
-from compiler.passes.match_swiglu import match_swiglu
-from compiler.passes.runner import (
+from tests.tiny import context_of, lowered, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import emit, find_calls
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.passes.match_linear import match_linear
+from tilewright.compiler.passes.match_swiglu import match_swiglu
+from tilewright.compiler.passes.runner import (
     PassContext,
     graph_pass,
     numerics_changing_pass,
     run_passes,
 )
-from tests.tiny import context_of, lowered, tiny_model
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from compiler.precision import PHASES, load_precision, parse_heading
+from tilewright.compiler.precision import PHASES, load_precision, parse_heading
 
 
 class Full(NamedTuple):

@@ -6,7 +6,7 @@ from itertools import permutations, product
 
 import pytest
 
-from compiler.precision import PHASES, ResolvedPrecision, parse_heading
+from tilewright.compiler.precision import PHASES, ResolvedPrecision, parse_heading
 
 NUM_LAYERS = 4
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from compiler.errors import ConfigError
-from compiler.plain_yaml import MAX_FILE_BYTES
-from compiler.precision import list_precisions, load_precision, parse_heading, reading
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.plain_yaml import MAX_FILE_BYTES
+from tilewright.compiler.precision import list_precisions, load_precision, parse_heading, reading
 
 WEIGHT_GROUPS = ("ff1_3", "ff2", "wqkv", "wo", "lm_head")
 # The published headings in their order, as configurations of their own.
@@ -143,7 +143,10 @@ def refused(folder: Path, text: str | bytes, message: str, suffix: str = "yaml")
         ("layers: {'a b': {ff2: bf16}}", "layers.a b: not a layer"),
         ("layers: {1: bf16}", "layers.1: a str; allowed: a map"),
         ("models: {A-1B: {model: x}}", "models.A-1B: unknown key 'model'; allowed: precision"),
-        ("models: {A-1B: {}, a-1b: {}}", "models.a-1b: this model is listed twice; allowed: once"),
+        (
+            "models: {A-1B: {}, a-1b: {}}",
+            "models.a-1b: this model is listed twice; allowed: once",
+        ),
         ("models: {A-1B: {block_axis: out}}", "models.A-1B: unknown key 'block_axis'"),
         ("block_axis: both", "block_axis = 'both'; allowed: in, out"),
         ("block_axis: [in]", "block_axis = a list; allowed: in, out"),

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from compiler.errors import ConfigError
-from compiler.precision import (
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.precision import (
     MIXED_ACTIVATION,
     PrecisionConfig,
     effective_id,

@@ -11,8 +11,14 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from compiler.errors import ConfigError, TilewrightError
-from compiler.precision import OP_GROUPS, TENSOR_GROUPS, load_precision, parse_heading, reading
+from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.precision import (
+    OP_GROUPS,
+    TENSOR_GROUPS,
+    load_precision,
+    parse_heading,
+    reading,
+)
 
 same_folder = settings(
     max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compiler.targets.base import (
+from tilewright.compiler.targets.base import (
     Capabilities,
     Executable,
     MemoryUse,
@@ -21,8 +21,8 @@ from compiler.targets.base import (
     StepInput,
     StepOutput,
 )
-from compiler.targets.contract import NumericContract
-from compiler.targets.slots import SlotPool
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.slots import SlotPool
 
 VOCAB = 23
 

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.runtime.batch import Piece, build_step, sampling_batch, split_by_capability
-from compiler.runtime.request import Request, SamplingParams
-from compiler.targets.base import Capabilities, StateHandle
+from tilewright.compiler.runtime.batch import Piece, build_step, sampling_batch, split_by_capability
+from tilewright.compiler.runtime.request import Request, SamplingParams
+from tilewright.compiler.targets.base import Capabilities, StateHandle
 
 
 def capabilities(*, mixed: bool, prefills: int) -> Capabilities:

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiler.errors import RequestError
-from compiler.runtime.engine import DuplicateRequestError, Engine, UnknownRequestError
-from compiler.targets.base import Executable
 from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.engine import DuplicateRequestError, Engine, UnknownRequestError
+from tilewright.compiler.targets.base import Executable
 
 VOCAB, CONTEXT = 61, 32
 WITHIN = 1e-4

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiler.runtime.llm import LLM
-from compiler.runtime.request import LENGTH, STOPPED, Request, SamplingParams
-from compiler.targets.base import Executable, StepInput, StepOutput
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
+from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.request import LENGTH, STOPPED, Request, SamplingParams
+from tilewright.compiler.targets.base import Executable, StepInput, StepOutput
 
 BATCH, CONTEXT, COUNT = 6, 64, 14
 MODEL = tiny_model(std=0.3)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import RequestError
-from compiler.runtime.request import Request, SamplingParams, check_tokens
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.request import Request, SamplingParams, check_tokens
 
 
 @pytest.mark.parametrize(

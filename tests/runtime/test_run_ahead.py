@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.bench.timing import figures
-from compiler.runtime import llm as llm_module
-from compiler.runtime.batch import Piece, build_step, sampling_batch
-from compiler.runtime.engine import Engine
-from compiler.runtime.llm import LLM
-from compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, SamplingParams
-from compiler.runtime.scheduler import PREFILL_CHUNK
 from tests.runtime.queued import VOCAB, Clock, QueuedExecutable
+from tilewright.compiler.bench.timing import figures
+from tilewright.compiler.runtime import llm as llm_module
+from tilewright.compiler.runtime.batch import Piece, build_step, sampling_batch
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, SamplingParams
+from tilewright.compiler.runtime.scheduler import PREFILL_CHUNK
 
 NEVER = VOCAB + 1
 """An end token that is not chosen."""

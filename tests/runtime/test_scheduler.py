@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import RequestError
-from compiler.runtime.llm import LLM
-from compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, SamplingParams
-from compiler.targets.base import Executable, StepInput, StepOutput
-from compiler.targets.null import NullExecutable
 from tests.tiny import compiled, tiny_model
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, SamplingParams
+from tilewright.compiler.targets.base import Executable, StepInput, StepOutput
+from tilewright.compiler.targets.null import NullExecutable
 
 CONTEXT = 64
 MODEL = tiny_model(num_layers=1, vocab_size=1061)

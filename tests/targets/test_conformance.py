@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiler.targets.base import Executable
-from models.config import Llama3Scaling, RopeConfig
 from tests.tiny import QWEN2, compiled, precision_of, prefill, random_tokens, step, tiny_model
 from tests.twins import twin_of
+from tilewright.compiler.targets.base import Executable
+from tilewright.models.config import Llama3Scaling, RopeConfig
 
 SCALED = RopeConfig(theta=500.0, scaling=Llama3Scaling(8.0, 1.0, 4.0, 16))
 SHAPES: dict[str, dict[str, Any]] = {

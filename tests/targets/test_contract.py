@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from compiler.errors import CompileError
-from compiler.precision import PrecisionConfig
-from compiler.targets.base import CompileOptions, get_target
-from compiler.targets.contract import Meaning, Meanings, NumericContract, build_contract
 from tests.tiny import compiled, lowered, precision_of, tiny_model
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import CompileOptions, get_target
+from tilewright.compiler.targets.contract import Meaning, Meanings, NumericContract, build_contract
 
 OPTIONS = CompileOptions(max_batch=1, max_context=32)
 

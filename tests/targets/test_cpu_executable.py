@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import CompileError, RequestError
-from compiler.ops import SamplingBatch
-from compiler.targets.base import Executable, StateHandle, StepInput
-from compiler.targets.cpu.executable import CpuExecutable, plan_windows
 from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
+from tilewright.compiler.errors import CompileError, RequestError
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.targets.base import Executable, StateHandle, StepInput
+from tilewright.compiler.targets.cpu.executable import CpuExecutable, plan_windows
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(0, 6))

@@ -14,22 +14,22 @@ from onnx import TensorProto, helper
 from torch import Tensor
 from torch.fx import Graph
 
-from compiler import ops
-from compiler.driver import weight_source
-from compiler.errors import CompileError
-from compiler.formats import get_format
-from compiler.ir.info import INPUT, WEIGHT, Compute, NodeInfo, set_info
-from compiler.ir.recipe import Segment, WeightRecipe
-from compiler.targets.base import CompileOptions, get_target
-from compiler.targets.contract import Meaning
-from compiler.targets.cpu.emit import Emitter
-from compiler.targets.cpu.emit_experts import emit_experts
-from compiler.targets.cpu.model_file import write_model
-from compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, expert_layout
-from compiler.targets.cpu.weights import WeightFile, expert_codes
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.models.test_qwen3_moe import make
 from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import INPUT, WEIGHT, Compute, NodeInfo, set_info
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.base import CompileOptions, get_target
+from tilewright.compiler.targets.contract import Meaning
+from tilewright.compiler.targets.cpu.emit import Emitter
+from tilewright.compiler.targets.cpu.emit_experts import emit_experts
+from tilewright.compiler.targets.cpu.model_file import write_model
+from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, expert_layout
+from tilewright.compiler.targets.cpu.weights import WeightFile, expert_codes
 
 E, INNER, C, K = 5, 40, 64, 2
 NAMES = ("gate", "up", "down")

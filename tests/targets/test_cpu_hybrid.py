@@ -11,17 +11,17 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from compiler.driver import weight_source
-from compiler.errors import CheckpointError, RequestError
-from compiler.ir.serialise import graph_json, read_graph
-from compiler.ir.text import graph_text
-from compiler.targets.base import CompileOptions, Executable, StateHandle
-from compiler.targets.cpu.executable import CpuExecutable
-from compiler.targets.cpu.generate import generate
-from compiler.targets.cpu.model_file import open_model, write_model
 from tests import architecture_checks as checks
 from tests.models.test_qwen3_5_moe import make
 from tests.tiny import compiled, lowered, prefill, random_tokens, step, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CheckpointError, RequestError
+from tilewright.compiler.ir.serialise import graph_json, read_graph
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.targets.base import CompileOptions, Executable, StateHandle
+from tilewright.compiler.targets.cpu.executable import CpuExecutable
+from tilewright.compiler.targets.cpu.generate import generate
+from tilewright.compiler.targets.cpu.model_file import open_model, write_model
 
 OPTIONS = CompileOptions(max_batch=3, max_context=64, compute="exact", num_threads=1)
 LINEAR: dict[str, Any] = {"linear_layers": (True, True), "num_layers": 2}

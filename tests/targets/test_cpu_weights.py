@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from compiler.formats import get_format
-from compiler.ir.recipe import Segment, WeightRecipe
-from compiler.targets.cpu.weights import BlockWeight, WeightFile, block_codes
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cpu.weights import BlockWeight, WeightFile, block_codes
 
 BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
 BLOCK = {"bfp8": 16, "bfp4": 16, "q80": 32, "q40": 32}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler.precision import PrecisionConfig
 from tests.tiny import compiled, precision_of, prefill, random_tokens, tiny_model
+from tilewright.compiler.precision import PrecisionConfig
 
 NOT_WEIGHTS = {"kv_cache": "fp32", "activation": "fp32", "router": "fp32"}
 

@@ -13,16 +13,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import CompileError
-from compiler.formats import FORMATS
-from compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
-from compiler.targets.base import CompileOptions, Holding, Target, get_target
-from compiler.targets.cpu.weights import block_codes
-from compiler.targets.tenstorrent import BoardTarget
-from compiler.targets.tenstorrent.program import tile_bytes
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.models.test_qwen3_moe import make as make_sparse
 from tests.tiny import QWEN2, compiled, lowered, precision_of, tiny_model
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import FORMATS
+from tilewright.compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
+from tilewright.compiler.targets.base import CompileOptions, Holding, Target, get_target
+from tilewright.compiler.targets.cpu.weights import block_codes
+from tilewright.compiler.targets.tenstorrent import BoardTarget
+from tilewright.compiler.targets.tenstorrent.program import tile_bytes
 
 RAGGED = {"hidden_size": 40, "intermediate_size": 56, "head_dim": 48, "vocab_size": 131}
 BIASED: dict[str, Any] = {

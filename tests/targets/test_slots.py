@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import RequestError
-from compiler.ops import SamplingBatch
-from compiler.targets.base import StateHandle, StepInput
-from compiler.targets.null import NullExecutable
-from compiler.targets.slots import SlotPool
 from tests.tiny import compiled, precision_of, random_tokens, step, tiny_model
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.targets.base import StateHandle, StepInput
+from tilewright.compiler.targets.null import NullExecutable
+from tilewright.compiler.targets.slots import SlotPool
 
 
 @given(st.integers(1, 6), st.lists(st.integers(-6, 6), max_size=40))

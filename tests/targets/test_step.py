@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from compiler.ops import SamplingBatch
-from compiler.targets.base import StateHandle, StepInput, StepOutput
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.targets.base import StateHandle, StepInput, StepOutput
 
 
 def decode_step(num_sequences: int = 2) -> StepInput:

@@ -13,14 +13,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from compiler.bench.sweep import estimate
-from compiler.bench.sweep.journal import FAILURES, Asked, CellState, Journal
-from compiler.commands.arguments import Parser
-from compiler.commands.sweep import tables
-from compiler.commands.sweep.files import open_sweep, torn_lines_said
-from compiler.commands.sweep.layout import Table, cell_text, plain_line, plain_text, title_text
-from compiler.errors import ConfigError, one_line
-from compiler.files import open_regular
+from tilewright.compiler.commands.arguments import Parser
+from tilewright.compiler.commands.sweep import tables
+from tilewright.compiler.commands.sweep.files import open_sweep, torn_lines_said
+from tilewright.compiler.commands.sweep.layout import (
+    Table,
+    cell_text,
+    plain_line,
+    plain_text,
+    title_text,
+)
+from tilewright.compiler.errors import ConfigError, one_line
+from tilewright.compiler.files import open_regular
+from tilewright.compiler.sweep import estimate
+from tilewright.compiler.sweep.journal import FAILURES, Asked, CellState, Journal
 
 What = Literal["cancel", "restart"]
 

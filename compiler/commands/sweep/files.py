@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from compiler.bench.json_lines import TornLineWarning
-from compiler.bench.sweep.journal import Journal
-from compiler.commands.sweep.layout import plain_line
+from tilewright.compiler.bench.json_lines import TornLineWarning
+from tilewright.compiler.commands.sweep.layout import plain_line
+from tilewright.compiler.sweep.journal import Journal
 
 
 @contextmanager

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compiler.bench.markdown import format_table
-from compiler.bench.sweep.journal import CellState
-from compiler.errors import ConfigError, allowed
+from tilewright.compiler.bench.markdown import format_table
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.sweep.journal import CellState
 
 MIN_NAME_WIDTH = 8
 _ESCAPES = re.compile(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from compiler.commands.sweep.options import PLANS
-from compiler.errors import ConfigError, allowed
+from tilewright.compiler.commands.sweep.options import PLANS
+from tilewright.compiler.errors import ConfigError, allowed
 
 EXIT_USER_ERROR = 2
-_PACKAGE = "compiler.commands.sweep"
+_PACKAGE = "tilewright.compiler.commands.sweep"
 _VERBS = {
     "status": ("control", "a table of a sweep, running or finished"),
     "show": ("show", "the same as a terminal view, with keys"),

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiler.bench.cases import CASES
-from compiler.bench.json_lines import check_writable
-from compiler.bench.prompts import accuracy_text
-from compiler.bench.sweep.levels import Level
-from compiler.commands.arguments import Parser, integer, real
-from compiler.devices import BOARDS
-from compiler.errors import ConfigError, allowed
-from compiler.plain_yaml import parse_yaml, read_text
-from compiler.precision import load_precision
-from compiler.precision.fragment import as_map, check_keys
+from tilewright.compiler.bench.cases import CASES
+from tilewright.compiler.bench.json_lines import check_writable
+from tilewright.compiler.bench.prompts import accuracy_text
+from tilewright.compiler.commands.arguments import Parser, integer, real
+from tilewright.compiler.devices import BOARDS
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.plain_yaml import parse_yaml, read_text
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.precision.fragment import as_map, check_keys
+from tilewright.compiler.sweep.levels import Level
 
 PLANS = {
     "table": "performance and accuracy of every model, and the base",

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from compiler.bench.sweep import estimate
-from compiler.bench.sweep.journal import CellState, Journal
-from compiler.bench.sweep.runner import Report
+from tilewright.compiler.sweep import estimate
+from tilewright.compiler.sweep.journal import CellState, Journal
+from tilewright.compiler.sweep.runner import Report
 
 _NAME_WIDTH = 36
 

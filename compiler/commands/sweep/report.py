@@ -10,20 +10,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compiler.bench.cases import ACCURACY_TEXT
-from compiler.bench.json_lines import check_writable
-from compiler.bench.record import Result
-from compiler.bench.results import append, read
-from compiler.bench.sweep import summary
-from compiler.bench.sweep.export import csv_text, markdown, to_results
-from compiler.bench.sweep.journal import Planned, SweepState
-from compiler.bench.sweep.standings import Ranked, comparable, place_name, ranked
-from compiler.bench.sweep.summary import Row
-from compiler.commands import perf
-from compiler.commands.arguments import Parser
-from compiler.commands.sweep.files import open_sweep
-from compiler.errors import ConfigError
-from compiler.files import replace_file
+from tilewright.compiler.bench.cases import ACCURACY_TEXT
+from tilewright.compiler.bench.json_lines import check_writable
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.results import append, read
+from tilewright.compiler.commands import perf
+from tilewright.compiler.commands.arguments import Parser
+from tilewright.compiler.commands.sweep.files import open_sweep
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.files import replace_file
+from tilewright.compiler.sweep import summary
+from tilewright.compiler.sweep.export import csv_text, markdown, to_results
+from tilewright.compiler.sweep.journal import Planned, SweepState
+from tilewright.compiler.sweep.standings import Ranked, comparable, place_name, ranked
+from tilewright.compiler.sweep.summary import Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -115,7 +115,7 @@ def _extra(path: str, state: SweepState) -> str:
     """A sensitivity sweep's own sections, once its base has been measured."""
     if state.planned.plan != _SENSITIVITY:
         return ""
-    from compiler.bench.sweep import sensitivity_report
+    from tilewright.compiler.sweep import sensitivity_report
 
     try:
         return sensitivity_report.markdown(state)
@@ -185,7 +185,7 @@ def _plot(argv: list[str]) -> int:
     stems = [stem for stem, _ in figures]
     if double := next((stem for stem in stems if stems.count(stem) > 1), None):
         raise ConfigError(f"two figures {double!r}; allowed: one sweep at a time, or --name")
-    from compiler.bench.plot import save
+    from tilewright.compiler.bench.plot import save
 
     for stem, figure in figures:
         for written in save(figure, Path(given.output) / stem):
@@ -194,7 +194,7 @@ def _plot(argv: list[str]) -> int:
 
 
 def _heat_maps(path: str, state: SweepState) -> list[tuple[str, Figure]]:
-    from compiler.bench.sweep import sensitivity_report
+    from tilewright.compiler.sweep import sensitivity_report
 
     try:
         found = sensitivity_report.heat_maps(state)
@@ -250,7 +250,7 @@ def _stems(keys: Sequence[tuple[str, ...]], name: str) -> list[str]:
 
 
 def _draw(members: Sequence[Ranked], headers: Sequence[Planned]) -> Figure:
-    from compiler.bench.plot import draw_front
+    from tilewright.compiler.bench.plot import draw_front
 
     row = members[0].row
     accuracy, speed = row.accuracy, row.speed_result

@@ -8,24 +8,24 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from compiler.bench.cases import CASES
-from compiler.bench.json_lines import TornLineWarning
-from compiler.bench.record import RANDOM_WEIGHTS
-from compiler.bench.sweep import estimate
-from compiler.bench.sweep.cell import Cell
-from compiler.bench.sweep.journal import FAILURES, VERSION, Journal, Planned
-from compiler.bench.sweep.runner import Runner, RunnerOptions
-from compiler.commands.console import err, out, print_table
-from compiler.commands.sweep.files import open_sweep
-from compiler.commands.sweep.options import SweepOptions, read_options
-from compiler.commands.sweep.progress import sweep_progress
-from compiler.environment import environment
-from compiler.errors import ConfigError
-from compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.bench.cases import CASES
+from tilewright.compiler.bench.json_lines import TornLineWarning
+from tilewright.compiler.bench.record import RANDOM_WEIGHTS
+from tilewright.compiler.commands.console import err, out, print_table
+from tilewright.compiler.commands.sweep.files import open_sweep
+from tilewright.compiler.commands.sweep.options import SweepOptions, read_options
+from tilewright.compiler.commands.sweep.progress import sweep_progress
+from tilewright.compiler.environment import environment
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.sweep import estimate
+from tilewright.compiler.sweep.cell import Cell
+from tilewright.compiler.sweep.journal import FAILURES, VERSION, Journal, Planned
+from tilewright.compiler.sweep.runner import Runner, RunnerOptions
 
 if TYPE_CHECKING:
-    from compiler.bench.sweep.model import SweptModel
-    from compiler.bench.sweep.plans import Entry, Measures
+    from tilewright.compiler.sweep.model import SweptModel
+    from tilewright.compiler.sweep.plans import Entry, Measures
 
 EXIT_FAILED_CELLS = 1
 
@@ -90,9 +90,9 @@ def swept_models(options: SweepOptions) -> list[SweptModel]:
             to be measured.
     """
     warnings.filterwarnings("ignore", module="torch")
-    from compiler.artifacts.places import is_compiled
-    from compiler.bench.sweep.model import swept_model
-    from models import load_model
+    from tilewright.compiler.artifacts.places import is_compiled
+    from tilewright.compiler.sweep.model import swept_model
+    from tilewright.models import load_model
 
     of_accuracy = [name for name in measures_of(options).cases if CASES[name].token_accuracy]
     for path in options.models:
@@ -120,7 +120,7 @@ def plan_cells(options: SweepOptions) -> list[Cell]:
         TilewrightError: for a model, target, device, case or configuration that is not there or
             does not fit, and for a plan that is very large.
     """
-    from compiler.bench.sweep.plans import cells
+    from tilewright.compiler.sweep.plans import cells
 
     check_targets(options)
     measures = measures_of(options)
@@ -133,7 +133,7 @@ def plan_cells(options: SweepOptions) -> list[Cell]:
 
 def check_targets(options: SweepOptions) -> None:
     """Refuse an unknown target before a model is opened."""
-    from compiler.targets.base import get_target
+    from tilewright.compiler.targets.base import get_target
 
     for target in options.targets:
         get_target(target)
@@ -141,7 +141,7 @@ def check_targets(options: SweepOptions) -> None:
 
 def measures_of(options: SweepOptions) -> Measures:
     """How the plan measures its configurations."""
-    from compiler.bench.sweep import plans
+    from tilewright.compiler.sweep import plans
 
     is_table = options.plan == "table"
     usual = (plans.SPEED_CASE, *((plans.BATCH_CASE,) if is_table else ()), plans.ACCURACY_CASE)
@@ -156,14 +156,14 @@ def measures_of(options: SweepOptions) -> Measures:
 
 def check_size(num_cells: int, options: SweepOptions) -> None:
     """Refuse a very large plan that nobody has said yes to. Raises ConfigError."""
-    from compiler.bench.sweep.plans import MAX_CELLS
+    from tilewright.compiler.sweep.plans import MAX_CELLS
 
     if num_cells > MAX_CELLS and not options.yes:
         raise ConfigError(f"a plan of {num_cells} cells; allowed: {MAX_CELLS}, or more with --yes")
 
 
 def _entries(options: SweepOptions) -> list[Entry]:
-    from compiler.bench.sweep import plans
+    from tilewright.compiler.sweep import plans
 
     models = swept_models(options)
     base = load_precision(options.base)

@@ -12,14 +12,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compiler.bench.cases import ACCURACY_TEXT, CASES
-from compiler.bench.json_lines import check_writable
-from compiler.bench.prompts import accuracy_text
-from compiler.bench.sweep.journal import Journal
-from compiler.commands.console import err, out, print_table
-from compiler.commands.sweep.files import open_sweep
-from compiler.commands.sweep.options import DEFAULT_FOLDER, LISTS, SweepOptions, read_options
-from compiler.commands.sweep.run import (
+from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES
+from tilewright.compiler.bench.json_lines import check_writable
+from tilewright.compiler.bench.prompts import accuracy_text
+from tilewright.compiler.commands.console import err, out, print_table
+from tilewright.compiler.commands.sweep.files import open_sweep
+from tilewright.compiler.commands.sweep.options import (
+    DEFAULT_FOLDER,
+    LISTS,
+    SweepOptions,
+    read_options,
+)
+from tilewright.compiler.commands.sweep.run import (
     check_size,
     check_targets,
     open_journal,
@@ -28,12 +32,13 @@ from compiler.commands.sweep.run import (
     runner_of,
     swept_models,
 )
-from compiler.devices import BOARDS
-from compiler.errors import ConfigError
-from compiler.files import replace_file
+from tilewright.compiler.devices import BOARDS
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.files import replace_file
+from tilewright.compiler.sweep.journal import Journal
 
 if TYPE_CHECKING:
-    from compiler.bench.sweep.search_plan import Settings
+    from tilewright.compiler.sweep.search_plan import Settings
 
 EXIT_NOTHING_FOUND = 1
 
@@ -85,9 +90,9 @@ def _output(options: SweepOptions) -> Path:
 
 
 def _search(options: SweepOptions, begun: Journal | None) -> int:
-    from compiler.bench.sweep import search_plan
-    from compiler.bench.sweep.found import COLUMNS
-    from compiler.bench.sweep.hunt import hunt
+    from tilewright.compiler.sweep import search_plan
+    from tilewright.compiler.sweep.found import COLUMNS
+    from tilewright.compiler.sweep.hunt import hunt
 
     settings = _settings(options)
     check_size(settings.measures().count(1 + len(options.levels)), options)
@@ -121,8 +126,8 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
 
 
 def _settings(options: SweepOptions) -> Settings:
-    from compiler.bench.sweep.bounds import Bounds
-    from compiler.bench.sweep.search_plan import Settings
+    from tilewright.compiler.sweep.bounds import Bounds
+    from tilewright.compiler.sweep.search_plan import Settings
 
     return Settings(
         bounds=Bounds(options.min_top1, options.max_kl, options.max_bytes),

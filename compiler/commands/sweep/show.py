@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from compiler.commands.arguments import Parser
-from compiler.commands.sweep.files import open_sweep
-from compiler.errors import ConfigError
+from tilewright.compiler.commands.arguments import Parser
+from tilewright.compiler.commands.sweep.files import open_sweep
+from tilewright.compiler.errors import ConfigError
 
 _KEYS = (
     "Keys: c cells or configurations, s (or a click on a column's title) sort, S reverse, "
@@ -33,7 +33,7 @@ def main(verb: str, argv: list[str]) -> int:
             "tilewright sweep status"
         )
     try:
-        from compiler.commands.sweep.show_app import SweepApp
+        from tilewright.compiler.commands.sweep.show_app import SweepApp
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise

@@ -17,13 +17,20 @@ from textual.containers import ScrollableContainer
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
-from compiler.bench.json_lines import TornLineWarning
-from compiler.bench.sweep.journal import Journal
-from compiler.commands.sweep import tables
-from compiler.commands.sweep.control import What, affected, ask, log_text, newest, table_lines
-from compiler.commands.sweep.layout import Line, Table, cell_text, plain_line, title_text
-from compiler.errors import ConfigError
-from compiler.files import replace_file
+from tilewright.compiler.bench.json_lines import TornLineWarning
+from tilewright.compiler.commands.sweep import tables
+from tilewright.compiler.commands.sweep.control import (
+    What,
+    affected,
+    ask,
+    log_text,
+    newest,
+    table_lines,
+)
+from tilewright.compiler.commands.sweep.layout import Line, Table, cell_text, plain_line, title_text
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.files import replace_file
+from tilewright.compiler.sweep.journal import Journal
 
 LOOK_SECONDS = 1.0
 _LOG_BYTES = 1 << 16

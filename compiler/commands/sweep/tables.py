@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from compiler.bench.record import Accuracy, Result
-from compiler.bench.sweep import estimate
-from compiler.bench.sweep.journal import FAILURES, CellState, Journal, SweepState
-from compiler.bench.sweep.standings import ranked
-from compiler.bench.sweep.summary import Row, rows
-from compiler.commands.sweep.layout import Column, Line, Table, plain_line, shorten
-from compiler.errors import ConfigError, allowed
+from tilewright.compiler.bench.record import Accuracy, Result
+from tilewright.compiler.commands.sweep.layout import Column, Line, Table, plain_line, shorten
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.sweep import estimate
+from tilewright.compiler.sweep.journal import FAILURES, CellState, Journal, SweepState
+from tilewright.compiler.sweep.standings import ranked
+from tilewright.compiler.sweep.summary import Row, rows
 
 _MAX_CASE_WIDTH = 18
 _NUM_LISTED = 8

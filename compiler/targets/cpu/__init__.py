@@ -9,12 +9,12 @@ from pathlib import Path
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
-from compiler.passes.fuse_experts import fuse_experts
-from compiler.passes.fuse_rope_attention import fuse_rope_attention
-from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
-from compiler.passes.merge_parallel_linears import merge_parallel_linears
-from compiler.targets.base import (
+from tilewright.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
+from tilewright.compiler.passes.fuse_experts import fuse_experts
+from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
+from tilewright.compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
+from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
+from tilewright.compiler.targets.base import (
     CompileOptions,
     Executable,
     Holding,
@@ -23,9 +23,9 @@ from compiler.targets.base import (
     Stage,
     Target,
 )
-from compiler.targets.contract import NumericContract, build_contract
-from compiler.targets.cpu.numerics import check_fidelities, holding, meanings
-from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+from tilewright.compiler.targets.contract import NumericContract, build_contract
+from tilewright.compiler.targets.cpu.numerics import check_fidelities, holding, meanings
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 
 
 class CpuTarget(Target):
@@ -79,14 +79,14 @@ class CpuTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> None:
-        from compiler.targets.cpu.model_file import write_model
+        from tilewright.compiler.targets.cpu.model_file import write_model
 
         check_fidelities(graph_module, exact=options.compute == "exact")
         write_model(graph_module, get_weight, folder, options, progress)
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
-        from compiler.targets.cpu.executable import CpuExecutable
-        from compiler.targets.cpu.model_file import open_model
+        from tilewright.compiler.targets.cpu.executable import CpuExecutable
+        from tilewright.compiler.targets.cpu.model_file import open_model
 
         progress("session", 0, 1)
         model = open_model(program.folder, options)

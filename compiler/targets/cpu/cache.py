@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from compiler.errors import CompileError
-from compiler.targets.cpu.emit import STATE_SUFFIX, CacheSpec, SequenceState
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.cpu.emit import STATE_SUFFIX, CacheSpec, SequenceState
 
 _ITEM = 4  # float32
 

@@ -16,16 +16,16 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.info import CONSTANT, STATE, WEIGHT, info
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.text import operator_name
-from compiler.targets.cpu.emit_delta_rule import DELTA_EMITTERS
-from compiler.targets.cpu.emit_elementwise import CONTRIB, ELEMENTWISE_EMITTERS, add_norm
-from compiler.targets.cpu.emit_experts import emit_experts
-from compiler.targets.cpu.numerics import INT8_LEVEL, is_bfloat16_table, is_native
-from compiler.targets.cpu.weights import WeightFile
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import CONSTANT, STATE, WEIGHT, info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.text import operator_name
+from tilewright.compiler.targets.cpu.emit_delta_rule import DELTA_EMITTERS
+from tilewright.compiler.targets.cpu.emit_elementwise import CONTRIB, ELEMENTWISE_EMITTERS, add_norm
+from tilewright.compiler.targets.cpu.emit_experts import emit_experts
+from tilewright.compiler.targets.cpu.numerics import INT8_LEVEL, is_bfloat16_table, is_native
+from tilewright.compiler.targets.cpu.weights import WeightFile
 
 KEY_SUFFIX, VALUE_SUFFIX, STATE_SUFFIX = ".key", ".value", ".state"
 HEAD_DIM_MULTIPLE = 16

@@ -14,12 +14,12 @@ import numpy as np
 from onnx import TensorProto
 from torch.fx import Node
 
-from compiler import ops
-from compiler.ir.info import info
-from compiler.targets.cpu.emit_elementwise import CONTRIB
+from tilewright.compiler import ops
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.targets.cpu.emit_elementwise import CONTRIB
 
 if TYPE_CHECKING:
-    from compiler.targets.cpu.emit import Emitter
+    from tilewright.compiler.targets.cpu.emit import Emitter
 
 _UNIT_EPS = 1e-6
 """Beside the sum of squares of a query or key, as in the op's reference."""

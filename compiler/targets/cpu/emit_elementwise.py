@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from compiler import ops
+from tilewright.compiler import ops
 
 if TYPE_CHECKING:
-    from compiler.targets.cpu.emit import Emitter
+    from tilewright.compiler.targets.cpu.emit import Emitter
 
 CONTRIB = "com.microsoft"
 

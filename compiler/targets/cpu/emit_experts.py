@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch.fx import Node
 
-from compiler.errors import CompileError
-from compiler.ir.info import info
-from compiler.targets.cpu.emit_elementwise import CONTRIB
-from compiler.targets.cpu.numerics import INT8_LEVEL, ExpertLayout, expert_layout
-from compiler.targets.cpu.weights import ExpertWeights
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.targets.cpu.emit_elementwise import CONTRIB
+from tilewright.compiler.targets.cpu.numerics import INT8_LEVEL, ExpertLayout, expert_layout
+from tilewright.compiler.targets.cpu.weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from compiler.targets.cpu.emit import Emitter
+    from tilewright.compiler.targets.cpu.emit import Emitter
 
 _INTERLEAVED = 1
 """The order of gate's and up's rows that both operators take: one of each in turn."""

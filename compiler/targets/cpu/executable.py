@@ -16,7 +16,7 @@ import onnxruntime as ort
 import torch
 from torch import Tensor
 
-from compiler.targets.base import (
+from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
@@ -26,11 +26,11 @@ from compiler.targets.base import (
     StepOutput,
     finish_step,
 )
-from compiler.targets.contract import NumericContract
-from compiler.targets.cpu.cache import SlotCaches, SlotStates, padded_length
-from compiler.targets.cpu.model_file import OpenModel
-from compiler.targets.slots import SlotPool, check_copy
-from compiler.targets.threads import single_torch_thread
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.cpu.cache import SlotCaches, SlotStates, padded_length
+from tilewright.compiler.targets.cpu.model_file import OpenModel
+from tilewright.compiler.targets.slots import SlotPool, check_copy
+from tilewright.compiler.targets.threads import single_torch_thread
 
 _MAX_GAP = 4
 """Idle slots a decode window may span: beyond that a second run costs less than dummy rows."""

@@ -13,10 +13,10 @@ import onnxruntime as ort
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.devices import describe_cpu
-from compiler.errors import CheckpointError, CompileError, NoRoomError, one_line
-from compiler.targets.base import CompileOptions, Progress, vocab_size
-from compiler.targets.cpu.emit import (
+from tilewright.compiler.devices import describe_cpu
+from tilewright.compiler.errors import CheckpointError, CompileError, NoRoomError, one_line
+from tilewright.compiler.targets.base import CompileOptions, Progress, vocab_size
+from tilewright.compiler.targets.cpu.emit import (
     KEY_SUFFIX,
     STATE_SUFFIX,
     VALUE_SUFFIX,
@@ -24,8 +24,8 @@ from compiler.targets.cpu.emit import (
     Emitter,
     SequenceState,
 )
-from compiler.targets.cpu.weights import WeightFile
-from compiler.targets.threads import single_torch_thread
+from tilewright.compiler.targets.cpu.weights import WeightFile
+from tilewright.compiler.targets.threads import single_torch_thread
 
 MODEL, WEIGHTS = "model.onnx", "weights.bin"
 _SPIN_US = 2000

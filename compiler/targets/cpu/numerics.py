@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.formats import FIDELITIES, get_format
-from compiler.ir.info import NodeInfo, info, product_info
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.rewrite import find_calls
-from compiler.targets.base import Holding
-from compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import FIDELITIES, get_format
+from tilewright.compiler.ir.info import NodeInfo, info, product_info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.targets.base import Holding
+from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
 
 NATIVE_BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
 """Formats that MatMulNBits holds in blocks, exactly, with the bits of a code."""

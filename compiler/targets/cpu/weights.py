@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from compiler.errors import NoRoomError
-from compiler.formats import (
+from tilewright.compiler.errors import NoRoomError
+from tilewright.compiler.formats import (
     BlockEncoded,
     BlockFloat,
     DataFormat,
@@ -26,8 +26,8 @@ from compiler.formats import (
     ScaledEncoded,
     get_format,
 )
-from compiler.ir.recipe import WeightRecipe, load_dense, load_values
-from compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, block_layout
+from tilewright.compiler.ir.recipe import WeightRecipe, load_dense, load_values
+from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, block_layout
 
 _MAX_NAMES = 8  # experts may have a tensor each
 _ALIGNMENT = 4096  # external data is mapped into memory page by page

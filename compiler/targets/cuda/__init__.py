@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.passes.fuse_delta_norm import fuse_delta_norm
-from compiler.passes.fuse_expert_sum import fuse_expert_sum
-from compiler.passes.fuse_linear_residual import fuse_linear_residual
-from compiler.passes.fuse_linear_swiglu import fuse_linear_swiglu
-from compiler.passes.fuse_norm_linear import fuse_norm_linear
-from compiler.passes.fuse_rope_attention import fuse_rope_attention
-from compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
-from compiler.passes.gather_before_norm import gather_before_norm
-from compiler.passes.merge_delta_gates import merge_delta_gates
-from compiler.passes.merge_expert_linears import merge_expert_linears
-from compiler.passes.merge_parallel_linears import merge_parallel_linears
-from compiler.targets.base import (
+from tilewright.compiler.passes.fuse_delta_norm import fuse_delta_norm
+from tilewright.compiler.passes.fuse_expert_sum import fuse_expert_sum
+from tilewright.compiler.passes.fuse_linear_residual import fuse_linear_residual
+from tilewright.compiler.passes.fuse_linear_swiglu import fuse_linear_swiglu
+from tilewright.compiler.passes.fuse_norm_linear import fuse_norm_linear
+from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
+from tilewright.compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
+from tilewright.compiler.passes.gather_before_norm import gather_before_norm
+from tilewright.compiler.passes.merge_delta_gates import merge_delta_gates
+from tilewright.compiler.passes.merge_expert_linears import merge_expert_linears
+from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
+from tilewright.compiler.targets.base import (
     CompileOptions,
     Executable,
     Holding,
@@ -32,17 +32,17 @@ from compiler.targets.base import (
     Stage,
     Target,
 )
-from compiler.targets.contract import NumericContract, build_contract
-from compiler.targets.cuda.numerics import cache_kind, holding, meanings
-from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+from tilewright.compiler.targets.contract import NumericContract, build_contract
+from tilewright.compiler.targets.cuda.numerics import cache_kind, holding, meanings
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from compiler.targets.cuda.instructions import Plan
-    from compiler.targets.cuda.weights import Weights
+    from tilewright.compiler.targets.cuda.instructions import Plan
+    from tilewright.compiler.targets.cuda.weights import Weights
 
 
 class CudaTarget(Target):
@@ -97,13 +97,13 @@ class CudaTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> None:
-        from compiler.targets.cuda.plan import make_plan
-        from compiler.targets.cuda.weights import write_weights
+        from tilewright.compiler.targets.cuda.plan import make_plan
+        from tilewright.compiler.targets.cuda.weights import write_weights
 
         write_weights(make_plan(graph_module), get_weight, folder, progress)
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
-        from compiler.targets.cuda.weights import read_weights
+        from tilewright.compiler.targets.cuda.weights import read_weights
 
         graph_module, folder = program.graph(), program.folder
         return _place(
@@ -121,7 +121,7 @@ class CudaTarget(Target):
         progress: Progress,
     ) -> Executable:
         """Without the way over a folder: every tensor is converted on the device."""
-        from compiler.targets.cuda.weights import load_weights
+        from tilewright.compiler.targets.cuda.weights import load_weights
 
         return _place(
             graph_module,
@@ -138,10 +138,10 @@ def _place(
     contract: NumericContract,
 ) -> Executable:
     """The executable of a graph on this machine's GPU, once there is room for it."""
-    from compiler.targets.cuda.device import check_room, open_device
-    from compiler.targets.cuda.executable import CudaExecutable
-    from compiler.targets.cuda.plan import make_plan
-    from compiler.targets.cuda.weights import wanted_by
+    from tilewright.compiler.targets.cuda.device import check_room, open_device
+    from tilewright.compiler.targets.cuda.executable import CudaExecutable
+    from tilewright.compiler.targets.cuda.plan import make_plan
+    from tilewright.compiler.targets.cuda.weights import wanted_by
 
     plan = make_plan(graph_module)
     wanted_by(plan)  # an unsupported format, before a missing GPU

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiler.errors import RequestError
-from compiler.ops import SamplingBatch
-from compiler.targets.cuda.instructions import Mixer, Plan
-from compiler.targets.cuda.kernels.choose import choose, num_keys, sample
-from compiler.targets.cuda.steps import LIBRARY_ATTENTION, Rows, Steps
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.targets.cuda.instructions import Mixer, Plan
+from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample
+from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Rows, Steps
 
 _PROMPTS = (16, 32, 64, 128, 256, 512)
 _LONG_PROMPTS = (768, 1024, 1536, 2048)

@@ -6,15 +6,15 @@ import os
 
 import torch
 
-from compiler.errors import CompileError
-from compiler.targets.base import CompileOptions
-from compiler.targets.cuda.experts import held_sizes
-from compiler.targets.cuda.instructions import OPERAND, Plan
-from compiler.targets.cuda.numerics import cache_kind, holding
-from compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
-from compiler.targets.cuda.state import sequence_bytes
-from compiler.targets.cuda.steps_mixers import mixer_bytes
-from compiler.targets.cuda.weights import wanted_by
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda.experts import held_sizes
+from tilewright.compiler.targets.cuda.instructions import OPERAND, Plan
+from tilewright.compiler.targets.cuda.numerics import cache_kind, holding
+from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
+from tilewright.compiler.targets.cuda.state import sequence_bytes
+from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
+from tilewright.compiler.targets.cuda.weights import wanted_by
 
 _WORKSPACE = 2 << 30
 """Bytes left to the library, to captured graphs and to the context."""

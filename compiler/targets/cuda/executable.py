@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from compiler.targets.base import (
+from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
@@ -21,19 +21,19 @@ from compiler.targets.base import (
     StepInput,
     StepOutput,
 )
-from compiler.targets.contract import NumericContract
-from compiler.targets.cuda.capture import (
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.cuda.capture import (
     Choice,
     DecodeBucket,
     PromptBucket,
     make_choice,
     prompt_buckets,
 )
-from compiler.targets.cuda.device import PROMPT_CHUNK
-from compiler.targets.cuda.instructions import Plan
-from compiler.targets.cuda.state import PagedState
-from compiler.targets.cuda.steps import MAX_ROWS, Rows, Steps
-from compiler.targets.cuda.weights import Weights
+from tilewright.compiler.targets.cuda.device import PROMPT_CHUNK
+from tilewright.compiler.targets.cuda.instructions import Plan
+from tilewright.compiler.targets.cuda.state import PagedState
+from tilewright.compiler.targets.cuda.steps import MAX_ROWS, Rows, Steps
+from tilewright.compiler.targets.cuda.weights import Weights
 
 _NUM_ENDS = 16
 """End tokens of a row that captured steps have room for; more capture anew."""

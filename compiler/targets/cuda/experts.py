@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from compiler.ir.recipe import WeightRecipe, cut, load_dense
-from compiler.targets.cuda.held import HeldWeight
-from compiler.targets.cuda.numerics import format_values
-from compiler.targets.cuda.packing import GROUP, hold, scale_of
+from tilewright.compiler.ir.recipe import WeightRecipe, cut, load_dense
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.numerics import format_values
+from tilewright.compiler.targets.cuda.packing import GROUP, hold, scale_of
 
 
 def held_sizes(recipe: WeightRecipe, *, paired: bool) -> tuple[int, int, int]:

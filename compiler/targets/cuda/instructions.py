@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.state import StateSpec
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import StateSpec
 
 RESIDUAL, PRODUCT, OPERAND, LOGITS = "residual", "product", "operand", "logits"
 """What a buffer is to the kernels: a stream in fp32; what a product wrote; what the next product

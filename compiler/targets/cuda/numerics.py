@@ -8,12 +8,12 @@ import math
 
 from torch import Tensor
 
-from compiler.errors import CompileError, allowed
-from compiler.formats import get_format
-from compiler.ir.recipe import Segment, WeightRecipe
-from compiler.targets.base import Holding
-from compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
-from compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
+from tilewright.compiler.errors import CompileError, allowed
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.base import Holding
+from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
+from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
 BLOCK_KINDS = tuple(TILE_BYTES)
 """Formats that kernels read in blocks."""

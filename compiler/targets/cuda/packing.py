@@ -10,10 +10,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from compiler.errors import CompileError, allowed
-from compiler.formats import BlockEncoded, BlockFloat, get_format
-from compiler.formats.block_float import BLOCK_SIZE
-from compiler.targets.cuda.held import (
+from tilewright.compiler.errors import CompileError, allowed
+from tilewright.compiler.formats import BlockEncoded, BlockFloat, get_format
+from tilewright.compiler.formats.block_float import BLOCK_SIZE
+from tilewright.compiler.targets.cuda.held import (
     EXPONENTS,
     TILE_BYTES,
     TILE_COLUMNS,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.errors import RequestError
-from compiler.formats.block_float import BLOCK_SIZE
-from compiler.ir.state import StateSpec
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.formats.block_float import BLOCK_SIZE
+from tilewright.compiler.ir.state import StateSpec
 
 PAGE = 64
 """Positions a page holds."""

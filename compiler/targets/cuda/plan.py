@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.info import info
-from compiler.ir.verify import ELEMENTWISE
-from compiler.targets.cuda.held import TILE_ROWS
-from compiler.targets.cuda.instructions import (
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.verify import ELEMENTWISE
+from tilewright.compiler.targets.cuda.held import TILE_ROWS
+from tilewright.compiler.targets.cuda.instructions import (
     LOGITS,
     OPERAND,
     PRODUCT,
@@ -36,7 +36,7 @@ from compiler.targets.cuda.instructions import (
     Plan,
     SwiGLU,
 )
-from compiler.targets.cuda.plan_mixers import EXPERTS, MIXERS, recipe_of, values_read
+from tilewright.compiler.targets.cuda.plan_mixers import EXPERTS, MIXERS, recipe_of, values_read
 
 aten = torch.ops.aten
 _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)

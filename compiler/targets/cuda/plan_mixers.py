@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.info import info
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.state import StateSpec
-from compiler.targets.cuda.instructions import (
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import StateSpec
+from tilewright.compiler.targets.cuda.instructions import (
     OPERAND,
     PRODUCT,
     RESIDUAL,
@@ -25,7 +25,7 @@ from compiler.targets.cuda.instructions import (
 )
 
 if TYPE_CHECKING:
-    from compiler.targets.cuda.plan import Lowering
+    from tilewright.compiler.targets.cuda.plan import Lowering
 
 MAX_DELTA_DIM = 128
 """Channels of a key and of a value of the delta rule: what its kernels keep in registers."""

@@ -6,12 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from compiler.errors import RequestError
-from compiler.ir.state import StateSpec
-from compiler.targets.base import CompileOptions, StateHandle
-from compiler.targets.cuda.numerics import cache_kind
-from compiler.targets.cuda.pages import PAGE, PagePool, allocate_pages, page_bytes, pages_of
-from compiler.targets.slots import SlotPool, check_copy
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.ir.state import StateSpec
+from tilewright.compiler.targets.base import CompileOptions, StateHandle
+from tilewright.compiler.targets.cuda.numerics import cache_kind
+from tilewright.compiler.targets.cuda.pages import (
+    PAGE,
+    PagePool,
+    allocate_pages,
+    page_bytes,
+    pages_of,
+)
+from tilewright.compiler.targets.slots import SlotPool, check_copy
 
 
 def sequence_bytes(specs: Sequence[StateSpec]) -> int:

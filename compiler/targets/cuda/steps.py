@@ -13,9 +13,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from compiler.targets.cuda.buffers import Buffers, padded
-from compiler.targets.cuda.held import HeldWeight
-from compiler.targets.cuda.instructions import (
+from tilewright.compiler.targets.cuda.buffers import Buffers, padded
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.instructions import (
     LOGITS,
     OPERAND,
     Attend,
@@ -33,23 +33,23 @@ from compiler.targets.cuda.instructions import (
     Route,
     SwiGLU,
 )
-from compiler.targets.cuda.kernels import attention_decode, native, native_attention
-from compiler.targets.cuda.kernels.attention_prefill import attend_prefill
-from compiler.targets.cuda.kernels.dequantise import dequantise
-from compiler.targets.cuda.kernels.embedding import embed
-from compiler.targets.cuda.kernels.linear import linear as triton_linear
-from compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
-from compiler.targets.cuda.kernels.rope import rotate_and_store
-from compiler.targets.cuda.kernels.swiglu import swiglu, swiglu_apart
-from compiler.targets.cuda.library import (
+from tilewright.compiler.targets.cuda.kernels import attention_decode, native, native_attention
+from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
+from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
+from tilewright.compiler.targets.cuda.kernels.embedding import embed
+from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
+from tilewright.compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
+from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
+from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu, swiglu_apart
+from tilewright.compiler.targets.cuda.library import (
     add_product,
     apply_function,
     attend_from_start,
     store_product,
 )
-from compiler.targets.cuda.state import PagedState
-from compiler.targets.cuda.steps_mixers import Mixers
-from compiler.targets.cuda.weights import Weights, product_of, table_of, vector_of
+from tilewright.compiler.targets.cuda.state import PagedState
+from tilewright.compiler.targets.cuda.steps_mixers import Mixers
+from tilewright.compiler.targets.cuda.weights import Weights, product_of, table_of, vector_of
 
 MAX_ROWS = native.MAX_TOKENS
 """Rows of a decode step."""

@@ -12,17 +12,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.targets.cuda.buffers import Buffers
-from compiler.targets.cuda.instructions import ExpertLinear, ExpertSum, Linear, Plan, Route
-from compiler.targets.cuda.kernels import native_experts
-from compiler.targets.cuda.kernels.expert_linear import (
+from tilewright.compiler.targets.cuda.buffers import Buffers
+from tilewright.compiler.targets.cuda.instructions import (
+    ExpertLinear,
+    ExpertSum,
+    Linear,
+    Plan,
+    Route,
+)
+from tilewright.compiler.targets.cuda.kernels import native_experts
+from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     FEW_PAIRS,
     MANY_PAIRS,
     expert_linear,
     sum_experts,
 )
-from compiler.targets.cuda.kernels.route import Groups, group, route
-from compiler.targets.cuda.weights import Weights, product_of
+from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
+from tilewright.compiler.targets.cuda.weights import Weights, product_of
 
 PART_TOKENS = 8192
 """Tokens of a prompt whose experts run together: what their products take is bounded."""

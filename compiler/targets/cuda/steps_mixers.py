@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from compiler.targets.cuda.buffers import Buffers
-from compiler.targets.cuda.instructions import (
+from tilewright.compiler.targets.cuda.buffers import Buffers
+from tilewright.compiler.targets.cuda.instructions import (
     Convolve,
     DeltaRule,
     ExpertLinear,
@@ -18,14 +18,20 @@ from compiler.targets.cuda.instructions import (
     Route,
     SigmoidGate,
 )
-from compiler.targets.cuda.kernels import native_delta
-from compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_prompt, causal_conv1d_step
-from compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
-from compiler.targets.cuda.kernels.delta_rule_prompt import delta_rule_prompt, scratch_bytes
-from compiler.targets.cuda.kernels.sigmoid_gate import sigmoid_gate
-from compiler.targets.cuda.state import PagedState
-from compiler.targets.cuda.steps_experts import Experts, experts_bytes
-from compiler.targets.cuda.weights import Weights, vector_of
+from tilewright.compiler.targets.cuda.kernels import native_delta
+from tilewright.compiler.targets.cuda.kernels.causal_conv1d import (
+    causal_conv1d_prompt,
+    causal_conv1d_step,
+)
+from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
+from tilewright.compiler.targets.cuda.kernels.delta_rule_prompt import (
+    delta_rule_prompt,
+    scratch_bytes,
+)
+from tilewright.compiler.targets.cuda.kernels.sigmoid_gate import sigmoid_gate
+from tilewright.compiler.targets.cuda.state import PagedState
+from tilewright.compiler.targets.cuda.steps_experts import Experts, experts_bytes
+from tilewright.compiler.targets.cuda.weights import Weights, vector_of
 
 
 def mixer_bytes(plan: Plan, num_tokens: int) -> int:

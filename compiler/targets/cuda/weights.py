@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from compiler.errors import CheckpointError, NoRoomError, one_line
-from compiler.ir.recipe import WeightRecipe, load_dense
-from compiler.targets.base import Progress
-from compiler.targets.cuda.experts import held_sizes, place_experts
-from compiler.targets.cuda.held import EXPONENTS, HeldWeight
-from compiler.targets.cuda.instructions import (
+from tilewright.compiler.errors import CheckpointError, NoRoomError, one_line
+from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
+from tilewright.compiler.targets.base import Progress
+from tilewright.compiler.targets.cuda.experts import held_sizes, place_experts
+from tilewright.compiler.targets.cuda.held import EXPONENTS, HeldWeight
+from tilewright.compiler.targets.cuda.instructions import (
     Attend,
     Convolve,
     DeltaRule,
@@ -30,8 +30,8 @@ from compiler.targets.cuda.instructions import (
     NormHeads,
     Plan,
 )
-from compiler.targets.cuda.numerics import TABLES, format_values, held_kind
-from compiler.targets.cuda.packing import GROUP, fits, hold
+from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
+from tilewright.compiler.targets.cuda.packing import GROUP, fits, hold
 
 _DATA, _SCALE = "data", "scale"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from compiler.targets.tenstorrent.target import BoardTarget
+from tilewright.compiler.targets.tenstorrent.target import BoardTarget
 
 N150, N300, T3K, TG = (partial(BoardTarget, name) for name in ("n150", "n300", "t3k", "tg"))
 

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from compiler.formats.block_float import TILE
-from compiler.targets.tenstorrent.matrix_unit import MatmulSettings, matmul, packed
-from compiler.targets.tenstorrent.program import Attention
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent.matrix_unit import MatmulSettings, matmul, packed
+from tilewright.compiler.targets.tenstorrent.program import Attention
 
 
 def pack(x: Tensor, format_: str) -> Tensor:

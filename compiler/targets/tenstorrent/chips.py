@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from compiler.formats import get_format
-from compiler.ir.recipe import load_dense
-from compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh
-from compiler.targets.tenstorrent.program import Value, Weight
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.recipe import load_dense
+from tilewright.compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh
+from tilewright.compiler.targets.tenstorrent.program import Value, Weight
 
 Chip = tuple[int, int]
 """Row and column in the mesh; 0 along an axis whose chips hold the same."""

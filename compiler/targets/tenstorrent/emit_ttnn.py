@@ -13,15 +13,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler.errors import CompileError
-from compiler.formats.block_float import TILE
-from compiler.ir.recipe import load_dense
-from compiler.targets.tensor_files import save_tensors
-from compiler.targets.tenstorrent.emit_ttnn_lines import Line, Marks, mark_of, quoted
-from compiler.targets.tenstorrent.emit_ttnn_ops import InstructionLines
-from compiler.targets.tenstorrent.emit_ttnn_steps import MAIN, STEPS
-from compiler.targets.tenstorrent.emit_ttnn_text import IMPORTS, PLACES, WEIGHT_CLASS, WEIGHTS
-from compiler.targets.tenstorrent.emit_ttnn_weights import (
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.ir.recipe import load_dense
+from tilewright.compiler.targets.tensor_files import save_tensors
+from tilewright.compiler.targets.tenstorrent.emit_ttnn_lines import Line, Marks, mark_of, quoted
+from tilewright.compiler.targets.tenstorrent.emit_ttnn_ops import InstructionLines
+from tilewright.compiler.targets.tenstorrent.emit_ttnn_steps import MAIN, STEPS
+from tilewright.compiler.targets.tenstorrent.emit_ttnn_text import (
+    IMPORTS,
+    PLACES,
+    WEIGHT_CLASS,
+    WEIGHTS,
+)
+from tilewright.compiler.targets.tenstorrent.emit_ttnn_weights import (
     constants,
     fidelities,
     header,
@@ -29,8 +34,8 @@ from compiler.targets.tenstorrent.emit_ttnn_weights import (
     table_text,
     weight_tables,
 )
-from compiler.targets.tenstorrent.placement import PAGE, key_chunk
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.targets.tenstorrent.placement import PAGE, key_chunk
+from tilewright.compiler.targets.tenstorrent.program import (
     DECODE,
     PREFILL,
     Attention,

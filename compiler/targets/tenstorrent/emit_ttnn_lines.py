@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
-from compiler.errors import CompileError
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.tenstorrent.program import (
     DECODE,
     L1,
     WIDTH_SHARDED,

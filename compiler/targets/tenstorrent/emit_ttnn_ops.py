@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from compiler.errors import CompileError
-from compiler.formats.block_float import TILE
-from compiler.targets.tenstorrent.emit_ttnn_lines import DTYPES, HEADS, Lines, quoted
-from compiler.targets.tenstorrent.mesh import ROWS
-from compiler.targets.tenstorrent.product_blocks import prompt_blocks, step_blocks
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent.emit_ttnn_lines import DTYPES, HEADS, Lines, quoted
+from tilewright.compiler.targets.tenstorrent.mesh import ROWS
+from tilewright.compiler.targets.tenstorrent.product_blocks import prompt_blocks, step_blocks
+from tilewright.compiler.targets.tenstorrent.program import (
     WIDTH_SHARDED,
     Add,
     AllGather,

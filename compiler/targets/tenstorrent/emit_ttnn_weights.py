@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from compiler import __version__
-from compiler.formats import FIDELITIES
-from compiler.targets.tenstorrent.emit_ttnn_lines import DTYPES, Line, Marks, mark_of, quoted
-from compiler.targets.tenstorrent.mesh import ROWS, Split
-from compiler.targets.tenstorrent.product_blocks import step_blocks
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler import __version__
+from tilewright.compiler.formats import FIDELITIES
+from tilewright.compiler.targets.tenstorrent.emit_ttnn_lines import (
+    DTYPES,
+    Line,
+    Marks,
+    mark_of,
+    quoted,
+)
+from tilewright.compiler.targets.tenstorrent.mesh import ROWS, Split
+from tilewright.compiler.targets.tenstorrent.product_blocks import step_blocks
+from tilewright.compiler.targets.tenstorrent.program import (
     Attention,
     ComputeConfig,
     DeviceProgram,

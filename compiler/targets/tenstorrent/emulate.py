@@ -14,12 +14,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from compiler.formats.block_float import TILE
-from compiler.targets.tenstorrent import arithmetic
-from compiler.targets.tenstorrent.arithmetic import pack
-from compiler.targets.tenstorrent.chips import Chip, Dealt, along, axes_of
-from compiler.targets.tenstorrent.matrix_unit import MatmulSettings, matmul
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent import arithmetic
+from tilewright.compiler.targets.tenstorrent.arithmetic import pack
+from tilewright.compiler.targets.tenstorrent.chips import Chip, Dealt, along, axes_of
+from tilewright.compiler.targets.tenstorrent.matrix_unit import MatmulSettings, matmul
+from tilewright.compiler.targets.tenstorrent.program import (
     Add,
     AllGather,
     AllReduce,
@@ -39,7 +39,7 @@ from compiler.targets.tenstorrent.program import (
     Value,
     Weight,
 )
-from compiler.targets.threads import single_torch_thread
+from tilewright.compiler.targets.threads import single_torch_thread
 
 _FEW_ROWS = 8
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from compiler.targets.base import (
+from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
     Executable,
@@ -17,13 +17,13 @@ from compiler.targets.base import (
     StepOutput,
     finish_step,
 )
-from compiler.targets.contract import NumericContract
-from compiler.targets.slots import SlotPool
-from compiler.targets.tenstorrent.chips import Dealt
-from compiler.targets.tenstorrent.emulate import Emulator, Work
-from compiler.targets.tenstorrent.memory_plan import plan_memory
-from compiler.targets.tenstorrent.program import DeviceProgram
-from compiler.targets.threads import torch_threads
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.slots import SlotPool
+from tilewright.compiler.targets.tenstorrent.chips import Dealt
+from tilewright.compiler.targets.tenstorrent.emulate import Emulator, Work
+from tilewright.compiler.targets.tenstorrent.memory_plan import plan_memory
+from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
+from tilewright.compiler.targets.threads import torch_threads
 
 
 class EmulatedExecutable(Executable):

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiler import ops
-from compiler.devices import get_device
-from compiler.errors import CompileError
-from compiler.ir.info import info
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.text import operator_name
-from compiler.targets.tenstorrent import placement
-from compiler.targets.tenstorrent.lower_attention import lower_attention, qkv_axis
-from compiler.targets.tenstorrent.lower_context import (
+from tilewright.compiler import ops
+from tilewright.compiler.devices import get_device
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.text import operator_name
+from tilewright.compiler.targets.tenstorrent import placement
+from tilewright.compiler.targets.tenstorrent.lower_attention import lower_attention, qkv_axis
+from tilewright.compiler.targets.tenstorrent.lower_context import (
     SMALL,
     LoweringContext,
     recipe_of,
     whose,
 )
-from compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh, Split, deal
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh, Split, deal
+from tilewright.compiler.targets.tenstorrent.program import (
     DECODE,
     PREFILL,
     Add,

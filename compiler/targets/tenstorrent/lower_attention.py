@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.info import info
-from compiler.ir.state import StateSpec
-from compiler.targets.tenstorrent import placement
-from compiler.targets.tenstorrent.lower_context import (
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.state import StateSpec
+from tilewright.compiler.targets.tenstorrent import placement
+from tilewright.compiler.targets.tenstorrent.lower_context import (
     SMALL,
     LoweringContext,
     as_node,
     recipe_of,
     whose,
 )
-from compiler.targets.tenstorrent.mesh import ROWS, HeadSplit, Split, join, split_heads
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.targets.tenstorrent.mesh import ROWS, HeadSplit, Split, join, split_heads
+from tilewright.compiler.targets.tenstorrent.program import (
     Attention,
     Cache,
     ComputeConfig,

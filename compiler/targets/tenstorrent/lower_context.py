@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from compiler.ir.info import NodeInfo, info
-from compiler.ir.recipe import WeightRecipe
-from compiler.precision import output_format
-from compiler.targets.tenstorrent import placement
-from compiler.targets.tenstorrent.mesh import Mesh, Split, deal
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.ir.info import NodeInfo, info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.precision import output_format
+from tilewright.compiler.targets.tenstorrent import placement
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh, Split, deal
+from tilewright.compiler.targets.tenstorrent.program import (
     ComputeConfig,
     Instruction,
     Memory,

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.errors import CompileError, allowed
-from compiler.formats import FIDELITIES, BlockFloat, Fidelity, get_format
-from compiler.formats.block_float import TILE
+from tilewright.compiler.errors import CompileError, allowed
+from tilewright.compiler.formats import FIDELITIES, BlockFloat, Fidelity, get_format
+from tilewright.compiler.formats.block_float import TILE
 
 OUT_FORMATS = ("fp32", "bf16", "bfp8", "bfp4")
 OPERAND_FORMATS = ("bf16", "bfp8", "bfp4", "bfp2")
@@ -53,7 +53,7 @@ class MatmulSettings:
 
     @classmethod
     def of(cls, fidelity: Fidelity | str, *, k_block: int, out_format: str) -> MatmulSettings:
-        """The settings behind a named fidelity (`compiler.formats.FIDELITIES`)."""
+        """The settings behind a named fidelity (`tilewright.compiler.formats.FIDELITIES`)."""
         named = FIDELITIES[fidelity] if isinstance(fidelity, str) else fidelity
         return cls(
             num_phases=named.num_phases,
@@ -166,9 +166,9 @@ def _accumulate(
 ) -> None:
     try:
         if act.device.type == "cuda":
-            from compiler.targets.tenstorrent.matrix_unit_cuda import accumulate
+            from tilewright.compiler.targets.tenstorrent.matrix_unit_cuda import accumulate
         else:
-            from compiler.targets.tenstorrent.matrix_unit_cpu import accumulate
+            from tilewright.compiler.targets.tenstorrent.matrix_unit_cpu import accumulate
     except ImportError as error:
         raise CompileError(f"emulated boards: {error}; allowed: with numba installed") from None
     accumulate(

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiler.files import cache_dir
-from compiler.targets.tenstorrent import matrix_unit_tile
-from compiler.targets.tenstorrent.matrix_unit import StridedWeight
-from compiler.targets.tenstorrent.matrix_unit_tile import (
+from tilewright.compiler.files import cache_dir
+from tilewright.compiler.targets.tenstorrent import matrix_unit_tile
+from tilewright.compiler.targets.tenstorrent.matrix_unit import StridedWeight
+from tilewright.compiler.targets.tenstorrent.matrix_unit_tile import (
     LANES,
     LEAST_EXPONENT,
     PHASE_EXPONENTS,

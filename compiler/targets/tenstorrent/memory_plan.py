@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from compiler.devices import get_device
-from compiler.errors import CompileError
-from compiler.targets.tenstorrent.product_blocks import product_bytes
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.devices import get_device
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.tenstorrent.product_blocks import product_bytes
+from tilewright.compiler.targets.tenstorrent.program import (
     L1,
     DeviceProgram,
     Matmul,

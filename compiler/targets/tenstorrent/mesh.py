@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from compiler.errors import CompileError
-from compiler.formats.block_float import TILE
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats.block_float import TILE
 
 ROWS, COLUMNS = "r", "c"
 

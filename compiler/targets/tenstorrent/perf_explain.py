@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 
-from compiler.targets.tenstorrent.perf_constants import FITTED, Constants
-from compiler.targets.tenstorrent.perf_price import Priced, price, work_seconds
-from compiler.targets.tenstorrent.perf_work import Work, program_work
-from compiler.targets.tenstorrent.placement import WEIGHT_FORMATS
-from compiler.targets.tenstorrent.program import DECODE, DeviceProgram, tile_bytes
+from tilewright.compiler.targets.tenstorrent.perf_constants import FITTED, Constants
+from tilewright.compiler.targets.tenstorrent.perf_price import Priced, price, work_seconds
+from tilewright.compiler.targets.tenstorrent.perf_work import Work, program_work
+from tilewright.compiler.targets.tenstorrent.placement import WEIGHT_FORMATS
+from tilewright.compiler.targets.tenstorrent.program import DECODE, DeviceProgram, tile_bytes
 
 EXPLAIN_COLUMNS = ("instruction", "count", "MB", "us", "of step", "bound")
 COST_COLUMNS = ("tensor group", "format", "MB", "ms", *(f"in {name}" for name in WEIGHT_FORMATS))

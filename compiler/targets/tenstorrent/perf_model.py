@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiler.targets.tenstorrent.perf_constants import (
+from tilewright.compiler.targets.tenstorrent.perf_constants import (
     ERROR_BARS,
     FITTED,
     SMALLEST_FITTED,
     Constants,
 )
-from compiler.targets.tenstorrent.perf_explain import (
+from tilewright.compiler.targets.tenstorrent.perf_explain import (
     COST_COLUMNS,
     EXPLAIN_COLUMNS,
     cost_rows,
     explain_rows,
 )
-from compiler.targets.tenstorrent.perf_price import Priced, price, step_seconds
-from compiler.targets.tenstorrent.placement import PROMPT_CHUNK
-from compiler.targets.tenstorrent.program import DECODE, PREFILL, DeviceProgram, Matmul
+from tilewright.compiler.targets.tenstorrent.perf_price import Priced, price, step_seconds
+from tilewright.compiler.targets.tenstorrent.placement import PROMPT_CHUNK
+from tilewright.compiler.targets.tenstorrent.program import DECODE, PREFILL, DeviceProgram, Matmul
 
 __all__ = ["Prediction", "Priced", "explain_time", "predict", "price", "step_seconds"]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiler.targets.tenstorrent.perf_constants import (
+from tilewright.compiler.targets.tenstorrent.perf_constants import (
     CLOCK,
     FITTED,
     HOP_SECONDS,
@@ -18,14 +18,14 @@ from compiler.targets.tenstorrent.perf_constants import (
     SPREAD_BYTES_PER_S,
     Constants,
 )
-from compiler.targets.tenstorrent.perf_work import (
+from tilewright.compiler.targets.tenstorrent.perf_work import (
     ATTENTION,
     COLLECTIVE,
     MATMUL,
     Work,
     program_work,
 )
-from compiler.targets.tenstorrent.program import DECODE, DeviceProgram, Instruction
+from tilewright.compiler.targets.tenstorrent.program import DECODE, DeviceProgram, Instruction
 
 BOUND_MEMORY, BOUND_COMPUTE, BOUND_START = "memory", "compute", "start"
 BOUND_LINK, BOUND_ROUTE = "links", "steps"

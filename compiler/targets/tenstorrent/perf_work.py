@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiler.formats.block_float import TILE
-from compiler.targets.tenstorrent.mesh import ROWS
-from compiler.targets.tenstorrent.placement import GRID, NUM_BANKS
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent.mesh import ROWS
+from tilewright.compiler.targets.tenstorrent.placement import GRID, NUM_BANKS
+from tilewright.compiler.targets.tenstorrent.program import (
     DECODE,
     DRAM,
     AllGather,

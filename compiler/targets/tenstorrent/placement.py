@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 
-from compiler.errors import CompileError, allowed
-from compiler.formats.block_float import TILE
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.errors import CompileError, allowed
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent.program import (
     DECODE,
     DRAM,
     HEIGHT_SHARDED,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiler.formats.block_float import TILE
-from compiler.targets.tenstorrent.placement import GRID, NUM_BANKS
-from compiler.targets.tenstorrent.program import Matmul, tile_bytes
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent.placement import GRID, NUM_BANKS
+from tilewright.compiler.targets.tenstorrent.program import Matmul, tile_bytes
 
 L1_BYTES = 1_499_136
 """A core's whole L1; ttnn refuses what goes beyond."""

@@ -12,19 +12,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiler.errors import (
+from tilewright.compiler.errors import (
     CheckpointError,
     CompileError,
     ConfigError,
     allowed,
     one_line,
 )
-from compiler.formats.block_float import TILE
-from compiler.passes.fuse_rope_attention import fuse_rope_attention
-from compiler.passes.gather_before_norm import gather_before_norm
-from compiler.passes.merge_qkv import merge_qkv
-from compiler.precision.names import MIXED
-from compiler.targets.base import (
+from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
+from tilewright.compiler.passes.gather_before_norm import gather_before_norm
+from tilewright.compiler.passes.merge_qkv import merge_qkv
+from tilewright.compiler.precision.names import MIXED
+from tilewright.compiler.targets.base import (
     CompileOptions,
     Executable,
     Holding,
@@ -33,7 +33,7 @@ from compiler.targets.base import (
     Stage,
     Target,
 )
-from compiler.targets.contract import (
+from tilewright.compiler.targets.contract import (
     HONOURED,
     NOT_HONOURED,
     Meaning,
@@ -41,20 +41,25 @@ from compiler.targets.contract import (
     NumericContract,
     build_contract,
 )
-from compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
-from compiler.targets.tensor_files import save_tensors
-from compiler.targets.tenstorrent.chips import Dealt, axes_of, check_part, load_weight
-from compiler.targets.tenstorrent.lower import lower_program
-from compiler.targets.tenstorrent.memory_plan import check_memory
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.placement import (
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+from tilewright.compiler.targets.tensor_files import save_tensors
+from tilewright.compiler.targets.tenstorrent.chips import Dealt, axes_of, check_part, load_weight
+from tilewright.compiler.targets.tenstorrent.lower import lower_program
+from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.placement import (
     ACTIVATION_FORMATS,
     CACHE_FORMATS,
     PROMPT_CHUNK,
     WEIGHT_FORMATS,
     check_weight_format,
 )
-from compiler.targets.tenstorrent.program import DECODE, PREFILL, DeviceProgram, tile_bytes
+from tilewright.compiler.targets.tenstorrent.program import (
+    DECODE,
+    PREFILL,
+    DeviceProgram,
+    tile_bytes,
+)
 
 _WEIGHTS = "weights.safetensors"
 
@@ -243,7 +248,10 @@ def _executable(
     options: CompileOptions,
     contract: NumericContract,
 ) -> Executable:
-    from compiler.targets.tenstorrent.executable import EmulatedExecutable, emulation_device
+    from tilewright.compiler.targets.tenstorrent.executable import (
+        EmulatedExecutable,
+        emulation_device,
+    )
 
     device = emulation_device()
     for dealt in weights.values():

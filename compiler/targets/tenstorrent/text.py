@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from compiler.targets.tenstorrent.mesh import Split
-from compiler.targets.tenstorrent.program import (
+from tilewright.compiler.targets.tenstorrent.mesh import Split
+from tilewright.compiler.targets.tenstorrent.program import (
     Cache,
     ComputeConfig,
     CreateHeads,

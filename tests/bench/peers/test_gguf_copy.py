@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from gguf.quants import dequantize, quantize
 
-from compiler.bench.peers.gguf_copy import cached_gguf, gguf_sizes, write_gguf
-from compiler.bench.peers.protocol import Loaded
-from compiler.errors import ConfigError
+from bench.peers.gguf_copy import cached_gguf, gguf_sizes, write_gguf
+from bench.peers.protocol import Loaded
+from tilewright.compiler.errors import ConfigError
 
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
 

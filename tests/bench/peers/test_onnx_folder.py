@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from compiler.bench.peers import onnx_folder
-from compiler.bench.peers.onnx_folder import build, hf_config
-from compiler.errors import ConfigError
-from models.config import Llama3Scaling
+from bench.peers import onnx_folder
+from bench.peers.onnx_folder import build, hf_config
 from tests.tiny import tiny_config
+from tilewright.compiler.errors import ConfigError
+from tilewright.models.config import Llama3Scaling
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench.peers.protocol import Generated, Loaded, serve
-from compiler.bench.peers.worker import Worker, WorkerError
+from bench.peers.protocol import Generated, Loaded, serve
+from bench.peers.worker import Worker, WorkerError
 
 ROOT = Path(__file__).resolve().parents[3]
 
 STUB = """
 import os, signal, sys, time
-from compiler.bench.peers.protocol import Generated, Loaded, serve, take_standard_output
+from bench.peers.protocol import Generated, Loaded, serve, take_standard_output
 
 class Stub:
     def loaded(self):

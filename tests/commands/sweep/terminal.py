@@ -8,9 +8,9 @@ from unittest import mock
 
 from textual.pilot import Pilot
 
-from compiler.bench.sweep.journal import Journal
-from compiler.commands.sweep import show_app
-from compiler.commands.sweep.show_app import LinesTable, SweepApp
+from tilewright.compiler.commands.sweep import show_app
+from tilewright.compiler.commands.sweep.show_app import LinesTable, SweepApp
+from tilewright.compiler.sweep.journal import Journal
 
 SIZE = (80, 24)
 Script = Callable[[Pilot[None], SweepApp], Awaitable[None]]

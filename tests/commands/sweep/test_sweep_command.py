@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import models
-from compiler.artifacts.places import MANIFEST
-from compiler.bench.sweep.journal import Journal
-from compiler.cli import main
-from compiler.commands.sweep.options import read_options
-from compiler.commands.sweep.run import plan_cells
 from tests.commands.conftest import Refused
 from tests.commands.sweep import journals
 from tests.sweep_cells import cell, planned
+from tilewright import models
+from tilewright.compiler.artifacts.places import MANIFEST
+from tilewright.compiler.cli import main
+from tilewright.compiler.commands.sweep.options import read_options
+from tilewright.compiler.commands.sweep.run import plan_cells
+from tilewright.compiler.sweep.journal import Journal
 
 GRID = ("--precisions", "all-q80")
 

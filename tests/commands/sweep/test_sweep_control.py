@@ -9,12 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench.markdown import Table as MarkdownTable
-from compiler.bench.markdown import parse_blocks
-from compiler.bench.sweep.journal import Added, Journal
-from compiler.cli import main as cli
-from compiler.commands.sweep import control, tables
-from compiler.errors import ConfigError
 from tests.commands.sweep.journals import (
     FOUR,
     cells,
@@ -24,6 +18,12 @@ from tests.commands.sweep.journals import (
     finish,
     four,
 )
+from tilewright.compiler.bench.markdown import Table as MarkdownTable
+from tilewright.compiler.bench.markdown import parse_blocks
+from tilewright.compiler.cli import main as cli
+from tilewright.compiler.commands.sweep import control, tables
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.sweep.journal import Added, Journal
 
 NAMES = FOUR
 ROOT = Path(__file__).parents[3]
@@ -353,7 +353,7 @@ def test_a_torn_last_line_is_said(journal: Journal, capsys: pytest.CaptureFixtur
 
 def test_the_command_is_a_process_without_torch(journal: Journal) -> None:
     code = (
-        "import sys; from compiler.commands.sweep import control; "
+        "import sys; from tilewright.compiler.commands.sweep import control; "
         f"control.main('status', [{str(journal.path)!r}]); "
         "assert not {'torch', 'textual', 'numpy'} & set(sys.modules)"
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.commands.sweep.layout import plain_line, plain_text, shorten
+from tilewright.compiler.commands.sweep.layout import plain_line, plain_text, shorten
 
 
 @given(st.text())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench.sweep.journal import Asked, Journal
-from compiler.commands.sweep import control
 from tests.commands.sweep.journals import FOUR, cells, four, start
+from tilewright.compiler.commands.sweep import control
+from tilewright.compiler.sweep.journal import Asked, Journal
 
 
 @pytest.fixture

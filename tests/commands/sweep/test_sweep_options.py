@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.commands.sweep import options, run, search
-from compiler.commands.sweep.options import SweepOptions, _size, read_options
-from compiler.errors import ConfigError
 from tests.commands.conftest import Refused
 from tests.sweep_cells import cell, planned
+from tilewright.compiler.commands.sweep import options, run, search
+from tilewright.compiler.commands.sweep.options import SweepOptions, _size, read_options
+from tilewright.compiler.errors import ConfigError
 
 YAML = """\
 models: {model}

@@ -9,10 +9,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from compiler.bench.sweep.cell import Cell
-from compiler.bench.sweep.journal import Asked, Finished, Journal, Started
-from compiler.commands.sweep.progress import sweep_progress
-from compiler.commands.sweep.run import say_result
 from tests.sweep_cells import (
     accuracy_cell,
     accuracy_result,
@@ -22,6 +18,10 @@ from tests.sweep_cells import (
     planned,
     speed_result,
 )
+from tilewright.compiler.commands.sweep.progress import sweep_progress
+from tilewright.compiler.commands.sweep.run import say_result
+from tilewright.compiler.sweep.cell import Cell
+from tilewright.compiler.sweep.journal import Asked, Finished, Journal, Started
 
 LONG = "exit code 1: " + "no room [/left] in [red]" + "x" * 200
 

@@ -13,13 +13,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from compiler.bench import perf_md
-from compiler.bench.results import read
-from compiler.bench.sweep import sensitivity_report
-from compiler.bench.sweep.cell import Cell
-from compiler.bench.sweep.journal import Added
-from compiler.cli import main
-from compiler.commands.sweep import report
 from tests.sweep_cells import (
     accuracy_cell,
     accuracy_result,
@@ -30,6 +23,13 @@ from tests.sweep_cells import (
     renamed,
     speed_result,
 )
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.results import read
+from tilewright.compiler.cli import main
+from tilewright.compiler.commands.sweep import report
+from tilewright.compiler.sweep import sensitivity_report
+from tilewright.compiler.sweep.cell import Cell
+from tilewright.compiler.sweep.journal import Added
 
 ROOT = Path(__file__).parents[3]
 Sweep = Callable[..., Path]
@@ -301,7 +301,7 @@ def test_a_sensitivity_is_drawn_and_written_by_its_own_module(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("matplotlib")
-    from compiler.bench.plot import draw_heat_map
+    from tilewright.compiler.bench.plot import draw_heat_map
 
     def drawn(state: object) -> list[tuple[str, Any]]:
         return [("loss", draw_heat_map([[1.0]], rows=["0"], columns=["ff2"], title="", label=""))]
@@ -349,7 +349,7 @@ def test_a_sensitivity_from_its_file_to_its_tables_and_maps(
 
 
 def test_export_starts_without_torch(sweep: Sweep) -> None:
-    code = "import sys; from compiler.cli import main; main(sys.argv[1:])"
+    code = "import sys; from tilewright.compiler.cli import main; main(sys.argv[1:])"
     code += "; print('torch' in sys.modules)"
     argv = [sys.executable, "-c", code, "sweep", "export", str(sweep())]
     done = subprocess.run(argv, capture_output=True, text=True, check=True, cwd=ROOT)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench import stats
-from compiler.bench.sweep.journal import Asked, Journal, Planned, Started
-from compiler.cli import main
-from compiler.commands.sweep import run
-from compiler.commands.sweep.options import read_options
 from tests.sweep_cells import cell, done, planned, speed_result
+from tilewright.compiler.bench import stats
+from tilewright.compiler.cli import main
+from tilewright.compiler.commands.sweep import run
+from tilewright.compiler.commands.sweep.options import read_options
+from tilewright.compiler.sweep.journal import Asked, Journal, Planned, Started
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = ("--cases", "performance-device-perf")

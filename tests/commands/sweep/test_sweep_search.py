@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from compiler.bench.sweep.journal import Journal
-from compiler.bench.sweep.model import SweptModel, swept_model
-from compiler.bench.sweep.process import CellProcess
-from compiler.cli import main
-from compiler.commands.sweep import search
-from compiler.commands.sweep.options import SweepOptions
-from compiler.precision import load_precision
-from models import load_model
-from tests.bench.sweep.planted import Planted, known_sensitivities, planted_kl, planted_model
+from tests.sweep.planted import Planted, known_sensitivities, planted_kl, planted_model
+from tilewright.compiler.cli import main
+from tilewright.compiler.commands.sweep import search
+from tilewright.compiler.commands.sweep.options import SweepOptions
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.sweep.journal import Journal
+from tilewright.compiler.sweep.model import SweptModel, swept_model
+from tilewright.compiler.sweep.process import CellProcess
+from tilewright.models import load_model
 
 
 @pytest.fixture(scope="module")

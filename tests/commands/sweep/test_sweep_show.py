@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-from compiler.bench.sweep.journal import Journal
-from compiler.cli import main as cli
-from compiler.commands.sweep import show
-from compiler.errors import ConfigError
 from tests.commands.sweep.journals import (
     PUBLISHED,
     cells,
@@ -21,14 +17,18 @@ from tests.commands.sweep.journals import (
     start,
     twelve,
 )
+from tilewright.compiler.cli import main as cli
+from tilewright.compiler.commands.sweep import show
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.sweep.journal import Journal
 
 pytest.importorskip("textual")
 
 from textual.pilot import Pilot
 from textual.widgets import Footer
 
-from compiler.commands.sweep.show_app import LinesTable, SweepApp
 from tests.commands.sweep.terminal import drive, go_to, names, press, screen, text, until
+from tilewright.compiler.commands.sweep.show_app import LinesTable, SweepApp
 
 NAMES = PUBLISHED
 
@@ -280,7 +280,7 @@ def test_without_the_library_it_says_what_to_install(
     pretend_terminal(monkeypatch)
     for name in [each for each in sys.modules if each.partition(".")[0] == "textual"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "compiler.commands.sweep.show_app")
+    monkeypatch.delitem(sys.modules, "tilewright.compiler.commands.sweep.show_app")
     monkeypatch.setitem(sys.modules, "textual", None)
     message = "sweep show needs textual; allowed: pip install tilewright[show]"
     assert refuse(str(journal.path)) == message

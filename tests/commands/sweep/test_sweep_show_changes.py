@@ -7,7 +7,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from compiler.bench.sweep.journal import Added, Asked, Finished, Journal
 from tests.commands.sweep.journals import (
     PUBLISHED,
     cells,
@@ -16,14 +15,15 @@ from tests.commands.sweep.journals import (
     start,
     twelve,
 )
+from tilewright.compiler.sweep.journal import Added, Asked, Finished, Journal
 
 pytest.importorskip("textual")
 
 from textual.pilot import Pilot
 from textual.widgets import Static
 
-from compiler.commands.sweep.show_app import SweepApp
 from tests.commands.sweep.terminal import drive, go_to, line_of, names, press, screen, text, until
+from tilewright.compiler.commands.sweep.show_app import SweepApp
 
 NAMES = PUBLISHED
 

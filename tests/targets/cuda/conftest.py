@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from compiler.formats.base import BlockEncoded
-from compiler.formats.block_float import BFP8
-from compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
+from tilewright.compiler.formats.base import BlockEncoded
+from tilewright.compiler.formats.block_float import BFP8
+from tilewright.compiler.targets.cuda.pages import PAGE, KVPages, allocate_pages
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from compiler.formats.block_float import BFP8
-from compiler.ops.dense import rotate
-from compiler.targets.cuda.kernels.attention_decode import decode_scratch
+from tilewright.compiler.formats.block_float import BFP8
+from tilewright.compiler.ops.dense import rotate
+from tilewright.compiler.targets.cuda.kernels.attention_decode import decode_scratch
 
 SCALE = 0.11
 

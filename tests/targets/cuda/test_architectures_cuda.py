@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.rewrite import find_calls
-from compiler.targets.cuda.instructions import (
+from tests.models.test_phi3 import longrope
+from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, EXACT, noise, on_cuda
+from tests.targets.test_conformance import assert_near
+from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.targets.cuda.instructions import (
     Attend,
     Embed,
     Gather,
@@ -20,12 +24,8 @@ from compiler.targets.cuda.instructions import (
     NormHeads,
     Plan,
 )
-from compiler.targets.cuda.plan import make_plan
-from models.architectures import model_types
-from tests.models.test_phi3 import longrope
-from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, EXACT, noise, on_cuda
-from tests.targets.test_conformance import assert_near
-from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.models.architectures.base import model_types
 
 SHAPES: dict[str, dict[str, Any]] = {
     model_type: module.ON_CUDA

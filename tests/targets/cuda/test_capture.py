@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.ops import SamplingBatch
-from compiler.targets.base import Executable, StateHandle
-from compiler.targets.cuda import capture
-from compiler.targets.cuda import steps as steps_module
-from compiler.targets.cuda.capture import Captured, make_choice, prompt_buckets
-from compiler.targets.cuda.plan import make_plan
-from compiler.targets.cuda.steps import Rows
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
 from tests.tiny import compiled, lowered, precision_of, random_tokens, step, tiny_model
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.targets.base import Executable, StateHandle
+from tilewright.compiler.targets.cuda import capture
+from tilewright.compiler.targets.cuda import steps as steps_module
+from tilewright.compiler.targets.cuda.capture import Captured, make_choice, prompt_buckets
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.steps import Rows
 
 CPU = torch.device("cpu")
 VOCABULARY = 1003

@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.precision import PrecisionConfig
-from compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
 from tests.targets.test_conformance import (  # noqa: F401 (tests that any executable must pass)
     EXACT,
     SHAPES,
@@ -24,6 +22,8 @@ from tests.targets.test_conformance import (  # noqa: F401 (tests that any execu
     tokens_of,
 )
 from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
 
 SMALL: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 16, "intermediate_size": 32},

@@ -8,13 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compiler.artifacts.folder import open_folder, seal_folder
-from compiler.artifacts.places import digest_memory
-from compiler.artifacts.program import load_program, write_program
-from compiler.cli import main
-from compiler.driver import compile_model
-from compiler.errors import CheckpointError, CompileError
-from compiler.targets.base import CompileOptions, Holding, get_target
 from tests.tiny import (
     FakeCheckpoint,
     pipeline,
@@ -23,6 +16,13 @@ from tests.tiny import (
     random_tokens,
     tiny_model,
 )
+from tilewright.compiler.artifacts.folder import open_folder, seal_folder
+from tilewright.compiler.artifacts.places import digest_memory
+from tilewright.compiler.artifacts.program import load_program, write_program
+from tilewright.compiler.cli import main
+from tilewright.compiler.driver import compile_model
+from tilewright.compiler.errors import CheckpointError, CompileError
+from tilewright.compiler.targets.base import CompileOptions, Holding, get_target
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 BFP8 = precision_of("bfp8", "hifi2")

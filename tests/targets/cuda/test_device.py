@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.driver import weight_source
-from compiler.errors import CompileError
-from compiler.targets.base import CompileOptions
-from compiler.targets.cuda import device as device_module
-from compiler.targets.cuda.device import (
+from tests.tiny import lowered, precision_of, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda import device as device_module
+from tilewright.compiler.targets.cuda.device import (
     check_fits,
     check_room,
     open_device,
@@ -21,12 +22,11 @@ from compiler.targets.cuda.device import (
     weight_bytes,
     work_bytes,
 )
-from compiler.targets.cuda.instructions import Plan
-from compiler.targets.cuda.numerics import cache_kind
-from compiler.targets.cuda.pages import allocate_pages, pages_of
-from compiler.targets.cuda.plan import make_plan
-from compiler.targets.cuda.weights import load_weights
-from tests.tiny import lowered, precision_of, tiny_model
+from tilewright.compiler.targets.cuda.instructions import Plan
+from tilewright.compiler.targets.cuda.numerics import cache_kind
+from tilewright.compiler.targets.cuda.pages import allocate_pages, pages_of
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.weights import load_weights
 
 MODEL = tiny_model(max_positions=4096)
 OPTIONS = CompileOptions(max_batch=3, max_context=130)

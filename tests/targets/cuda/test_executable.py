@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler import ops
-from compiler.errors import RequestError
-from compiler.ops import SamplingBatch
-from compiler.runtime.engine import Engine
-from compiler.targets.base import Executable, StepInput, StepOutput
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, BFP8_CACHE_NOISE, SMALL
 from tests.tiny import compiled, precision_of, random_tokens, step, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.targets.base import Executable, StepInput, StepOutput
 
 BF16 = precision_of("bf16", kv_cache="bfp8")
 

@@ -7,19 +7,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiler.driver import weight_source
-from compiler.errors import CheckpointError
-from compiler.formats import get_format
-from compiler.ir.recipe import Segment, WeightRecipe
-from compiler.targets.cuda.device import weight_bytes
-from compiler.targets.cuda.experts import place_experts
-from compiler.targets.cuda.instructions import ExpertLinear, ExpertSum
-from compiler.targets.cuda.numerics import holding
-from compiler.targets.cuda.packing import unpack
-from compiler.targets.cuda.plan import make_plan
-from compiler.targets.cuda.weights import load_weights, product_of, read_weights, write_weights
 from tests.models import test_qwen3_5_moe, test_qwen3_moe
 from tests.tiny import lowered, precision_of
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.device import weight_bytes
+from tilewright.compiler.targets.cuda.experts import place_experts
+from tilewright.compiler.targets.cuda.instructions import ExpertLinear, ExpertSum
+from tilewright.compiler.targets.cuda.numerics import holding
+from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.weights import (
+    load_weights,
+    product_of,
+    read_weights,
+    write_weights,
+)
 
 CPU = torch.device("cpu")
 

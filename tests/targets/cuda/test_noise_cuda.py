@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.formats import get_format
 from tests.targets.cuda.test_architectures_cuda import SHAPES, SMALL
 from tests.targets.cuda.test_conformance_cuda import on_cuda
 from tests.tiny import FakeCheckpoint, precision_of, prefill, random_tokens, tiny_model
 from tests.twins import twin_of
+from tilewright.compiler.formats import get_format
 
 NUM_SEQUENCES, LENGTH = 2, 8
 WITH_A_TWIN = [

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler.errors import CompileError
-from compiler.formats import get_format
-from compiler.ir.recipe import Segment, WeightRecipe
-from compiler.targets.base import CompileOptions, Holding, get_target
-from compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED
-from compiler.targets.cuda.numerics import cache_kind, format_values, held_kind, meanings
 from tests.tiny import lowered, precision_of, tiny_model
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.base import CompileOptions, Holding, get_target
+from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED
+from tilewright.compiler.targets.cuda.numerics import cache_kind, format_values, held_kind, meanings
 
 
 def recipe(name: str, axis: str = "in") -> WeightRecipe:

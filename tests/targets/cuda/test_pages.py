@@ -7,9 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import RequestError
-from compiler.ir.state import PER_TOKEN, StateSpec
-from compiler.targets.cuda.pages import PAGE, PagePool, allocate_pages, page_bytes, pages_of
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
+from tilewright.compiler.targets.cuda.pages import (
+    PAGE,
+    PagePool,
+    allocate_pages,
+    page_bytes,
+    pages_of,
+)
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.recipe import WeightRecipe
-from compiler.ir.rewrite import find_calls
-from compiler.targets.cuda.instructions import (
+from tests.tiny import QWEN2, check_golden, lowered, precision_of, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.targets.cuda.instructions import (
     LOGITS,
     Attend,
     Embed,
@@ -22,8 +23,7 @@ from compiler.targets.cuda.instructions import (
     Plan,
     SwiGLU,
 )
-from compiler.targets.cuda.plan import make_plan
-from tests.tiny import QWEN2, check_golden, lowered, precision_of, tiny_model
+from tilewright.compiler.targets.cuda.plan import make_plan
 
 MIXED = "0: {wqkv: bfp4}, *.q_proj: {wqkv: bf16}"
 UNMERGED = "*.q_proj: {wqkv: bfp4}, *.up_proj: {ff1_3: bfp4}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.info import info
-from compiler.ir.rewrite import find_calls
-from compiler.targets.cuda.instructions import (
+from tests.models import test_qwen3_5_moe, test_qwen3_moe
+from tests.models.test_qwen3_5_moe import SIZES
+from tests.tiny import lowered, precision_of, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.targets.cuda.instructions import (
     OPERAND,
     RESIDUAL,
     Attend,
@@ -26,11 +29,8 @@ from compiler.targets.cuda.instructions import (
     SigmoidGate,
     SwiGLU,
 )
-from compiler.targets.cuda.plan import make_plan
-from models.gated_delta_net import DeltaShape
-from tests.models import test_qwen3_5_moe, test_qwen3_moe
-from tests.models.test_qwen3_5_moe import SIZES
-from tests.tiny import lowered, precision_of, tiny_model
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.models.architectures.gated_delta_net import DeltaShape
 
 EXPERTS = [Norm, Linear, Route, ExpertLinear]
 SHARED = [Linear, Linear, ExpertSum]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler.errors import RequestError
-from compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
-from compiler.targets.base import CompileOptions
-from compiler.targets.cuda.state import PagedState, sequence_bytes
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda.state import PagedState, sequence_bytes
 
 KV = StateSpec("kv", PER_TOKEN, (2, 1, 16), "bf16")
 OWN = (

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.driver import weight_source
-from compiler.precision import PrecisionConfig
-from compiler.targets.cuda.executable import CudaExecutable
-from compiler.targets.cuda.instructions import Linear, Plan
-from compiler.targets.cuda.kernels import native_experts, nvrtc
-from compiler.targets.cuda.plan import make_plan
-from compiler.targets.cuda.steps_experts import Experts
-from compiler.targets.cuda.weights import load_weights
-from models.gated_delta_net import DeltaShape
 from tests.models.test_qwen3_5_moe import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
 from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.cuda.executable import CudaExecutable
+from tilewright.compiler.targets.cuda.instructions import Linear, Plan
+from tilewright.compiler.targets.cuda.kernels import native_experts, nvrtc
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.steps_experts import Experts
+from tilewright.compiler.targets.cuda.weights import load_weights
+from tilewright.models.architectures.gated_delta_net import DeltaShape
 
 BF16 = precision_of("bf16")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -9,25 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.errors import RequestError
-from compiler.ops import SamplingBatch
-from compiler.runtime.batch import Piece, build_step
-from compiler.runtime.engine import Engine
-from compiler.targets.base import CompileOptions, Executable, StepInput
-from compiler.targets.cuda import steps_experts
-from compiler.targets.cuda.device import state_bytes, work_bytes
-from compiler.targets.cuda.executable import CudaExecutable
-from compiler.targets.cuda.kernels import native_delta
-from compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
-from compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
-from compiler.targets.cuda.plan import make_plan
-from compiler.targets.cuda.steps import Rows
-from compiler.targets.cuda.steps_mixers import mixer_bytes
 from tests.models.test_qwen3_5_moe import ON_CUDA
 from tests.runtime.test_engine import Operations
 from tests.targets.cuda.test_conformance_cuda import EXACT, on_cuda
 from tests.targets.test_conformance import assert_near
 from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.runtime.batch import Piece, build_step
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.targets.base import CompileOptions, Executable, StepInput
+from tilewright.compiler.targets.cuda import steps_experts
+from tilewright.compiler.targets.cuda.device import state_bytes, work_bytes
+from tilewright.compiler.targets.cuda.executable import CudaExecutable
+from tilewright.compiler.targets.cuda.kernels import native_delta
+from tilewright.compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
+from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.steps import Rows
+from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
 
 TINY: dict[str, Any] = {**ON_CUDA, "hidden_size": 16, "num_layers": 1, "linear_layers": (True,)}
 BF16 = precision_of("bf16")

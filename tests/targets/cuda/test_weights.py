@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.driver import weight_source
-from compiler.errors import CheckpointError, CompileError, NoRoomError
-from compiler.formats import get_format
-from compiler.targets.cuda.device import weight_bytes
-from compiler.targets.cuda.held import HeldWeight
-from compiler.targets.cuda.instructions import Embed, Plan
-from compiler.targets.cuda.packing import unpack
-from compiler.targets.cuda.plan import make_plan
-from compiler.targets.cuda.weights import (
+from tests.targets.test_holding import held
+from tests.tiny import QWEN2, lowered, precision_of, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CheckpointError, CompileError, NoRoomError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.targets.cuda.device import weight_bytes
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.instructions import Embed, Plan
+from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.weights import (
     Weights,
     load_weights,
     product_of,
@@ -27,8 +29,6 @@ from compiler.targets.cuda.weights import (
     vector_of,
     write_weights,
 )
-from tests.targets.test_holding import held
-from tests.tiny import QWEN2, lowered, precision_of, tiny_model
 
 CPU = torch.device("cpu")
 FORMATS = [("bf16", "in"), ("bfp8", "in"), ("bfp4", "in"), ("bfp8", "out"), ("bfp4", "out")]

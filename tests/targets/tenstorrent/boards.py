@@ -5,13 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from compiler.driver import weight_source
-from compiler.precision import PrecisionConfig
-from compiler.targets.base import CompileOptions, Executable
-from compiler.targets.tenstorrent import BoardTarget
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.program import DeviceProgram
 from tests.tiny import lowered, precision_of
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.tenstorrent import BoardTarget
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
 
 OPTIONS = CompileOptions(max_batch=4, max_context=64)
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiler.formats import BlockFloat, get_format
-from compiler.targets.tenstorrent.matrix_unit import MatmulSettings
+from tilewright.compiler.formats import BlockFloat, get_format
+from tilewright.compiler.targets.tenstorrent.matrix_unit import MatmulSettings
 
 LOST_BITS = (0, 5, 7, 12)
 KINDS = ("normal", "any exponent", "tiny", "huge", "sparse", "cancelling", "any bits")

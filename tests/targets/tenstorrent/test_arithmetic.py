@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiler.formats import get_format
-from compiler.formats.block_float import BlockFloat
-from compiler.targets.tenstorrent import arithmetic
-from compiler.targets.tenstorrent.arithmetic import attend, pack, ring_sum, rotate
-from compiler.targets.tenstorrent.program import Attention, ComputeConfig
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import tiny_model
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.formats.block_float import BlockFloat
+from tilewright.compiler.targets.tenstorrent import arithmetic
+from tilewright.compiler.targets.tenstorrent.arithmetic import attend, pack, ring_sum, rotate
+from tilewright.compiler.targets.tenstorrent.program import Attention, ComputeConfig
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

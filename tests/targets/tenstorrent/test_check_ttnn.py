@@ -20,20 +20,24 @@ import numpy
 import pytest
 import torch
 
-from compiler.driver import weight_source
-from compiler.errors import CompileError
-from compiler.formats import get_format
-from compiler.precision import PrecisionConfig, load_precision
-from compiler.targets.base import CompileOptions
-from compiler.targets.tenstorrent.chips import load_weight
-from compiler.targets.tenstorrent.emit_ttnn import emit_ttnn, prompt_length, write_weights
-from compiler.targets.tenstorrent.lower import lower_program
-from compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.program import DeviceProgram, Rotate
-from models.architectures import architecture_of
 from tests.targets.tenstorrent.boards import board, board_precision, programs
 from tests.tiny import QWEN2, lowered, tiny_config, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.chips import load_weight
+from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
+    emit_ttnn,
+    prompt_length,
+    write_weights,
+)
+from tilewright.compiler.targets.tenstorrent.lower import lower_program
+from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Rotate
+from tilewright.models.architectures.base import architecture_of
 
 VARIABLE = "TILEWRIGHT_TTNN_PYTHON"
 PYTHON = os.environ.get(VARIABLE, "")

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from compiler.driver import weight_source
-from compiler.formats import get_format
-from compiler.targets.tenstorrent.chips import Dealt, along, axes_of, load_weight
-from compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh
-from compiler.targets.tenstorrent.program import DeviceProgram
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.targets.tenstorrent.chips import Dealt, along, axes_of, load_weight
+from tilewright.compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh
+from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
 
 MESH = Mesh(4, 2)
 PATH = "model.layers.0"

@@ -17,16 +17,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compiler.driver import weight_source
-from compiler.errors import CompileError, NoRoomError
-from compiler.targets.base import CompileOptions
-from compiler.targets.tenstorrent.emit_ttnn import emit_ttnn, prompt_length, write_weights
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.product_blocks import PromptBlocks, prompt_blocks, step_blocks
-from compiler.targets.tenstorrent.program import DeviceProgram, Instruction, Matmul
-from models.config import RopeConfig
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import QWEN2, check_golden, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CompileError, NoRoomError
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
+    emit_ttnn,
+    prompt_length,
+    write_weights,
+)
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.product_blocks import (
+    PromptBlocks,
+    prompt_blocks,
+    step_blocks,
+)
+from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Instruction, Matmul
+from tilewright.models.config import RopeConfig
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 OPTIONS = CompileOptions(max_batch=2, max_context=128)

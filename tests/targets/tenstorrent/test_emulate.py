@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.precision import PrecisionConfig
-from compiler.targets.tenstorrent.mesh import Mesh
 from tests.targets.tenstorrent.boards import board_precision, emulated
 from tests.tiny import QWEN2, compiled, prefill, random_tokens, tiny_model
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 
 TOKENS = random_tokens(11)
 CHUNKS = [5, 3, 1, 1]

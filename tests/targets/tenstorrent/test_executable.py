@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiler.errors import RequestError
-from compiler.ops import SamplingBatch
-from compiler.targets.base import CompileOptions, Executable, StateHandle, StepInput
-from compiler.targets.tenstorrent.mesh import Mesh
 from tests.targets.tenstorrent.boards import board_precision, emulated, programs
 from tests.tiny import prefill, random_tokens, step, tiny_model
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.targets.base import CompileOptions, Executable, StateHandle, StepInput
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 
 MESHES = {"1x1": Mesh(), "4x2": Mesh(4, 2)}
 MODEL = tiny_model(std=0.2, hidden_size=64)

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from compiler import ops
-from compiler.errors import CompileError
-from compiler.ir.rewrite import find_calls
-from compiler.targets.base import CompileOptions
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.program import (
+from tests.models.test_qwen3_5 import make as make_hybrid
+from tests.models.test_qwen3_moe import make as make_moe
+from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, programs
+from tests.tiny import QWEN2, lowered, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.program import (
     Add,
     AllGather,
     AllReduce,
@@ -28,10 +32,6 @@ from compiler.targets.tenstorrent.program import (
     SwiGLU,
     UpdateCache,
 )
-from tests.models.test_qwen3_5 import make as make_hybrid
-from tests.models.test_qwen3_moe import make as make_moe
-from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, programs
-from tests.tiny import QWEN2, lowered, tiny_model
 
 COLLECTIVES = (AllGather, AllReduce, ReduceScatter)
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from compiler.errors import CompileError
-from compiler.targets.base import CompileOptions
-from compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.program import DeviceProgram, Matmul
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import tiny_model
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Matmul
 
 TILE = {"bf16": 2048, "bfp8": 1088}
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import CompileError
-from compiler.targets.tenstorrent.mesh import (
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.tenstorrent.mesh import (
     COLUMNS,
     ROWS,
     HeadSplit,

@@ -8,18 +8,18 @@ from itertools import pairwise
 
 import pytest
 
-from compiler.commands.fit_perf_programs import Programs
-from compiler.precision import load_precision
-from compiler.targets.tenstorrent.perf_constants import CLOCK, FITTED, PHASE_CYCLES
-from compiler.targets.tenstorrent.perf_model import (
+from bench.boards_fit.programs import Programs
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.tenstorrent.perf_constants import CLOCK, FITTED, PHASE_CYCLES
+from tilewright.compiler.targets.tenstorrent.perf_model import (
     Priced,
     explain_time,
     predict,
     price,
     step_seconds,
 )
-from compiler.targets.tenstorrent.perf_work import Work, program_work
-from compiler.targets.tenstorrent.program import DeviceProgram, Matmul, ReduceScatter
+from tilewright.compiler.targets.tenstorrent.perf_work import Work, program_work
+from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Matmul, ReduceScatter
 
 PROGRAMS = Programs()
 MODEL = "Llama3.2-1B"

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.errors import CompileError
-from compiler.ir.recipe import Segment, WeightRecipe
-from compiler.targets.tenstorrent.placement import (
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.tenstorrent.placement import (
     activation_memory,
     check_activation_format,
     check_cache_format,
@@ -21,7 +21,7 @@ from compiler.targets.tenstorrent.placement import (
     shard_cores,
     weight_memory,
 )
-from compiler.targets.tenstorrent.program import Memory, Value, Weight, tile_bytes
+from tilewright.compiler.targets.tenstorrent.program import Memory, Value, Weight, tile_bytes
 
 
 @pytest.mark.parametrize(

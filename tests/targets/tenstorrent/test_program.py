@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from compiler.formats import FIDELITIES
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.program import (
+from tests.targets.tenstorrent.boards import programs
+from tests.tiny import tiny_model
+from tilewright.compiler.formats import FIDELITIES
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.program import (
     DRAM,
     L1,
     WIDTH_SHARDED,
@@ -15,8 +17,6 @@ from compiler.targets.tenstorrent.program import (
     Value,
     tile_bytes,
 )
-from tests.targets.tenstorrent.boards import programs
-from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize(

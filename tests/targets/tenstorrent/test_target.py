@@ -11,13 +11,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.fx import GraphModule
 
-from compiler.driver import weight_source
-from compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
-from compiler.targets.base import CompileOptions, Holding, Program, get_target, target_names
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.target import MESHES, BoardTarget
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, emulated, programs
 from tests.tiny import lowered, precision_of, prefill, random_tokens, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
+from tilewright.compiler.targets.base import (
+    CompileOptions,
+    Holding,
+    Program,
+    get_target,
+    target_names,
+)
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.target import MESHES, BoardTarget
 
 MODEL = tiny_model(std=0.2, hidden_size=64)
 TOKENS = random_tokens(9)

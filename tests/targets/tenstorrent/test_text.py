@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from torch.fx import GraphModule
 
-from compiler.targets.tenstorrent.mesh import Mesh
-from compiler.targets.tenstorrent.program import DeviceProgram
-from compiler.targets.tenstorrent.text import program_text
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, programs
 from tests.tiny import QWEN2, check_golden, lowered, tiny_model
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
+from tilewright.compiler.targets.tenstorrent.text import program_text
 
 MESHES = {"1x1": Mesh(), "1x2": Mesh(2), "4x2": Mesh(4, 2)}
 PHASES = ("prefill", "decode")

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiler.targets.cuda.kernels.kv_cache import (
+from tilewright.compiler.targets.cuda.kernels.kv_cache import (
     channel_partners,
     load_tile,
     page_arguments,
@@ -22,14 +22,14 @@ from compiler.targets.cuda.kernels.kv_cache import (
     tile_values,
     turn_of,
 )
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.launch import (
     LOG2_E,
     block_of,
     chained,
     release_dependents,
     wait_for_inputs,
 )
-from compiler.targets.cuda.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.pages import PAGE, KVPages
 
 MAX_SPLITS = 64
 """Parts that the pages of a sequence are cut into, at most."""
@@ -323,7 +323,7 @@ def attend_decode(
 
     One token a row at ``positions [B]``, of the sequence in ``slots [B]`` (both int64; no two rows
     of one slot), whose pages are ``block_tables [S, M]`` int32; the other arguments are those of
-    :func:`compiler.ops.attention.rope_attention_step`. In bf16 with fp32 sums and softmax, or in
+    :func:`ops.attention.rope_attention_step`. In bf16 with fp32 sums and softmax, or in
     fp32 with fp32 pages. A row at a negative position is padding: it stores nothing, and gets
     zeros.
 

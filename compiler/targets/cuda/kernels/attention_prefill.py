@@ -9,14 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
-from compiler.targets.cuda.kernels.kv_cache import load_tile, page_arguments, product, tile_values
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.kv_cache import (
+    load_tile,
+    page_arguments,
+    product,
+    tile_values,
+)
+from tilewright.compiler.targets.cuda.kernels.launch import (
     LOG2_E,
     chained,
     release_dependents,
     wait_for_inputs,
 )
-from compiler.targets.cuda.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.pages import PAGE, KVPages
 
 # A score that no real one is below; finite, so that a row that has seen nothing yet is no NaN.
 HIDDEN = tl.constexpr(-1.0e30)
@@ -129,7 +134,7 @@ def attend_prefill(
     All tokens are of the sequence in ``slots[0]``, at consecutive ``positions [T]`` int64, whose
     keys and values the pages of ``block_tables [S, M]`` int32 hold already. Negative positions,
     at the end only, are padding and get zeros. In bf16 with fp32 sums and softmax, or in fp32 with
-    fp32 pages; ``scale`` and ``window`` as in :func:`compiler.ops.attention.attention_step`.
+    fp32 pages; ``scale`` and ``window`` as in :func:`ops.attention.attention_step`.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim

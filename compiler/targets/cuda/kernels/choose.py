@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
     release_dependents,
@@ -106,7 +106,7 @@ def choose(
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """:func:`compiler.ops.uniform` of int64 seeds and positions of one shape: float64 in [0, 1).
+    """:func:`ops.uniform` of int64 seeds and positions of one shape: float64 in [0, 1).
 
     Products of 32-bit words wrap around in int64, which leaves their 64 bits right.
     """
@@ -133,9 +133,9 @@ def sample(
     seeds: Tensor,
     positions: Tensor,
 ) -> Tensor:
-    """Token ids ``[R]`` from ``logits [R, V]``, row by row what :data:`compiler.ops.sample` picks.
+    """Token ids ``[R]`` from ``logits [R, V]``, row by row what :data:`ops.sample` picks.
 
-    Parameters are ``[R]`` each, see :class:`compiler.ops.SamplingBatch`; every row is sampled and
+    Parameters are ``[R]`` each, see :class:`ops.SamplingBatch`; every row is sampled and
     sorted, and the greedy ones are then taken from an argmax. No value is read by the host.
     """
     vocabulary = logits.shape[-1]

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
     release_dependents,
     wait_for_inputs,
 )
-from compiler.targets.cuda.kernels.norm import rounded
+from tilewright.compiler.targets.cuda.kernels.norm import rounded
 
 EPS = tl.constexpr(1e-6)
 """Of the lengths of queries and keys: a part of the model."""
@@ -27,7 +27,7 @@ EPS = tl.constexpr(1e-6)
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
     """``qkv [T, 2 G K + H V]``, ``a`` and ``b [T, H]``, whose rows may be further apart than they
-    are long; ``a_log`` and ``dt_bias [H]``: as :data:`compiler.ops.gated_delta_rule` has them.
+    are long; ``a_log`` and ``dt_bias [H]``: as :data:`ops.gated_delta_rule` has them.
     """
 
     qkv: Tensor

@@ -17,15 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.kernels.delta_rule import EPS, DeltaInputs, decay_of
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.delta_rule import EPS, DeltaInputs, decay_of
+from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
     release_dependents,
     wait_for_inputs,
 )
-from compiler.targets.cuda.kernels.native_delta_prompt import CHUNK, delta_solve, why_not
-from compiler.targets.cuda.kernels.norm import rounded
+from tilewright.compiler.targets.cuda.kernels.native_delta_prompt import CHUNK, delta_solve, why_not
+from tilewright.compiler.targets.cuda.kernels.norm import rounded
 
 SPAN = 2048
 """Tokens whose chunks run together: what they hand on is bounded."""

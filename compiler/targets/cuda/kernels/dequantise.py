@@ -10,8 +10,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.held import BIAS, TILE_BYTES, TILE_COLUMNS, TILE_ROWS, HeldWeight
-from compiler.targets.cuda.kernels.launch import chained, release_dependents, wait_for_inputs
+from tilewright.compiler.targets.cuda.held import (
+    BIAS,
+    TILE_BYTES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    HeldWeight,
+)
+from tilewright.compiler.targets.cuda.kernels.launch import (
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
 
 # Numbers as kernels may name them.
 BFP8_BYTES = tl.constexpr(TILE_BYTES["bfp8"])

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
     release_dependents,

@@ -12,17 +12,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.held import TILE_ROWS, HeldWeight
-from compiler.targets.cuda.kernels.dequantise import words_of
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.held import TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.kernels.dequantise import words_of
+from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
     release_dependents,
     wait_for_inputs,
 )
-from compiler.targets.cuda.kernels.linear import product, tile_columns, tile_weights
-from compiler.targets.cuda.kernels.norm import rounded
-from compiler.targets.cuda.kernels.route import Groups
+from tilewright.compiler.targets.cuda.kernels.linear import product, tile_columns, tile_weights
+from tilewright.compiler.targets.cuda.kernels.norm import rounded
+from tilewright.compiler.targets.cuda.kernels.route import Groups
 
 FEW_PAIRS = 16
 """Pairs of a tile in decode steps: the least that tensor cores take well."""

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from compiler.formats.block_float import BLOCK_SIZE
-from compiler.targets.cuda.kernels.launch import block_of
-from compiler.targets.cuda.pages import KVPages
+from tilewright.compiler.formats.block_float import BLOCK_SIZE
+from tilewright.compiler.targets.cuda.kernels.launch import block_of
+from tilewright.compiler.targets.cuda.pages import KVPages
 
 
 def page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def turn_of(position, frequencies, second):
 def round_blocks(x, R: tl.constexpr, E: tl.constexpr):
     """fp32 ``[R, E]`` as bfp8: int32 mantissas ``[R, E / 16, 16]``, exponents ``[R, E / 16, 1]``.
 
-    The rounding of compiler.formats: the block's largest exponent, bits that the alignment shifts
+    The rounding of formats: the block's largest exponent, bits that the alignment shifts
     out lost, then to nearest even; saturates at 127; denormals are 0.
     """
     bits = tl.reshape(x, [R, E // 16, 16]).to(tl.int32, bitcast=True)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.held import TILE_ROWS, HeldWeight
-from compiler.targets.cuda.kernels.dequantise import (
+from tilewright.compiler.targets.cuda.held import TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.kernels.dequantise import (
     BFP4_BYTES,
     BFP4_EXPONENTS,
     BFP8_BYTES,
@@ -22,13 +22,13 @@ from compiler.targets.cuda.kernels.dequantise import (
     bfp8_values,
     words_of,
 )
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
     release_dependents,
     wait_for_inputs,
 )
-from compiler.targets.cuda.kernels.norm import rounded
+from tilewright.compiler.targets.cuda.kernels.norm import rounded
 
 _MAX_TOKENS = 64  # a program's; more are in further programs, which read the weights again
 _WIDE = 8192  # rows of a weight from which on a program takes two tiles of them

@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler.targets.cuda.held import TILE_BYTES, HeldWeight
-from compiler.targets.cuda.kernels import nvrtc
-from compiler.targets.cuda.kernels.launch import num_processors
+from tilewright.compiler.targets.cuda.held import TILE_BYTES, HeldWeight
+from tilewright.compiler.targets.cuda.kernels import nvrtc
+from tilewright.compiler.targets.cuda.kernels.launch import num_processors
 
 MAX_TOKENS = 64
 MAX_NORM_COLUMNS = 8192

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
-from compiler.targets.cuda.kernels import nvrtc
-from compiler.targets.cuda.kernels.attention_decode import Scratch
-from compiler.targets.cuda.kernels.launch import LOG2_E
-from compiler.targets.cuda.pages import KVPages
+from tilewright.compiler.targets.cuda.kernels import nvrtc
+from tilewright.compiler.targets.cuda.kernels.attention_decode import Scratch
+from tilewright.compiler.targets.cuda.kernels.launch import LOG2_E
+from tilewright.compiler.targets.cuda.pages import KVPages
 
 HEAD_DIMS = (64, 96, 128, 256)
 MAX_GROUP_HEADS = 16
@@ -119,7 +119,7 @@ def attend_decode(
     early: bool = False,
     share: Share | None = None,
 ) -> None:
-    """What :func:`compiler.targets.cuda.kernels.attention_decode.attend_decode` does, with the same
+    """What :func:`targets.cuda.kernels.attention_decode.attend_decode` does, with the same
     arguments, where :func:`why_not` has no objection; ``out`` is bf16, its rows 8-byte aligned.
     """
     num_rows, num_pages = qkv.shape[0], block_tables.shape[1]

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler.targets.cuda.kernels import nvrtc
-from compiler.targets.cuda.kernels.delta_rule import DeltaInputs
+from tilewright.compiler.targets.cuda.kernels import nvrtc
+from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs
 
 HEAD_DIMS = (64, 128)
 WIDTHS = (2, 3, 4)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from compiler.targets.cuda.kernels import nvrtc
-from compiler.targets.cuda.kernels.delta_rule import DeltaInputs
+from tilewright.compiler.targets.cuda.kernels import nvrtc
+from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs
 
 HEAD_DIM = 128
 CHUNK = 64

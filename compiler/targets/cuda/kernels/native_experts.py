@@ -15,17 +15,17 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from compiler.targets.cuda.held import TILE_COLUMNS, TILE_ROWS, HeldWeight
-from compiler.targets.cuda.kernels import nvrtc
-from compiler.targets.cuda.kernels.launch import num_processors
-from compiler.targets.cuda.kernels.native import (
+from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.kernels import nvrtc
+from tilewright.compiler.targets.cuda.kernels.launch import num_processors
+from tilewright.compiler.targets.cuda.kernels.native import (
     MOST_SHARED,
     STEP_BYTES,
     STORE,
     SWIGLU,
     X_PADDING,
 )
-from compiler.targets.cuda.kernels.route import most_tiles
+from tilewright.compiler.targets.cuda.kernels.route import most_tiles
 
 MAX_TOKENS = 64
 MAX_EXPERTS = 512
@@ -150,7 +150,7 @@ def route(
     *,
     renormalise: bool,
 ) -> None:
-    """:data:`compiler.ops.router` of ``logits [B, E]`` float32 into ``weights [B, K]`` float32 and
+    """:data:`ops.router` of ``logits [B, E]`` float32 into ``weights [B, K]`` float32 and
     ``experts [B, K]`` int32, 0 and -1 for tokens whose ``positions [B]`` int64 are negative; and
     their pairs into ``tiles``.
 
@@ -205,7 +205,7 @@ def expert_linear(
     swiglu: bool = False,
     shared: Shared | None = None,
 ) -> None:
-    """What :func:`compiler.targets.cuda.kernels.expert_linear.expert_linear` does, for a decode
+    """What :func:`targets.cuda.kernels.expert_linear.expert_linear` does, for a decode
     step: ``out [B, K O]`` bfloat16 with ``swiglu``, else float32; ``x`` bfloat16.
 
     ``shared``: an expert of all tokens, in the same launch. ``tiles`` are read behind the kernel

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from compiler.errors import CompileError, one_line
-from compiler.files import cache_dir, replace_file
+from tilewright.compiler.errors import CompileError, one_line
+from tilewright.compiler.files import cache_dir, replace_file
 
 MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a block may have, fixed and dynamic together."""

@@ -9,14 +9,18 @@ import torch
 import triton
 import triton.language as tl
 
-from compiler.targets.cuda.kernels.kv_cache import (
+from tilewright.compiler.targets.cuda.kernels.kv_cache import (
     channel_partners,
     page_arguments,
     store_rows,
     turn_of,
 )
-from compiler.targets.cuda.kernels.launch import chained, release_dependents, wait_for_inputs
-from compiler.targets.cuda.pages import PAGE, KVPages
+from tilewright.compiler.targets.cuda.kernels.launch import (
+    chained,
+    release_dependents,
+    wait_for_inputs,
+)
+from tilewright.compiler.targets.cuda.pages import PAGE, KVPages
 
 HEADS = 8
 """Heads a program rotates."""

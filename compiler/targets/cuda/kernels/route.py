@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
     release_dependents,
@@ -102,7 +102,7 @@ def route(
     renormalise: bool,
     groups: Groups | None = None,
 ) -> None:
-    """:data:`compiler.ops.router` of ``logits [T, E]`` float32 into ``weights [T, K]`` float32 and
+    """:data:`ops.router` of ``logits [T, E]`` float32 into ``weights [T, K]`` float32 and
     ``experts [T, K]`` int32, -1 for tokens whose ``positions [T]`` int64 are negative.
 
     Rows of ``logits`` may be further apart than they are long. ``groups``: of one token, whose

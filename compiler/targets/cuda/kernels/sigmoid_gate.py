@@ -6,13 +6,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiler.targets.cuda.kernels.launch import (
+from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
     release_dependents,
     wait_for_inputs,
 )
-from compiler.targets.cuda.kernels.norm import rounded
+from tilewright.compiler.targets.cuda.kernels.norm import rounded
 
 _MAX_BLOCK = 1024
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.targets.cuda.kernels import attention_decode
-from compiler.targets.cuda.kernels.attention_decode import attend_decode
 from tests.targets.cuda.decode_step import DecodeStep, rounded
+from tilewright.compiler.targets.cuda.kernels import attention_decode
+from tilewright.compiler.targets.cuda.kernels.attention_decode import attend_decode
 
 NAN = float("nan")
 

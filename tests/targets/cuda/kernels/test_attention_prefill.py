@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.ops.attention import attention
-from compiler.targets.cuda.kernels.attention_prefill import attend_prefill
+from tilewright.compiler.ops.attention import attention
+from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
 
 NAN = float("nan")
 SCALE = 0.11

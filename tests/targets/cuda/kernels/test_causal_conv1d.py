@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler import ops
-from compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_prompt, causal_conv1d_step
+from tilewright.compiler import ops
+from tilewright.compiler.targets.cuda.kernels.causal_conv1d import (
+    causal_conv1d_prompt,
+    causal_conv1d_step,
+)
 
 NAN = float("nan")
 SIZES = [(40, 4), (300, 2), (5, 3), (17, 9)]

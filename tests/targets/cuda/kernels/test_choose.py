@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler import ops
-from compiler.targets.cuda.kernels.choose import choose, num_keys, sample, uniform
+from tilewright.compiler import ops
+from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample, uniform
 
 NAN, INF = float("nan"), float("inf")
 
@@ -122,7 +122,7 @@ def test_a_number_on_the_edge_takes_the_next_token(
     number: float, logits: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The interval of a token is closed below and open above; an empty one is never hit."""
-    name = "compiler.targets.cuda.kernels.choose.uniform"
+    name = "tilewright.compiler.targets.cuda.kernels.choose.uniform"
     monkeypatch.setattr(name, lambda seeds, _: torch.full(seeds.shape, number).double())
     ones, zeros = torch.ones(1), torch.zeros(1, dtype=torch.int64)
     assert sample(torch.tensor([logits]), ones, zeros, ones, zeros, zeros).tolist() == [1]

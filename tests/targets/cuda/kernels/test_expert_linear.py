@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler.ir.recipe import Segment, WeightRecipe
-from compiler.targets.cuda.experts import place_experts
-from compiler.targets.cuda.held import HeldWeight
-from compiler.targets.cuda.kernels.expert_linear import expert_linear, sum_experts
-from compiler.targets.cuda.kernels.route import Groups, group
-from compiler.targets.cuda.packing import unpack
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.experts import place_experts
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels.expert_linear import expert_linear, sum_experts
+from tilewright.compiler.targets.cuda.kernels.route import Groups, group
+from tilewright.compiler.targets.cuda.packing import unpack
 
 NAN = float("nan")
 KINDS = ["bf16", "bfp8", "bfp4"]

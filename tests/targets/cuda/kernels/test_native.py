@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiler.targets.cuda.held import HeldWeight
-from compiler.targets.cuda.kernels import native, nvrtc
-from compiler.targets.cuda.packing import hold, unpack
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native, nvrtc
+from tilewright.compiler.targets.cuda.packing import hold, unpack
 
 KINDS = ["bf16", "bfp8", "bfp4"]
 BATCHES = [1, 2, 5, 8, 13, 16, 30, 33, 64]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.targets.cuda.kernels import native_attention
-from compiler.targets.cuda.kernels.native_attention import Share, choose_share
-from compiler.targets.cuda.pages import KVPages, allocate_pages
 from tests.targets.cuda.decode_step import SCALE, DecodeStep, rounded
+from tilewright.compiler.targets.cuda.kernels import native_attention
+from tilewright.compiler.targets.cuda.kernels.native_attention import Share, choose_share
+from tilewright.compiler.targets.cuda.pages import KVPages, allocate_pages
 
 NAN = float("nan")
 CONTEXTS = [0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 200, 330, 511, 512, 700, 999]

@@ -9,10 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiler.targets.cuda.kernels import native_delta
-from compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
-from compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
-from compiler.targets.cuda.kernels.native_delta import columns_of_a_block, delta_step, why_not
+from tilewright.compiler.targets.cuda.kernels import native_delta
+from tilewright.compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
+from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
+from tilewright.compiler.targets.cuda.kernels.native_delta import (
+    columns_of_a_block,
+    delta_step,
+    why_not,
+)
 
 NAN = float("nan")
 EPS = 1e-6

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from compiler.targets.cuda.kernels import delta_rule_prompt as prompts
-from compiler.targets.cuda.kernels import native_delta_prompt
-from compiler.targets.cuda.kernels.delta_rule import DeltaInputs
-from compiler.targets.cuda.kernels.native_delta_prompt import delta_solve, why_not
+from tilewright.compiler.targets.cuda.kernels import delta_rule_prompt as prompts
+from tilewright.compiler.targets.cuda.kernels import native_delta_prompt
+from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs
+from tilewright.compiler.targets.cuda.kernels.native_delta_prompt import delta_solve, why_not
 
 NAN = float("nan")
 C, D = 64, 128

@@ -10,13 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiler.ir.recipe import Segment, WeightRecipe
-from compiler.targets.cuda.experts import place_experts
-from compiler.targets.cuda.held import HeldWeight
-from compiler.targets.cuda.kernels import native_experts
-from compiler.targets.cuda.kernels.native_experts import PRODUCTS, TILE_PAIRS, Shared, Tiles
-from compiler.targets.cuda.kernels.route import most_tiles
-from compiler.targets.cuda.packing import hold, unpack
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cuda.experts import place_experts
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native_experts
+from tilewright.compiler.targets.cuda.kernels.native_experts import (
+    PRODUCTS,
+    TILE_PAIRS,
+    Shared,
+    Tiles,
+)
+from tilewright.compiler.targets.cuda.kernels.route import most_tiles
+from tilewright.compiler.targets.cuda.packing import hold, unpack
 
 NAN = float("nan")
 CUDA = torch.device("cuda")

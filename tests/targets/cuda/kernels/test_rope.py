@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from compiler.formats.block_float import BFP8
-from compiler.ops.dense import rotate
-from compiler.targets.cuda.kernels.rope import rotate_and_store
+from tilewright.compiler.formats.block_float import BFP8
+from tilewright.compiler.ops.dense import rotate
+from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
 
 NAN = float("nan")
 

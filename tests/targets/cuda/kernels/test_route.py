@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compiler import ops
-from compiler.targets.cuda.kernels import route as module
-from compiler.targets.cuda.kernels.route import Groups, group, route
+from tilewright.compiler import ops
+from tilewright.compiler.targets.cuda.kernels import route as module
+from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
 
 NAN = float("nan")
 SIZES = [(1, 6, 2), (5, 6, 2), (17, 40, 10), (40, 7, 3), (3, 4, 4)]

@@ -1,0 +1,92 @@
+"""``demo/fit_perf_model.py``: fit the performance model of Tenstorrent boards to published speeds,
+hold out whole models and boards, and write constants and tables where they are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.boards_fit.programs import READINGS, Programs
+from bench.boards_fit.report import Study, study_report, study_rows
+from bench.boards_fit.rows import read_rows
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.commands.arguments import Parser
+from tilewright.compiler.commands.console import err, out
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.files import replace_file
+from tilewright.compiler.targets.tenstorrent import perf_constants
+from tilewright.compiler.targets.tenstorrent.perf_constants import ERROR_BARS, FITTED
+
+_ROOT = Path(__file__).resolve().parents[2]
+SPEEDS, DOCUMENT = "tests/goldens/seed_perf.md", "docs/perf_model.md"
+_BLOCK = "perf-model"
+_BEGIN, _END = "# fitted: begin\n", "# fitted: end\n"
+_TOLERANCE = 2e-3
+EXIT_STALE = 1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the script; 1 where the constants kept are not those that the fit gives.
+
+    Raises:
+        TilewrightError: for a mistake in the arguments, or a file that cannot be read or written.
+    """
+    parser = Parser(
+        prog="tilewright fit-perf-model",
+        description="Fit the performance model of Tenstorrent boards to published speeds.",
+    )
+    parser.add_argument("--speeds", default=str(_ROOT / SPEEDS), metavar="FILE", help=SPEEDS)
+    parser.add_argument("--write", action="store_true", help=f"constants, and {DOCUMENT}")
+    arguments = parser.parse_args(list(argv))
+    document = perf_md.load(arguments.speeds)
+    programs = Programs()
+    studies = [study_rows(each, read_rows(document, programs, each)) for each in READINGS]
+    report = study_report(studies)
+    out().print(report, soft_wrap=True, markup=False, highlight=False)
+    used = studies[0]
+    if arguments.write:
+        write_constants(Path(perf_constants.__file__), used)
+        perf_md.update(_ROOT / DOCUMENT, _BLOCK, report)
+    elif not is_kept(used):
+        err().print("the constants kept are not these; --write keeps them", style="yellow")
+        return EXIT_STALE
+    return 0
+
+
+def is_kept(study: Study) -> bool:
+    """Whether the constants in the source are those of a fit."""
+    pairs = [
+        (getattr(FITTED, field.name), getattr(study.constants, field.name))
+        for field in dataclasses.fields(FITTED)
+    ]
+    for name, found in study.bars().items():
+        pairs += zip(ERROR_BARS[name], found, strict=True)
+    return all(abs(kept / found - 1) < _TOLERANCE for kept, found in pairs)
+
+
+def write_constants(path: Path, study: Study) -> None:
+    """Put a fit's constants between the marks of a source file.
+
+    Raises:
+        ConfigError: where the file cannot be read or written, or has no marks.
+    """
+    lines = "".join(
+        f"    {field.name}={getattr(study.constants, field.name):.4g},\n"
+        for field in dataclasses.fields(study.constants)
+    )
+    bars = "".join(
+        f'    "{name}": ({step:.3f}, {prompt:.3f}),\n'
+        for name, (step, prompt) in study.bars().items()
+    )
+    made = f"FITTED = Constants(\n{lines})\nERROR_BARS = {{\n{bars}}}\n"
+    try:
+        text = path.read_text(encoding="utf-8")
+        before, mark, rest = text.partition(_BEGIN)
+        _, end, after = rest.partition(_END)
+        if not mark or not end:
+            raise ConfigError(f"{path}: no lines {_BEGIN.strip()!r} and {_END.strip()!r}")
+        replace_file(path, f"{before}{mark}{made}{end}{after}".encode())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None

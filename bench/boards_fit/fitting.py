@@ -1,0 +1,147 @@
+"""The performance model's few constants from published speeds, and how far off held-out rows are.
+
+Robust least squares on logarithms of ratios, constants kept positive by fitting their logarithms.
+Knows samples (a program's work and a published time), not where programs come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
+from tilewright.compiler.targets.tenstorrent.perf_price import once_seconds, work_seconds
+from tilewright.compiler.targets.tenstorrent.perf_work import Work, program_work
+from tilewright.compiler.targets.tenstorrent.program import DECODE, DeviceProgram
+
+Vector = NDArray[np.float64]
+
+DECODE_NAMES = (
+    *("bank_bytes_per_s", "tile_cycles", "op_seconds", "bias_seconds", "ring_seconds"),
+    *("galaxy_ring_seconds", "step_seconds"),
+)
+PREFILL_NAMES = (
+    *("product_factor", "prefill_op_seconds", "prefill_ring_seconds", "prefill_seconds"),
+)
+
+_HUBER = 0.05
+"""Errors above it weigh linearly: some published rows contradict each other by more."""
+_PULL = 1e-4
+"""Weight of the squared log distance to where the fit starts: holds constants no row tells of."""
+_MAX_STEPS, _TOLERANCE, _NUDGE = 100, 1e-9, 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A published time (``seconds`` of a step or a prompt) and the work behind it."""
+
+    model: str
+    device: str
+    source: str
+    seconds: float
+    work: tuple[tuple[Work, int], ...]
+    is_decode: bool
+
+    def predict(self, constants: Constants) -> float:
+        """Seconds by the performance model."""
+        once = once_seconds(constants, is_decode=self.is_decode)
+        return once + sum(
+            count * work_seconds(work, constants, is_decode=self.is_decode)[0]
+            for work, count in self.work
+        )
+
+    def error(self, constants: Constants) -> float:
+        """Predicted time over published time, less one."""
+        return self.predict(constants) / self.seconds - 1
+
+
+def sample_of(
+    program: DeviceProgram, *, model: str, device: str, source: str, seconds: float
+) -> Sample:
+    """A sample of one program; equal work is counted, not listed."""
+    work = tuple(Counter(program_work(program)).items())
+    return Sample(model, device, source, seconds, work, program.phase == DECODE)
+
+
+def fit(samples: Sequence[Sample], names: Sequence[str], start: Constants = START) -> Constants:
+    """Constants called ``names`` from samples, the others as they are in ``start``.
+
+    Gauss-Newton with Levenberg's damping and Huber's weights on log(predicted / published).
+    """
+    assert len(samples) >= len(names)
+    first = np.log([getattr(start, name) for name in names])
+    target = np.log([sample.seconds for sample in samples])
+
+    def errors(x: Vector) -> Vector:
+        constants = _with(start, names, x)
+        found: Vector = np.log([sample.predict(constants) for sample in samples]) - target
+        return found
+
+    x, error, damping = first.copy(), errors(first), 1e-2
+    for _ in range(_MAX_STEPS):
+        jacobian = np.stack(
+            [(errors(x + nudge) - error) / _NUDGE for nudge in _NUDGE * np.eye(len(x))], axis=1
+        )
+        weight = np.minimum(1.0, _HUBER / np.maximum(np.abs(error), 1e-12))
+        normal = jacobian.T @ (weight[:, None] * jacobian) + _PULL * np.eye(len(x))
+        slope = jacobian.T @ (weight * error) + _PULL * (x - first)
+        before, gain = _cost(error, x - first), 0.0
+        for _ in range(10):
+            step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), slope)
+            tried = x - np.clip(step, -1.0, 1.0)
+            error_tried = errors(tried)
+            gain = before - _cost(error_tried, tried - first)
+            if gain > 0:
+                x, error, damping = tried, error_tried, max(damping / 4, 1e-9)
+                break
+            damping *= 4
+        if gain < _TOLERANCE:
+            break
+    return _with(start, names, x)
+
+
+def held_out(
+    samples: Sequence[Sample],
+    names: Sequence[str],
+    key: Callable[[Sample], Hashable],
+    *,
+    extra: Sequence[Sample] = (),
+) -> list[float]:
+    """The error of each sample by constants fitted without those of its key.
+
+    ``extra`` samples take part in fits and are held out alike; their errors are not returned.
+    """
+    fitted = {
+        left: fit([s for s in (*samples, *extra) if key(s) != left], names)
+        for left in {key(sample) for sample in samples}
+    }
+    return [sample.error(fitted[key(sample)]) for sample in samples]
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's, equal values sharing their mean rank."""
+    ranks = [_ranks(np.asarray(each, dtype=np.float64)) for each in (first, second)]
+    a, b = (each - each.mean() for each in ranks)
+    return float((a @ b) / np.sqrt((a @ a) * (b @ b)))
+
+
+def _ranks(values: Vector) -> Vector:
+    below = (values[None, :] < values[:, None]).sum(axis=1)
+    equal = (values[None, :] == values[:, None]).sum(axis=1)
+    found: Vector = below + (equal - 1) / 2
+    return found
+
+
+def _with(start: Constants, names: Sequence[str], x: Vector) -> Constants:
+    return dataclasses.replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+
+
+def _cost(error: Vector, distance: Vector) -> float:
+    size = np.abs(error)
+    loss = np.where(size < _HUBER, size**2 / 2, _HUBER * (size - _HUBER / 2))
+    return float(loss.sum() + _PULL * (distance**2).sum() / 2)

@@ -1,0 +1,276 @@
+"""A fit of the performance model and its tables: errors of rows held out, and of rows not used."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bench.boards_fit.fitting import (
+    DECODE_NAMES,
+    PREFILL_NAMES,
+    Sample,
+    fit,
+    held_out,
+    rank_correlation,
+)
+from bench.boards_fit.programs import PUBLISHED
+from bench.boards_fit.rows import Row, galaxy, judged
+from tilewright.compiler.bench.markdown import format_table
+from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
+
+_BAR = 90
+"""Percent of held-out rows that lie within the error bar of a prediction."""
+_BOARDS = ("N150", "N300", "T3K", "TG")
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """Errors of one sample's time: in the fit, and with its model, its family (models of the same
+    sizes) or its board left out of it.
+    """
+
+    sample: Sample
+    fitted: float
+    model: float
+    family: float
+    board: float
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """One reading of the published configurations. Of decode the judged rows come first, then
+    Galaxy's; ``alone`` is the error without each model where only judged rows are fitted.
+    """
+
+    reading: str
+    rows: tuple[Row, ...]
+    constants: Constants
+    decode: tuple[Residual, ...]
+    galaxy: tuple[Residual, ...]
+    prefill: tuple[Residual, ...]
+    alone: tuple[float, ...]
+
+    def bars(self) -> dict[str, tuple[float, float]]:
+        """Error bars by kind of run, of a step and of a prompt: what nine of ten rows lie within,
+        of models left out of the fit (``short``) or of rows that are never fitted.
+        """
+        errors = {
+            "short": (
+                [each.model for each in self.decode],
+                [each.model for each in self.prefill],
+            )
+        }
+        for _, kinds, has_replicas, name in _UNSEEN:
+            errors[name] = (
+                _unseen_errors(self, "decode", kinds, has_replicas),
+                _unseen_errors(self, "prefill", kinds, has_replicas),
+            )
+        return {name: (_bar(steps), _bar(prompts)) for name, (steps, prompts) in errors.items()}
+
+    def rank(self) -> float:
+        """Spearman's, of predicted and published speeds of the precision rows."""
+        found = [row.decode for row in self.rows if row.kind == "precision" and row.decode]
+        predicted = [1 / sample.predict(self.constants) for sample in found]
+        return rank_correlation(predicted, [1 / sample.seconds for sample in found])
+
+
+def study_rows(reading: str, rows: Sequence[Row]) -> Study:
+    """Fit, and fit again without every model, family and board."""
+    steps = judged(rows, lambda row: row.decode)
+    large = galaxy(rows, lambda row: row.decode)
+    prompts = judged(rows, lambda row: row.prefill)
+    decode = fit([*steps, *large], DECODE_NAMES)
+    constants = fit(prompts, PREFILL_NAMES, decode)
+    residuals = _residuals([*steps, *large], DECODE_NAMES, constants)
+    return Study(
+        reading=reading,
+        rows=tuple(rows),
+        constants=constants,
+        decode=residuals[: len(steps)],
+        galaxy=residuals[len(steps) :],
+        prefill=_residuals(prompts, PREFILL_NAMES, constants),
+        alone=tuple(held_out(steps, DECODE_NAMES, _model)),
+    )
+
+
+def _residuals(
+    samples: Sequence[Sample], names: Sequence[str], constants: Constants
+) -> tuple[Residual, ...]:
+    keys: tuple[Callable[[Sample], Hashable], ...] = (
+        _model,
+        lambda sample: PUBLISHED[sample.model],
+        lambda sample: sample.device,
+    )
+    columns = [held_out(samples, names, key) for key in keys]
+    return tuple(
+        Residual(sample, sample.error(constants), *errors)
+        for sample, *errors in zip(samples, *columns, strict=True)
+    )
+
+
+def _model(sample: Sample) -> str:
+    return sample.model
+
+
+def _bar(errors: Sequence[float]) -> float:
+    logs = np.abs(np.log1p(errors))
+    return float(np.expm1(np.percentile(logs, _BAR)))
+
+
+def study_report(studies: Sequence[Study]) -> str:
+    """The text between the marks of docs/perf_model.md; the first study is the one used."""
+    used = studies[0]
+    parts = [
+        "### Errors",
+        _summary(used),
+        "### What the published configurations are taken to be",
+        _readings(studies),
+        "### Constants",
+        _constants(used.constants),
+        "### Decode steps, one user, short prompts",
+        _residual_table([*used.decode, *used.galaxy]),
+        "### Precision rows",
+        _predicted(used, "t/s/u", lambda row: row.kind == "precision", titled=True),
+        "### Prompts of 128 tokens",
+        _residual_table(used.prefill),
+        "### Decode steps the fit has not seen",
+        _predicted(used, "t/s/u", lambda row: not _is_fitted(row) and row.kind != "precision"),
+        "### Prompts the fit has not seen",
+        _predicted(used, "ms", lambda row: not row.is_judged),
+    ]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _is_fitted(row: Row) -> bool:
+    return row.is_judged or row.is_galaxy
+
+
+def _summary(study: Study) -> str:
+    rows = []
+    for what, residuals in (("decode step", study.decode), ("prompt (TTFT)", study.prefill)):
+        for name in ("fitted", "model", "family", "board"):
+            errors = [getattr(each, name) for each in residuals]
+            rows.append((what, _LEFT_OUT[name], str(len(errors)), *_median_worst(errors)))
+        for board in _BOARDS:
+            errors = [each.board for each in residuals if each.sample.device == board]
+            if errors:
+                rows.append((what, f"board {board}", str(len(errors)), *_median_worst(errors)))
+    errors = list(study.alone)
+    rows.append(("decode step, no Galaxy", "model", str(len(errors)), *_median_worst(errors)))
+    errors = [each.model for each in study.galaxy]
+    rows.append(("Galaxy's step", "model", str(len(errors)), *_median_worst(errors)))
+    errors = [each.board for each in study.galaxy]
+    rows.append(("Galaxy's step", "board TG", str(len(errors)), *_median_worst(errors)))
+    for name, kinds, dp, _ in _UNSEEN:
+        for what in ("decode", "prefill"):
+            errors = _unseen_errors(study, what, kinds, dp)
+            if errors:
+                of = "step" if what == "decode" else "prompt"
+                cells = (f"{name}: {of}", "never fitted", str(len(errors)))
+                rows.append((*cells, *_median_worst(errors)))
+    table = format_table(("figure", "left out", "rows", "median (%)", "worst (%)"), rows)
+    rank = f"Rank correlation of the precision rows' speeds: {study.rank():.3f}."
+    bars = "; ".join(
+        f"{name} {100 * step:.0f} % of t/s/u, {100 * prompt:.0f} % of TTFT"
+        for name, (step, prompt) in study.bars().items()
+    )
+    return f"{table}\n{rank}\nError bars of predictions: {bars}."
+
+
+_LEFT_OUT = {
+    "fitted": "nothing (in the fit)",
+    "model": "model",
+    "family": "family of equal sizes",
+    "board": "board",
+}
+_UNSEEN = (
+    ("32 users", ("batch_32",), False, "batch"),
+    ("long prompts", ("long_context",), False, "long"),
+    ("replicas (DP)", ("performance", "accuracy"), True, "replicas"),
+)
+
+
+def _unseen_errors(
+    study: Study, what: str, kinds: tuple[str, ...], has_replicas: bool
+) -> list[float]:
+    found = [
+        getattr(row, what)
+        for row in study.rows
+        if row.kind in kinds and (row.row.dp > 1) == has_replicas
+    ]
+    return [sample.error(study.constants) for sample in found if sample is not None]
+
+
+def _readings(studies: Sequence[Study]) -> str:
+    rows = []
+    for study in studies:
+        decode = _median_worst([each.model for each in study.decode])
+        family = _median_worst([each.family for each in study.decode])
+        prefill = _median_worst([each.model for each in study.prefill])
+        rows.append((study.reading, *decode, *family, *prefill))
+    columns = ("reading", "step: median (%)", "worst (%)", "family: median", "worst")
+    return format_table((*columns, "TTFT: median", "TTFT: worst"), rows)
+
+
+def _constants(constants: Constants) -> str:
+    rows = []
+    for field in dataclasses.fields(constants):
+        value, start = getattr(constants, field.name), getattr(START, field.name)
+        rows.append((field.name, f"{start:.4g}", f"{value:.4g}"))
+    return format_table(("constant", "start", "fitted"), rows)
+
+
+def _residual_table(residuals: Iterable[Residual]) -> str:
+    rows = []
+    for each in residuals:
+        sample = each.sample
+        errors = (each.fitted, each.model, each.family, each.board)
+        rows.append(
+            (
+                *(sample.model, sample.device, sample.source, f"{1e3 * sample.seconds:.2f}"),
+                f"{1e3 * sample.seconds * (1 + each.fitted):.2f}",
+                *(_percent(error) for error in errors),
+            )
+        )
+    columns = ("model", "board", "section", "published (ms)", "fitted (ms)", "error (%)")
+    return format_table((*columns, "model out", "family out", "board out"), rows)
+
+
+def _predicted(
+    study: Study, unit: str, chosen: Callable[[Row], bool], *, titled: bool = False
+) -> str:
+    is_decode = unit == "t/s/u"
+    rows = []
+    for row in study.rows:
+        sample = row.decode if is_decode else row.prefill
+        if sample is None or not chosen(row):
+            continue
+        times = (sample.seconds, sample.predict(study.constants))
+        cells = [f"{1 / t:.1f}" if is_decode else f"{1e3 * t:,.0f}" for t in times]
+        what = _short_title(row.title) if titled or row.kind == "precision" else row.title
+        error = _percent(sample.error(study.constants))
+        rows.append((sample.model, row.device, what, *cells, error))
+    columns = ("model", "board", "section", f"published ({unit})", f"predicted ({unit})")
+    return format_table((*columns, "error of time (%)"), rows)
+
+
+def _short_title(heading: str) -> str:
+    """The settings in which the published precision rows differ."""
+    inner = heading.partition("{")[2].partition("}")[0]
+    kept = [part for part in inner.split(", ") if part.split(":")[0] in _DIFFERING]
+    return ", ".join(kept)
+
+
+_DIFFERING = ("ff1_3", "ff2", "wo", "activation")
+
+
+def _median_worst(errors: Sequence[float]) -> tuple[str, str]:
+    sizes = 100 * np.abs(errors)
+    return f"{np.median(sizes):.1f}", f"{np.max(sizes):.1f}"
+
+
+def _percent(error: float) -> str:
+    return f"{100 * error:+.1f}"

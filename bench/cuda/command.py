@@ -1,0 +1,294 @@
+"""``demo/bench_cuda.py``: the speed of random weights of known shapes on a GPU, row by row, beside
+what the device was measured to do in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.cuda.rows import DECODE, METRICS, START, Row, find_rows
+from tilewright.compiler.bench.record import RANDOM_WEIGHTS
+from tilewright.compiler.bench.results import append, check_writable
+from tilewright.compiler.commands.arguments import Parser, integer
+from tilewright.compiler.commands.console import err, out, print_table
+from tilewright.compiler.errors import CheckpointError, TilewrightError, one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bench.cuda.measure import Bench, Figures
+    from tilewright.compiler.bench.roofline import Ceilings
+
+REPEATS = 5
+QUICK_REPEATS, QUICK_TOKENS = 2, 40
+EXIT_NOT_MEASURED, EXIT_INTERRUPTED = 1, 130
+_TARGET = "cuda"
+_WIDTH = 132
+
+
+@dataclass(slots=True)
+class Report:
+    """By a row's name, what was measured, or why it was not; ``is_broken``: something failed."""
+
+    found: dict[str, Figures] = field(default_factory=dict)
+    missed: dict[str, str] = field(default_factory=dict)
+    is_broken: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """A checked command line."""
+
+    rows: tuple[Row, ...]
+    repeats: int
+    results: Path | None
+    is_profiled: bool
+    target: str = _TARGET
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of ``demo/bench_cuda.py``."""
+    found = Parser(
+        prog="tilewright bench-cuda",
+        description="Measure decoding, prompts and starts with random weights on a GPU.",
+    )
+    found.add_argument("--rows", nargs="+", default=[], metavar="NAME", help="some rows; 8b-* fits")
+    found.add_argument("--list", action="store_true", help="list the rows")
+    found.add_argument("--results", metavar="FILE", help="append records, as JSON lines (none)")
+    found.add_argument("--profile", action="store_true", help="show where steps go, by kernel")
+    found.add_argument("--repeats", type=integer(1, 1000), help=f"of every row ({REPEATS})")
+    quick = f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens: no figures for a table"
+    found.add_argument("--quick", action="store_true", help=quick)
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the script; 0 where every row that can be made was measured, whatever it came to.
+
+    Raises:
+        TilewrightError: for a mistake in the arguments, or where there is no GPU.
+    """
+    arguments = parser().parse_args(list(argv))
+    rows = find_rows(arguments.rows)
+    if arguments.list:
+        _print_list(rows)
+        return 0
+    if arguments.quick:
+        rows = tuple(replace(row, num_generated=QUICK_TOKENS) for row in rows)
+    results = None if arguments.results is None else Path(arguments.results)
+    if results is not None:
+        check_writable(results)
+    repeats = arguments.repeats or (QUICK_REPEATS if arguments.quick else REPEATS)
+    return bench(Choices(rows, repeats, results, arguments.profile))
+
+
+def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
+    """Measure and print; ``measured``: ceilings that are already known."""
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.compiler.bench.ceilings import measure_ceilings
+
+    screen = _screen()
+    ceilings = measured or measure_ceilings(choices.target)
+    _print_ceilings(screen, ceilings)
+    screen.print("All rows have random weights.", style="dim")
+    report = Report()
+    code = 0
+    try:
+        for rows in programs(choices.rows):
+            _guarded(screen, report, rows, partial(_measure, screen, report, choices, ceilings))
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    _print_report(screen, choices.rows, report)
+    return code or (EXIT_NOT_MEASURED if report.is_broken else 0)
+
+
+def programs(rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+    """Rows that are measured together, in the order of the first of each; starts are by themselves
+    and last.
+    """
+    compiled = [row for row in rows if row.metric != START]
+    keys = dict.fromkeys(row.program for row in compiled)
+    shared = [tuple(row for row in compiled if row.program == key) for key in keys]
+    return [*shared, *((row,) for row in rows if row.metric == START)]
+
+
+def _guarded(
+    screen: Console,
+    report: Report,
+    rows: Sequence[Row],
+    run: Callable[[Sequence[Row]], None],
+) -> None:
+    """Run; what cannot be measured is said and left out, so that the others are not lost."""
+    try:
+        run(rows)
+        return
+    except CheckpointError as error:  # a shape whose architecture is not built
+        reason = str(error)
+    except TilewrightError as error:
+        reason, report.is_broken = str(error), True
+    except Exception as error:  # a bug in one row must not cost the others
+        traceback.print_exc()
+        reason, report.is_broken = f"failed: {one_line(error)}", True
+    for row in rows:
+        if row.name not in report.found:
+            report.missed[row.name] = reason
+            screen.print(f"{row.name}: not measured: {reason}", style="yellow", soft_wrap=True)
+
+
+def _measure(
+    screen: Console, report: Report, choices: Choices, ceilings: Ceilings, rows: Sequence[Row]
+) -> None:
+    """The rows of one program."""
+    from bench.cuda.measure import Bench, measure_start
+    from tilewright.compiler.commands.console import compile_progress
+
+    if rows[0].metric == START:
+        found = measure_start(rows[0], target=choices.target, repeats=choices.repeats)
+        _take(screen, report, found, choices)
+        return
+    with compile_progress(err()) as progress:
+        made = Bench(rows, target=choices.target, repeats=choices.repeats, progress=progress)
+    _print_program(screen, made)
+    try:
+        for row in rows:
+            _take(screen, report, made.measure(row, ceilings), choices)
+            if row.metric == DECODE and (routing := made.routing(row)):
+                screen.print(f"{row.name}: {routing}", soft_wrap=True)
+        for row in rows if choices.is_profiled else ():  # behind what is timed
+            _profile(screen, report, made, row, ceilings)
+    finally:
+        made.close()
+
+
+def _take(screen: Console, report: Report, found: Figures, choices: Choices) -> None:
+    """Keep, record and print a row at once: the run may be ended at any time."""
+    report.found[found.row.name] = found
+    if found.result is not None and choices.results is not None:
+        append(choices.results, found.result)
+    name, figure, value, floor, goal, met, limit, share = cells(found)
+    bounds = "" if floor == "-" else f"; floor {floor}, goal {goal}: {met}"
+    of_limit = "" if limit == "-" else f"; limit {limit}, {share} of it"
+    line = f"{name}: {figure}: {value}{bounds}{of_limit}; {found.detail}"
+    screen.print(line, soft_wrap=True)
+
+
+def _profile(screen: Console, report: Report, made: Bench, row: Row, ceilings: Ceilings) -> None:
+    from bench.cuda.profile_rows import print_profile
+
+    try:
+        print_profile(screen, made, row, ceilings)
+    except Exception as error:  # nor must a profiler that fails
+        traceback.print_exc()
+        report.is_broken = True
+        screen.print(f"{row.name}: no profile: {one_line(error)}", style="yellow")
+
+
+COLUMNS = ("row", "figure", "median (min-max)", "floor", "goal", "met", "limit", "of limit")
+
+
+def cells(found: Figures) -> tuple[str, ...]:
+    """A row of the table."""
+    row, metric = found.row, METRICS[found.row.metric]
+
+    def text(value: float | None) -> str:
+        return "-" if value is None else f"{value:,.{metric.digits}f}"
+
+    value, limit = found.value, found.limit
+    share = "-"
+    if limit:
+        share = f"{100 * (limit / value if metric.is_most else value / limit):.1f} %"
+    return (
+        row.name,
+        f"{metric.short}, {metric.unit}",
+        f"{text(value)} ({text(min(found.values))}-{text(max(found.values))})",
+        text(row.floor),
+        text(row.goal),
+        _met(row, value),
+        text(limit),
+        share,
+    )
+
+
+def _met(row: Row, value: float) -> str:
+    if row.floor is None:
+        return "-"
+    if row.goal is not None and row.is_met(value, row.goal):
+        return "goal"
+    if row.is_met(value, row.floor):
+        return "floor" if row.goal is not None else "yes"
+    return "NO"
+
+
+def _print_program(screen: Console, made: Bench) -> None:
+    executable, options = made.compiled.executable, made.options
+    weights = executable.memory().weights / 1e9
+    cache = options.max_batch * executable.state_bytes(options.max_context) / 1e9
+    screen.print(
+        f"{made.source.name} {RANDOM_WEIGHTS}, {made.compiled.precision.name}, for "
+        f"{options.max_batch} x {options.max_context:,} positions: {weights:.1f} GB of weights, "
+        f"{cache:.1f} GB of cache; made in {made.seconds_to_compile:.1f} s",
+        style="dim",
+        soft_wrap=True,
+    )
+
+
+def _print_report(screen: Console, rows: Sequence[Row], report: Report) -> None:
+    found = [cells(report.found[row.name]) for row in rows if row.name in report.found]
+    if found:
+        print_table(screen, f"all rows {RANDOM_WEIGHTS}", COLUMNS, found, numbers=True)
+        kinds = dict.fromkeys(each.row.metric for each in report.found.values())
+        for metric in (METRICS[kind] for kind in kinds):
+            screen.print(f"{metric.short}, {metric.unit}: {metric.text}", style="dim")
+    for name, reason in report.missed.items():
+        screen.print(f"{name}: not measured: {reason}", style="yellow", soft_wrap=True)
+
+
+def _print_ceilings(screen: Console, ceilings: Ceilings) -> None:
+    reads = [each / 1e12 for each in ceilings.reads]
+    products = [each / 1e12 for each in ceilings.products]
+    rows = [
+        ("reads (TB/s)", f"{ceilings.bytes_per_s / 1e12:.3f}", _span(reads)),
+        (
+            f"{ceilings.product_type} products (TFLOP/s)",
+            f"{ceilings.flops_per_s / 1e12:.3f}",
+            _span(products),
+        ),
+    ]
+    title = f"measured on {ceilings.device}"
+    print_table(screen, title, ("ceiling", "median", "min-max"), rows, numbers=True)
+
+
+def _span(values: Sequence[float]) -> str:
+    return f"{min(values):.3f}-{max(values):.3f}"
+
+
+def _print_list(rows: Sequence[Row]) -> None:
+    lines = [
+        (
+            row.name,
+            row.shape,
+            row.precision,
+            f"{row.batch} x {row.prompt_length:,} + {row.num_generated}",
+            f"{METRICS[row.metric].short}, {METRICS[row.metric].unit}",
+            "-" if row.floor is None else f"{row.floor:,g}",
+            "-" if row.goal is None else f"{row.goal:,g}",
+        )
+        for row in rows
+    ]
+    columns = ("row", "shape", "precision", "users", "figure", "floor", "goal")
+    print_table(_screen(), f"rows (--rows) {RANDOM_WEIGHTS}", columns, lines)
+
+
+def _screen() -> Console:
+    """Standard output; wide enough for the tables where it is no terminal."""
+    found = out()
+    if not found.is_terminal:
+        found.width = max(found.width, _WIDTH)
+    return found

@@ -1,0 +1,241 @@
+"""Where a step on a GPU goes: its kernels as CUPTI saw them, by part of the model and by name.
+
+A kernel may start before the one before it has ended, and then waits for it inside: durations
+overlap. So a kernel's own time is what it adds to the step: from the last end before it, or its
+start where that is later, to its end. Own times and gaps together are the step.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tilewright.compiler.bench.timing import Job
+from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.targets.base import Executable
+
+EMBEDDING, ATTENTION, NORM, CHOOSE, COPY = "embedding", "attention", "norm", "choose", "copy"
+DEQUANTISE, PRODUCT, OTHER = "dequantise", "product", "other"
+
+_PART_OF = (
+    ("memcpy", COPY),
+    ("memset", COPY),
+    ("embed", EMBEDDING),
+    ("attend", ATTENTION),
+    ("sdpa", ATTENTION),
+    ("flash", ATTENTION),
+    ("fmha", ATTENTION),
+    ("rotate_and_store", ATTENTION),
+    ("swiglu", OTHER),
+    ("rms_norm", NORM),
+    ("_partial_kernel", CHOOSE),
+    ("_final_kernel", CHOOSE),
+    ("_bf16_kernel", DEQUANTISE),
+    ("_bfp8_kernel", DEQUANTISE),
+    ("_bfp4_kernel", DEQUANTISE),
+    ("gemv", PRODUCT),
+    ("gemm", PRODUCT),
+    ("nvjet", PRODUCT),
+    ("cutlass", PRODUCT),
+    ("linear_kernel", PRODUCT),
+    ("expert_linear", PRODUCT),
+    ("expert_sum", PRODUCT),
+)
+"""A part by what a kernel's name contains; the first that fits."""
+_ALONG = ("shared_ff1_3", "shared_ff2")
+"""Groups of products that may run along with others, in one launch."""
+_SPLIT_K = "splitk"
+"""In the name of what adds up the pieces of the product before it."""
+_MAX_NAME = 48
+_WARM_UP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel or copy: its name, and when it ran, in microseconds."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A kernel or a part of the model in a step: launches, own time and durations, microseconds."""
+
+    name: str
+    launches: float
+    own: float
+    durations: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Means over ``num_steps`` steps, in microseconds.
+
+    ``step``: from a step's first kernel to the next step's. ``idle``: no kernel ran.
+    ``is_mapped``: products are told apart by tensor group; else all are one part.
+    """
+
+    num_steps: int
+    step: float
+    idle: float
+    parts: tuple[Line, ...]
+    kernels: tuple[Line, ...]
+    is_mapped: bool
+
+
+def profile_decode(
+    executable: Executable, jobs: Sequence[Job], groups: Sequence[str], *, num_steps: int = 16
+) -> StepProfile | None:
+    """Decode steps of all jobs at once, behind their prompts: as many as the jobs have tokens for,
+    and at most ``num_steps``.
+    """
+    wanted = min(job.sampling.max_tokens for job in jobs)
+    num_steps = min(num_steps, wanted - _WARM_UP - 3)
+    llm, requests = _started(executable, jobs)
+    while not all(len(request.output) > _WARM_UP for request in requests):
+        llm.step()
+
+    def run() -> None:
+        for _ in range(num_steps + 1):
+            llm.step()
+
+    launches = record_launches(run)
+    _end(llm, requests)
+    return profile_steps(launches, groups)
+
+
+def profile_prompt(executable: Executable, job: Job, groups: Sequence[str]) -> StepProfile | None:
+    """A prompt's first step, after one like it; it ends where the decode step begins."""
+    _prompt_and_one_step(executable, job)
+    launches = record_launches(lambda: _prompt_and_one_step(executable, job))
+    return profile_steps(launches, groups, most=1)
+
+
+def _prompt_and_one_step(executable: Executable, job: Job) -> None:
+    llm, requests = _started(executable, [job])
+    while len(requests[0].output) < 2:
+        llm.step()
+    _end(llm, requests)
+
+
+def _started(executable: Executable, jobs: Sequence[Job]) -> tuple[LLM, list[Request]]:
+    llm = LLM(executable)
+    requests = [Request(index, job.prompt, job.sampling) for index, job in enumerate(jobs)]
+    for request in requests:
+        llm.add(request)
+    return llm, requests
+
+
+def _end(llm: LLM, requests: Sequence[Request]) -> None:
+    for request in requests:
+        llm.cancel(request)
+
+
+def record_launches(run: Callable[[], None]) -> list[Launch]:
+    """What ran on the GPU meanwhile, in the order of starting; it waits for the GPU to end."""
+    import torch
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        run()
+        torch.cuda.synchronize()
+    launches = [
+        Launch(event.name, event.time_range.start, event.time_range.end)
+        for event in recorded.events()
+        if event.device_type == DeviceType.CUDA
+    ]
+    return sorted(launches, key=lambda each: each.start)
+
+
+def profile_steps(
+    launches: Sequence[Launch], groups: Sequence[str], *, most: int | None = None
+) -> StepProfile | None:
+    """The profile of equal steps that follow each other, each beginning with an embedding.
+
+    What ran before the first and from the last one's beginning on is left out; None where no
+    step is whole. ``groups``: the tensor groups of a step's products, in order. ``most``: steps
+    to look at.
+    """
+    starts = [i for i, each in enumerate(launches) if part_of(each.name) == EMBEDDING]
+    starts = starts[: None if most is None else most + 1]
+    if len(starts) < 2:
+        return None
+    num_steps = len(starts) - 1
+    parts: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    kernels: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    idle, last_end, is_mapped = 0.0, launches[starts[0]].start, True
+    for begin, end in pairwise(starts):
+        step = launches[begin:end]
+        named, is_step_mapped = assign_parts([each.name for each in step], groups)
+        is_mapped = is_mapped and is_step_mapped
+        for each, part in zip(step, named, strict=True):
+            idle += max(0.0, each.start - last_end)
+            own = max(0.0, each.end - max(each.start, last_end))
+            last_end = max(last_end, each.end)
+            for totals in (parts[part], kernels[short_name(each.name)]):
+                totals[0] += 1
+                totals[1] += own
+                totals[2] += each.end - each.start
+    idle += max(0.0, launches[starts[-1]].start - last_end)
+    span = launches[starts[-1]].start - launches[starts[0]].start
+    return StepProfile(
+        num_steps,
+        span / num_steps,
+        idle / num_steps,
+        _lines(parts, num_steps),
+        _lines(kernels, num_steps),
+        is_mapped,
+    )
+
+
+def assign_parts(names: Sequence[str], groups: Sequence[str]) -> tuple[list[str], bool]:
+    """The part of every kernel of a step, and whether its products are as many as ``groups``.
+
+    A product is one kernel, and the sum of its pieces behind it if it was cut. Those of an expert
+    that all tokens share may be part of the others' launches.
+    """
+    parts: list[str] = []
+    for name in names:
+        is_sum = _SPLIT_K in name.lower() and "reduce" in name.lower()
+        parts.append(f"+{PRODUCT}" if is_sum else part_of(name))
+    alone = [group for group in groups if group not in _ALONG]
+    if parts.count(PRODUCT) == len(alone):
+        groups = alone
+    is_mapped = parts.count(PRODUCT) == len(groups)
+    remaining, last = iter(groups), PRODUCT
+    for index, part in enumerate(parts):
+        if part == PRODUCT and is_mapped:
+            last = next(remaining)
+        if part in (PRODUCT, f"+{PRODUCT}"):
+            parts[index] = last
+    return parts, is_mapped
+
+
+def part_of(name: str) -> str:
+    """What a kernel does, from its name."""
+    plain = _without_arguments(name).lower()
+    return next((part for piece, part in _PART_OF if piece in plain), OTHER)
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without its namespaces and arguments, and without what is too long."""
+    plain = _without_arguments(name).rpartition("::")[2]
+    return plain if len(plain) <= _MAX_NAME else f"{plain[: _MAX_NAME - 3]}..."
+
+
+def _without_arguments(name: str) -> str:
+    """Without a return type and what stands in a template's or a function's brackets."""
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return plain if plain.startswith("Mem") else re.split(r"[<(]", plain, maxsplit=1)[0]
+
+
+def _lines(totals: dict[str, list[float]], num_steps: int) -> tuple[Line, ...]:
+    lines = [Line(name, *(value / num_steps for value in found)) for name, found in totals.items()]
+    return tuple(sorted(lines, key=lambda line: -line.own))

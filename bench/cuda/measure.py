@@ -1,0 +1,308 @@
+"""How rows of ``demo/bench_cuda.py`` are measured: a compiled program for several rows, timed runs,
+figures, records, and a demo's start in a process of its own. Prints nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from bench.cuda.rows import (
+    DECODE,
+    DECODE_SHARE,
+    PREFILL_SECONDS,
+    PREFILL_SHARE,
+    START,
+    TTFT,
+    Row,
+)
+from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.cases import CASES, TABLE_PROMPT_LENGTH, Case
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.roofline import (
+    Ceilings,
+    Work,
+    decode_work,
+    limit_seconds,
+    prefill_work,
+)
+from tilewright.compiler.bench.timing import Job, Run, time_jobs
+from tilewright.compiler.commands import measure
+from tilewright.compiler.commands.console import RANDOM_NOTE
+from tilewright.compiler.commands.options import RunOptions, read_options
+from tilewright.compiler.commands.source import Source, compile_source, open_source
+from tilewright.compiler.driver import Compiled
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ops.moe import expected_experts
+from tilewright.compiler.runtime.batch import Piece, build_step
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.targets.base import CompileOptions, Progress, StepInput
+
+_LONG_PROMPT = 16384
+_LONG_REPEATS = 3
+"""Of prompts that long, and of starts: at most so many repeats."""
+_START_SECONDS = 300
+_START_PROMPT = "Why is the sky blue?"
+_DEMO = Path(__file__).resolve().parents[2] / "demo" / "simple_text_demo.py"
+
+
+@runtime_checkable
+class ChoosesExperts(Protocol):
+    """An executable that counts the experts of a decode step, layer by layer."""
+
+    def chosen_experts(self, inputs: StepInput) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A row's figure: of every repeat, and the least or most it can be, in the metric's unit.
+
+    ``detail`` says in words what else was measured; ``result`` is the record, where there is one.
+    """
+
+    row: Row
+    values: tuple[float, ...]
+    limit: float | None = None
+    detail: str = ""
+    result: Result | None = None
+
+    @property
+    def value(self) -> float:
+        """The median."""
+        return stats.median(self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """The runs of one batch and prompt, and what they were runs of."""
+
+    runs: tuple[Run, ...]
+    result: Result
+
+
+class Bench:
+    """A program compiled for some rows (`Row.program` is the same); close it before the next.
+
+    ``seconds_to_compile``: from the shape to the executable, weights made and placed.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], *, target: str, repeats: int, progress: Progress
+    ) -> None:
+        release_memory()  # of a program before that failed
+        started = time.perf_counter()
+        self._target, self._repeats = target, repeats
+        self._context = rows[0].program[-1]
+        model = run_options(rows[0], target=target, repeats=repeats).model
+        self.source: Source = open_source(model.path)
+        options = CompileOptions(
+            max_batch=max(row.batch for row in rows), max_context=self._context
+        )
+        self.compiled: Compiled = compile_source(
+            self.source, model, options, progress, use_cache=False
+        )
+        self.options = options
+        self.seconds_to_compile = time.perf_counter() - started
+        self._measured: dict[tuple[int, int, int], _Measured] = {}
+
+    def measure(self, row: Row, ceilings: Ceilings) -> Figures:
+        """One row; rows of the same batch and lengths share their runs and their record."""
+        key = _runs_of(row)
+        is_known = key in self._measured
+        if not is_known:
+            self._measured[key] = self._run(row)
+        measured = self._measured[key]
+        values, limit, detail = _figure(row, measured.runs, self.works(row), ceilings)
+        return Figures(row, values, limit, detail, None if is_known else measured.result)
+
+    def works(self, row: Row) -> tuple[Work, Work]:
+        """The row's prompt, and its decode step in the middle of the measured ones."""
+        context = row.prompt_length + (row.num_generated + 1) / 2
+        return (
+            prefill_work(self.compiled, num_tokens=row.prompt_length),
+            decode_work(self.compiled, batch=row.batch, context=context),
+        )
+
+    def step_seconds(self, row: Row) -> tuple[float | None, float | None]:
+        """A measured row's prompt and decode step, medians."""
+        result = self._measured[_runs_of(row)].result
+        prompt = None if result.ttft_ms is None else 1e-3 * result.ttft_ms
+        return prompt, None if result.decode_tsu is None else 1 / result.decode_tsu
+
+    def jobs(self, row: Row) -> tuple[Job, ...]:
+        """The row's prompts, one a user."""
+        options = run_options(row, target=self._target, repeats=self._repeats)
+        return measure.plan_jobs(self.source, options).jobs
+
+    def routing(self, row: Row) -> str:
+        """How many experts a decode step behind the row's prompts chooses; empty without experts.
+
+        Weights are random, and so are the prompts: what is read depends on it.
+        """
+        executable = self.compiled.executable
+        config = self.source.checkpoint_model().config
+        count: int = getattr(config, "num_experts", 0)
+        if not count or not isinstance(executable, ChoosesExperts):
+            return ""
+        prompts = [job.prompt for job in self.jobs(row)]
+        ids, engine = range(len(prompts)), Engine(executable)
+        logits = engine.prefill(ids, [torch.tensor(prompt) for prompt in prompts])
+        tokens = logits.argmax(-1).tolist()
+        pieces = [
+            Piece(engine.state(index), [token], len(prompts[index]), True)
+            for index, token in enumerate(tokens)
+        ]
+        found = executable.chosen_experts(build_step(pieces))
+        engine.remove(ids)
+        expected = expected_experts(count, row.batch, config.experts_per_token)  # type: ignore[attr-defined]
+        return (
+            f"experts chosen a layer in a decode step: {sum(found) / len(found):.1f} "
+            f"({min(found)}-{max(found)}) of {count}; {expected:.1f} were all equally likely"
+        )
+
+    def _run(self, row: Row) -> _Measured:
+        options = run_options(row, target=self._target, repeats=self._repeats)
+        plan = replace(measure.plan_jobs(self.source, options), context=self._context)
+        runs = time_jobs(self.compiled.executable, plan.jobs, num_repeats=options.case.num_repeats)
+        result = measure.make_result(
+            self.source,
+            options,
+            self.compiled,
+            runs,
+            plan=plan,
+            peak_memory=0,
+            cache_bytes=measure.cache_bytes(self.compiled, plan),
+        )
+        # one process measures several programs: its peak is not this one's
+        return _Measured(tuple(runs), replace(result, peak_memory_bytes=None))
+
+    def close(self) -> None:
+        """Give the program's memory back, for the next one needs it."""
+        self.compiled.executable.close()
+        self._measured.clear()
+        release_memory()
+
+
+def release_memory() -> None:
+    """Give what nobody holds any more back to the GPU, where others look for room."""
+    gc.collect()  # what refers to itself in a circle would keep its tensors
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _runs_of(row: Row) -> tuple[int, int, int]:
+    return row.batch, row.prompt_length, row.num_generated
+
+
+def run_options(row: Row, *, target: str, repeats: int) -> RunOptions:
+    """What ``tilewright run`` would be asked for a row; more repeats do not change a case.
+
+    Raises:
+        CheckpointError: for a shape whose architecture is not built.
+    """
+    named = _named_case(row)
+    long = row.prompt_length >= _LONG_PROMPT
+    case = replace(
+        named,
+        prompt_length=row.prompt_length,
+        batch_size=row.batch,
+        max_generated_tokens=row.num_generated,
+        num_repeats=min(repeats, _LONG_REPEATS) if long else repeats,
+    )
+    argv = ["--model", f"shape:{row.shape}", "--target", target, "--precision", row.precision]
+    options = read_options(["--case", named.name, *argv, "--no-results", "--no-cache"])
+    assert options is not None
+    is_changed = replace(case, num_repeats=named.num_repeats) != named
+    return replace(options, case=case, is_case_changed=is_changed)
+
+
+def _named_case(row: Row) -> Case:
+    """The case that a row is, or is nearest to."""
+    if row.prompt_length == TABLE_PROMPT_LENGTH:
+        return CASES["performance-ci-32" if row.batch == 32 else "performance-ci-1"]
+    name = f"performance-long-context-{row.prompt_length // 1024}k"
+    return CASES[name] if name in CASES else CASES["performance-long-context-2k"]
+
+
+def _figure(
+    row: Row, runs: Sequence[Run], works: tuple[Work, Work], ceilings: Ceilings
+) -> tuple[tuple[float, ...], float, str]:
+    """Values, limit and detail of a row."""
+    prefill, _ = works
+    prompt_limit, step_limit = (limit_seconds(work, ceilings) for work in works)
+    prompts = [1e-3 * run.repeat.ttft_ms for run in runs if run.repeat.ttft_ms]
+    rates = [row.batch * run.repeat.decode_tsu for run in runs if run.repeat.decode_tsu]
+    fastest = row.batch / step_limit
+    decoding = f"decode {stats.median(rates):,.1f} t/s of {fastest:,.1f}" if rates else ""
+    seconds = stats.median(prompts)
+    prompting = f"prompt {1e3 * seconds:,.2f} ms, {row.prompt_length / seconds:,.0f} t/s"
+    if row.metric == DECODE:
+        return tuple(rates), fastest, prompting
+    if row.metric == DECODE_SHARE:
+        return tuple(100 * rate / fastest for rate in rates), 100.0, f"{decoding}; {prompting}"
+    if row.metric == TTFT:
+        return tuple(1e3 * each for each in prompts), 1e3 * prompt_limit, decoding
+    if row.metric == PREFILL_SECONDS:
+        return tuple(prompts), prompt_limit, decoding
+    assert row.metric == PREFILL_SHARE
+    shares = tuple(100 * prefill.flops / each / ceilings.flops_per_s for each in prompts)
+    return shares, 100.0, f"{prompting}; {decoding}"
+
+
+def measure_start(row: Row, *, target: str, repeats: int) -> Figures:
+    """A demo's time from its process's start to the first text, one start before not counted.
+
+    It contains Python's and torch's start, tracing, passes, making and converting the weights,
+    loading the kernels, and the warm-up that precedes the first measured run.
+
+    Raises:
+        CompileError: where the demo fails.
+    """
+    assert row.metric == START
+    name = open_source(run_options(row, target=target, repeats=1).model.path).name
+    argv = [sys.executable, str(_DEMO), "--model", f"shape:{row.shape}", "--target", target]
+    argv += ["--precision", row.precision, "--prompt", _START_PROMPT, "--no-results"]
+    argv += ["--max-generated-tokens", "16", "--repeat-batches", "1"]
+    mark = RANDOM_NOTE.format(name) + "\n"
+    seconds = [_seconds_to_text(argv, mark) for _ in range(1 + min(repeats, _LONG_REPEATS))]
+    detail = f"with the demo's warm-up; the start before these took {seconds[0]:.1f} s"
+    return Figures(row, tuple(seconds[1:]), detail=detail)
+
+
+def _seconds_to_text(argv: Sequence[str], mark: str) -> float:
+    """Seconds until a process has written something behind ``mark``; it is then let end."""
+    wide = {**os.environ, "COLUMNS": "400"}  # so that the line of the mark is not folded
+    seen, found = b"", None
+    with tempfile.TemporaryFile() as complaints:
+        started = time.perf_counter()
+        child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=complaints, env=wide)
+        watch = threading.Timer(_START_SECONDS, child.kill)
+        watch.start()
+        assert child.stdout is not None
+        try:
+            while chunk := os.read(child.stdout.fileno(), 65536):
+                seen += chunk
+                if found is None and seen.partition(mark.encode())[2]:
+                    found = time.perf_counter() - started
+            child.wait()
+        finally:
+            watch.cancel()
+            child.kill()
+            child.wait()
+        complaints.seek(0)
+        lines = complaints.read().decode(errors="replace").split("\n")
+    if child.returncode or found is None:
+        said = next((line for line in reversed(lines) if line.strip()), "nothing")
+        raise CompileError(f"the demo ended with {child.returncode}, saying {said.strip()[:200]!r}")
+    return found

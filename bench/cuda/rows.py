@@ -1,0 +1,122 @@
+"""The rows of ``demo/bench_cuda.py``: what is run, and what it must come to. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from tilewright.compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
+from tilewright.compiler.errors import ConfigError, allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a row's figure is: ``short`` and ``text`` say it. ``is_most``: a floor is the most it
+    may be. ``digits``: how many are shown.
+    """
+
+    unit: str
+    short: str
+    text: str
+    digits: int = 1
+    is_most: bool = False
+
+
+DECODE, TTFT, PREFILL_SHARE = "decode", "ttft", "prefill share"
+PREFILL_SECONDS, DECODE_SHARE, START = "prefill seconds", "decode share", "start"
+
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        DECODE: Metric(
+            "t/s", "decode", "decoded tokens a second of all users, the first step left out"
+        ),
+        TTFT: Metric("ms", "TTFT", "a prompt's time to its first token", 2, is_most=True),
+        PREFILL_SHARE: Metric(
+            "%", "of products", "a prompt's operations a second, of those of large products"
+        ),
+        PREFILL_SECONDS: Metric("s", "TTFT", "a prompt's time to its first token", 2, True),
+        DECODE_SHARE: Metric("%", "of reads", "decode, of the rate at which its bytes are read"),
+        START: Metric("s", "start", "a process's start to the first text of a demo", is_most=True),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    ``floor`` and ``goal``: in the metric's unit; None: there is none. ``context``: positions that
+    the program is compiled for, 0 for just those the row needs; rows of equal shape, precision and
+    context share a program.
+    """
+
+    name: str
+    shape: str
+    precision: str
+    metric: str
+    floor: float | None = None
+    goal: float | None = None
+    batch: int = 1
+    prompt_length: int = TABLE_PROMPT_LENGTH
+    num_generated: int = TABLE_GENERATED_TOKENS
+    context: int = 0
+
+    @property
+    def program(self) -> tuple[str, str, int]:
+        """Shape, precision and positions of a program that serves the row."""
+        return self.shape, self.precision, self.context or self.prompt_length + self.num_generated
+
+    def is_met(self, value: float, bound: float) -> bool:
+        """Whether a figure is as good as the floor or the goal."""
+        return value <= bound if METRICS[self.metric].is_most else value >= bound
+
+
+_1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
+_35B = "qwen3.5-35b-a3b"
+_64K = 65536 + TABLE_GENERATED_TOKENS
+
+ROWS: tuple[Row, ...] = (
+    Row("8b-bf16-b1", _8B, "bf16", DECODE, 240, 265),
+    Row("8b-bf16-ttft", _8B, "bf16", TTFT, 7),
+    Row("8b-bf16-b8", _8B, "bf16", DECODE, 1800, 2050, batch=8),
+    Row("8b-bf16-b32", _8B, "bf16", DECODE, 6500, 7500, batch=32),
+    Row("8b-bf16-b64", _8B, "bf16", DECODE, 11500, 14000, batch=64),
+    Row("8b-bfp8-b1", _8B, "all-bfp8", DECODE, 400, 480),
+    Row("8b-performance-b1", _8B, "performance", DECODE, 480, 600),
+    Row("8b-performance-b32", _8B, "performance", DECODE, 9000, 12000, batch=32),
+    Row("1b-bf16-b1", _1B, "bf16", DECODE, 1150, 1450),
+    Row("1b-performance-b1", _1B, "performance", DECODE, 1900, 2800),
+    Row("qwen3-8b-bf16-b1", "qwen3-8b", "bf16", DECODE, 235, 260),
+    Row("35b-a3b-bf16-b1", _35B, "bf16", DECODE, 300, 430, prompt_length=1024),
+    Row("35b-a3b-bf16-ttft", _35B, "bf16", TTFT, 30, prompt_length=1024),
+    Row("35b-a3b-bf16-b4", _35B, "bf16", DECODE, 850, 1000, batch=4, prompt_length=1024),
+    Row("35b-a3b-bf16-b16", _35B, "bf16", DECODE, 1650, 1900, batch=16, prompt_length=1024),
+    Row("35b-a3b-bf16-b64", _35B, "bf16", DECODE, 3300, 3700, batch=64, prompt_length=1024),
+    Row("70b-performance-b1", _70B, "performance", DECODE, 60, 68),
+    Row("8b-prefill-2k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=2048, context=_64K),
+    Row("8b-prefill-8k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=8192, context=_64K),
+    Row("8b-decode-32k", _8B, "bf16", DECODE_SHARE, prompt_length=32768, context=_64K),
+    Row("8b-prefill-64k", _8B, "bf16", PREFILL_SECONDS, 5, prompt_length=65536),
+    Row("8b-decode-64k", _8B, "bf16", DECODE_SHARE, 70, prompt_length=65536),
+    Row("8b-start", _8B, "bf16", START, 15),
+)
+"""In the order of measuring. The start is the last: then its kernels are in the cache."""
+
+
+def find_rows(names: Sequence[str]) -> tuple[Row, ...]:
+    """The rows of these names in the table's order; all without names.
+
+    A name that ends with ``*`` means every row that begins so.
+
+    Raises:
+        ConfigError: for a name that no row has.
+    """
+    for name in names:
+        if not any(_is_named(row, name) for row in ROWS):
+            raise ConfigError(f"--rows {name!r}; {allowed(row.name for row in ROWS)}")
+    return tuple(row for row in ROWS if not names or any(_is_named(row, name) for name in names))
+
+
+def _is_named(row: Row, name: str) -> bool:
+    return row.name.startswith(name[:-1]) if name.endswith("*") else row.name == name

@@ -1,0 +1,36 @@
+"""Engines that Tilewright is compared with, each behind the same three questions.
+
+`PEERS` names them; a peer's library is imported in its own worker process alone.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+from tilewright.compiler.registry import Registry
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """``module``: what its library is imported as. ``package``: what pip installs."""
+
+    name: str
+    module: str
+    package: str
+
+    def missing(self) -> str | None:
+        """Why it cannot be run here, with the remedy; None where it is installed."""
+        if importlib.util.find_spec(self.module) is not None:
+            return None
+        return f"not installed: pip install {self.package}"
+
+
+PEERS: Registry[Peer] = Registry("peer")
+
+for _peer in (
+    Peer("llama.cpp", "llama_cpp", "llama-cpp-python"),
+    Peer("onnx-genai", "onnxruntime_genai", "onnxruntime-genai"),
+    Peer("openvino", "openvino_genai", "openvino-genai"),
+):
+    PEERS.register(_peer.name, _peer)

@@ -1,0 +1,74 @@
+"""llama.cpp as an engine of a comparison, through llama-cpp-python's low-level functions."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+
+from bench.peers.gguf_copy import gguf_sizes
+from bench.peers.protocol import Generated, Loaded
+
+
+@llama_cpp.llama_log_callback
+def _silent(level: int, text: bytes, user_data: object) -> None:
+    """Its log is long, and not what is asked for."""
+
+
+class LlamaCpp:
+    """A GGUF file in a context just large enough; flash attention as llama.cpp chooses it."""
+
+    def __init__(self, path: Path, *, num_threads: int, max_context: int) -> None:
+        llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
+        llama_cpp.llama_backend_init()
+        options = llama_cpp.llama_model_default_params()
+        options.n_gpu_layers = 0
+        model = llama_cpp.llama_model_load_from_file(str(path).encode(), options)
+        if not model:
+            raise ValueError(f"{path}: llama.cpp cannot load it")
+        settings = llama_cpp.llama_context_default_params()
+        settings.n_ctx = settings.n_batch = max_context
+        settings.n_threads = settings.n_threads_batch = num_threads
+        self._context = llama_cpp.llama_init_from_model(model, settings)
+        if not self._context:
+            raise ValueError(f"{path}: llama.cpp cannot make a context of {max_context}")
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+        self._batch = llama_cpp.llama_batch_init(max_context, 0, 1)
+        self._max_context = max_context
+        self._path = path
+
+    def loaded(self) -> Loaded:
+        """The file's tensors."""
+        return gguf_sizes(self._path)
+
+    def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
+        """See `Engine.generate`; logits are computed for the last token alone."""
+        assert len(tokens) + num_tokens <= self._max_context  # the batch has no more room
+        llama_cpp.llama_memory_clear(self._memory, True)
+        started = time.perf_counter()
+        output = [self._step(tokens, 0)]
+        times = [time.perf_counter() - started]
+        for position in range(len(tokens), len(tokens) + num_tokens - 1):
+            output.append(self._step(output[-1:], position))
+            times.append(time.perf_counter() - started)
+        return Generated(tuple(output), tuple(times))
+
+    def _step(self, tokens: Sequence[int], position: int) -> int:
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for index, token in enumerate(tokens):
+            batch.token[index] = token
+            batch.pos[index] = position + index
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = 0
+            batch.logits[index] = index == len(tokens) - 1
+        code = llama_cpp.llama_decode(self._context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode failed with {code}")
+        logits = llama_cpp.llama_get_logits_ith(self._context, -1)
+        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())

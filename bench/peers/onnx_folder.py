@@ -1,0 +1,137 @@
+"""The model folder that ONNX Runtime GenAI runs, built by its own builder from our weights.
+
+The builder wants a Hugging Face folder: a GGUF checkpoint is written out as one for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from tilewright.compiler.errors import ConfigError
+
+BUILDER = "onnxruntime_genai.models.builder"
+_CONFIG = "genai_config.json"
+_SECONDS = 3600
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+
+class Exportable(Protocol):
+    """What `tilewright.models.load_model` returns, as far as this looks at it."""
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def checkpoint(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+
+
+def cached_onnx_folder(model: Exportable, source: Path, *, content_hash: str, folder: Path) -> Path:
+    """The int4 folder of a model in a cache folder, built if it is not there.
+
+    Raises:
+        ConfigError: where the builder fails, with the last line it said.
+    """
+    parts = (content_hash, "int4", metadata.version("onnxruntime-genai"))
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    path = folder / f"{source.stem}-{key}.onnx-int4"
+    if (path / _CONFIG).is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch) / "built"
+        if not source.is_dir():
+            source = Path(scratch) / "source"
+            write_hf_folder(model, source)
+        build(source, built, scratch=Path(scratch) / "cache")
+        try:
+            built.replace(path)
+        except OSError:
+            if not (path / _CONFIG).is_file():  # else another process was faster
+                raise
+    return path
+
+
+def build(source: Path, destination: Path, *, scratch: Path) -> None:
+    """Run the builder on a Hugging Face folder; it downloads nothing. Raises ConfigError."""
+    paths = ("-i", str(source), "-o", str(destination), "-c", str(scratch))
+    command = (sys.executable, "-m", BUILDER, *paths, "-p", "int4", "-e", "cpu")
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{BUILDER} took more than {_SECONDS} s") from None
+    if done.returncode:
+        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        last = said[-1] if said else f"exit code {done.returncode}"
+        missing = "; pip install onnx-ir transformers" if "ModuleNotFoundError" in last else ""
+        raise ConfigError(f"{BUILDER} failed: {last[:200]}{missing}")
+
+
+def write_hf_folder(model: Exportable, folder: Path) -> None:
+    """A model as a new Hugging Face folder, its tensors in float32.
+
+    Raises:
+        ConfigError: for a model that ``config.json`` is not written of here.
+    """
+    from safetensors.torch import save_file
+
+    config = hf_config(model)
+    model.tokenizer.save(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    checkpoint = model.checkpoint
+    tensors = {name: checkpoint.get(name).float().contiguous() for name in checkpoint.names}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def hf_config(model: Exportable) -> dict[str, Any]:
+    """A model's configuration as ``config.json`` holds it.
+
+    Raises:
+        ConfigError: for another architecture, scaled rotations, or biases it cannot say.
+    """
+    config = model.config
+    if config.model_type not in _CLASSES:
+        raise ConfigError(f"{config.model_type!r} has no export; allowed: {', '.join(_CLASSES)}")
+    rope = config.rope
+    is_scaled = rope.scaling is not None or rope.freq_factors is not None
+    if is_scaled or config.mlp_bias or (config.attention_bias and config.model_type == "llama"):
+        raise ConfigError(
+            f"{config.name}: scaled rotations or biases are not exported from GGUF; "
+            "give the folder with --onnx-genai-folder"
+        )
+    return {
+        "architectures": [_CLASSES[config.model_type]],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": {"rope_theta": rope.theta, "rope_type": "default"},
+        "rope_theta": rope.theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "hidden_act": "silu",
+        "dtype": "float32",
+        "bos_token_id": model.tokenizer.bos_id,
+        "eos_token_id": list(model.tokenizer.eos_ids) or None,
+    }

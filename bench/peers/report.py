@@ -1,0 +1,123 @@
+"""What ``tilewright compare`` found, as a JSON record and as tables made of that record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bench.peers import PEERS
+from bench.peers.rounds import Contestant, contestant_record, ratios
+from tilewright.compiler.bench import stats
+from tilewright.compiler.commands.console import print_table
+from tilewright.compiler.devices import describe_cpu
+from tilewright.compiler.environment import PACKAGES, environment
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from bench.peers.command import CompareOptions
+    from tilewright.models import LoadedModel
+
+SCHEMA = 1
+
+
+def report_record(
+    model: LoadedModel,
+    contestants: Sequence[Contestant],
+    versus: Sequence[tuple[Contestant, Contestant]],
+    *,
+    options: CompareOptions,
+    bandwidths: Sequence[float],
+) -> dict[str, Any]:
+    """All figures: every repeat, bytes, bytes a second, tokens a second, versions and host."""
+    plan = options.plan
+    bandwidth = stats.median(bandwidths)
+    surroundings = environment(
+        (*PACKAGES, *(peer.package for peer in PEERS.values())), hash_host=True
+    )
+    return {
+        "schema": SCHEMA,
+        "model": model.name,
+        "model_hash": model.checkpoint.content_hash(),
+        "device": describe_cpu().model_name,
+        "num_threads": options.num_threads,
+        "num_rounds": plan.num_rounds,
+        "measures": [dataclasses.asdict(measure) for measure in plan.measures],
+        "bandwidth": {"median": bandwidth, "readings": list(bandwidths)},
+        "contestants": [contestant_record(each, plan, bandwidth) for each in contestants],
+        "ratios": [
+            {
+                "ours": ours.weights,
+                "peer": peer.name,
+                "measure": ratio.measure,
+                "median": ratio.median,
+                "repeats": list(ratio.repeats),
+            }
+            for ours, peer in versus
+            for ratio in ratios(ours, peer, plan)
+        ],
+        **dataclasses.asdict(surroundings),
+    }
+
+
+def print_report(screen: Console, record: dict[str, Any]) -> None:
+    """The tables of a record: medians, then ratios, with their spreads."""
+    measures = [measure["name"] for measure in record["measures"]]
+    print_table(
+        screen,
+        f"{record['model']}, {record['num_threads']} threads, {record['num_rounds']} rounds in "
+        "turn: tokens/s, median (spread)",
+        ("engine", "MB", *map(_heading, measures), "of read\nrate"),
+        [_row(each, measures) for each in record["contestants"]],
+        numbers=True,
+    )
+    for each in record["contestants"]:
+        if each["failure"]:
+            screen.print(f"{each['engine']} {each['weights']}: {each['failure']}")
+    pairs = dict.fromkeys((ratio["ours"], ratio["peer"]) for ratio in record["ratios"])
+    found = {(r["ours"], r["peer"], r["measure"]): r["repeats"] for r in record["ratios"]}
+    if pairs:
+        print_table(
+            screen,
+            "ours / peer, round by round: median (spread); above 1 ours is faster",
+            ("ours / peer", *map(_heading, measures)),
+            [
+                (f"{ours} / {peer}", *(_ratio(found.get((ours, peer, name))) for name in measures))
+                for ours, peer in pairs
+            ],
+            numbers=True,
+        )
+    readings = [reading / 1e9 for reading in record["bandwidth"]["readings"]]
+    screen.print(
+        f"memory read by {record['num_threads']} threads: {readings[0]:.1f} GB/s before, "
+        f"{readings[-1]:.1f} after ({min(readings):.1f} to {max(readings):.1f}); "
+        f"{record['device']}",
+        style="dim",
+    )
+
+
+def _heading(measure: str) -> str:
+    return measure.replace("-", "\n")
+
+
+def _row(contestant: dict[str, Any], measures: Sequence[str]) -> tuple[str, ...]:
+    size, share = contestant["weight_bytes"], contestant["bandwidth_share"]
+    return (
+        f"{contestant['engine']} {contestant['weights']}",
+        "-" if size is None else f"{size / 1e6:,.0f}",
+        *(_rate(contestant["rates"].get(measure)) for measure in measures),
+        "-" if share is None else f"{100 * share:.0f} %",
+    )
+
+
+def _rate(rate: dict[str, Any] | None) -> str:
+    return "-" if rate is None else _with_spread(f"{rate['median']:,.0f}", rate["repeats"])
+
+
+def _ratio(repeats: Sequence[float] | None) -> str:
+    return _with_spread(f"{stats.median(repeats):.2f}", repeats) if repeats else "-"
+
+
+def _with_spread(text: str, repeats: Sequence[float]) -> str:
+    return f"{text} ({100 * stats.spread(repeats):.0f} %)" if len(repeats) > 1 else text

@@ -1,0 +1,65 @@
+"""The process of one engine of ``tilewright compare``: opens it, then answers until told to end.
+
+``python -m bench.peers.tilewright_worker SETTINGS``, a JSON object; not for users.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.peers.protocol import Engine, serve, take_standard_output
+
+OURS = "tilewright"
+
+
+def open_engine(settings: dict[str, Any]) -> Engine:
+    """The engine that ``settings`` names; its library is imported only now."""
+    name, path, num_threads = settings["engine"], Path(settings["path"]), settings["num_threads"]
+    if name == "llama.cpp":
+        from bench.peers.llama_cpp import LlamaCpp
+
+        return LlamaCpp(path, num_threads=num_threads, max_context=settings["max_context"])
+    if name == "onnx-genai":
+        from bench.peers.onnx_genai import OnnxGenai
+
+        return OnnxGenai(path, num_threads=num_threads, is_tied=settings["is_tied"])
+    if name == "openvino":
+        from bench.peers.openvino import OpenVino
+
+        return OpenVino(path, num_threads=num_threads)
+    assert name == OURS, name
+    return _open_ours(path, settings)
+
+
+def _open_ours(path: Path, settings: dict[str, Any]) -> Engine:
+    from bench.peers.tilewright import Tilewright
+    from tilewright.compiler.artifacts.cache import ProgramCache
+    from tilewright.compiler.artifacts.program import compile_cached
+    from tilewright.compiler.precision import load_precision
+    from tilewright.compiler.targets.base import CompileOptions
+    from tilewright.models import load_model
+
+    compiled = compile_cached(
+        load_model(path),
+        load_precision(settings["precision"]),
+        ProgramCache.default(),
+        target="cpu",
+        options=CompileOptions(
+            max_context=settings["max_context"], num_threads=settings["num_threads"]
+        ),
+    )
+    return Tilewright(compiled)
+
+
+def main(argv: list[str]) -> int:
+    """Serve on standard input and output; returns the exit code."""
+    answers = take_standard_output()
+    settings = json.loads(argv[0])
+    return serve(lambda: open_engine(settings), sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,186 @@
+"""A model as plans see it: its weights by group and layer, its configurations, what they weigh.
+
+Nothing is compiled and no weight is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from tilewright.compiler.driver import CompilableModel, resolve_precision
+from tilewright.compiler.ops.moe import expected_experts
+from tilewright.compiler.precision import (
+    EXPERT_GROUPS,
+    OP_GROUP_OF,
+    PrecisionConfig,
+    ResolvedPrecision,
+)
+from tilewright.compiler.targets.base import Holding, Target, get_target
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A matrix ``[out, in]``, or one of each expert ``[E, out, in]``: the module it belongs to, its
+    group, its layer if it is in one.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    group: str
+    layer: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SweptModel:
+    """``argument`` is what ``--model`` takes; ``content_hash`` names its checkpoint's content."""
+
+    argument: str
+    name: str
+    content_hash: str
+    num_layers: int
+    weights: tuple[Weight, ...]
+    loaded: CompilableModel
+
+    def resolve(self, precision: PrecisionConfig) -> ResolvedPrecision:
+        """The configuration on this model. Raises ConfigError where it does not fit."""
+        return resolve_precision(self.loaded, precision)
+
+    def groups(self) -> list[str]:
+        """The tensor groups that have weights, in the order of the model."""
+        return list(dict.fromkeys(weight.group for weight in self.weights))
+
+    def layers(self, group: str) -> list[int]:
+        """The layers that a group has weights in."""
+        return sorted({w.layer for w in self.weights if w.group == group and w.layer is not None})
+
+    def places(self) -> dict[str, list[int]]:
+        """The layers that each group has weights in."""
+        return {group: self.layers(group) for group in self.groups()}
+
+    def held_bytes(
+        self, precision: ResolvedPrecision, target: str, compute: str = "fast"
+    ) -> dict[tuple[str, int | None, str], int]:
+        """Bytes of the weights as a target holds them, by group, layer and kind of holding."""
+        backend, blocks = get_target(target), blocks_of(self.weights)
+        found: dict[tuple[str, int | None, str], int] = defaultdict(int)
+        for weight in self.weights:
+            others = blocks.get(weight, ())
+            holding = holding_of(weight, precision, backend, compute, others=others)
+            found[weight.group, weight.layer, holding.kind] += holding.num_bytes
+        return dict(found)
+
+
+def total_bytes(held: Mapping[tuple[str, int | None, str], int]) -> int:
+    """All of `SweptModel.held_bytes`; norms and tables are not counted."""
+    return sum(held.values())
+
+
+def step_bytes(
+    held: Mapping[tuple[str, int | None, str], int], experts: float = 1.0
+) -> dict[str, int]:
+    """What a decode step reads of `SweptModel.held_bytes`, by kind: of an embedding a row only, of
+    experts that share.
+    """
+    found: dict[str, int] = defaultdict(int)
+    for (group, _, kind), num_bytes in held.items():
+        if group != "embedding":
+            found[kind] += round(num_bytes * (experts if group in EXPERT_GROUPS else 1.0))
+    return dict(found)
+
+
+def experts_share(model: CompilableModel, batch: int) -> float:
+    """The share of the experts that a decode step of so many sequences is expected to read, were
+    all equally likely; 1 where there are none.
+    """
+    count = getattr(model.config, "num_experts", 0)
+    if not count:
+        return 1.0
+    chosen = int(model.config.experts_per_token)
+    return expected_experts(count, batch, chosen) / count
+
+
+def weights_of(model: CompilableModel) -> tuple[Weight, ...]:
+    """The weights that belong to a group, in the order of the model; of a tied one both uses."""
+    groups: Mapping[str, str] = model.module.tensor_groups
+    weights = []
+    for fqn, module in model.module.named_modules():
+        weight = getattr(module, "weight", None)
+        group = next((name for glob, name in groups.items() if fnmatchcase(fqn, glob)), None)
+        if weight is not None and weight.dim() >= 2 and group is not None:
+            weights.append(Weight(fqn, tuple(weight.shape), group, layer_of(fqn)))
+    return tuple(weights)
+
+
+def blocks_of(weights: Sequence[Weight]) -> dict[Weight, tuple[Weight, ...]]:
+    """Of each weight of a block of experts, the others of the same block."""
+    blocks: dict[str, list[Weight]] = defaultdict(list)
+    for weight in weights:
+        if weight.group in EXPERT_GROUPS:
+            blocks[weight.fqn.rpartition(".")[0]].append(weight)
+    return {
+        weight: tuple(other for other in members if other is not weight)
+        for members in blocks.values()
+        for weight in members
+    }
+
+
+def holding_of(
+    weight: Weight,
+    precision: ResolvedPrecision,
+    target: Target,
+    compute: str,
+    *,
+    others: Sequence[Weight] = (),
+) -> Holding:
+    """How a target keeps a weight; ``others``: of its block of experts (see `blocks_of`).
+
+    Raises:
+        CompileError: for a weight this target cannot hold.
+    """
+    held = target.holding(
+        weight.shape[-2:],
+        _format(precision, weight),
+        block_axis=precision.block_axis,
+        group=weight.group,
+        compute=compute,
+        fidelities=_fidelities(precision, weight),
+        block=tuple((_format(precision, each), _fidelities(precision, each)) for each in others),
+    )
+    return Holding(held.kind, held.num_bytes * math.prod(weight.shape[:-2]))
+
+
+def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
+    """The view of a loaded model."""
+    return SweptModel(
+        argument=argument,
+        name=loaded.name,
+        content_hash=loaded.checkpoint.content_hash(),
+        num_layers=loaded.config.num_layers,
+        weights=weights_of(loaded),
+        loaded=loaded,
+    )
+
+
+def _format(precision: ResolvedPrecision, weight: Weight) -> str:
+    return precision.format(weight.group, layer=weight.layer, fqn=weight.fqn)
+
+
+def _fidelities(precision: ResolvedPrecision, weight: Weight) -> tuple[str, str]:
+    """Of the products with a weight, in prefill and decode; an embedding has none: the highest."""
+    family = OP_GROUP_OF.get(weight.group)
+    if family is None:
+        return "hifi4", "hifi4"
+    found = [
+        precision.fidelity(family, phase, layer=weight.layer, fqn=weight.fqn)
+        for phase in ("prefill", "decode")
+    ]
+    return found[0], found[1]
+
+
+def layer_of(fqn: str) -> int | None:
+    """The layer that a module is in."""
+    return next((int(part) for part in fqn.split(".") if part.isdigit()), None)

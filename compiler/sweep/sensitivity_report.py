@@ -1,0 +1,162 @@
+"""Sensitivities as tables and heat maps; measured and predicted times stand in tables apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.markdown import format_table
+from tilewright.compiler.sweep.cost_model import CostModel
+from tilewright.compiler.sweep.journal import SweepState
+from tilewright.compiler.sweep.sensitivity import Lowered, Sensitivity, sensitivities
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_COSTS = ("KL lost (nats)", "Rank", "Top-1 lost (points)", "vs base", "Saved (MB)", "KL / MB")
+_LEGEND = """\
+Each part is lowered alone, the rest stays as in the base. `KL lost`: mean divergence from the fp32
+reference beyond the base's, +- its standard error; where that is less than 1.96 standard errors it
+is marked `~` and may be nothing. `Rank` by KL lost: the places a part may have; parts whose ranges
+overlap are not told apart by these positions. `vs base`: positions that only the lowered model (+)
+and only the base (-) got right, with McNemar's exact p. A negative `Saved (MB)`: the target holds
+the lowered part in more bytes than before.
+"""
+
+
+def markdown(state: SweepState) -> str:
+    """The sections of a sensitivity sweep, one set for each model and target."""
+    return "\n".join(_sections(each) for each in sensitivities(state))
+
+
+def heat_maps(state: SweepState) -> list[tuple[str, Figure]]:
+    """Layers by groups: KL lost, and KL lost for each predicted ms; stem and figure of each."""
+    from tilewright.compiler.bench.plot import draw_heat_map
+
+    found = []
+    for number, each in enumerate(sensitivities(state)):
+        if not each.layers:
+            continue
+        suffix = f"-{number + 1}" if number else ""
+        cell = each.base.cell
+        where = f"{cell.model_name} on {cell.device}, {_level(each)} beside {each.base.name}"
+        groups = list(dict.fromkeys(part.group for part in each.layers))
+        layers = sorted({part.layer for part in each.layers if part.layer is not None})
+        grid = [[each.find(f"{layer}.{group}") for group in groups] for layer in layers]
+        for stem, label, value in (
+            ("sensitivity", "KL lost (nats)", _kl),
+            ("sensitivity-per-ms", "KL lost (nats) for each ms saved (predicted)", _kl_per_ms),
+        ):
+            values = [[value(part) for part in row] for row in grid]
+            if all(each is None for row in values for each in row):
+                continue  # no time was predicted
+            figure = draw_heat_map(
+                values,
+                rows=[str(layer) for layer in layers],
+                columns=groups,
+                title=where,
+                label=label,
+                marked=[[part is not None and not part.is_clear for part in row] for row in grid],
+            )
+            found.append((f"{stem}{suffix}", figure))
+    return found
+
+
+def _kl(part: Lowered | None) -> float | None:
+    return None if part is None else part.kl_lost
+
+
+def _kl_per_ms(part: Lowered | None) -> float | None:
+    return None if part is None else part.kl_per_ms
+
+
+def _level(found: Sensitivity) -> str:
+    """``bfp8:hifi2`` of ``12.ff2=bfp8:hifi2``."""
+    return found.parts[0].precision.partition("=")[2] if found.parts else ""
+
+
+def _sections(found: Sensitivity) -> str:
+    cell = found.base.cell
+    title = f"## Sensitivity: {cell.model_name} on {cell.device}, {_level(found)}"
+    accuracy = found.base.accuracy
+    assert accuracy is not None
+    base = (
+        f"Base `{found.base.name}`: KL {accuracy.kl_mean or 0:.2g}, top-1 "
+        f"{100 * accuracy.num_top1 / accuracy.num_positions:.1f} % of "
+        f"{accuracy.num_positions} positions."
+    )
+    kind = _kind_of_time(found)
+    parts = [title, f"{base}\n\n{_LEGEND.rstrip()}", f"### Groups, {kind}", _groups(found)]
+    same = [part.part for part in found.groups if part.is_same]
+    if same:
+        parts.append(f"Not honoured on this target, so that nothing changes: {', '.join(same)}.")
+    if found.layers:
+        parts += ["### Groups of single layers, time predicted", _layers(found)]
+    if found.cost_model is not None:
+        parts += ["### The cost model", _cost_model(found.cost_model)]
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
+
+
+def _groups(found: Sensitivity) -> str:
+    kind = _kind_of_time(found)
+    columns = ("Part", *_COSTS, f"Saved (ms a step, {kind})", "95 % CI", f"KL / ms ({kind})")
+    return format_table(columns, _rows([p for p in found.groups if not p.is_same]))
+
+
+def _kind_of_time(found: Sensitivity) -> str:
+    return "predicted" if found.base.is_emulated else "measured"
+
+
+def _layers(found: Sensitivity) -> str:
+    columns = ("Part", *_COSTS, "Saved (ms a step, predicted)", "KL / ms (predicted)")
+    return format_table(columns, _rows(found.layers))
+
+
+def _rows(parts: Sequence[Lowered]) -> list[tuple[str, ...]]:
+    """Most costly first."""
+    if not parts:
+        return []
+    ranks = stats.rank_groups([p.kl_lost for p in parts], [p.kl_error for p in parts])
+    return [_row(parts[rank.index], rank) for rank in ranks]
+
+
+def _row(part: Lowered, rank: stats.Ranked) -> tuple[str, ...]:
+    sure = "" if part.is_clear else "~"
+    place = str(rank.best) if rank.best == rank.worst else f"{rank.best}-{rank.worst}"
+    paired = part.paired
+    per_mb, per_ms = part.kl_per_mb, part.kl_per_ms
+    costs = (
+        part.part,
+        f"{sure}{part.kl_lost:.2e} +- {part.kl_error:.1e}",
+        place,
+        f"{part.top1_lost:.1f}",
+        f"+{paired.c} -{paired.b} p={paired.p:.2g}" if paired else "",
+        f"{part.bytes_saved / 1e6:.2f}",
+        "" if per_mb is None else f"{per_mb:.2e}",
+    )
+    ratio = "" if per_ms is None else f"{per_ms:.2e}"
+    if part.layer is not None:
+        return (*costs, "" if part.predicted is None else f"{part.predicted:.3f}", ratio)
+    saved = part.measured
+    if saved is None:
+        return (*costs, "", "", "")
+    interval = "" if saved.interval is None else "{:.2f} to {:.2f}".format(*saved.interval)
+    return (*costs, f"{saved.ms:.2f}", interval, ratio)
+
+
+def _cost_model(model: CostModel) -> str:
+    """What the predictions rest on, and how far they were off where it could be told."""
+    rates = ", ".join(
+        f"{1e9 * rate:.2f} ms for 10^9 bytes held as {kind}"
+        for kind, rate in model.ms_per_byte.items()
+    )
+    text = (
+        f"A step takes {model.fixed_ms:.2f} ms, and {rates}: fitted on the configurations below, "
+        "each of which was also predicted from the others alone."
+    )
+    rows = [
+        (name, "" if error is None else f"{100 * error:+.1f}")
+        for name, error in model.errors.items()
+    ]
+    return f"{text}\n\n{format_table(('Configuration', 'Predicted, off by (%)'), rows)}"

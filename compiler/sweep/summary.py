@@ -1,0 +1,248 @@
+"""What a sweep's cells come to: a row a configuration, its rounds and repeats brought together.
+
+Knows figures, not how they are printed or drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.pareto import Point
+from tilewright.compiler.bench.record import Accuracy, Paired, Result, medians, unpack_hits
+from tilewright.compiler.devices import BOARDS
+from tilewright.compiler.sweep.cell import Cell
+from tilewright.compiler.sweep.journal import CellState, SweepState
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One configuration of one model on one target: all of its cells.
+
+    Attributes:
+        names: of the configurations that come to the same numbers here; more than one after
+            `merge_equal`.
+        results: the newest record of each case, the repeats of all rounds in it.
+        speed_case: the case that speed is read from: the first planned one that has figures.
+        by_round: t/s/u of that case, the median of each round.
+    """
+
+    names: tuple[str, ...]
+    states: tuple[CellState, ...]
+    results: dict[str, Result]
+    accuracies: dict[str | None, Accuracy]
+    speed_case: str | None
+    by_round: Mapping[int, float]
+
+    @property
+    def rounds(self) -> tuple[float, ...]:
+        """The speeds of `by_round`, in order."""
+        return tuple(speed for _, speed in sorted(self.by_round.items()))
+
+    @property
+    def cell(self) -> Cell:
+        """A cell of it, for what all of them share."""
+        return self.states[0].cell
+
+    @property
+    def name(self) -> str:
+        """The names, as they are printed."""
+        return ", ".join(self.names)
+
+    @property
+    def accuracy(self) -> Accuracy | None:
+        """On the text that is not a special one; else on the first there is."""
+        return self.accuracies.get(None) or next(iter(self.accuracies.values()), None)
+
+    @property
+    def speed(self) -> float | None:
+        """Median t/s/u over all repeats of all rounds."""
+        found = self.speed_result
+        return None if found is None else found.decode_tsu
+
+    @property
+    def speed_result(self) -> Result | None:
+        """The record that `rounds` is of."""
+        return None if self.speed_case is None else self.results[self.speed_case]
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Of the weights as the target held them; None before anything has run."""
+        measured = (s.result.resident_bytes for s in self.states if s.result is not None)
+        return next((size for size in measured if size is not None), None)
+
+    @property
+    def num_bytes(self) -> int | None:
+        """As measured; before anything has run, as estimated."""
+        measured = self.measured_bytes
+        return self.cell.weight_bytes if measured is None else measured
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether its accuracy is emulated and its speed predicted: of a board that is not here."""
+        return self.cell.target in BOARDS
+
+    @property
+    def effective_id(self) -> str | None:
+        """What the configuration comes to on its target, once it has run."""
+        return next((s.result.effective_id for s in self.states if s.result is not None), None)
+
+
+def rows(state: SweepState) -> list[Row]:
+    """A row a configuration, in the order of the plan, each compared with the sweep's base."""
+    grouped: dict[tuple[str, ...], list[CellState]] = {}
+    for each in state.cells.values():
+        grouped.setdefault(each.cell.configuration, []).append(each)
+    found = [_row(states) for states in grouped.values()]
+    bases = {_place(row): row for row in found if state.planned.is_base(row.cell)}
+    return [_with_pairs(row, bases.get(_place(row))) for row in found]
+
+
+def merge_equal(found: Sequence[Row]) -> list[Row]:
+    """Rows that come to the same numbers on their target as one row with all their names."""
+    groups: dict[object, list[Row]] = {}
+    for index, row in enumerate(found):
+        cell, effective = row.cell, row.effective_id
+        place = cell.model_hash, cell.target, cell.device, cell.compute
+        groups.setdefault((*place, effective) if effective else index, []).append(row)
+    return [_merged(members) if len(members) > 1 else members[0] for members in groups.values()]
+
+
+def common_rounds(found: Sequence[Row]) -> list[int]:
+    """The rounds in which all of these rows were timed; a round of another row says nothing."""
+    numbers = [set(row.by_round) for row in found]
+    return sorted(set.intersection(*numbers)) if numbers else []
+
+
+def in_rounds(row: Row, numbers: Sequence[int]) -> Row:
+    """The row with only these rounds to be compared by."""
+    return replace(row, by_round={number: row.by_round[number] for number in numbers})
+
+
+def later_rounds(row: Row, first: int) -> Row:
+    """The row as if it had been timed from round ``first`` on only."""
+    kept = tuple(s for s in row.states if s.cell.kind == "accuracy" or s.cell.round >= first)
+    alone = _row(kept)
+    return replace(alone, names=row.names, accuracies=row.accuracies)
+
+
+def point(row: Row) -> Point | None:
+    """A row as a point of speed and top-1; None while either is missing."""
+    accuracy, speed = row.accuracy, row.speed
+    if accuracy is None or speed is None:
+        return None
+    low, high = accuracy.top1_interval
+    hits = accuracy.hits
+    return Point(
+        name=row.name,
+        speed=speed,
+        top1=100 * accuracy.num_top1 / accuracy.num_positions,
+        rounds=row.rounds,
+        hits=() if hits is None else unpack_hits(hits, accuracy.num_positions),
+        top1_interval=(100 * low, 100 * high),
+        num_bytes=row.num_bytes,
+    )
+
+
+def records(found: Sequence[Row]) -> list[Result]:
+    """The rows as results files keep them: one record a case, accuracy in its own."""
+    return [result for row in found for result in row.results.values()]
+
+
+def _row(states: Sequence[CellState]) -> Row:
+    done = [state for state in states if state.status == "done" and state.result is not None]
+    results: dict[str, Result] = {}
+    accuracies: dict[str | None, Accuracy] = {}
+    by_case: dict[str, list[Result]] = {}
+    for state in done:
+        assert state.result is not None
+        named = replace(state.result, precision_name=state.cell.precision)
+        if state.cell.text is None:
+            by_case.setdefault(state.cell.case, []).append(named)
+        if named.accuracy is not None:
+            accuracies[state.cell.text] = named.accuracy
+    for case, members in by_case.items():
+        newest = max(members, key=lambda member: member.when)
+        results[case] = with_repeats(newest, members)
+    timed = [state.cell.case for state in states if state.cell.kind == "speed"]
+    speed_case = next((case for case in timed if case in results), None)
+    return Row(
+        names=(states[0].cell.precision,),
+        states=tuple(states),
+        results=results,
+        accuracies=accuracies,
+        speed_case=speed_case,
+        by_round={
+            state.cell.round: state.result.decode_tsu
+            for state in done
+            if state.cell.case == speed_case
+            if state.result is not None and state.result.decode_tsu is not None
+        },
+    )
+
+
+def _merged(members: Sequence[Row]) -> Row:
+    """Names together; speed from the repeats of all, each round the median of theirs."""
+    first = members[0]
+    accuracies: dict[str | None, Accuracy] = {}
+    results: dict[str, Result] = {}
+    for row in reversed(members):  # so that the first one's figures stay
+        accuracies |= row.accuracies
+        results |= row.results
+    for case, result in results.items():
+        same = [row.results[case] for row in members if case in row.results]
+        results[case] = with_repeats(result, same)
+    speed_case = next((row.speed_case for row in members if row.speed_case), None)
+    timed = [row for row in members if speed_case and row.speed_case == speed_case]
+    return Row(
+        names=tuple(name for row in members for name in row.names),
+        states=(*first.states, *(state for row in members[1:] for state in row.states)),
+        results=results,
+        accuracies=accuracies,
+        speed_case=speed_case,
+        by_round={
+            number: stats.median([row.by_round[number] for row in timed])
+            for number in common_rounds(timed)
+        },
+    )
+
+
+def with_repeats(result: Result, members: Sequence[Result]) -> Result:
+    """The repeats of all members as its own; a predicted figure has none, and stays."""
+    repeats = tuple(repeat for member in members for repeat in member.repeats)
+    return replace(result, repeats=repeats, **medians(repeats)) if repeats else result
+
+
+def _place(row: Row) -> tuple[str, ...]:
+    return row.cell.configuration[:-1]
+
+
+def _with_pairs(row: Row, base: Row | None) -> Row:
+    """McNemar's comparison with the base's very positions, of the same model on the same target."""
+
+    def paired(accuracy: Accuracy, text: str | None) -> Accuracy:
+        theirs = None if base is None or base is row else base.accuracies.get(text)
+        if theirs is None or theirs.hits is None or accuracy.hits is None:
+            return accuracy
+        ours_of = accuracy.reference_id, accuracy.num_positions
+        if ours_of != (theirs.reference_id, theirs.num_positions):
+            return accuracy
+        assert base is not None
+        return replace(accuracy, paired=compare(theirs, accuracy, base=base.names[0]))
+
+    accuracies = {text: paired(each, text) for text, each in row.accuracies.items()}
+    results = {
+        case: result if result.accuracy is None else replace(result, accuracy=accuracies[None])
+        for case, result in row.results.items()
+    }
+    return replace(row, accuracies=accuracies, results=results)
+
+
+def compare(base_accuracy: Accuracy, other: Accuracy, *, base: str) -> Paired:
+    """McNemar's test of two accuracies on the same positions; both have their hits."""
+    assert base_accuracy.hits is not None and other.hits is not None
+    n = other.num_positions
+    pairs = zip(unpack_hits(base_accuracy.hits, n), unpack_hits(other.hits, n), strict=True)
+    differing = [one for one, two in pairs if one != two]
+    return Paired.from_counts(base, b=sum(differing), c=len(differing) - sum(differing))

@@ -1,0 +1,217 @@
+"""The sparse mixture of experts that takes the place of a dense block, in plain torch.
+
+Legend: T tokens, C channels, E experts, K experts of a token, I inner size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.compiler import ops
+from tilewright.models.architectures.layers import MLP, Linear
+from tilewright.models.config import MAX_LAYERS, MAX_WIDTH, ModelConfig
+from tilewright.models.config_keys import Keys
+from tilewright.models.sources import Sources, TensorSource, cut_rows
+
+MAX_EXPERTS = 4096
+
+TENSOR_GROUPS: Mapping[str, str] = {
+    "model.layers.*.mlp.gate": "router",
+    "model.layers.*.mlp.experts.gate_proj": "experts_ff1_3",
+    "model.layers.*.mlp.experts.up_proj": "experts_ff1_3",
+    "model.layers.*.mlp.experts.down_proj": "experts_ff2",
+    "model.layers.*.mlp.shared_expert_gate": "router",
+    "model.layers.*.mlp.shared_expert.gate_proj": "shared_ff1_3",
+    "model.layers.*.mlp.shared_expert.up_proj": "shared_ff1_3",
+    "model.layers.*.mlp.shared_expert.down_proj": "shared_ff2",
+}
+"""Of the parts of `SparseMLP`."""
+
+GGUF_NAMES: Mapping[str, str] = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps.weight": "mlp.experts.gate_proj",
+    "ffn_up_exps.weight": "mlp.experts.up_proj",
+    "ffn_gate_up_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+"""Of the tensors of a block."""
+
+PARTS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig(ModelConfig):
+    """``expert_size`` and ``shared_size``: inner sizes of an expert, and of the one that every
+    token has (0: there is none). ``renormalise``: the weights of the chosen experts add up to one.
+    ``dense_layers``: indices of layers with a dense block.
+    """
+
+    num_experts: int = 2
+    experts_per_token: int = 1
+    expert_size: int = 1
+    shared_size: int = 0
+    renormalise: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    @property
+    def num_sparse(self) -> int:
+        """Layers with experts."""
+        return self.num_layers - len(self.dense_layers)
+
+
+class ExpertLinear(nn.Module):
+    """The weights of one product of every expert, ``[E, out, in]``."""
+
+    def __init__(self, num_experts: int, num_inputs: int, num_outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, num_outputs, num_inputs))
+
+    def forward(self, x: Tensor, experts_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
+        return ops.expert_linear(x, self.weight, experts_TK, weights_TK)
+
+
+class Experts(nn.Module):
+    """Gated feed-forward blocks of which each token has its own few."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+        self.gate_proj = ExpertLinear(count, hidden, inner)
+        self.up_proj = ExpertLinear(count, hidden, inner)
+        self.down_proj = ExpertLinear(count, inner, hidden)
+
+    def forward(self, x: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        gate_TKI = nn.functional.silu(self.gate_proj(x, experts_TK))
+        return self.down_proj(gate_TKI * self.up_proj(x, experts_TK), experts_TK, weights_TK)
+
+
+class SparseMLP(nn.Module):
+    """A router (``gate``) and its experts (Shazeer et al., 2017), maybe beside a shared expert that
+    a gate of its own weighs.
+    """
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.top_k, self.renormalise = config.experts_per_token, config.renormalise
+        self.gate = Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = Experts(config)
+        self.shared_expert = self.shared_expert_gate = None
+        if config.shared_size:
+            shared = dataclasses.replace(
+                config, intermediate_size=config.shared_size, mlp_bias=False
+            )
+            self.shared_expert = MLP(shared)
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights_TK, experts_TK = self._route(x)
+        out: Tensor = self.experts(x, experts_TK, weights_TK)
+        if self.shared_expert is None or self.shared_expert_gate is None:
+            return out
+        return out + self.shared_expert(x) * torch.sigmoid(self.shared_expert_gate(x))
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = torch.softmax(self.gate(x).float(), dim=-1)
+        weights_TK, experts_TK = torch.topk(probabilities, self.top_k, dim=-1)
+        if self.renormalise:
+            weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+        return weights_TK.to(x.dtype), experts_TK
+
+
+def mlp_of(config: MoeConfig, layer: int) -> nn.Module:
+    """The block of a layer."""
+    return MLP(config) if layer in config.dense_layers else SparseMLP(config)
+
+
+def sources_by_expert(config: MoeConfig) -> Sources:
+    """Where checkpoints have a tensor for each product of each expert."""
+    found: dict[str, Any] = {}
+    for path in _expert_paths(config):
+        for part in PARTS:
+            names = (f"{path}.{expert}.{part}.weight" for expert in range(config.num_experts))
+            found[f"{path}.{part}.weight"] = tuple(map(TensorSource, names))
+    return found
+
+
+def sources_of_stacks(config: MoeConfig) -> Sources:
+    """Where they have all experts in one tensor, an expert's gate above its up."""
+    count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
+    found: dict[str, Any] = {}
+    for path in _expert_paths(config):
+        shape = (count, 2 * inner, hidden)
+        for index, part in enumerate(PARTS[:2]):
+            firsts = range(index * inner, count * 2 * inner, 2 * inner)
+            rows = [(first, first + inner) for first in firsts]
+            found[f"{path}.{part}.weight"] = cut_rows(f"{path}.gate_up_proj", rows, shape)
+        found[f"{path}.down_proj.weight"] = TensorSource(f"{path}.down_proj")
+    return found
+
+
+def _expert_paths(config: MoeConfig) -> list[str]:
+    layers = (each for each in range(config.num_layers) if each not in config.dense_layers)
+    return [f"model.layers.{layer}.mlp.experts" for layer in layers]
+
+
+def with_experts(dense: Mapping[str, int], config: MoeConfig) -> dict[str, int]:
+    """A dense model's counts of rewrites, with experts in the place of dense blocks."""
+    num_sparse, shared = config.num_sparse, int(config.shared_size > 0)
+    changes = {
+        "match_router": num_sparse,
+        "fuse_experts": num_sparse,
+        "match_swiglu": shared * num_sparse,  # the experts' own is in place of the dense block's
+        "match_sigmoid_gate": shared * num_sparse,
+        "match_linear": (4 * shared - 2) * num_sparse,
+        "merge_expert_linears": num_sparse,
+        "fuse_expert_sum": (1 + shared) * num_sparse,
+        "fuse_linear_residual": -num_sparse,
+        "fuse_norm_linear": -num_sparse,
+    }
+    return {**dense, **{name: dense.get(name, 0) + n for name, n in changes.items()}}
+
+
+def read_hf_moe(keys: Keys, config: Any) -> Any:
+    """The sizes of experts, and which layers have them."""
+    key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
+    count = keys.integer(key, 2, MAX_EXPERTS)
+    if keys.integer("num_local_experts", 2, MAX_EXPERTS, default=count) != count:
+        other = keys.get("num_local_experts")
+        raise keys.error("num_local_experts", other, f"allowed: as num_experts, {count}")
+    step = keys.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
+    layers = range(config.num_layers)
+    dense: Any = keys.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or any(type(i) is not int or i not in layers for i in dense):
+        tail = f"allowed: a list of layers from 0 to {config.num_layers - 1}"
+        raise keys.error("mlp_only_layers", dense, tail)
+    return dataclasses.replace(
+        config,
+        num_experts=count,
+        experts_per_token=keys.integer("num_experts_per_tok", 1, count),
+        expert_size=keys.integer("moe_intermediate_size", 1, MAX_WIDTH),
+        shared_size=keys.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, default=0),
+        renormalise=keys.boolean("norm_topk_prob", default=True),
+        dense_layers=tuple(i for i in layers if i in dense or (i + 1) % step),
+    )
+
+
+def read_gguf_moe(keys: Keys, config: Any) -> Any:
+    """The same of GGUF's keys; every layer has experts."""
+    count = keys.integer("expert_count", 2, MAX_EXPERTS)
+    return dataclasses.replace(
+        config,
+        num_experts=count,
+        experts_per_token=keys.integer("expert_used_count", 1, count),
+        expert_size=keys.integer("expert_feed_forward_length", 1, MAX_WIDTH),
+        shared_size=keys.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0),
+        renormalise=keys.boolean("expert_weights_norm", default=True),
+    )

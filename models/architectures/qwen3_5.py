@@ -1,0 +1,264 @@
+"""Qwen3.5's text model (Qwen Team, 2026): three layers of Gated DeltaNet to one of attention,
+which has a gate on its result; weights of norms kept as their difference from one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tilewright.models.architectures.base import Architecture
+from tilewright.models.architectures.gated_delta_net import TENSOR_GROUPS as DELTA_GROUPS
+from tilewright.models.architectures.gated_delta_net import DeltaShape, GatedDeltaNet
+from tilewright.models.architectures.layers import MLP, Attention, Linear, RMSNorm
+from tilewright.models.architectures.llama import LlamaForCausalLM, LlamaModel
+from tilewright.models.architectures.moe import MoeConfig
+from tilewright.models.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
+from tilewright.models.config_keys import Keys
+from tilewright.models.sources import Sources, TensorSource, cut_rows
+from tilewright.models.windows import FULL
+
+LINEAR = "linear_attention"
+MAX_CONV_WIDTH = 64
+_LAYERS_A_FULL_ONE = 4
+_NO_DELTA = DeltaShape(1, 1, 2, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class HybridConfig(MoeConfig):
+    """``linear_layers``: whether each layer is one of Gated DeltaNet, of the sizes ``delta``."""
+
+    linear_layers: tuple[bool, ...] = ()
+    delta: DeltaShape = _NO_DELTA
+
+    @property
+    def num_linear(self) -> int:
+        """Layers of Gated DeltaNet."""
+        return sum(self.linear_layers)
+
+
+class GatedAttention(Attention):
+    """Attention whose result is weighed, channel by channel, by a further product of its input."""
+
+    def __init__(self, config: HybridConfig) -> None:
+        super().__init__(config)
+        width = config.num_heads * config.head_dim
+        self.gate_proj = Linear(config.hidden_size, width, bias=config.attention_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        attended = self.attend(x, cos, sin)
+        return self.o_proj(attended * torch.sigmoid(self.gate_proj(x)))
+
+
+class HybridLayer(nn.Module):
+    """Pre-norm attention of either kind and feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: HybridConfig, layer: int, mlp: nn.Module) -> None:
+        super().__init__()
+        sizes = config.hidden_size, config.norm_eps
+        self.input_layernorm = RMSNorm(*sizes)
+        self.is_linear = config.linear_layers[layer]
+        if self.is_linear:
+            self.linear_attn = GatedDeltaNet(config.hidden_size, config.delta, config.norm_eps)
+        else:
+            self.self_attn = GatedAttention(config)
+        self.post_attention_layernorm = RMSNorm(*sizes)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        normed = self.input_layernorm(x)
+        x = x + (self.linear_attn(normed) if self.is_linear else self.self_attn(normed, cos, sin))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class HybridModel(LlamaModel):
+    """Llama's with layers of two kinds."""
+
+    @staticmethod
+    def make_layer(config: HybridConfig, layer: int) -> HybridLayer:
+        return HybridLayer(config, layer, MLP(config))
+
+
+class Qwen35ForCausalLM(LlamaForCausalLM):
+    """Checkpoints have, head by head, the rows of a query above those of its gate."""
+
+    config: HybridConfig
+    model_class = HybridModel
+    tensor_groups: Mapping[str, str] = {
+        **LlamaForCausalLM.tensor_groups,
+        "model.layers.*.self_attn.gate_proj": "wqkv",
+        **DELTA_GROUPS,
+    }
+
+    def sources(self) -> Sources:
+        config, found = self.config, {}
+        for name, _ in self.named_parameters():
+            if name.endswith("norm.weight") and "linear_attn" not in name:
+                found[name] = TensorSource(name, offset=1.0)
+        for layer, is_linear in enumerate(config.linear_layers):
+            if not is_linear:
+                found |= _query_and_gate(f"model.layers.{layer}.self_attn", config)
+        return found
+
+    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
+        linear = self.config.linear_layers
+        shapes = zip(linear, super().cache_shapes().items(), strict=True)
+        return {name: shape for is_linear, (name, shape) in shapes if not is_linear}
+
+    def memory_sizes(self) -> dict[str, int]:
+        linear, delta = enumerate(self.config.linear_layers), self.config.delta
+        window = delta.qkv_width * (delta.conv_width - 1)
+        size = window + delta.num_value_heads * delta.key_dim * delta.value_dim
+        return {
+            f"model.layers.{layer}.linear_attn": size for layer, is_linear in linear if is_linear
+        }
+
+    def expected_rewrites(self) -> dict[str, int]:
+        config = self.config
+        num_layers, num_linear = config.num_layers, config.num_linear
+        num_full = num_layers - num_linear
+        return {
+            "match_rms_norm": 2 * num_layers + 2 * num_full + num_linear + 1,
+            "match_rope": 2 * num_full,
+            "match_swiglu": num_layers + num_linear,
+            "match_sigmoid_gate": num_full,
+            "match_linear": 3 * num_layers + 5 * num_full + 5 * num_linear + 1,
+            "match_embedding": 1,
+            "fuse_add_rms_norm": 2 * num_layers,
+            "insert_state": num_full + 2 * num_linear,
+            "fuse_rope_attention": num_full,
+            "gather_logit_rows": 1,
+            "fuse_linear_residual": 2 * num_layers,
+            "fuse_delta_norm": num_linear,
+            "fuse_norm_linear": 2 * num_layers + 1,
+            "gather_before_norm": 1,
+        }
+
+
+def _query_and_gate(path: str, config: HybridConfig) -> dict[str, Any]:
+    head_dim, hidden = config.head_dim, config.hidden_size
+    total = 2 * config.num_heads * head_dim
+    found = {}
+    for kind, *shape in [("weight", total, hidden)] + [("bias", total)] * config.attention_bias:
+        for index, part in enumerate(("q_proj", "gate_proj")):
+            firsts = range(index * head_dim, total, 2 * head_dim)
+            rows = [(first, first + head_dim) for first in firsts]
+            found[f"{path}.{part}.{kind}"] = cut_rows(f"{path}.q_proj.{kind}", rows, tuple(shape))
+    return found
+
+
+def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The kinds of layers and the sizes of Gated DeltaNet.
+
+    Raises:
+        CheckpointError: a kind of layer that is not read, or heads that do not divide.
+    """
+    for key, only in (("attn_output_gate", True), ("output_gate_type", "swish")):
+        if keys.get(key) not in (None, only):
+            raise keys.error(key, keys.get(key), f"allowed: {json.dumps(only)}")
+    every = keys.integer("full_attention_interval", 1, MAX_LAYERS, default=_LAYERS_A_FULL_ONE)
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        kinds = [LINEAR if (i + 1) % every else FULL for i in range(config.num_layers)]
+    tail = f"allowed: {config.num_layers} of {FULL}, {LINEAR}"
+    if not isinstance(kinds, list) or len(kinds) != config.num_layers:
+        raise keys.error("layer_types", kinds, tail)
+    for kind in kinds:
+        if kind not in (FULL, LINEAR):
+            raise keys.error("layer_types", kind, tail)
+    delta = DeltaShape(
+        num_key_heads=keys.integer("linear_num_key_heads", 1, MAX_HEADS),
+        num_value_heads=keys.integer("linear_num_value_heads", 1, MAX_HEADS),
+        key_dim=keys.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
+        value_dim=keys.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
+        conv_width=keys.integer("linear_conv_kernel_dim", 2, MAX_CONV_WIDTH, default=4),
+    )
+    _check_heads(keys, "linear_num_value_heads", delta)
+    linear = tuple(kind == LINEAR for kind in kinds)
+    return dataclasses.replace(config, linear_layers=linear, delta=delta)
+
+
+def _check_heads(keys: Keys, key: str, delta: DeltaShape) -> None:
+    if delta.num_value_heads % delta.num_key_heads:
+        tail = f"allowed: a multiple of the {delta.num_key_heads} key heads"
+        raise keys.error(key, delta.num_value_heads, tail)
+
+
+def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The same of GGUF's keys.
+
+    Raises:
+        CheckpointError: heads that do not divide, or kinds that are not said of every layer.
+    """
+    num_values = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
+    inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
+    if inner % num_values or inner // num_values > MAX_HEAD_DIM:
+        tail = f"allowed: a multiple of the {num_values} value heads, up to {MAX_HEAD_DIM} of each"
+        raise keys.error("ssm.inner_size", inner, tail)
+    delta = DeltaShape(
+        num_key_heads=keys.integer("ssm.group_count", 1, MAX_HEADS),
+        num_value_heads=num_values,
+        key_dim=keys.integer("ssm.state_size", 1, MAX_HEAD_DIM),
+        value_dim=inner // num_values,
+        conv_width=keys.integer("ssm.conv_kernel", 2, MAX_CONV_WIDTH),
+    )
+    _check_heads(keys, "ssm.time_step_rank", delta)
+    every = keys.integer("full_attention_interval", 1, MAX_LAYERS, default=_LAYERS_A_FULL_ONE)
+    linear = tuple((layer + 1) % every != 0 for layer in range(config.num_layers))
+    said: Any = keys.get("attention.recurrent_layers")
+    if said is not None:
+        given = said.tolist() if hasattr(said, "tolist") else said
+        if not isinstance(given, list) or len(given) < config.num_layers:
+            tail = f"allowed: a list of true and false, for each of {config.num_layers} layers"
+            raise keys.error("attention.recurrent_layers", given, tail)
+        linear = tuple(map(bool, given[: config.num_layers]))
+    return dataclasses.replace(config, linear_layers=linear, delta=delta)
+
+
+DEFAULTS = {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "max_position_embeddings": 32768,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+"""What transformers takes where config.json is silent."""
+
+GGUF_NAMES = {
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+"""As llama.cpp's converter calls what a layer has besides Llama's."""
+
+ARCHITECTURE = Architecture(
+    Qwen35ForCausalLM,
+    config=HybridConfig,
+    fixed={"qk_norm": True, "mlp_bias": False},
+    hf_defaults=DEFAULTS,
+    read_hf=read_hf,
+    read_gguf=read_gguf,
+    has_partial_rotary=True,
+    has_mrope=True,
+    text_config=True,
+    gguf_names=GGUF_NAMES,
+    gguf_norm_offset=1.0,
+    gguf_tiled_heads=True,
+)

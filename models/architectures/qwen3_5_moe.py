@@ -1,0 +1,106 @@
+"""Qwen3.5's mixtures of experts (Qwen Team, 2026): Qwen3.5 whose blocks are sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tilewright.models.architectures.base import Architecture
+from tilewright.models.architectures.moe import GGUF_NAMES as MOE_NAMES
+from tilewright.models.architectures.moe import (
+    TENSOR_GROUPS,
+    mlp_of,
+    read_gguf_moe,
+    read_hf_moe,
+    sources_of_stacks,
+    with_experts,
+)
+from tilewright.models.architectures.qwen3_5 import (
+    DEFAULTS,
+    GGUF_NAMES,
+    HybridConfig,
+    HybridLayer,
+    HybridModel,
+    Qwen35ForCausalLM,
+)
+from tilewright.models.architectures.qwen3_5 import read_gguf as read_gguf_hybrid
+from tilewright.models.architectures.qwen3_5 import read_hf as read_hybrid
+from tilewright.models.config_keys import Keys
+from tilewright.models.sources import Sources
+
+
+class SparseHybridModel(HybridModel):
+    """With experts."""
+
+    @staticmethod
+    def make_layer(config: HybridConfig, layer: int) -> HybridLayer:
+        return HybridLayer(config, layer, mlp_of(config, layer))
+
+
+class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
+    """Checkpoints have all experts of a layer in one tensor."""
+
+    model_class = SparseHybridModel
+    tensor_groups: Mapping[str, str] = {**Qwen35ForCausalLM.tensor_groups, **TENSOR_GROUPS}
+
+    def sources(self) -> Sources:
+        return {**super().sources(), **sources_of_stacks(self.config)}
+
+    def expected_rewrites(self) -> dict[str, int]:
+        return with_experts(super().expected_rewrites(), self.config)
+
+
+def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The kinds of layers and the experts, whose weights always add up to one.
+
+    Raises:
+        CheckpointError: as :func:`read_hf_sparse`, or weights that do not.
+    """
+    return _renormalised(keys, "norm_topk_prob", read_hf_sparse(keys, config))
+
+
+def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The same of GGUF's keys."""
+    return _renormalised(keys, "expert_weights_norm", read_gguf_sparse(keys, config))
+
+
+def _renormalised(keys: Keys, key: str, config: HybridConfig) -> HybridConfig:
+    if not config.renormalise:
+        raise keys.error(key, keys.get(key), "allowed: true")
+    return config
+
+
+def read_hf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The kinds of layers and the experts, whose weights need not add up to one."""
+    found: HybridConfig = read_hf_moe(keys, read_hybrid(keys, config))
+    return found
+
+
+def read_gguf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
+    """The same of GGUF's keys."""
+    found: HybridConfig = read_gguf_moe(keys, read_gguf_hybrid(keys, config))
+    return found
+
+
+DEFAULTS_MOE = {**DEFAULTS, "num_experts_per_tok": 8, "num_experts": 256}
+
+ARCHITECTURE = Architecture(
+    Qwen35MoeForCausalLM,
+    config=HybridConfig,
+    fixed={"qk_norm": True, "mlp_bias": False},
+    hf_defaults={
+        **DEFAULTS_MOE,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+    read_hf=read_hf,
+    read_gguf=read_gguf,
+    has_partial_rotary=True,
+    has_mrope=True,
+    text_config=True,
+    intermediate_key="moe_intermediate_size",
+    experts="together",
+    gguf_intermediate_key="expert_feed_forward_length",
+    gguf_names={**GGUF_NAMES, **MOE_NAMES},
+    gguf_norm_offset=1.0,
+    gguf_tiled_heads=True,
+)

@@ -1,0 +1,55 @@
+"""Qwen3's mixtures of experts (Yang et al., 2025): Qwen3 whose dense blocks are sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tilewright.models.architectures.base import Architecture
+from tilewright.models.architectures.layers import DecoderLayer
+from tilewright.models.architectures.llama import LlamaForCausalLM, LlamaModel
+from tilewright.models.architectures.moe import (
+    GGUF_NAMES,
+    TENSOR_GROUPS,
+    MoeConfig,
+    mlp_of,
+    read_gguf_moe,
+    read_hf_moe,
+    sources_by_expert,
+    with_experts,
+)
+from tilewright.models.architectures.qwen3 import ARCHITECTURE as QWEN3
+from tilewright.models.sources import Sources
+
+
+class Qwen3MoeModel(LlamaModel):
+    """Llama's with experts."""
+
+    @staticmethod
+    def make_layer(config: MoeConfig, layer: int) -> DecoderLayer:
+        return DecoderLayer(config, config.window(layer), mlp_of(config, layer))
+
+
+class Qwen3MoeForCausalLM(LlamaForCausalLM):
+    """Checkpoints have a tensor for each product of each expert."""
+
+    config: MoeConfig
+    model_class = Qwen3MoeModel
+    tensor_groups: Mapping[str, str] = {**LlamaForCausalLM.tensor_groups, **TENSOR_GROUPS}
+
+    def sources(self) -> Sources:
+        return sources_by_expert(self.config)
+
+    def expected_rewrites(self) -> dict[str, int]:
+        return with_experts(super().expected_rewrites(), self.config)
+
+
+ARCHITECTURE = Architecture(
+    Qwen3MoeForCausalLM,
+    config=MoeConfig,
+    fixed={"qk_norm": True},
+    hf_defaults={**QWEN3.hf_defaults, "norm_topk_prob": False},
+    read_hf=read_hf_moe,
+    read_gguf=read_gguf_moe,
+    experts="apart",
+    gguf_names={**QWEN3.gguf_names, **GGUF_NAMES},
+)

@@ -1,0 +1,33 @@
+"""A tokenizer for models without one: a token a byte, and a readable name for every other id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
+from tilewright.models.tokenizer.vocabulary import Vocabulary
+
+NUM_BYTES = 256
+
+
+def byte_tokenizer(vocab_size: int, where: str) -> Tokenizer:
+    """UTF-8 bytes as ids 0 to 255; id N from 256 on is the text ``" <N>"``, which no text becomes.
+
+    It has no end token, no special ones and no chat template. ``vocab_size``: 256 or more.
+    ``where`` stands in messages.
+    """
+    assert vocab_size >= NUM_BYTES, vocab_size
+    characters = {byte: character for character, byte in byte_of_character().items()}
+    space = characters[ord(" ")]
+    vocab = {characters[byte]: byte for byte in range(NUM_BYTES)}
+    vocab.update({f"{space}<{index}>": index for index in range(NUM_BYTES, vocab_size)})
+    backend = tokenizers.Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    parts = Vocabulary(
+        where=Path(where), backend=backend, special_tokens={}, eos_ids=(), chat_template=None
+    )
+    return Tokenizer(parts)

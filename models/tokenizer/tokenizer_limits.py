@@ -1,0 +1,102 @@
+"""What a tokenizer.json may ask of the library that runs it, checked before the library sees it.
+
+The library believes sizes, and a chain of steps that each lengthen a text makes it without end.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from tilewright.compiler.errors import CheckpointError
+
+MAX_UNUSED_IDS = 1 << 16
+MAX_GROWTH = 10_000
+_CHAINS = ("normalizer", "pre_tokenizer", "post_processor")
+_MEMBERS = ("normalizers", "pretokenizers", "processors")
+_PRECOMPILED_GROWTH = 1000  # what one character becomes is in the table: one of them is enough
+
+
+def check_costs(values: Mapping[str, object], path: Path) -> None:
+    """Refuse a tokenizer whose tables or texts would take far more memory than its file.
+
+    Raises:
+        CheckpointError: naming ``path``.
+    """
+    model = values.get("model")
+    vocab = model.get("vocab") if isinstance(model, Mapping) else None
+    if isinstance(vocab, Mapping):
+        largest = max((index for index in vocab.values() if isinstance(index, int)), default=0)
+        # The library lists every id below the largest that no token has.
+        if largest > (limit := 2 * len(vocab) + MAX_UNUSED_IDS):
+            raise CheckpointError(f"{path}: token id {largest}; allowed: 0 to {limit}")
+    for chain in _CHAINS:
+        growth = 1.0
+        for step in _steps(values.get(chain)):
+            if step.get("type") == "Precompiled":
+                _check_charsmap(step.get("precompiled_charsmap"), path)
+            growth *= max(1.0, _growth(step))
+            if growth > MAX_GROWTH:
+                raise CheckpointError(
+                    f"{path}: {chain} may make a text more than {MAX_GROWTH} times as long; "
+                    "allowed: fewer steps, shorter replacements"
+                )
+
+
+def _steps(part: object) -> Iterator[Mapping[str, object]]:
+    """The steps of a chain, in whatever order, sequences within sequences taken apart."""
+    waiting = [part]
+    while waiting:
+        step = waiting.pop()
+        if not isinstance(step, Mapping):
+            continue
+        yield step
+        for key in _MEMBERS:
+            members = step.get(key)
+            waiting += members if isinstance(members, list) else []
+
+
+def _growth(step: Mapping[str, object]) -> float:
+    """How many times as long a text a step makes, at worst and about."""
+    kind = step.get("type")
+    if kind == "Replace":
+        pattern = step.get("pattern")
+        plain = pattern.get("String") if isinstance(pattern, Mapping) else None
+        return _bytes_in(step.get("content")) / max(1, _bytes_in(plain))
+    if kind == "Prepend":
+        return 1.0 + _bytes_in(step.get("prepend"))
+    if kind == "Metaspace":
+        return float(_bytes_in(step.get("replacement")))
+    if kind == "ByteLevel":
+        return 2.0
+    if kind == "Precompiled":
+        return float(_PRECOMPILED_GROWTH)
+    if kind == "TemplateProcessing":
+        return float(_pieces(step))
+    return 1.0
+
+
+def _bytes_in(text: object) -> int:
+    return len(text.encode("utf-8", "replace")) if isinstance(text, str) else 0
+
+
+def _pieces(step: Mapping[str, object]) -> int:
+    """The ids and texts that a template puts in a row."""
+    single, specials = step.get("single"), step.get("special_tokens")
+    widest = 1
+    for entry in specials.values() if isinstance(specials, Mapping) else ():
+        ids = entry.get("ids") if isinstance(entry, Mapping) else None
+        widest = max(widest, len(ids) if isinstance(ids, list) else 1)
+    return widest * len(single) if isinstance(single, list) else 1
+
+
+def _check_charsmap(encoded: object, path: Path) -> None:
+    """SentencePiece's table of characters begins with the size of its first part."""
+    try:
+        table = base64.b64decode(encoded if isinstance(encoded, str) else "", validate=True)
+    except (binascii.Error, ValueError):
+        return  # the library refuses it
+    if len(table) < 4 or int.from_bytes(table[:4], "little") > len(table) - 4:
+        raise CheckpointError(f"{path}: precompiled_charsmap is cut short or corrupt")

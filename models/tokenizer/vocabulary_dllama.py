@@ -1,0 +1,297 @@
+"""A dllama ``.t`` tokenizer, read and written: byte-level BPE by scores, with no pre-tokenizer.
+
+Texts are split as dllama splits them, which is not quite as the model's own tokenizer does. It
+does not know the model.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.models.checkpoints.regular_file import read_regular
+from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
+from tilewright.models.tokenizer.vocabulary import Vocabulary, collect_eos, library_errors
+
+MAGIC = 0x567124
+MAX_PIECE = 256  # bytes; finding merges tries every cut of every token
+_VERSION = 1
+_KEYS: Mapping[int, str] = {
+    0: "version",
+    1: "vocab_size",
+    2: "max_token_length",
+    3: "bos_id",
+    4: "eos_id",
+    5: "chat_eos_id",
+    6: "pad_id",
+    7: "chat_template_length",
+    9: "num_eos_ids",
+    10: "add_bos",
+}
+_WRITTEN = (3, 0, 1, 2, 7, 9, 10)  # as dllama's own converter has them
+_PREFIX = struct.Struct("<iI")
+_PAIR = struct.Struct("<ii")
+_ID = struct.Struct("<i")
+_TOKEN = struct.Struct("<fI")
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """What stands in a ``.t`` file."""
+
+    tokens: list[bytes]
+    scores: list[float]
+    bos_id: int | None
+    eos_ids: list[int]
+    chat_template: str | None
+    add_bos: bool
+
+
+class _Cursor:
+    """A position in the file that refuses to read past the end."""
+
+    def __init__(self, data: bytes, path: Path) -> None:
+        self.data = data
+        self.path = path
+        self.at = 0
+
+    def error(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {what}; the tokenizer is cut short or corrupt")
+
+    def take(self, num_bytes: int, what: str) -> bytes:
+        left = len(self.data) - self.at
+        if not 0 <= num_bytes <= left:
+            raise self.error(f"{what} at byte {self.at} needs {num_bytes} bytes, {left} are left")
+        self.at += num_bytes
+        return self.data[self.at - num_bytes : self.at]
+
+
+def read_tokenizer(path: Path) -> Vocabulary:
+    """The tokenizer in the ``.t`` file at ``path``.
+
+    Special tokens, matched whole before anything else, are those from the beginning token on, as
+    dllama has it. Where single bytes stand there too, so that dllama would match nothing but
+    special tokens, they are the tokens that no two others make.
+
+    Raises:
+        CheckpointError: a file that is missing, cut short, corrupt or of a kind not read.
+    """
+    try:
+        found = _parse(_Cursor(read_regular(path), path))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    ids = _ids(found, path)
+    special = _special_ids(found, ids)
+    names = _token_names(found, special, path)
+    with library_errors(CheckpointError, f"{path}: not a tokenizer"):
+        backend = _backend(found, ids, special, names)
+    named = {"bos_token": found.bos_id, "eos_token": next(iter(found.eos_ids), None)}
+    return Vocabulary(
+        where=path,
+        backend=backend,
+        special_tokens={key: names[at] for key, at in named.items() if at is not None},
+        eos_ids=collect_eos(backend, found.eos_ids, eos_token=None, template=found.chat_template),
+        chat_template=found.chat_template,
+        add_bos=found.add_bos and found.bos_id is not None,
+        add_eos=False,
+    )
+
+
+def pack_tokenizer(vocabulary: Vocabulary) -> bytes:
+    """``vocabulary`` as a ``.t`` file; a token's score is its id, negative.
+
+    Raises:
+        CheckpointError: a tokenizer whose tokens are not byte-level, or without what dllama needs.
+    """
+    tokenizer = Tokenizer(vocabulary)
+    where, backend = vocabulary.where, vocabulary.backend
+    if not isinstance(backend.decoder, decoders.ByteLevel):
+        raise CheckpointError(
+            f"{where}: tokens that are pieces of text have no place in a dllama tokenizer; "
+            "allowed: byte-level BPE"
+        )
+    added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
+    bos = _first_special(tokenizer, added)
+    if bos is None or not tokenizer.eos_ids:
+        missing = "beginning token, nor any special one" if bos is None else "end token"
+        raise CheckpointError(f"{where}: no {missing}; allowed: a tokenizer with one")
+    tokens = [
+        added[index].encode() if index in added else tokenizer.token_bytes(index)
+        for index in range(tokenizer.vocab_size)
+    ]
+    if b"" in tokens:
+        raise CheckpointError(
+            f"{where}: id {tokens.index(b'')} has no token; allowed: one for every id up to "
+            f"{len(tokens) - 1}"
+        )
+    template = (vocabulary.chat_template or "").encode()
+    values = {
+        0: _VERSION,
+        1: len(tokens),
+        2: max(map(len, tokens)),
+        3: bos,
+        7: len(template),
+        9: len(tokenizer.eos_ids),
+        10: int(tokenizer.encode("", add_special=True)[:1] == [tokenizer.bos_id]),
+    }
+    pairs = b"".join(_PAIR.pack(key, values[key]) for key in _WRITTEN if key != 7 or template)
+    parts = [_PREFIX.pack(MAGIC, _PREFIX.size + len(pairs)), pairs, template]
+    parts += [_ID.pack(index) for index in tokenizer.eos_ids]
+    for index, token in enumerate(tokens):
+        parts += [_TOKEN.pack(-float(index), len(token)), token]
+    return b"".join(parts)
+
+
+def is_special_to_dllama(vocabulary: Vocabulary) -> bool:
+    """Whether dllama takes exactly the tokenizer's special tokens for such."""
+    tokenizer = Tokenizer(vocabulary)
+    added = sorted(vocabulary.backend.get_added_tokens_decoder())
+    bos = _first_special(tokenizer, added)
+    return bos is not None and added == list(range(bos, tokenizer.vocab_size))
+
+
+def _first_special(tokenizer: Tokenizer, added: Iterable[int]) -> int | None:
+    """The beginning token, which parts special tokens from others; else the first special one."""
+    return min(added, default=None) if tokenizer.bos_id is None else tokenizer.bos_id
+
+
+def _parse(cursor: _Cursor) -> _File:
+    values = _header(cursor)
+    eos_ids = [values[key] for key in (4, 5) if key in values]
+    raw = cursor.take(values.get(7, 0), "chat template")
+    try:
+        template = raw.decode() or None
+    except UnicodeDecodeError:
+        raise cursor.error("the chat template is not UTF-8") from None
+    count = values.get(9, 0)
+    eos_ids += [found for (found,) in _ID.iter_unpack(cursor.take(4 * count, "end ids"))]
+    tokens, scores = _tokens(cursor, values.get(1, 0), values.get(2, 0))
+    bos = values.get(3)
+    for index in [*eos_ids, *([] if bos is None else [bos])]:
+        if not 0 <= index < len(tokens):
+            raise CheckpointError(
+                f"{cursor.path}: beginning or end id {index}; allowed: 0 to {len(tokens) - 1}"
+            )
+    return _File(tokens, scores, bos, eos_ids, template, add_bos=bool(values.get(10, 1)))
+
+
+def _header(cursor: _Cursor) -> dict[int, int]:
+    magic, nbytes = _PREFIX.unpack(cursor.take(_PREFIX.size, "magic"))
+    if magic != MAGIC:
+        raise CheckpointError(
+            f"{cursor.path}: not a dllama tokenizer (it does not begin with {MAGIC:#x})"
+        )
+    if nbytes % _PAIR.size or not _PREFIX.size <= nbytes <= 1 << 10:
+        raise cursor.error(f"the header says it has {nbytes} bytes")
+    values: dict[int, int] = {}
+    for key, value in _PAIR.iter_unpack(cursor.take(nbytes - _PREFIX.size, "header")):
+        if key not in _KEYS:
+            raise CheckpointError(
+                f"{cursor.path}: header key {key} = {value} is not read; {allowed(_KEYS)}"
+            )
+        if key in values:
+            raise cursor.error(f"{_KEYS[key]} (key {key}) stands twice")
+        values[key] = value
+    if values.get(0) != _VERSION:
+        raise CheckpointError(
+            f"{cursor.path}: version (key 0) = {values.get(0)} is not read; allowed: {_VERSION}"
+        )
+    return values
+
+
+def _tokens(cursor: _Cursor, count: int, longest: int) -> tuple[list[bytes], list[float]]:
+    left = len(cursor.data) - cursor.at
+    if not 1 <= count <= left // (_TOKEN.size + 1):
+        raise cursor.error(f"vocab_size (key 1) is {count}, and {left} bytes are left")
+    tokens, scores = [], []
+    for index in range(count):
+        score, length = _TOKEN.unpack(cursor.take(_TOKEN.size, f"token {index}"))
+        token = cursor.take(length, f"token {index}")
+        if not 1 <= length <= longest:
+            raise cursor.error(f"token {index} has {length} bytes, allowed: 1 to {longest}")
+        if not math.isfinite(score):
+            raise cursor.error(f"the score of token {index} is {score}")
+        tokens.append(token)
+        scores.append(score)
+    if cursor.at != len(cursor.data):
+        raise cursor.error(f"{len(cursor.data) - cursor.at} bytes follow the last token")
+    return tokens, scores
+
+
+def _ids(found: _File, path: Path) -> dict[bytes, int]:
+    ids = {token: index for index, token in enumerate(found.tokens)}
+    if len(ids) != len(found.tokens):
+        index = next(at for at, token in enumerate(found.tokens) if ids[token] != at)
+        raise CheckpointError(
+            f"{path}: token {index} is the same as token {ids[found.tokens[index]]}; "
+            "allowed: each token once"
+        )
+    longest = max(found.tokens, key=len)
+    if len(longest) > MAX_PIECE:
+        raise CheckpointError(
+            f"{path}: token {ids[longest]} has {len(longest)} bytes; allowed: at most {MAX_PIECE}"
+        )
+    return ids
+
+
+def _special_ids(found: _File, ids: Mapping[bytes, int]) -> frozenset[int]:
+    last_byte = max((at for token, at in ids.items() if len(token) == 1), default=-1)
+    if found.bos_id is not None and found.bos_id > last_byte:
+        return frozenset(range(found.bos_id, len(found.tokens)))
+    made = {
+        at for token, at in ids.items() if len(token) == 1 or any(True for _ in _cuts(token, ids))
+    }
+    return frozenset(range(len(found.tokens))) - made
+
+
+def _token_names(found: _File, special: frozenset[int], path: Path) -> list[str]:
+    """Tokens as the library calls them: special ones as text, others in GPT-2's alphabet."""
+    alphabet = {byte: character for character, byte in byte_of_character().items()}
+    names = []
+    for index, token in enumerate(found.tokens):
+        try:
+            text = token.decode() if index in special else None
+        except UnicodeDecodeError:
+            raise CheckpointError(f"{path}: special token {index} is not UTF-8") from None
+        names.append("".join(alphabet[byte] for byte in token) if text is None else text)
+    if len(set(names)) != len(names):
+        raise CheckpointError(
+            f"{path}: a special token is spelt as another token is in the library; "
+            "allowed: special tokens unlike all others"
+        )
+    return names
+
+
+def _backend(
+    found: _File, ids: Mapping[bytes, int], special: frozenset[int], names: list[str]
+) -> tokenizers.Tokenizer:
+    """Pairs are merged where they make a token, the one of the best score first."""
+    merges: list[tuple[float, str, str]] = []
+    for index, token in enumerate(found.tokens):
+        if index not in special:
+            pairs = [pair for pair in _cuts(token, ids) if special.isdisjoint(pair)]
+            merges += [(-found.scores[index], names[a], names[b]) for a, b in pairs]
+    merges.sort(key=operator.itemgetter(0))
+    vocab = {name: index for index, name in enumerate(names)}
+    backend = tokenizers.Tokenizer(BPE(vocab=vocab, merges=[merge[1:] for merge in merges]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(names[at], normalized=False) for at in sorted(special)])
+    return backend
+
+
+def _cuts(token: bytes, ids: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:
+    """Every two tokens that make ``token``."""
+    for at in range(1, len(token)):
+        left, right = ids.get(token[:at]), ids.get(token[at:])
+        if left is not None and right is not None:
+            yield left, right

@@ -1,0 +1,161 @@
+"""The fit on the published tables: the rows it takes, the bars it meets, the constants kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.boards_fit.command import SPEEDS, is_kept, main, write_constants
+from bench.boards_fit.programs import (
+    AS_INTRODUCED,
+    AS_NAMED,
+    MIXED,
+    PUBLISHED,
+    Programs,
+    published_precision,
+    repeat_layer,
+)
+from bench.boards_fit.report import Residual, Study, study_report, study_rows
+from bench.boards_fit.rows import read_rows
+from tests.tiny import lowered, tiny_model
+from tilewright.compiler.bench import perf_md
+from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.tenstorrent.lower import lower_program
+from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.targets.tenstorrent.perf_work import program_work
+from tilewright.models.shapes import SHAPES
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def study() -> Study:
+    document = perf_md.load(ROOT / SPEEDS)
+    return study_rows(MIXED, read_rows(document, Programs(), MIXED))
+
+
+def sizes(errors: Sequence[float]) -> tuple[float, float]:
+    """Median and worst, percent."""
+    found = 100 * np.abs(errors)
+    return float(np.median(found)), float(np.max(found))
+
+
+def test_the_rows_are_38_steps_and_34_prompts(study: Study) -> None:
+    assert [len(study.decode), len(study.galaxy), len(study.prefill)] == [38, 10, 34]
+    used = (*study.decode, *study.galaxy, *study.prefill)
+    assert {each.sample.source for each in used} == {"performance", "accuracy"}
+    assert not any("DP" in each.sample.device for each in used)
+    assert {each.sample.device for each in study.galaxy} == {"TG"}
+
+
+def test_steps_of_models_left_out(study: Study) -> None:
+    median, worst = sizes([each.model for each in study.decode])
+    assert median <= 5 and worst <= 20
+    median, worst = sizes([each.family for each in study.decode])
+    assert median <= 5 and worst <= 20
+
+
+def test_steps_of_a_board_left_out(study: Study) -> None:
+    def of(device: str) -> list[Residual]:
+        return [each for each in study.decode if each.sample.device == device]
+
+    assert sizes([each.board for each in of("T3K")])[0] <= 15
+    assert {len(of("N150")), len(of("N300")), len(of("T3K"))} == {10, 14}
+
+
+def test_precision_rows_keep_their_order(study: Study) -> None:
+    assert sum(row.kind == "precision" for row in study.rows) == 12
+    assert study.rank() >= 0.9
+
+
+def test_prompts_of_models_left_out(study: Study) -> None:
+    assert sizes([each.model for each in study.prefill])[0] <= 7.5
+
+
+def test_a_model_left_out_is_left_out_on_every_board(study: Study) -> None:
+    """Galaxy's rows of a model would otherwise tell of it."""
+    small = [each for each in study.galaxy if each.sample.model == "Llama3.2-1B"]
+    assert len(small) == 2 and all(abs(each.model) > abs(each.fitted) + 0.02 for each in small)
+
+
+def test_the_constants_kept_are_those_of_the_fit(study: Study) -> None:
+    assert is_kept(study)
+
+
+def test_constants_are_written_between_their_marks(study: Study, tmp_path: Path) -> None:
+    path = tmp_path / "constants.py"
+    path.write_text("before = 1\n# fitted: begin\nold = 2\n# fitted: end\nafter = 3\n")
+    write_constants(path, study)
+    text = path.read_text()
+    assert text.startswith("before = 1\n# fitted: begin\nFITTED = Constants(\n")
+    assert text.endswith("# fitted: end\nafter = 3\n") and "old" not in text
+    path.write_text("nothing\n")
+    with pytest.raises(ConfigError, match="no lines '# fitted: begin'"):
+        write_constants(path, study)
+
+
+def test_the_report_is_the_one_kept(study: Study) -> None:
+    """Up to the table that compares readings, which takes two more studies."""
+    report = study_report([study])
+    for part in report.split("\n\n"):
+        if not part.startswith("| reading"):
+            assert part.rstrip("\n") in (ROOT / "docs" / "perf_model.md").read_text(), part[:80]
+
+
+def test_a_mistake_is_one_line() -> None:
+    with pytest.raises(TilewrightError):
+        main(["--speeds", "nosuch.md"])
+
+
+@pytest.mark.parametrize(
+    "reading, section, model, ff1_3, wqkv, qkv_fidelity",
+    [
+        (MIXED, "accuracy", "Phi3.5-mini", "bfp8", "bfp8", "hifi4"),
+        (AS_INTRODUCED, "accuracy", "Phi3.5-mini", "bfp8", "bfp8", "hifi2"),
+        (AS_NAMED, "accuracy", "Phi3.5-mini", "bfp8", "bf16", "hifi4"),
+        (MIXED, "performance", "Qwen2.5-7B", "bfp4", "bfp8", "hifi4"),
+        (AS_NAMED, "performance", "Qwen2.5-7B", "bfp8", "bf16", "hifi4"),
+        (MIXED, "accuracy", "Llama3.1-70B", "bfp4", "bfp8", "hifi2"),
+        (MIXED, "batch_32", "Llama3.1-8B", "bfp4", "bfp8", "hifi2"),
+    ],
+)
+def test_readings_of_a_configuration(
+    reading: str, section: str, model: str, ff1_3: str, wqkv: str, qkv_fidelity: str
+) -> None:
+    found = published_precision(section, model, reading).resolve(1, model)
+    assert (found.format("ff1_3"), found.format("wqkv")) == (ff1_3, wqkv)
+    assert found.fidelity("li_qkv", "decode") == qkv_fidelity
+    assert (found.fidelity("li_ff1_3", "decode") == "lofi") == (ff1_3 == "bfp4")
+
+
+def test_a_repeated_layer_is_priced_as_a_traced_model() -> None:
+    sizes_ = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 512}
+    work = []
+    for num_layers in (1, 3):
+        model = tiny_model(num_layers=num_layers, **sizes_)
+        graph, _ = lowered(model, target="n300", precision=load_precision("performance"))
+        program = lower_program(
+            graph, device="n300", mesh=Mesh(2), phase="decode", batch=1, length=1, context=64
+        )
+        work.append(program_work(repeat_layer(program, 3) if num_layers == 1 else program))
+    assert work[0] == work[1]
+
+
+def test_published_sizes_agree_with_the_named_shapes() -> None:
+    names = {
+        "llama-3.2-1b": "Llama3.2-1B",
+        "llama-3.2-3b": "Llama3.2-3B",
+        "llama-3.1-8b": "Llama3.1-8B",
+        "llama-3.1-70b": "Llama3.1-70B",
+        "qwen2.5-7b": "Qwen2.5-7B",
+    }
+    for shape, name in names.items():
+        values, sizes_ = SHAPES[shape], PUBLISHED[name]
+        keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+        expected = (sizes_.hidden, sizes_.num_layers, sizes_.num_heads, sizes_.num_kv_heads)
+        assert tuple(values[key] for key in keys) == expected
+        assert (values["intermediate_size"], values["vocab_size"]) == (sizes_.ffn, sizes_.vocab)

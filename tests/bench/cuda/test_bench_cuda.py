@@ -1,0 +1,393 @@
+"""The CUDA target's bench on the CPU: its rows, what they come to, what is printed and kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.cuda import command as bench_cuda
+from bench.cuda import kernel_profile
+from bench.cuda import measure as bench_cuda_measure
+from bench.cuda.command import Choices, bench, cells, main, programs
+from bench.cuda.kernel_profile import Line, StepProfile
+from bench.cuda.measure import (
+    Bench,
+    Figures,
+    _figure,
+    _seconds_to_text,
+    measure_start,
+    run_options,
+)
+from bench.cuda.profile_rows import kernel_rows, part_rows
+from bench.cuda.rows import (
+    DECODE,
+    DECODE_SHARE,
+    PREFILL_SECONDS,
+    PREFILL_SHARE,
+    ROWS,
+    START,
+    TTFT,
+    Row,
+    find_rows,
+)
+from tilewright.compiler.bench.perf_md import parse
+from tilewright.compiler.bench.perf_tables import render_results
+from tilewright.compiler.bench.record import Repeat
+from tilewright.compiler.bench.results import read
+from tilewright.compiler.bench.roofline import Ceilings, Work
+from tilewright.compiler.bench.selection import context_k, is_batch_32, is_short
+from tilewright.compiler.bench.timing import Run
+from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
+from tilewright.compiler.targets.base import Executable, StepInput
+from tilewright.compiler.targets.cpu.executable import CpuExecutable
+from tilewright.models import shapes
+
+CEILINGS = Ceilings("made up", (100.0,), (1000.0,), "bf16")
+WORKS = Work({}, 500.0), Work({"ff2": 10.0}, 1.0)
+"""A prompt of 0.5 s and a decode step of 0.1 s at these ceilings."""
+
+
+def tiny(name: str, metric: str = DECODE, **changes: Any) -> Row:
+    return Row(name, "tiny", "bf16", metric, **{"floor": 1.0, **changes})
+
+
+def run(ttft_ms: float, decode_tsu: float) -> Run:
+    return Run(Repeat(ttft_ms=ttft_ms, decode_tsu=decode_tsu), (), ())
+
+
+def choices(rows: Sequence[Row], results: Path | None = None, **changes: Any) -> Choices:
+    return Choices(tuple(rows), 2, results, changes.pop("is_profiled", False), "cpu")
+
+
+def test_the_rows_are_what_was_promised() -> None:
+    """Model, precision, users, floor and goal of the table, and the bounds beside it."""
+    decode = {
+        (row.shape.rpartition("-")[2], row.precision, row.batch): (row.floor, row.goal)
+        for row in ROWS
+        if row.metric == DECODE and not row.shape.startswith("qwen3-")
+    }
+    assert decode == {
+        ("8b", "bf16", 1): (240, 265),
+        ("8b", "all-bfp8", 1): (400, 480),
+        ("8b", "performance", 1): (480, 600),
+        ("1b", "bf16", 1): (1150, 1450),
+        ("1b", "performance", 1): (1900, 2800),
+        ("8b", "bf16", 8): (1800, 2050),
+        ("8b", "bf16", 32): (6500, 7500),
+        ("8b", "bf16", 64): (11500, 14000),
+        ("8b", "performance", 32): (9000, 12000),
+        ("70b", "performance", 1): (60, 68),
+        ("a3b", "bf16", 1): (300, 430),
+        ("a3b", "bf16", 4): (850, 1000),
+        ("a3b", "bf16", 16): (1650, 1900),
+        ("a3b", "bf16", 64): (3300, 3700),
+    }
+    others = {(row.metric, row.prompt_length): row.floor for row in ROWS if row.metric != DECODE}
+    assert others == {
+        (TTFT, 128): 7,
+        (TTFT, 1024): 30,
+        (PREFILL_SHARE, 2048): 60,
+        (PREFILL_SHARE, 8192): 60,
+        (DECODE_SHARE, 32768): None,
+        (PREFILL_SECONDS, 65536): 5,
+        (DECODE_SHARE, 65536): 70,
+        (START, 128): 15,
+    }
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert all(row.num_generated == 200 for row in ROWS)
+    assert all(row.prompt_length + row.num_generated <= row.program[-1] for row in ROWS)
+
+
+def test_rows_by_name_and_by_beginning() -> None:
+    assert find_rows([]) == ROWS
+    found = [row.name for row in find_rows(["8b-start", "1b-*"])]
+    assert found == ["1b-bf16-b1", "1b-performance-b1", "8b-start"]
+    with pytest.raises(ConfigError, match="'7b-bf16-b1'; allowed: 8b-bf16-b1, "):
+        find_rows(["8b-start", "7b-bf16-b1"])
+    with pytest.raises(ConfigError, match="'9b-"):
+        find_rows(["9b-*"])
+
+
+def test_programs_are_shared_and_starts_come_last() -> None:
+    found = [[row.name for row in rows] for rows in programs(ROWS)]
+    assert found[0] == ["8b-bf16-b1", "8b-bf16-ttft", "8b-bf16-b8", "8b-bf16-b32", "8b-bf16-b64"]
+    assert ["8b-performance-b1", "8b-performance-b32"] in found
+    assert sum("8b-prefill-2k" in rows and "8b-decode-64k" in rows for rows in found) == 1
+    assert found[-1] == ["8b-start"]
+    assert programs([ROWS[-1], ROWS[0]]) == [(ROWS[0],), (ROWS[-1],)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "limit", "words"),
+    [
+        (DECODE, (16.0, 12.0), 20.0, "prompt 1,500.00 ms"),
+        (DECODE_SHARE, (80.0, 60.0), 100.0, "decode 14.0 t/s of 20.0; prompt"),
+        (TTFT, (1000.0, 2000.0), 500.0, "decode 14.0 t/s"),
+        (PREFILL_SECONDS, (1.0, 2.0), 0.5, "decode 14.0 t/s"),
+        (PREFILL_SHARE, (50.0, 25.0), 100.0, "decode 14.0 t/s"),
+    ],
+)
+def test_figures_by_hand(metric: str, values: tuple[float, ...], limit: float, words: str) -> None:
+    row = tiny("row", metric, batch=2)
+    runs = [run(1000.0, 8.0), run(2000.0, 6.0)]
+    found, most, detail = _figure(row, runs, WORKS, CEILINGS)
+    assert found == pytest.approx(values) and most == pytest.approx(limit)
+    assert words in detail
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "met"),
+    [
+        (DECODE, 19.0, "NO"),
+        (DECODE, 20.0, "floor"),
+        (DECODE, 30.0, "goal"),
+        (TTFT, 20.0, "floor"),
+        (TTFT, 20.1, "NO"),
+        (TTFT, 10.0, "goal"),
+    ],
+)
+def test_what_meets_a_floor(metric: str, value: float, met: str) -> None:
+    goal = 30.0 if metric == DECODE else 10.0
+    row = tiny("row", metric, floor=20.0, goal=goal)
+    shown = cells(Figures(row, (value, value - 1, value + 1), limit=40.0))
+    assert shown[5] == met and shown[2].startswith(f"{value:.{1 if metric == DECODE else 2}f} (")
+    assert shown[7] == f"{100 * (value / 40 if metric == DECODE else 40 / value):.1f} %"
+    assert cells(Figures(tiny("row", floor=20.0), (20.0,)))[4:] == ("-", "yes", "-", "-")
+    assert cells(Figures(tiny("row", floor=None), (20.0,)))[3:6] == ("-", "-", "-")
+
+
+@pytest.mark.parametrize(
+    ("changes", "case", "num_repeats"),
+    [
+        ({}, "performance-ci-1", 5),
+        ({"batch": 32}, "performance-ci-32", 5),
+        ({"batch": 8}, "performance-ci-1*", 5),
+        ({"num_generated": 40}, "performance-ci-1*", 5),
+        ({"prompt_length": 2048}, "performance-long-context-2k", 5),
+        ({"prompt_length": 4096}, "performance-long-context-2k*", 5),
+        ({"prompt_length": 32768}, "performance-long-context-32k", 3),
+    ],
+)
+def test_a_row_is_a_case_of_its_own_precision(
+    changes: dict[str, int], case: str, num_repeats: int
+) -> None:
+    options = run_options(tiny("row", **changes), target="cpu", repeats=5)
+    assert options.case.name + "*" * options.is_case_changed == case
+    assert options.case.num_repeats == num_repeats
+    assert options.model.precision is not None and options.model.precision.name == "bf16"
+    assert options.results is None and not options.case.stop_at_eos
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A shape whose architecture has no file."""
+    shape = {**shapes.SHAPES["tiny"], "model_type": "of_tomorrow"}
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "unbuilt": shape})
+    return "unbuilt"
+
+
+def test_rows_are_measured_printed_and_kept(
+    unbuilt: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        tiny("one"),
+        tiny("first", TTFT),
+        tiny("eight", batch=8),
+        tiny("many", batch=32),
+        tiny("long", PREFILL_SHARE, prompt_length=2048),
+        Row("none", unbuilt, "bf16", DECODE, 1.0),
+    ]
+    results = tmp_path / "results.jsonl"
+    assert bench(choices(rows, results), measured=CEILINGS) == 0
+    out, err = capfd.readouterr()
+    assert err == "" and out.index("reads (TB/s)") < out.index("one: decode, t/s: ")
+    assert "Tiny (random weights), bf16, for 32 x 328 positions" in out
+    assert "all rows (random weights)" in out and "made up" in out
+    assert out.count("none: not measured: shape:unbuilt: architecture 'of_tomorrow'") == 2
+    found = read(results)
+    assert [result.batch for result in found] == [1, 8, 32, 1], "a shared run is kept once"
+    one, eight, many, long = found
+    assert is_short(one) and is_batch_32(many) and context_k(long) == 2
+    assert not is_short(eight) and eight.case == "performance-ci-1*"
+    assert all(result.weights == "random" and len(result.repeats) == 2 for result in found)
+    assert all(result.peak_memory_bytes is None and result.accuracy is None for result in found)
+    assert (one.context, long.context) == (328, 2248)
+    sections = parse(render_results([*found])).sections
+    assert {"batch_32", "long_context"} <= {s.kind for s in sections if s.rows}
+    assert all(row.random for section in sections for row in section.rows)
+
+
+def test_one_failure_does_not_cost_the_others(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def measure(self: Bench, row: Row, ceilings: Ceilings) -> Figures:
+        if row.name == "bad":
+            raise RuntimeError("out of\nmemory")
+        return Figures(row, (1.0, 2.0))
+
+    closed = []
+    monkeypatch.setattr(Bench, "measure", measure)
+    close = Bench.close
+    monkeypatch.setattr(Bench, "close", lambda self: (closed.append(1), close(self)))
+    rows = [tiny("good"), tiny("bad"), tiny("after"), tiny("other", prompt_length=130)]
+    assert bench(choices(rows), measured=CEILINGS) == 1
+    out, err = capfd.readouterr()
+    assert "good: decode, t/s: 1.5 (1.0-2.0)" in out and "other: decode" in out
+    assert "good: not measured" not in out
+    assert "bad: not measured: failed: out of memory" in out and "after: not measured" in out
+    assert "RuntimeError" in err and len(closed) == 2
+
+
+def test_an_interrupt_leaves_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def measure(self: Bench, row: Row, ceilings: Ceilings) -> Figures:
+        if row.name == "two":
+            raise KeyboardInterrupt
+        return Figures(row, (1.0, 2.0))
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    assert bench(choices([tiny("one"), tiny("two")]), measured=CEILINGS) == 130
+    out, _ = capfd.readouterr()
+    assert "all rows (random weights)" in out.partition("one: decode, t/s")[2]
+    assert "two" not in out
+
+
+def test_profiles_come_behind_what_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernel_profile, "record_launches", lambda run: run() or [])
+    rows = [tiny("one"), tiny("first", TTFT)]
+    assert bench(choices(rows, is_profiled=True), measured=CEILINGS) == 0
+    out, _ = capfd.readouterr()
+    assert out.index("first: TTFT") < out.index("one: the profiler saw no whole step")
+    assert "first: the profiler saw no whole step" in out
+
+
+def test_a_profile_that_fails_costs_no_row(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("no counters")
+
+    monkeypatch.setattr(kernel_profile, "record_launches", fail)
+    assert bench(choices([tiny("one")], is_profiled=True), measured=CEILINGS) == 1
+    out, _ = capfd.readouterr()
+    assert "one: no profile: no counters" in out and "one: not measured" not in out
+
+
+def test_the_profile_s_cells() -> None:
+    parts = (
+        Line("ff2", 2, 40.0, 50.0),
+        Line("attention", 1, 10.0, 10.0),
+        Line("other", 3, 5.0, 6.0),
+        Line("product", 1, 10.0, 10.0),
+    )
+    found = StepProfile(8, 70.0, 5.0, parts, parts[:2], True)
+    work = Work({"ff2": 100e6, "state": 20e6, "other": 3e6, "embedding": 1.0}, 1.0)
+    rows = part_rows(found, work, Ceilings("", (4e12,), (1.0,), "bf16"))
+    assert rows[0] == ("ff2", "2", "40.0", "57.1 %", "50.0", "100.0", "2.50", "62.5 %")
+    assert rows[1][-3:] == ("20.0", "2.00", "50.0 %"), "attention reads the caches"
+    assert rows[2][-3:] == ("", "", ""), "norms are read elsewhere"
+    assert rows[3][-3] == "100.0", "products that are not told apart read all weights"
+    assert rows[4] == ("gaps", "0", "5.0", "7.1 %", "0.0", "", "", "")
+    assert rows[5][:6] == ("step", "7", "70.0", "100.0 %", "76.0", "123.0")
+    assert kernel_rows(found)[0] == ("ff2", "2", "40.0", "57.1 %", "50.0")
+
+
+def test_a_start_is_measured_in_processes_of_their_own(
+    unbuilt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One before is not counted; here the demo is really started once, on another target."""
+    seconds: list[float] = []
+
+    def measured(argv: list[str], mark: str) -> float:
+        seconds.append(float(len(seconds)) if seconds else _seconds_to_text(argv, mark))
+        return seconds[-1]
+
+    monkeypatch.setattr(bench_cuda_measure, "_seconds_to_text", measured)
+    found = measure_start(tiny("start", START), target="null", repeats=2)
+    assert seconds[0] > 0.5 and found.values == (1.0, 2.0)
+    assert found.result is None and f"before these took {seconds[0]:.1f} s" in found.detail
+    assert len(measure_start(tiny("start", START), target="null", repeats=9).values) == 3
+    with pytest.raises(CheckpointError, match="of_tomorrow"):
+        measure_start(Row("q", unbuilt, "bf16", START), target="null", repeats=1)
+
+
+def test_time_to_text_ends_behind_the_mark() -> None:
+    def script(code: str) -> list[str]:
+        return [sys.executable, "-u", "-c", f"import sys, time\n{code}"]
+
+    slow = "print('MARK')\ntime.sleep(0.3)\nprint('text')\ntime.sleep(1)"
+    started = time.perf_counter()
+    seconds = _seconds_to_text(script(slow), "MARK\n")
+    assert 0.3 <= seconds < time.perf_counter() - started - 0.9
+    with pytest.raises(CompileError, match="ended with 3, saying 'no room'"):
+        _seconds_to_text(script("print('no room', file=sys.stderr)\nsys.exit(3)"), "MARK\n")
+    with pytest.raises(CompileError, match="ended with 0, saying 'nothing'"):
+        _seconds_to_text(script("print('MARK')"), "MARK\n")
+
+
+def test_a_start_that_fails_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    demo = tmp_path / "demo.py"
+    demo.write_text("raise SystemExit('tilewright: no such thing')")
+    monkeypatch.setattr(bench_cuda_measure, "_DEMO", demo)
+    assert bench(choices([tiny("start", START)]), measured=CEILINGS) == 1
+    assert "saying 'tilewright: no such thing'" in capfd.readouterr().out
+
+
+def test_the_list_says_all(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list", "--rows", "70b-*"]) == 0
+    out, _ = capfd.readouterr()
+    assert "random weights" in out and "70b-performance-b1" in out and "8b-bf16" not in out
+
+
+def test_quick_rows_are_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Choices] = []
+    monkeypatch.setattr(bench_cuda, "bench", lambda asked: seen.append(asked) or 0)
+    assert main(["--rows", "8b-bf16-b1", "--quick"]) == 0
+    assert main(["--rows", "8b-bf16-b1", "--repeats", "7"]) == 0
+    quick, whole = seen
+    assert (quick.repeats, quick.rows[0].num_generated, quick.results) == (2, 40, None)
+    assert (whole.repeats, whole.rows[0].num_generated, whole.target) == (7, 200, "cuda")
+
+
+def test_mistakes_are_refused(tmp_path: Path) -> None:
+    for argv, words in [
+        (["--rows", "no"], "--rows 'no'; allowed: 8b-bf16-b1"),
+        (["--repeats", "0"], "allowed: integers"),
+        (["--rows"], "--rows"),
+        (["--results", str(tmp_path)], str(tmp_path)),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            main(argv)
+        assert words in str(error.value)
+
+
+def test_routing_is_told_of_models_that_choose(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """On the cpu nobody counts, so that the count is made up here."""
+    row = tiny("one", batch=2, num_generated=3)
+    assert bench(choices([row]), measured=CEILINGS) == 0
+    assert "experts chosen" not in capfd.readouterr().out
+    counted = []
+
+    def chosen_experts(self: Executable, inputs: StepInput) -> list[int]:
+        counted.append((inputs.positions.tolist(), inputs.num_sequences))
+        return [2, 5]
+
+    monkeypatch.setattr(CpuExecutable, "chosen_experts", chosen_experts, raising=False)
+    row = dataclasses.replace(row, shape="tiny-moe")
+    assert bench(choices([row]), measured=CEILINGS) == 0
+    assert counted == [([128, 128], 2)]
+    out = capfd.readouterr().out
+    assert "one: experts chosen a layer in a decode step: 3.5 (2-5) of 8; 3.5 were all" in out

@@ -1,0 +1,179 @@
+"""Rounds in turn: the order of work, the figures, and contestants that fail on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from bench.peers.protocol import Generated, Loaded
+from bench.peers.rounds import (
+    Contestant,
+    Measure,
+    Plan,
+    bandwidth_share,
+    contestant_record,
+    measure_all,
+    ratios,
+)
+from bench.peers.worker import WorkerError
+
+PLAN = Plan(prefill_lengths=(4, 8), context=4, num_decoded=5, num_rounds=3)
+TEXT = list(range(1000))
+
+
+class FakeWorker:
+    """Prefills at ``prefill_tps`` and decodes at ``decode_tps``; the first step takes a second."""
+
+    def __init__(self, name: str, log: list[tuple[str, int, int]], rates: tuple[float, float]):
+        self.name, self.log = name, log
+        self.prefill_tps, self.decode_tps = rates
+        self.prompts: list[tuple[int, ...]] = []
+        self.num_left = 10**6
+        self.is_closed = False
+
+    def loaded(self) -> Loaded:
+        self.log.append((self.name, 0, 0))
+        return Loaded(2000, 1000)
+
+    def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
+        assert not self.is_closed
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise WorkerError("ended with SIGSEGV")
+        self.log.append((self.name, len(tokens), num_tokens))
+        self.prompts.append(tuple(tokens))
+        first = len(tokens) / self.prefill_tps
+        times = [first, *(first + 1 + i / self.decode_tps for i in range(num_tokens - 1))]
+        return Generated(tuple(range(num_tokens)), tuple(times))
+
+    def settle(self) -> None:
+        self.log.append((self.name, -1, -1))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def enter(worker: FakeWorker) -> Contestant:
+    return Contestant("engine", worker.name, lambda: worker)  # type: ignore[arg-type, return-value]
+
+
+def run(contestants: Sequence[Contestant]) -> list[float]:
+    readings = iter(float(i) for i in range(1, 100))
+    return measure_all(contestants, PLAN, tokens=TEXT, bandwidth=lambda: next(readings))
+
+
+@pytest.fixture
+def log() -> list[tuple[str, int, int]]:
+    return []
+
+
+def test_work_goes_in_turn(log: list[tuple[str, int, int]]) -> None:
+    workers = [FakeWorker(name, log, (10.0, 20.0)) for name in "AB"]
+    assert run([enter(worker) for worker in workers]) == [1.0, 2.0, 3.0, 4.0]
+    idle = (-1, -1)
+    loaded = ((0, 0), (4, 1), (8, 1), (4, 5), idle)
+    warm_up = [(name, *work) for name in "AB" for work in loaded]
+    turn = [
+        (name, *step) for work in ((4, 1), (8, 1), (4, 5)) for name in "AB" for step in (work, idle)
+    ]
+    assert log == warm_up + 3 * turn
+    assert all(worker.is_closed for worker in workers)
+
+
+def test_both_get_the_same_prompts_and_none_twice(log: list[tuple[str, int, int]]) -> None:
+    workers = [FakeWorker(name, log, (10.0, 20.0)) for name in "AB"]
+    run([enter(worker) for worker in workers])
+    assert workers[0].prompts == workers[1].prompts
+    starts = [prompt[:4] for prompt in workers[0].prompts]
+    assert len(set(starts)) == len(starts) == 3 * (1 + PLAN.num_rounds)
+
+
+def test_rates_medians_and_ratios(log: list[tuple[str, int, int]]) -> None:
+    ours, peer = (
+        enter(FakeWorker("A", log, (30.0, 20.0))),
+        enter(FakeWorker("B", log, (10.0, 40.0))),
+    )
+    run([ours, peer])
+    assert ours.rates["prefill-8"] == pytest.approx([30.0] * 3)
+    assert ours.rates["decode-4"] == pytest.approx([20.0] * 3), "the first step does not count"
+    found = {ratio.measure: ratio.median for ratio in ratios(ours, peer, PLAN)}
+    assert found == pytest.approx({"prefill-4": 3.0, "prefill-8": 3.0, "decode-4": 0.5})
+    assert bandwidth_share(ours, PLAN, 40_000.0) == pytest.approx(0.5)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    ours = Contestant("ours", "a", _never, rates={"decode-4": [10.0, 20.0, 90.0]})
+    peer = Contestant("peer", "b", _never, rates={"decode-4": [5.0, 20.0]})
+    (ratio,) = ratios(ours, peer, PLAN)
+    assert ratio.repeats == (2.0, 1.0) and ratio.median == 1.5
+    assert ours.median("decode-4") == 20.0 and ours.spread("decode-4") == 4.0
+    assert peer.median("prefill-4") is None and peer.spread("prefill-4") is None
+
+
+def test_the_decode_rate_is_that_of_timing() -> None:
+    from tilewright.compiler.bench.timing import figures
+    from tilewright.compiler.runtime.request import Request
+
+    times = (1.0, 3.0, 3.5, 4.5, 4.75)
+    request = Request(0, (1, 2), output=[0] * 5, token_times=list(times))
+    expected = figures([request], 0.0)
+    generated = Generated((0,) * 5, times)
+    assert Measure("decode-2", 2, 5).rate(generated) == expected.decode_tsu
+    assert Measure("prefill-2", 2, 1).rate(generated) == expected.prefill_tps
+
+
+@pytest.mark.parametrize("num_left, num_rates", [(0, 0), (3, 0), (4, 1), (7, 2)])
+def test_one_that_fails_is_left_out(
+    log: list[tuple[str, int, int]], num_left: int, num_rates: int
+) -> None:
+    broken, sound = FakeWorker("A", log, (10.0, 20.0)), FakeWorker("B", log, (10.0, 20.0))
+    broken.num_left = num_left
+    first, second = enter(broken), enter(sound)
+    run([first, second])
+    assert first.failure == "ended with SIGSEGV" and second.failure is None
+    assert broken.is_closed and sound.is_closed
+    assert len(first.rates.get("prefill-4", [])) == num_rates
+    assert all(len(rates) == PLAN.num_rounds for rates in second.rates.values())
+    record = contestant_record(first, PLAN, 1e9)
+    assert record["failure"] == "ended with SIGSEGV"
+    assert {len(each["repeats"]) for each in record["rates"].values()} <= {1, 2}
+
+
+def test_one_that_cannot_start_is_left_out(log: list[tuple[str, int, int]]) -> None:
+    missing = Contestant("peer", "x", _never)
+    sound = enter(FakeWorker("B", log, (10.0, 20.0)))
+    run([missing, sound])
+    assert missing.failure == "not installed" and missing.loaded is None
+    assert sound.failure is None and len(sound.rates) == 3
+    assert contestant_record(missing, PLAN, 1e9)["bandwidth_share"] is None
+
+
+def test_tokens_that_come_at_one_time_are_no_rate() -> None:
+    class AtOnce(FakeWorker):
+        def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
+            return Generated((0,) * num_tokens, (1.0,) * num_tokens)
+
+    contestant = enter(AtOnce("A", [], (1.0, 1.0)))
+    run([contestant])
+    assert contestant.failure == "gave several tokens at one time"
+
+
+def test_workers_are_closed_when_it_is_interrupted(log: list[tuple[str, int, int]]) -> None:
+    workers = [FakeWorker(name, log, (10.0, 20.0)) for name in "AB"]
+
+    def interrupted() -> float:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_all([enter(worker) for worker in workers], PLAN, tokens=TEXT, bandwidth=interrupted)
+    assert all(worker.is_closed for worker in workers)
+
+
+def test_the_context_has_room_for_every_measure() -> None:
+    assert PLAN.max_context == 9
+    assert Plan(prefill_lengths=(512,), context=128, num_decoded=4).max_context == 513
+
+
+def _never() -> Callable[[], None]:
+    raise WorkerError("not installed")

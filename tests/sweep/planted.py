@@ -1,0 +1,203 @@
+"""A model whose losses and times a test has planted: cells are answered at once, none is run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models
+
+from tests.models.conftest import tiny_hf_config
+from tests.sweep_cells import done as done_event
+from tests.sweep_cells import failed as failed_event
+from tests.sweep_cells import planned, result, speed_result
+from tilewright.compiler.bench.record import Accuracy, Result, pack_hits
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.sweep import plans, search_plan
+from tilewright.compiler.sweep.bounds import Bounds
+from tilewright.compiler.sweep.cell import Cell
+from tilewright.compiler.sweep.found import Found
+from tilewright.compiler.sweep.hunt import hunt
+from tilewright.compiler.sweep.journal import Added, CellState, Finished, Journal
+from tilewright.compiler.sweep.levels import Level
+from tilewright.compiler.sweep.model import SweptModel, swept_model
+from tilewright.compiler.sweep.runner import Runner
+from tilewright.compiler.sweep.summary import Row
+from tilewright.models import load_model
+
+NUM_LAYERS = 3
+NUM_POSITIONS = 128
+ROUNDS = 3
+LEVELS = ("q80", "bfp8", "bfp4")
+BASE_KL = 1e-4
+LOSS = {"ff1_3": 4.0, "ff2": 6.0, "wqkv": 1.0, "wo": 2.0, "lm_head": 5.0}
+SCALE = {"bf16": 0.0, "q80": 1e-4, "bfp8": 2e-4, "bfp4": 8e-3}
+MS_PER_BYTE = {"float32": 4e-6, "q80 blocks": 5e-6, "bfp8 blocks": 4e-6, "bfp4 blocks": 3e-6}
+FIXED_MS = 0.2
+
+
+def planted_model(folder: Path) -> SweptModel:
+    """Three layers, so that there are twelve parts and the head to choose for."""
+    folder.mkdir()
+    config = tiny_hf_config(num_hidden_layers=NUM_LAYERS, max_position_embeddings=1536)
+    with torch.device("meta"):
+        module = transformers.LlamaForCausalLM(config)
+    values = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = {name: torch.zeros(each.shape) for name, each in module.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    alphabet = ["<|start|>", "<|im_end|>", *map(chr, range(97, 123))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return swept_model(load_model(folder), str(folder))
+
+
+@dataclass
+class Planted:
+    """Cells answered at once from losses that add up over parts and times that add up over bytes.
+
+    ``measured``: the ids of those that were not known before. ``held_out``: how many times higher
+    KL is on the held-out text. ``fails``: which cells go wrong.
+    """
+
+    journal: Journal
+    model: SweptModel
+    held_out: float = 1.0
+    fails: Callable[[Cell], bool] = lambda cell: False
+    measured: list[Cell] = field(default_factory=list)
+
+    def measure(self, cells: Sequence[Cell]) -> list[CellState]:
+        known = self.journal.state.cells
+        new = [cell for cell in cells if cell.id not in known]
+        new += [state.cell for state in self.journal.state.open_cells()]
+        self.journal.append(
+            *(event for cell in new for event in (Added(cell), self._finished(cell)))
+        )
+        self.measured += new
+        return [self.journal.state.cells[cell.id] for cell in cells]
+
+    def _finished(self, cell: Cell) -> Finished:
+        return failed_event(cell) if self.fails(cell) else done_event(cell, self.result(cell))
+
+    def result(self, cell: Cell) -> Result:
+        if cell.kind == "speed":
+            # what the machine does meanwhile meets all configurations of a round alike
+            drift = 1 + 0.1 * math.sin(cell.round)
+            return speed_result(cell, [1e3 / (planted_ms(cell) * drift)])
+        kl = planted_kl(self.model, cell.heading)
+        kl *= self.held_out if cell.text == "held-out" else 1.0
+        return result(cell, accuracy=planted_accuracy(kl, cell.text))
+
+
+def planted_ms(cell: Cell) -> float:
+    """Of a decode step."""
+    return FIXED_MS + sum(MS_PER_BYTE[kind] * size for kind, size in cell.step_bytes.items())
+
+
+def planted_kl(model: SweptModel, heading: str) -> float:
+    """Of a configuration: the base's, and what each part adds; early layers add more."""
+    resolved = model.resolve(load_precision(heading))
+    total = BASE_KL
+    for group in LOSS:
+        for layer in model.layers(group) or [None]:
+            weights = [w for w in model.weights if (w.group, w.layer) == (group, layer)]
+            form = resolved.format(group, layer=layer, fqn=weights[0].fqn)
+            share = 1.0 if layer is None else 0.5**layer
+            total += LOSS[group] * share * SCALE[str(getattr(form, "name", form))]
+    return total
+
+
+def planted_accuracy(kl: float, text: str | None = None) -> Accuracy:
+    """A position is wrong as soon as KL exceeds what it bears; each bears another amount."""
+    num_wrong = min(NUM_POSITIONS, round(NUM_POSITIONS * (1 - math.exp(-kl))))
+    found = [(7 * index) % NUM_POSITIONS >= num_wrong for index in range(NUM_POSITIONS)]
+    return Accuracy.from_counts(
+        "reference",
+        num_positions=NUM_POSITIONS,
+        num_top1=sum(found),
+        num_top5=NUM_POSITIONS,
+        kl_mean=kl,
+        kl_error=kl / 50,
+        hits=pack_hits(found),
+        text=text or "accuracy",
+    )
+
+
+def settings(*, levels: Sequence[str] = LEVELS, **bounds: float) -> search_plan.Settings:
+    return search_plan.Settings(
+        bounds=Bounds(**bounds),  # type: ignore[arg-type]
+        levels=tuple(map(Level.parse, levels)),
+        rounds=ROUNDS,
+        cases=None,
+        compute="fast",
+        threads=None,
+        text=None,
+        held_out="held-out",
+    )
+
+
+ASKED = settings(max_kl=0.05)
+
+
+def begin(
+    path: Path, model: SweptModel, asked: search_plan.Settings, known: Journal | None
+) -> Journal:
+    first = search_plan.first_cells(subject(model), asked, known)
+    return Journal.create(path, planned("search", base=first[0].precision_id), first)
+
+
+def subject(model: SweptModel) -> search_plan.Subject:
+    return search_plan.subject(model, "cpu", (), "bf16")
+
+
+def run(runner: Planted, asked: search_plan.Settings, known: Journal | None = None) -> Found:
+    return hunt(subject(runner.model), asked, cast(Runner, runner), known)
+
+
+def search(
+    tmp_path: Path, model: SweptModel, asked: search_plan.Settings, **changes: object
+) -> tuple[Found, Planted]:
+    """A whole search that measures its sensitivities itself."""
+    journal = begin(tmp_path / "search.jsonl", model, asked, None)
+    runner = Planted(journal, model, **changes)  # type: ignore[arg-type]
+    return run(runner, asked), runner
+
+
+def winner(found: Found) -> Row:
+    """The last row that is shown."""
+    assert found.yaml is not None
+    return found.shown[-1][0]
+
+
+def is_uniform(row: Row) -> bool:
+    return row.cell.precision.startswith(("bf16", "all="))
+
+
+def read_back(path: Path, text: str, model: SweptModel) -> str:
+    """The id of what a file of the winner resolves to."""
+    path.write_text(text)
+    return model.resolve(load_precision(str(path))).id
+
+
+def sizes(model: SweptModel) -> dict[str, int]:
+    """Bytes of the base and of every level everywhere."""
+    cells = search_plan.first_cells(subject(model), settings(max_kl=1.0), None)
+    return {cell.precision: cell.weight_bytes or 0 for cell in cells}
+
+
+def known_sensitivities(path: Path, model: SweptModel, level: str = "bfp8") -> Journal:
+    """A sensitivity sweep that has run."""
+    base = load_precision("bf16")
+    probes = plans.sensitivity_entries(model, "cpu", "CPU", base=base, level=Level.parse(level))
+    cells = plans.cells(probes, plans.Measures(rounds=ROUNDS))
+    journal = Journal.create(path, planned("sensitivity", base=cells[0].precision_id), cells)
+    Planted(journal, model).measure(cells)
+    return journal

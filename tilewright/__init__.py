@@ -1,0 +1,35 @@
+"""Tilewright: large language models with the precision of every layer declared and measured.
+
+The names below are all that a user needs; each is imported when it is first asked for, so that
+``import tilewright`` loads neither torch nor a target.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tilewright.compiler.driver import compile_model
+    from tilewright.compiler.runtime.engine import Engine
+    from tilewright.compiler.runtime.llm import LLM
+    from tilewright.models import load_model
+
+__all__ = ["LLM", "Engine", "compile_model", "load_model"]
+
+_HOMES = {
+    "LLM": "tilewright.compiler.runtime.llm",
+    "Engine": "tilewright.compiler.runtime.engine",
+    "compile_model": "tilewright.compiler.driver",
+    "load_model": "tilewright.models",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
