@@ -21,9 +21,9 @@ from tilewright.models.architectures.rope import (
     hf_rope,
     inverse_frequencies,
 )
-from tilewright.models.config_keys import Keys
+from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.checkpoints.windows import FULL
 from tilewright.models.hub import repository_name
-from tilewright.models.windows import FULL
 
 __all__ = ["Llama3Scaling", "ModelConfig", "RopeConfig", "inverse_frequencies"]
 

@@ -37,7 +37,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("commands", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-MODELS_MAY_IMPORT = ("ops", "errors")
+# Of the compiler: ``files``, because a checkpoint's files are opened as carefully as all others.
+MODELS_MAY_IMPORT = ("ops", "errors", "files")
 SEES_MODELS = (
     "tilewright.models",
     "tilewright.compiler.commands",

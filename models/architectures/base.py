@@ -18,8 +18,8 @@ from tilewright.compiler.errors import CheckpointError, allowed
 if TYPE_CHECKING:
     from torch import nn
 
+    from tilewright.models.checkpoints.keys import Keys
     from tilewright.models.checkpoints.pieces import View
-    from tilewright.models.config_keys import Keys
 
 _MARK = "\nARCHITECTURE = "
 

@@ -23,10 +23,10 @@ from tilewright.models.architectures.layers import (
 )
 from tilewright.models.architectures.llama import LlamaForCausalLM
 from tilewright.models.architectures.rope import MAX_THETA, RopeConfig, hf_rope
+from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.checkpoints.windows import FULL, SLIDING, checked_types, windows_by_type
 from tilewright.models.config import MAX_POSITIONS, ModelConfig, inverse_frequencies
-from tilewright.models.config_keys import Keys
 from tilewright.models.sources import Sources, TensorSource
-from tilewright.models.windows import FULL, SLIDING, checked_types, windows_by_type
 
 _LAYERS_A_FULL_ONE = 6
 """As GGUF files have it, which do not say."""

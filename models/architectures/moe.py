@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tilewright.compiler import ops
 from tilewright.models.architectures.layers import MLP, Linear
+from tilewright.models.checkpoints.keys import Keys
 from tilewright.models.config import MAX_LAYERS, MAX_WIDTH, ModelConfig
-from tilewright.models.config_keys import Keys
 from tilewright.models.sources import Sources, TensorSource, cut_rows
 
 MAX_EXPERTS = 4096

@@ -8,10 +8,10 @@ import dataclasses
 
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.llama import LlamaForCausalLM
+from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.checkpoints.windows import windows_of_all
 from tilewright.models.config import MAX_POSITIONS, ModelConfig
-from tilewright.models.config_keys import Keys
 from tilewright.models.sources import Sources, TensorSource
-from tilewright.models.windows import windows_of_all
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):

@@ -6,9 +6,9 @@ import dataclasses
 
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.llama import LlamaForCausalLM
+from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.checkpoints.windows import windows_of_upper
 from tilewright.models.config import ModelConfig
-from tilewright.models.config_keys import Keys
-from tilewright.models.windows import windows_of_upper
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):

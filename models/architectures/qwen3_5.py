@@ -19,10 +19,10 @@ from tilewright.models.architectures.gated_delta_net import DeltaShape, GatedDel
 from tilewright.models.architectures.layers import MLP, Attention, Linear, RMSNorm
 from tilewright.models.architectures.llama import LlamaForCausalLM, LlamaModel
 from tilewright.models.architectures.moe import MoeConfig
+from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.checkpoints.windows import FULL
 from tilewright.models.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
-from tilewright.models.config_keys import Keys
 from tilewright.models.sources import Sources, TensorSource, cut_rows
-from tilewright.models.windows import FULL
 
 LINEAR = "linear_attention"
 MAX_CONV_WIDTH = 64

@@ -24,7 +24,7 @@ from tilewright.models.architectures.qwen3_5 import (
 )
 from tilewright.models.architectures.qwen3_5 import read_gguf as read_gguf_hybrid
 from tilewright.models.architectures.qwen3_5 import read_hf as read_hybrid
-from tilewright.models.config_keys import Keys
+from tilewright.models.checkpoints.keys import Keys
 from tilewright.models.sources import Sources
 
 

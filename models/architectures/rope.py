@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from tilewright.models.config_keys import Keys
+from tilewright.models.checkpoints.keys import Keys
 
 MAX_POSITIONS = 1 << 27
 MAX_THETA = 1e15

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.files import open_regular
 from tilewright.models.architectures.base import architecture_of, check_model_type
 from tilewright.models.architectures.rope import RopeConfig
 from tilewright.models.checkpoints.base import (
@@ -35,7 +36,6 @@ from tilewright.models.checkpoints.dllama_header import (
     tensors,
 )
 from tilewright.models.checkpoints.gguf_blocks import Bytes, dequantise
-from tilewright.models.checkpoints.regular_file import open_regular
 from tilewright.models.config import ModelConfig
 
 TOKENIZER_SUFFIX = ".t"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.files import open_regular
 from tilewright.models.architectures.base import architecture_of, find_gguf_type
 from tilewright.models.architectures.rope import gguf_longrope
 from tilewright.models.checkpoints.base import (
@@ -39,10 +40,9 @@ from tilewright.models.checkpoints.gguf_hybrid import (
     tiled_columns,
     tiled_rows,
 )
+from tilewright.models.checkpoints.keys import Keys
 from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
-from tilewright.models.checkpoints.regular_file import open_regular
 from tilewright.models.config import ModelConfig
-from tilewright.models.config_keys import Keys
 
 if TYPE_CHECKING:
     from tilewright.models.architectures.gated_delta_net import DeltaShape

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compiler.errors import CheckpointError, one_line
-from tilewright.models.checkpoints.regular_file import read_regular
+from tilewright.compiler.files import read_regular
 
 
 def read_json(path: Path) -> dict[str, Any]:

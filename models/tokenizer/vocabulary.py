@@ -16,8 +16,8 @@ import tokenizers
 from tokenizers import AddedToken
 
 from tilewright.compiler.errors import CheckpointError, TilewrightError, one_line
+from tilewright.compiler.files import read_regular
 from tilewright.models.checkpoints.json_file import read_json
-from tilewright.models.checkpoints.regular_file import read_regular
 from tilewright.models.tokenizer.tokenizer_limits import check_costs
 
 # Tokens with which instruction-tuned models end a turn; one counts where the template writes it.

@@ -18,7 +18,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from tilewright.compiler.errors import CheckpointError, allowed
-from tilewright.models.checkpoints.regular_file import read_regular
+from tilewright.compiler.files import read_regular
 from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
 from tilewright.models.tokenizer.vocabulary import Vocabulary, collect_eos, library_errors
 

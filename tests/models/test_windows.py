@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tilewright.compiler.errors import CheckpointError
-from tilewright.models.config_keys import Keys
-from tilewright.models.windows import checked_types, windows_of_all, windows_of_upper
+from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.checkpoints.windows import checked_types, windows_of_all, windows_of_upper
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

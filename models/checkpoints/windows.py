@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from tilewright.models.architectures.rope import MAX_POSITIONS
-from tilewright.models.config_keys import Keys
+from tilewright.models.checkpoints.keys import Keys
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
