@@ -1,0 +1,81 @@
+"""What an import brings with it: no heavy library where none is needed, no device initialised."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+WITHOUT_TORCH = (
+    "tilewright",
+    "tilewright.compiler",
+    "tilewright.compiler.errors",
+    "tilewright.compiler.registry",
+    "tilewright.compiler.environment",
+    "tilewright.compiler.artifacts.places",
+    "tilewright.compiler.devices",
+    "tilewright.compiler.precision",
+    "tilewright.compiler.bench.cases",
+    "tilewright.compiler.bench.prompts",
+    "tilewright.compiler.bench.results",
+    "tilewright.compiler.bench.perf_md",
+    "tilewright.compiler.commands.options",
+    "tilewright.compiler.commands.sweep.control",
+    "tilewright.compiler.commands.sweep.main",
+    "tilewright.compiler.commands.sweep.options",
+    "tilewright.compiler.commands.sweep.run",
+    "tilewright.compiler.commands.sweep.show",
+    "tilewright.compiler.commands.compile",
+    "bench.peers.command",
+    "tilewright.compiler.cli",
+)
+
+WITH_TORCH = ("tilewright.compiler.ops", "tilewright.compiler.driver")
+
+IMPORT_EACH = """
+import importlib, json, os, sys
+results = {}
+for module in sys.argv[1:]:
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        importlib.import_module(module)
+        torch = sys.modules.get("torch")
+        heavy = sorted({"torch", "onnxruntime", "transformers", "triton"} & set(sys.modules))
+        found = [heavy, torch is not None and torch.cuda.is_initialized()]
+        os.write(writing, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writing)
+    results[module] = json.loads(os.read(reading, 4096) or "null")
+    os.close(reading)
+    os.wait()
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> dict[str, tuple[list[str], bool]]:
+    """What each module brings in with it, in a process that has imported nothing before: heavy
+    libraries, and whether a device is initialised. One interpreter starts and forks for each.
+    """
+    command = [sys.executable, "-c", IMPORT_EACH, *WITHOUT_TORCH, *WITH_TORCH]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert all(found.values()), f"{[name for name in found if not found[name]]}\n{done.stderr}"
+    return found
+
+
+@pytest.mark.parametrize("module", WITHOUT_TORCH)
+def test_imports_without_torch(module: str, imported: dict[str, tuple[list[str], bool]]) -> None:
+    assert imported[module][0] == []
+
+
+@pytest.mark.parametrize("module", WITH_TORCH)
+def test_initialises_no_device(module: str, imported: dict[str, tuple[list[str], bool]]) -> None:
+    assert "torch" in imported[module][0]
+    assert not imported[module][1]
