@@ -6,6 +6,8 @@ device; the host is looked at only when :func:`describe_cpu` is called.
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
 import platform
 import re
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.registry import Registry
 
 # A worker core does 4.096 TFLOP/s at LoFi and 1 GHz; 2, 3 and 4 phases take 2, 3 and 4 times as
@@ -109,6 +111,7 @@ DEVICES.register(
 
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "asimddp")
 _CPUINFO = Path("/proc/cpuinfo")
+_CUDA_DRIVER = "libcuda.so.1"
 
 
 def get_device(name: str) -> DeviceSpec:
@@ -118,6 +121,37 @@ def get_device(name: str) -> DeviceSpec:
         ConfigError: for an unknown name, listing the known ones.
     """
     return DEVICES[name.lower()]
+
+
+def check_gpu() -> None:
+    """Refuse what needs a GPU where Triton or a GPU is missing, without importing either's library.
+
+    Triton's interpreter (``TRITON_INTERPRET=1``) needs no GPU.
+
+    Raises:
+        CompileError: saying which of the two is missing.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise CompileError(
+            "target cuda: triton is not installed; allowed: pip install 'tilewright[cuda]', or "
+            "--target cpu or reference"
+        )
+    if os.environ.get("TRITON_INTERPRET") != "1" and not _num_gpus():
+        raise CompileError(
+            "target cuda: this machine has no GPU that its driver knows; allowed: --target cpu or "
+            "reference, or a machine with an NVIDIA GPU and a CUDA build of torch"
+        )
+
+
+def _num_gpus() -> int:
+    """How many GPUs the CUDA driver shows this process; 0 where there is no driver."""
+    try:
+        driver = ctypes.CDLL(_CUDA_DRIVER)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if found else 0
 
 
 def parse_mesh(text: str) -> tuple[int, int]:

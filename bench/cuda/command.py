@@ -18,6 +18,7 @@ from tilewright.compiler.bench.record import RANDOM_WEIGHTS
 from tilewright.compiler.bench.results import append, check_writable
 from tilewright.compiler.commands.arguments import Parser, integer
 from tilewright.compiler.commands.console import err, out, print_table
+from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import CheckpointError, TilewrightError, one_line
 
 if TYPE_CHECKING:
@@ -91,6 +92,8 @@ def main(argv: Sequence[str]) -> int:
 
 def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
     """Measure and print; ``measured``: ceilings that are already known."""
+    if choices.target == _TARGET:
+        check_gpu()
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.bench.ceilings import measure_ceilings
 

@@ -29,6 +29,7 @@ from bench.targets.target_runs import (
 )
 from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.commands.arguments import Parser, integer
+from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.precision import PrecisionConfig, load_precision
@@ -105,6 +106,8 @@ def read_options(argv: Sequence[str]) -> Options:
     choices = tuple(dict.fromkeys(_choice(text) for text in arguments.runs))
     if not choices and not arguments.merge:
         raise ConfigError("nothing to compare; allowed: --runs, --merge, or both")
+    if any(choice.target == "cuda" for choice in choices):
+        check_gpu()
     if arguments.out is not None:
         check_writable(arguments.out, "runs file")
         if not choices:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from tilewright.compiler.artifacts.places import is_compiled
-from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.devices import check_gpu
+from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.models import FoundModel, find_model_or_shape
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
+_OPTION = "option"
+_T = TypeVar("_T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,39 +61,130 @@ def real(least: float, most: float, *, above: bool = False) -> Callable[[str], f
     return parse
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, where it runs and how precisely."""
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model",
-        metavar="PATH",
-        help="a Hugging Face folder, a GGUF file, a name on the Hugging Face hub "
+def option(text: str, *flags: str, default: Any = None, group: str = "", **words: Any) -> Any:
+    """A field of a dataclass that is an option of a command, said once: `parse` makes the option.
+
+    ``text``: its help. ``flags``: as they are typed; without them ``--`` and the field's name, and
+    a flag without a dash is a positional argument. ``default``: of the field and the option; False
+    makes a switch, a tuple an option of one or more values. ``group``: the heading in the help.
+    ``words``: what else ``add_argument`` is told.
+    """
+    return field(default=default, metadata={_OPTION: (text, flags, group, words)})
+
+
+def add_options(parser: argparse.ArgumentParser, *kinds: type) -> None:
+    """Add the options that the fields of dataclasses declare with `option`."""
+    groups: dict[str, Any] = {"": parser}
+    for each in (one for kind in kinds for one in _declared(kind)):
+        text, flags, group, words = each.metadata[_OPTION]
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        if each.default is False:
+            words = {"action": "store_true", **words}
+        elif isinstance(each.default, tuple):
+            words = {"nargs": "+", **words}
+        flags = flags or ("--" + each.name.replace("_", "-"),)
+        if flags[0].startswith("-"):
+            words = {"dest": each.name, **words}
+        groups[group].add_argument(*flags, default=each.default, help=text, **words)
+
+
+def values_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the options of ``kind``, by field; several values are a tuple."""
+    found = {each.name: getattr(arguments, each.name) for each in _declared(kind)}
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+
+
+def _declared(kind: type) -> list[Field[Any]]:
+    return [each for each in fields(kind) if _OPTION in each.metadata]
+
+
+def parse(kind: type[_T], argv: Sequence[str], *, prog: str, description: str) -> _T:
+    """A dataclass of options, read from a command line.
+
+    Raises:
+        ConfigError: for what is no option of ``kind``, or no value of one.
+    """
+    parser = Parser(prog=prog, description=description)
+    add_options(parser, kind)
+    return kind(**values_of(kind, parser.parse_args(list(argv))))
+
+
+def refuse_given(arguments: object, names: Sequence[str], said: str) -> None:
+    """Refuse options that say nothing beside others.
+
+    ``said``: what follows ``--name with``; ``{name}`` in it is the option's name.
+
+    Raises:
+        ConfigError: for the first of ``names`` that was given.
+    """
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise ConfigError(f"--{name} with {said.format(name=name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelArguments:
+    """Which model, where it runs and how precisely, as asked; None where nothing was said."""
+
+    model: str | None = option(
+        "a Hugging Face folder, a GGUF file, a name on the Hugging Face hub "
         "(OWNER/NAME[@REVISION][:FILE.gguf]), smollm2, or shape:NAME for random weights of a "
         "known shape, as shape:llama-3.1-8b (default: smollm2)",
+        group="model",
+        metavar="PATH",
     )
-    group.add_argument(
-        "--target",
-        help="reference, null, cpu, cuda, or an emulated board: n150, n300, t3k, tg (default: cpu)",
+    target: str | None = option(
+        "reference, null, cpu, cuda, or an emulated board: n150, n300, t3k, tg (default: cpu)",
+        group="model",
     )
-    group.add_argument(
-        "--precision",
+    precision: str | None = option(
+        "a name in precision_cfgs/, a YAML or JSON file, or a heading (default: the case's)",
+        group="model",
         metavar="NAME",
-        help="a name in precision_cfgs/, a YAML or JSON file, or a heading (default: the case's)",
     )
-    group.add_argument(
-        "--compute",
+    compute: str | None = option(
+        "exact: float arithmetic everywhere, no speed claim (default: fast)",
+        group="model",
         choices=("fast", "exact"),
-        help="exact: float arithmetic everywhere, no speed claim (default: fast)",
     )
-    group.add_argument("--dump", metavar="DIR", help="write the graph after every pass here")
+    dump: str | None = option("write the graph after every pass here", group="model", metavar="DIR")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointArguments(ModelArguments):
+    """A checkpoint, which may be named without ``--model``, and a folder to write to."""
+
+    path: str | None = option("the same as --model", "path", nargs="?", metavar="PATH")
+    output: str | None = option("a new or empty folder", "-o", "--output", metavar="DIR")
+
+
+def take_checkpoint(arguments: argparse.Namespace) -> None:
+    """Let ``arguments.model`` be what `CheckpointArguments` name.
+
+    Raises:
+        ConfigError: where two are named, or a compiled folder.
+    """
+    if arguments.path is not None and arguments.model is not None:
+        raise ConfigError("PATH and --model; allowed: one of them")
+    arguments.model = arguments.path or arguments.model
+    if arguments.model is not None and is_compiled(arguments.model):
+        raise ConfigError(f"{arguments.model}: is compiled already; allowed: a checkpoint")
+
+
+def output_folder(named: str | None) -> Path:
+    """The folder that ``--output`` names. Raises ConfigError where there is none."""
+    if not named:
+        raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
+    try:
+        return Path(named).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{named}: cannot be made ({error})") from None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """The checked options of :func:`add_model_options`.
-
-    ``precision`` is None for a compiled folder, which has its own.
-    """
+    """Checked `ModelArguments`; ``precision`` is None for a compiled folder, which has its own."""
 
     path: FoundModel
     target: str
@@ -99,18 +193,29 @@ class ModelOptions:
     dump_dir: Path | None
 
 
-def read_model_options(arguments: argparse.Namespace, default_precision: str) -> ModelOptions:
+def read_model_options(
+    arguments: ModelArguments | argparse.Namespace, default_precision: str
+) -> ModelOptions:
     """Check them without the model; a hub name is fetched.
 
     Raises:
-        TilewrightError: an unknown target or configuration, no model, or choices that a compiled
-            folder has already made.
+        TilewrightError: an unknown target or configuration, a target that this machine cannot
+            run, no model, or choices that a compiled folder has already made.
     """
     target = arguments.target or "cpu"
     if target not in _TARGETS:
-        raise ConfigError(f"unknown target {target!r}; allowed: {', '.join(_TARGETS)}")
+        raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS)}")
+    if target == "cuda":
+        check_gpu()
     if arguments.model is not None and is_compiled(arguments.model):
-        return _folder_options(arguments, Path(arguments.model).expanduser(), target)
+        path = Path(arguments.model).expanduser()
+        refuse_given(
+            arguments,
+            ("target", "precision", "compute", "dump"),
+            f"the compiled folder {path}, which was compiled with its own; allowed: without "
+            "--{name}, or compile the checkpoint again",
+        )
+        return ModelOptions(path, target, "fast", precision=None, dump_dir=None)
     precision = load_precision(arguments.precision or default_precision)
     dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
     return ModelOptions(
@@ -120,13 +225,3 @@ def read_model_options(arguments: argparse.Namespace, default_precision: str) ->
         precision=precision,
         dump_dir=dump_dir,
     )
-
-
-def _folder_options(arguments: argparse.Namespace, path: Path, target: str) -> ModelOptions:
-    for option in ("target", "precision", "compute", "dump"):
-        if getattr(arguments, option) is not None:
-            raise ConfigError(
-                f"--{option} with the compiled folder {path}, which was compiled with its own; "
-                f"allowed: without --{option}, or compile the checkpoint again"
-            )
-    return ModelOptions(path=path, target=target, compute="fast", precision=None, dump_dir=None)

@@ -8,16 +8,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.artifacts.places import digest_memory, is_compiled
+from tilewright.compiler.artifacts.places import digest_memory
 from tilewright.compiler.commands.arguments import (
+    CheckpointArguments,
     ModelOptions,
     Parser,
-    add_model_options,
+    add_options,
     integer,
+    output_folder,
     read_model_options,
+    refuse_given,
+    take_checkpoint,
 )
 from tilewright.compiler.devices import BOARDS
-from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.errors import ConfigError, allowed
 
 if TYPE_CHECKING:
     from tilewright.compiler.artifacts.manifest import Manifest
@@ -35,12 +39,8 @@ _BOARD_FILE = "model.py"
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    output = _output(arguments.output)
-    if arguments.path is not None and arguments.model is not None:
-        raise ConfigError("PATH and --model; allowed: one of them")
-    arguments.model = arguments.path or arguments.model
-    if arguments.model is not None and is_compiled(arguments.model):
-        raise ConfigError(f"{arguments.model}: is compiled already; allowed: a checkpoint")
+    output = output_folder(arguments.output)
+    take_checkpoint(arguments)
     _check_emission(arguments)
     options = read_model_options(arguments, DEFAULT_PRECISION)
     warnings.filterwarnings("ignore", module="torch")
@@ -78,9 +78,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     found = Parser(prog="tilewright compile", description="Compile a model into a folder.")
-    found.add_argument("path", nargs="?", metavar="PATH", help="the same as --model")
-    found.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder")
-    add_model_options(found)
+    add_options(found, CheckpointArguments)
     kind = found.add_argument_group("what is written")
     kind.add_argument(
         "--emit",
@@ -104,40 +102,26 @@ def _parser() -> argparse.ArgumentParser:
     return found
 
 
-def _output(named: str | None) -> Path:
-    if not named:
-        raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
-    try:
-        return Path(named).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{named}: cannot be made ({error})") from None
-
-
 def _check_emission(arguments: argparse.Namespace) -> None:
-    if arguments.emit != "mlir":
-        for option in ("dialect", "length"):
-            if getattr(arguments, option) is not None:
-                raise ConfigError(f"--{option} with --emit {arguments.emit}; allowed: --emit mlir")
+    emit = arguments.emit
+    if emit != "mlir":
+        refuse_given(arguments, ("dialect", "length"), f"--emit {emit}; allowed: --emit mlir")
+    elif arguments.dialect not in (None, *_DIALECTS):
+        raise ConfigError(f"dialect {arguments.dialect!r} is not emitted; {allowed(_DIALECTS)}")
     else:
-        if arguments.dialect not in (None, *_DIALECTS):
-            raise ConfigError(
-                f"dialect {arguments.dialect!r} is not emitted; allowed: {', '.join(_DIALECTS)}"
-            )
-        for option in ("target", "precision", "compute"):
-            if getattr(arguments, option) is not None:
-                raise ConfigError(
-                    f"--{option} with --emit mlir, which is the model before precision and target; "
-                    f"allowed: without --{option}"
-                )
-    if arguments.emit != "ttnn":
-        for option in ("users", "context"):
-            if getattr(arguments, option) is not None:
-                raise ConfigError(f"--{option} with --emit {arguments.emit}; allowed: --emit ttnn")
+        refuse_given(
+            arguments,
+            ("target", "precision", "compute"),
+            "--emit mlir, which is the model before precision and target; allowed: without "
+            "--{name}",
+        )
+    if emit != "ttnn":
+        refuse_given(arguments, ("users", "context"), f"--emit {emit}; allowed: --emit ttnn")
     elif arguments.target not in BOARDS:
         raise ConfigError(
             f"--emit ttnn for target {arguments.target!r}; allowed: --target {', '.join(BOARDS)}"
         )
-    if arguments.emit == "onnx" and arguments.target not in (None, "cpu"):
+    if emit == "onnx" and arguments.target not in (None, "cpu"):
         raise ConfigError(f"--emit onnx for target {arguments.target!r}; allowed: cpu")
 
 

@@ -5,11 +5,21 @@ from __future__ import annotations
 import argparse
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.artifacts.places import cache_dir, is_compiled
-from tilewright.compiler.commands.arguments import Parser, add_model_options, read_model_options
+from tilewright.compiler.artifacts.places import cache_dir
+from tilewright.compiler.commands.arguments import (
+    CheckpointArguments,
+    Parser,
+    add_options,
+    option,
+    output_folder,
+    read_model_options,
+    refuse_given,
+    take_checkpoint,
+)
 from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
 from tilewright.models import find_model
 
@@ -27,52 +37,36 @@ _OF_DLLAMA = ("output", "weights")
 _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options(CheckpointArguments):
+    to: str = option(
+        "dllama: a .m and a .t file; cache: the compiled program that the commands find",
+        default="dllama",
+        choices=("dllama", "cache"),
+    )
+    weights: str | None = option(
+        "of --to dllama: the type of the matrices (default: q40)", choices=tuple(_WEIGHTS)
+    )
+
+
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
-    if arguments.path is not None and arguments.model is not None:
-        raise ConfigError("PATH and --model; allowed: one of them")
-    arguments.model = arguments.path or arguments.model
+    parser = Parser(
+        prog="tilewright convert", description="Write a model for dllama, or into the cache."
+    )
+    add_options(parser, _Options)
+    arguments = parser.parse_args(argv)
     if arguments.dump is not None:
         raise ConfigError("--dump with convert; allowed: with tilewright compile")
-    for option in _OF_CACHE if arguments.to == "dllama" else _OF_DLLAMA:
-        if getattr(arguments, option) is not None:
-            raise ConfigError(
-                f"--{option} with --to {arguments.to}; allowed: without --{option}, or --to "
-                + ("cache" if arguments.to == "dllama" else "dllama")
-            )
-    if arguments.model is not None and is_compiled(arguments.model):
-        raise ConfigError(f"{arguments.model}: is compiled already; allowed: a checkpoint")
+    names, other = (_OF_CACHE, "cache") if arguments.to == "dllama" else (_OF_DLLAMA, "dllama")
+    said = f"--to {arguments.to}; allowed: without --{{name}}, or --to {other}"
+    refuse_given(arguments, names, said)
+    take_checkpoint(arguments)
     return _to_dllama(arguments) if arguments.to == "dllama" else _to_cache(arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
-    found = Parser(
-        prog="tilewright convert", description="Write a model for dllama, or into the cache."
-    )
-    found.add_argument("path", nargs="?", metavar="PATH", help="the same as --model")
-    found.add_argument(
-        "--to",
-        choices=("dllama", "cache"),
-        default="dllama",
-        help="dllama: a .m and a .t file; cache: the compiled program that the commands find",
-    )
-    dllama = found.add_argument_group("of --to dllama")
-    dllama.add_argument("-o", "--output", metavar="DIR", help="a new or empty folder")
-    dllama.add_argument(
-        "--weights", choices=tuple(_WEIGHTS), help="the type of the matrices (default: q40)"
-    )
-    add_model_options(found)
-    return found
-
-
 def _to_dllama(arguments: argparse.Namespace) -> int:
-    if not arguments.output:
-        raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
-    try:
-        output = Path(arguments.output).expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"{arguments.output}: cannot be made ({error})") from None
+    output = output_folder(arguments.output)
     path = find_model(arguments.model)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder

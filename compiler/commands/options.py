@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
 from tilewright.compiler.bench.prompts import (
@@ -19,20 +20,69 @@ from tilewright.compiler.bench.prompts import (
 )
 from tilewright.compiler.bench.results import check_writable
 from tilewright.compiler.commands.arguments import (
+    ModelArguments,
     ModelOptions,
     Parser,
-    add_model_options,
+    add_options,
     integer,
+    option,
     read_model_options,
     real,
+    values_of,
 )
 from tilewright.compiler.errors import ConfigError
 
-DEFAULT_RESULTS = "results/results.jsonl"
+DEFAULT_RESULTS = Path("results/results.jsonl")
 _MAX_BATCH = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """Which case, and what is said of it; the last fields are named as the case's that they set."""
+
+    case: str = option(f"a named case ({DEFAULT_CASE})", default=DEFAULT_CASE)
+    list: bool = option("list the cases and configurations", default=False)
+    prompt: str | None = option("one prompt; - reads it from standard input", group="prompts")
+    input_prompts: str | None = option(
+        "a JSON list of {prompt: ...}", group="prompts", metavar="FILE"
+    )
+    accuracy_text: str | None = option(
+        f"what it is measured on: accuracy, held-out, long or a text file ({ACCURACY_TEXT})",
+        group="measuring",
+        metavar="NAME|FILE",
+    )
+    no_results: bool = option("record nothing", default=False, group="measuring")
+    no_cache: bool = option("compile anew and keep nothing", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CaseChanges:
+    """What a command line may say of a case's fields of the same names; None leaves the case's."""
+
+    batch_size: int | None = option(
+        "users served at once", group="prompts", type=integer(1, _MAX_BATCH)
+    )
+    max_generated_tokens: int | None = option(
+        "of every prompt", group="prompts", type=integer(1, 1 << 20), metavar="N"
+    )
+    stop_at_eos: bool | None = option(
+        "end an answer at its end token", group="prompts", action=argparse.BooleanOptionalAction
+    )
+    num_repeats: int | None = option(
+        "of the whole batch",
+        "--repeat-batches",
+        group="measuring",
+        type=integer(1, 10_000),
+        metavar="N",
+    )
+    token_accuracy: bool | None = option(
+        "top-1 and top-5 against the fp32 reference, teacher-forced",
+        group="measuring",
+        action=argparse.BooleanOptionalAction,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
     """A checked command line: the case with the user's changes, and everything around it.
 
@@ -45,57 +95,28 @@ class RunOptions:
     prompts: tuple[Prompt, ...]
     text: str
     accuracy_text: AccuracyText
-    temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    threads: int | None
     use_cache: bool
-    results: Path | None
-    explain: bool
-    explain_time: bool
-    as_json: bool
+    explain: bool = option("print the effective precision", default=False)
+    explain_time: bool = option("print where a step goes, predicted (boards)", default=False)
+    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
+    temperature: float = option("0: greedy", default=0.0, group="sampling", type=real(0, 100))
+    top_k: int = option("0: off", default=0, group="sampling", type=integer(0, (1 << 31) - 1))
+    top_p: float = option("1: off", default=1.0, group="sampling", type=real(0, 1, above=True))
+    seed: int = option(
+        "of the random choices", default=0, group="sampling", type=integer(0, (1 << 63) - 1)
+    )
+    results: Path | None = option(
+        "JSON lines", default=DEFAULT_RESULTS, group="measuring", metavar="FILE", type=Path
+    )
+    as_json: bool = option(
+        "print only the result, as JSON", "--json", default=False, group="measuring"
+    )
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of ``tilewright run`` and ``demo/simple_text_demo.py``."""
     found = Parser(prog="tilewright run", description="Answer prompts with a model; measure it.")
-    found.add_argument("--case", default=DEFAULT_CASE, help=f"a named case ({DEFAULT_CASE})")
-    found.add_argument("--list", action="store_true", help="list the cases and configurations")
-    found.add_argument("--explain", action="store_true", help="print the effective precision")
-    found.add_argument(
-        "--explain-time", action="store_true", help="print where a step goes, predicted (boards)"
-    )
-    add_model_options(found)
-    found.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: all cores)")
-    found.add_argument("--no-cache", action="store_true", help="compile anew and keep nothing")
-    asked = found.add_argument_group("prompts")
-    asked.add_argument("--prompt", help="one prompt; - reads it from standard input")
-    asked.add_argument("--input-prompts", metavar="FILE", help="a JSON list of {prompt: ...}")
-    asked.add_argument("--batch-size", type=integer(1, _MAX_BATCH), help="users served at once")
-    asked.add_argument("--max-generated-tokens", type=integer(1, 1 << 20), metavar="N")
-    choice = found.add_argument_group("sampling")
-    choice.add_argument("--temperature", type=real(0, 100), default=0.0, help="0: greedy")
-    choice.add_argument("--top-k", type=integer(0, (1 << 31) - 1), default=0, help="0: off")
-    choice.add_argument("--top-p", type=real(0, 1, above=True), default=1.0)
-    choice.add_argument("--seed", type=integer(0, (1 << 63) - 1), default=0)
-    choice.add_argument("--stop-at-eos", action=argparse.BooleanOptionalAction, default=None)
-    taken = found.add_argument_group("measuring")
-    taken.add_argument("--repeat-batches", type=integer(1, 10_000), metavar="N")
-    taken.add_argument(
-        "--token-accuracy",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="top-1 and top-5 against the fp32 reference, teacher-forced",
-    )
-    taken.add_argument(
-        "--accuracy-text",
-        metavar="NAME|FILE",
-        help=f"what it is measured on: accuracy, held-out, long or a text file ({ACCURACY_TEXT})",
-    )
-    taken.add_argument("--results", metavar="FILE", default=DEFAULT_RESULTS, help="JSON lines")
-    taken.add_argument("--no-results", action="store_true", help="record nothing")
-    taken.add_argument("--json", action="store_true", help="print only the result, as JSON")
+    add_options(found, ModelArguments, _Asked, _CaseChanges, RunOptions)
     return found
 
 
@@ -110,14 +131,16 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
         return None
     named = CASES[arguments.case]
     prompts = _user_prompts(arguments)
-    case = _changed_case(named, arguments, prompts)
+    case = _changed_case(named, values_of(_CaseChanges, arguments), prompts)
     text = "" if case.is_natural else bench_text(case.prompts)
     if case.is_natural and not prompts:
         prompts = tuple(sample_prompts(case.prompts))
     accuracy_on = _accuracy_text(arguments.accuracy_text, case)
-    results = None if arguments.no_results else Path(arguments.results)
-    if results is not None:
-        check_writable(results)
+    given = values_of(RunOptions, arguments)
+    if arguments.no_results:
+        given["results"] = None
+    else:
+        check_writable(given["results"])
     return RunOptions(
         case=case,
         is_case_changed=case != named or not accuracy_on.is_standard,
@@ -125,16 +148,8 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
         prompts=prompts,
         text=text,
         accuracy_text=accuracy_on,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        threads=arguments.threads,
         use_cache=not arguments.no_cache,
-        results=results,
-        explain=arguments.explain,
-        explain_time=arguments.explain_time,
-        as_json=arguments.json,
+        **given,
     )
 
 
@@ -175,27 +190,16 @@ def _standard_input() -> str:
         ) from None
 
 
-def _changed_case(named: Case, arguments: argparse.Namespace, prompts: tuple[Prompt, ...]) -> Case:
+def _changed_case(named: Case, given: dict[str, Any], prompts: tuple[Prompt, ...]) -> Case:
     """The named case with what the command line says instead."""
-    wanted = {
-        "batch_size": arguments.batch_size,
-        "max_generated_tokens": arguments.max_generated_tokens,
-        "stop_at_eos": arguments.stop_at_eos,
-        "num_repeats": arguments.repeat_batches,
-        "token_accuracy": arguments.token_accuracy,
-    }
+    wanted = {name: value for name, value in given.items() if value is not None}
     if prompts:
-        wanted["batch_size"] = arguments.batch_size or len(prompts)
-        if not len(prompts) <= wanted["batch_size"] <= _MAX_BATCH:
+        batch = wanted.setdefault("batch_size", len(prompts))
+        if not len(prompts) <= batch <= _MAX_BATCH:
             raise ConfigError(
-                f"{len(prompts)} prompts and a batch size of {wanted['batch_size']}; allowed: "
+                f"{len(prompts)} prompts and a batch size of {batch}; allowed: "
                 f"at most one prompt a user, and {_MAX_BATCH} users"
             )
         if not named.is_natural:
-            return replace(
-                named,
-                prompts="",
-                prompt_length=None,
-                **{key: value for key, value in wanted.items() if value is not None},
-            )
-    return replace(named, **{key: value for key, value in wanted.items() if value is not None})
+            wanted |= {"prompts": "", "prompt_length": None}
+    return replace(named, **wanted)

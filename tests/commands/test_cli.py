@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,29 @@ def test_arguments_are_checked_before_torch_is_imported() -> None:
     for argv, _ in BAD.values():
         code, out, error = process("-c", _WITHOUT, "run", *argv)
         assert (code, out) == (2, "heavy:\n"), error
+
+
+_ON_CUDA = (
+    ("run", "--target", "cuda"),
+    ("bench-cuda", "--rows", "1b-bf16-b1"),
+    ("compare-targets", "--runs", "cuda"),
+)
+
+
+@pytest.mark.parametrize("argv", _ON_CUDA, ids=lambda argv: argv[0])
+@pytest.mark.parametrize("missing", ["triton", "GPU"])
+def test_cuda_without_its_parts_is_refused_before_anything_heavy(
+    argv: Sequence[str], missing: str
+) -> None:
+    """Where there is a GPU, the driver shows none of them to this process."""
+    script = "import os, sys\nos.environ.pop('TRITON_INTERPRET', None)\n"
+    script += "os.environ['CUDA_VISIBLE_DEVICES'] = ''\n"
+    if missing == "triton":
+        script += "sys.modules['triton'] = None\n"
+    code, out, error = process("-c", script + _WITHOUT, *argv)
+    assert (code, error.count("\n")) == (2, 1), error
+    assert missing in error and "allowed: " in error
+    assert "torch" not in out
 
 
 def test_the_demo_runs_from_any_folder_and_lists_its_cases(tmp_path: Path) -> None:
