@@ -7,9 +7,7 @@ from tilewright.compiler.passes.assign_precision import assign_precision
 from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
 from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
 from tilewright.compiler.passes.insert_state import insert_state
-from tilewright.compiler.passes.match_embedding import match_embedding
-from tilewright.compiler.passes.match_gelu import match_gelu
-from tilewright.compiler.passes.match_linear import match_linear
+from tilewright.compiler.passes.match_calls import match_calls
 from tilewright.compiler.passes.match_rms_norm import match_rms_norm
 from tilewright.compiler.passes.match_rope import match_rope
 from tilewright.compiler.passes.match_router import match_router
@@ -22,12 +20,10 @@ MATCH = Stage(
     "match",
     (
         canonicalize_graph,
-        match_embedding,
-        match_linear,
+        match_calls,
         match_rms_norm,
         match_rope,
         match_swiglu,
-        match_gelu,
         match_sigmoid_gate,
         match_router,
     ),

@@ -143,7 +143,7 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
         changes = {
             "match_rms_norm": 6 * num_layers + 1,
             "match_swiglu": 0,
-            "match_gelu": num_layers,
+            "match_calls": 8 * num_layers + 2,
             "fuse_linear_residual": 0,
         }
         return super().expected_rewrites() | changes

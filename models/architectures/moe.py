@@ -170,7 +170,7 @@ def with_experts(dense: Mapping[str, int], config: MoeConfig) -> dict[str, int]:
         "fuse_experts": num_sparse,
         "match_swiglu": shared * num_sparse,  # the experts' own is in place of the dense block's
         "match_sigmoid_gate": shared * num_sparse,
-        "match_linear": (4 * shared - 2) * num_sparse,
+        "match_calls": (4 * shared - 2) * num_sparse,
         "merge_expert_linears": num_sparse,
         "fuse_expert_sum": (1 + shared) * num_sparse,
         "fuse_linear_residual": -num_sparse,

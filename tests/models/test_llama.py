@@ -63,5 +63,5 @@ def test_every_linear_layer_has_a_tensor_group() -> None:
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_expected_rewrites_count_by_layer(num_layers: int) -> None:
     expected = tiny_model(num_layers=num_layers).module.expected_rewrites()
-    assert expected["match_linear"] == 7 * num_layers + 1
+    assert expected["match_calls"] == 7 * num_layers + 2
     assert expected["fuse_rope_attention"] == num_layers

@@ -20,7 +20,7 @@ from tests.tiny import (
 from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ir.text import graph_text
-from tilewright.compiler.passes.match_embedding import match_embedding
+from tilewright.compiler.passes.match_calls import match_calls
 from tilewright.compiler.passes.match_router import match_router
 from tilewright.compiler.passes.runner import run_passes
 
@@ -38,7 +38,7 @@ def test_it_fires(renormalise: bool) -> None:
 
     graph_module, model = function_graph(weigh, stack=(32, 4, 32))
     before = run_graph(graph_module, model, **step_inputs(5))
-    run_passes(graph_module, [match_embedding, match_router], context_of(model))
+    run_passes(graph_module, [match_calls, match_router], context_of(model))
     (found,) = find_calls(graph_module.graph, ops.router)
     assert found.args[1:] == (3, renormalise)
     assert not find_calls(graph_module.graph, torch.ops.aten.topk.default)
@@ -71,7 +71,7 @@ def test_weights_that_are_read_twice_are_not_taken_for_normalised() -> None:
 
     graph_module, model = function_graph(both, stack=(32, 4, 32))
     before = run_graph(graph_module, model, **step_inputs(5))
-    run_passes(graph_module, [match_embedding, match_router], context_of(model))
+    run_passes(graph_module, [match_calls, match_router], context_of(model))
     torch.testing.assert_close(run_graph(graph_module, model, **step_inputs(5)), before)
 
 

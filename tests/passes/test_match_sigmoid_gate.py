@@ -21,8 +21,7 @@ from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.ir.verify import verify_matched
-from tilewright.compiler.passes.match_embedding import match_embedding
-from tilewright.compiler.passes.match_linear import match_linear
+from tilewright.compiler.passes.match_calls import match_calls
 from tilewright.compiler.passes.match_sigmoid_gate import match_sigmoid_gate
 from tilewright.compiler.passes.runner import run_passes
 
@@ -39,8 +38,7 @@ def of_all(x: Tensor, positions: Tensor, w: Tensor) -> Tensor:
 def test_it_fires(function: Callable[..., Tensor]) -> None:
     graph_module, model = function_graph(function, w=(32,))
     before = run_graph(graph_module, model, **step_inputs(5))
-    passes = [match_embedding, match_linear, match_sigmoid_gate]
-    run_passes(graph_module, passes, context_of(model))
+    run_passes(graph_module, [match_calls, match_sigmoid_gate], context_of(model))
     assert len(find_calls(graph_module.graph, ops.sigmoid_gate)) == 1
     if function is of_each:
         verify_matched(graph_module)

@@ -14,7 +14,7 @@ from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import emit, find_calls
 from tilewright.compiler.ir.text import graph_text
-from tilewright.compiler.passes.match_linear import match_linear
+from tilewright.compiler.passes.match_calls import match_calls
 from tilewright.compiler.passes.match_swiglu import match_swiglu
 from tilewright.compiler.passes.runner import (
     PassContext,
@@ -26,16 +26,21 @@ from tilewright.compiler.passes.runner import (
 
 @pytest.fixture
 def graph() -> tuple[GraphModule, PassContext]:
-    return lowered(tiny_model(num_layers=1), until="match_linear")
+    return lowered(tiny_model(num_layers=1), until="match_calls")
 
 
 def test_reports_tell_what_each_pass_did(graph: tuple[GraphModule, PassContext]) -> None:
     graph_module, ctx = graph
     ctx.reports.clear()
-    run_passes(graph_module, [match_linear, match_swiglu], ctx)
+    run_passes(graph_module, [match_calls, match_swiglu], ctx)
     first, second = ctx.reports
-    assert (first.name, first.num_rewrites) == ("match_linear", 8)
-    assert first.op_changes == {"aten.linear.default": -8, "linear": 8}
+    assert (first.name, first.num_rewrites) == ("match_calls", 9)
+    assert first.op_changes == {
+        "aten.embedding.default": -1,
+        "aten.linear.default": -8,
+        "embedding": 1,
+        "linear": 8,
+    }
     assert second.op_changes == {"aten.mul.Tensor": -1, "aten.silu.default": -1, "swiglu": 1}
     assert first.seconds > 0
 
@@ -46,10 +51,10 @@ def test_dumps_are_numbered_and_named(
     graph_module, ctx = graph
     ctx.reports.clear()
     ctx.dump_dir = tmp_path
-    run_passes(graph_module, [match_linear], ctx)
+    run_passes(graph_module, [match_calls], ctx)
     run_passes(graph_module, [match_swiglu], ctx)
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["01_match_linear.txt", "02_match_swiglu.txt"]
+    assert names == ["01_match_calls.txt", "02_match_swiglu.txt"]
     assert (tmp_path / names[1]).read_text(encoding="utf-8") == graph_text(graph_module.graph)
 
 
@@ -59,9 +64,9 @@ def test_a_dump_that_cannot_be_written_is_refused(
     graph_module, ctx = graph
     ctx.reports.clear()
     ctx.dump_dir = tmp_path
-    (tmp_path / "01_match_linear.txt").mkdir()
-    with pytest.raises(ConfigError, match=r"01_match_linear\.txt: the dump cannot be written"):
-        run_passes(graph_module, [match_linear], ctx)
+    (tmp_path / "01_match_calls.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"01_match_calls\.txt: the dump cannot be written"):
+        run_passes(graph_module, [match_calls], ctx)
 
 
 def test_dead_nodes_and_dead_weights_go_and_inputs_stay(
@@ -94,7 +99,7 @@ def test_a_broken_graph_is_found_at_once(graph: tuple[GraphModule, PassContext])
         return 1
 
     with pytest.raises(RuntimeError, match="before it has been defined"):
-        run_passes(graph_module, [use_before_definition, match_linear], ctx)
+        run_passes(graph_module, [use_before_definition, match_calls], ctx)
 
 
 def test_verification_runs_after_the_stage(graph: tuple[GraphModule, PassContext]) -> None:
@@ -104,7 +109,7 @@ def test_verification_runs_after_the_stage(graph: tuple[GraphModule, PassContext
     def verify(after: GraphModule) -> None:
         seen.append(len(find_calls(after.graph, ops.linear)))
 
-    run_passes(graph_module, [match_linear], ctx, verify=verify)
+    run_passes(graph_module, [match_calls], ctx, verify=verify)
     assert seen == [8]
 
 
