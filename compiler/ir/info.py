@@ -18,12 +18,12 @@ INPUT, WEIGHT, CONSTANT, STATE, COMPUTE = "input", "weight", "constant", "state"
 
 @dataclass(frozen=True, slots=True)
 class EdgeFormats:
-    """The formats of a node's operands, its result and the sum inside (DESIGN section 4)."""
+    """The data formats asked for of a product's operands: of its input, ``in0``, and of its weight,
+    ``in1``, where it has one.
+    """
 
     in0: str = "fp32"
     in1: str | None = None
-    out: str = "fp32"
-    accumulator: str = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class NodeInfo:
 
     ``fqn``: path of the module it came from (weights: of the parameter). ``role``: one of input,
     weight, constant, state, compute. ``layer``: index of the decoder layer, None outside.
-    ``tensor_group`` and ``op_group``: DESIGN section 3. ``layout`` and ``placement``: how and on
-    which mesh axis a target lays the result out; "" until a target says.
+    ``tensor_group`` names what a configuration gives one format (``ff2``), ``op_group`` what it
+    gives one fidelity (``li_ff2``).
     """
 
     fqn: str = ""
@@ -53,8 +53,6 @@ class NodeInfo:
     compute: Compute | None = None
     recipe: WeightRecipe | None = None
     state: StateSpec | None = None
-    layout: str = ""
-    placement: str = ""
 
 
 _EMPTY = NodeInfo()

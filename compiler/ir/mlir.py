@@ -189,8 +189,7 @@ def _argument(node: Node, length: int | None, *, name: str = "", role: str = "")
     """What stands for a node in the function's signature; a recipe must be of segments alone."""
     facts, fake = info(node), node.meta["val"]
     if facts.recipe is not None:
-        plain = all(part.permutation is None for part in facts.recipe.segments)
-        assert plain and not facts.recipe.pad_rows and facts.recipe.shard is None, facts.fqn
+        assert not facts.recipe.pad_rows, facts.fqn
     return MlirArgument(
         name=name or facts.fqn or str(node.target),
         role=role or facts.role,

@@ -1,7 +1,7 @@
 """How a weight gets from a checkpoint into an executable, as data that passes rewrite.
 
-A recipe is read by loaders, one tensor at a time: load, slice, permute, concatenate, pad, shard,
-quantise. It knows names of tensors, not where they are kept.
+A recipe is read by loaders, one tensor at a time: load, slice, concatenate, pad, quantise. It knows
+names of tensors, not where they are kept.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tilewright.compiler.formats import get_format
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of one checkpoint tensor, in the order of ``permutation`` when there is one.
+    """Rows of one checkpoint tensor.
 
-    Rows are counted over all axes but the last. ``rows``: half-open, None for all. ``part``: what
+    They are counted over all axes but the last. ``rows``: half-open, None for all. ``part``: what
     the rows are to the operator that reads them (``q``, ``k``, ``gate`` ...), so that sharding
     after merging can cut each part for itself. ``offset`` is added to every value.
     """
@@ -30,28 +30,18 @@ class Segment:
     name: str
     num_rows: int
     rows: tuple[int, int] | None = None
-    permutation: tuple[int, ...] | None = None
     part: str = ""
     offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Piece ``index`` of ``count`` equal ones along ``axis``; axis 0 cuts every segment."""
-
-    axis: int
-    index: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class WeightRecipe:
-    """Segments stacked row by row, padded, sharded, held in a format.
+    """Segments stacked row by row, padded, held in a format.
 
-    ``shape`` is that of the stacked tensor before padding and sharding: ``[out, in]``, or more axes
-    (experts) before these, whose rows follow one another. ``format`` is the name of
-    a data format, None until precision is assigned; ``block_axis`` is ``in`` (along the last axis)
-    or ``out``. ``pad_rows``: rows of zeros added at the end.
+    ``shape`` is that of the stacked tensor before padding: ``[out, in]``, or more axes (experts)
+    before these, whose rows follow one another. ``format`` is the name of a data format, None until
+    precision is assigned; ``block_axis`` is ``in`` (along the last axis) or ``out``.
+    ``pad_rows``: rows of zeros added at the end.
     """
 
     segments: tuple[Segment, ...]
@@ -59,7 +49,6 @@ class WeightRecipe:
     format: str | None = None
     block_axis: str = "in"
     pad_rows: int = 0
-    shard: Shard | None = None
 
     @property
     def num_rows(self) -> int:
@@ -81,7 +70,7 @@ def concatenate(recipes: list[WeightRecipe]) -> WeightRecipe:
     first = recipes[0]
     for other in recipes[1:]:
         assert (other.format, other.block_axis) == (first.format, first.block_axis)
-        assert other.shape[1:] == first.shape[1:] and not other.pad_rows and other.shard is None
+        assert other.shape[1:] == first.shape[1:] and not other.pad_rows
     segments = tuple(segment for recipe in recipes for segment in recipe.segments)
     rows = sum(recipe.shape[0] for recipe in recipes)
     return dataclasses.replace(first, segments=segments, shape=(rows, *first.shape[1:]))
@@ -96,7 +85,6 @@ def cut(recipe: WeightRecipe, first: int, last: int) -> tuple[Segment, ...]:
         if low >= high:
             continue
         if (low, high) != (0, segment.num_rows):
-            assert segment.permutation is None, "rows of a permuted segment are not cut"
             begin = segment.rows[0] if segment.rows is not None else 0
             rows = (begin + low, begin + high)
             segment = dataclasses.replace(segment, num_rows=high - low, rows=rows)
@@ -117,7 +105,7 @@ def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     if recipe.pad_rows:
         dense = torch.cat((dense, dense.new_zeros((recipe.pad_rows, *dense.shape[1:]))))
     if len(recipe.shape) > 2:
-        assert not recipe.pad_rows and recipe.shard is None, "more axes are not padded or sharded"
+        assert not recipe.pad_rows, "more axes are not padded"
         dense = dense.view(recipe.shape)
     return dense.contiguous()
 
@@ -142,16 +130,10 @@ def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], T
             f"tensor {segment.name!r} has shape {list(tensor.shape)}; allowed: {list(expected)}"
         )
     tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
-    if segment.permutation is not None:
-        tensor = tensor[list(segment.permutation)]
     tensor = tensor.float()
     # a finite sum has finite terms, and needs no second tensor
     if not bool(tensor.sum().isfinite()) and not bool(tensor.isfinite().all()):
         raise CheckpointError(f"tensor {segment.name!r} holds NaN or inf; allowed: finite values")
     if segment.offset:
         tensor = tensor + segment.offset
-    if recipe.shard is not None:
-        axis, count = recipe.shard.axis, recipe.shard.count
-        assert tensor.shape[axis] % count == 0, f"{segment.name}: {count} unequal shards"
-        tensor = tensor.chunk(count, axis)[recipe.shard.index]
     return tensor

@@ -68,7 +68,7 @@ def _assign_compute(node: Node, ctx: PassContext) -> None:
     updated = dataclasses.replace(
         facts,
         op_group=op_group,
-        formats=EdgeFormats(in0=activation, in1=second, out=activation),
+        formats=EdgeFormats(in0=activation, in1=second),
         compute=Compute(**by_phase),
     )
     set_info(node, updated)

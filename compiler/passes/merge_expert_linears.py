@@ -48,7 +48,7 @@ def _why_apart(gate: Node, up: Node) -> str:
     if len(gate.users) > 1 or len(up.users) > 1 or len(gate.args) > 3 or len(up.args) > 3:
         return "read by others too"
     weights = [_recipe(each) for each in (gate, up)]
-    if weights[0].shape != weights[1].shape or any(each.pad_rows or each.shard for each in weights):
+    if weights[0].shape != weights[1].shape or any(each.pad_rows for each in weights):
         return "padded or sharded"
     formats = {(each.format, each.block_axis) for each in weights}
     if len(formats) > 1:

@@ -52,8 +52,8 @@ def why_apart(family: list[Node]) -> str:
     facts = [info(node) for node in family]
     found = [info(_weight(node)).recipe for node in family]
     recipes = [recipe for recipe in found if recipe is not None]
-    if len(recipes) < len(found) or any(r.pad_rows or r.shard for r in recipes):
-        return "padded or sharded"
+    if len(recipes) < len(found) or any(r.pad_rows for r in recipes):
+        return "padded"
     formats = {(r.format, r.block_axis) for r in recipes}
     if len(formats) > 1:
         return "formats " + ", ".join(sorted(str(f) for f, _ in formats))

@@ -28,8 +28,8 @@ class Capabilities:
 
     ``max_batch``: sequences with state at a time. ``max_context``: positions of a sequence.
     ``max_prefill_sequences``: in one prefill step. ``mixed_steps``: prefill and decode rows in one
-    step. ``paged``: state grows page by page. ``buckets``: batch sizes that were captured.
-    ``prefill_chunk``: tokens of a prompt it wants in one step; None: the scheduler's own number.
+    step. ``buckets``: batch sizes that were captured. ``prefill_chunk``: tokens of a prompt it
+    wants in one step; None: the scheduler's own number.
     ``runs_ahead``: a decode step may be given before the last one's tokens have been read.
     """
 
@@ -37,7 +37,6 @@ class Capabilities:
     max_context: int
     max_prefill_sequences: int
     mixed_steps: bool
-    paged: bool = False
     buckets: tuple[int, ...] = ()
     prefill_chunk: int | None = None
     runs_ahead: bool = False

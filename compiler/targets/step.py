@@ -98,12 +98,6 @@ class StepInput:
             advanced=0,
         )
 
-    @property
-    def sequence_index(self) -> Tensor:
-        """Which sequence each token belongs to: ``[T]``."""
-        lengths = self.cu_seqlens.diff()
-        return torch.repeat_interleave(torch.arange(self.num_sequences), lengths)
-
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:

@@ -7,6 +7,7 @@ position or a state that is not the right one changes the answers.
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -120,9 +121,9 @@ class QueuedExecutable(Executable):
         if inputs.sampling is None:
             return
         batch, rows = inputs.sampling, inputs.logit_rows.tolist()
-        owners = inputs.sequence_index.tolist()
+        bounds = inputs.cu_seqlens.tolist()
         seeds, places = batch.seeds.tolist(), (batch.positions + inputs.advanced).tolist()
-        histories = [self._memory[inputs.states[owners[row]]] for row in rows]
+        histories = [self._memory[inputs.states[bisect_right(bounds, row) - 1]] for row in rows]
         self._chosen = [
             zlib.crc32(repr(facts).encode()) % VOCAB
             for facts in zip(histories, seeds, places, strict=True)

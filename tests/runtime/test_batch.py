@@ -46,7 +46,6 @@ def test_a_step_by_hand() -> None:
     assert inputs.cu_seqlens.tolist() == [0, 3, 4, 6]
     assert inputs.logit_rows.tolist() == [3, 5]
     assert inputs.states == (4, 1, 2)
-    assert inputs.sequence_index.tolist() == [0, 0, 0, 1, 2, 2]
     assert inputs.want_logits and inputs.sampling is None
 
 

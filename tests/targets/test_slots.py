@@ -108,18 +108,6 @@ def test_null_samples_the_first_token(null: NullExecutable) -> None:
     assert output.logits is None
 
 
-def test_a_step_knows_which_sequence_a_token_is_of() -> None:
-    inputs = StepInput(
-        torch.zeros(5).long(),
-        torch.tensor([0, 1, 7, 0, 1]),
-        torch.tensor([0, 2, 3, 5]),
-        torch.tensor([1]),
-        (StateHandle(2), StateHandle(0), StateHandle(1)),
-    )
-    assert inputs.num_sequences == 3
-    assert inputs.sequence_index.tolist() == [0, 0, 1, 2, 2]
-
-
 def test_the_reference_mixes_phases_in_one_step() -> None:
     executable = compiled(tiny_model(std=0.2), precision=precision_of("bfp8"))
     assert executable.capabilities.mixed_steps

@@ -59,7 +59,6 @@ class CudaExecutable(Executable):
             max_context=options.max_context,
             max_prefill_sequences=1,
             mixed_steps=False,
-            paged=True,
             buckets=buckets,
             prefill_chunk=PROMPT_CHUNK if is_gpu else None,
             runs_ahead=is_gpu,

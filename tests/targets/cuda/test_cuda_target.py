@@ -66,7 +66,7 @@ def test_what_an_executable_says_of_itself(model: SimpleNamespace) -> None:
     compiled = compile_model(model, BFP8, target="cuda", options=OPTIONS)
     found = compiled.executable.capabilities
     assert (found.max_batch, found.max_context, found.buckets) == (2, 32, (1, 2))
-    assert found.paged and not found.mixed_steps and found.max_prefill_sequences == 1
+    assert not found.mixed_steps and found.max_prefill_sequences == 1
     assert found.runs_ahead is torch.cuda.is_available()
     assert compiled.executable.vocab_size == 61
     compiled.executable.close()
