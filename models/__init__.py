@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from tilewright.compiler.errors import CheckpointError
-from tilewright.models.architectures.base import model_types
+from tilewright.models.architectures.table import model_types
 from tilewright.models.hub import FORM, fetch, parse_hub_name
 from tilewright.models.shapes import FORM as SHAPE_FORM
 from tilewright.models.shapes import ShapeName, parse_shape_name, shape_config
@@ -168,7 +168,7 @@ def _empty_module(config: ModelConfig) -> nn.Module:
     """The model on the meta device."""
     import torch
 
-    from tilewright.models.architectures.base import architecture_of
+    from tilewright.models.architectures.table import architecture_of
 
     with torch.device("meta"):
         return architecture_of(config.model_type).model(config)

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.errors import CheckpointError, allowed
-from tilewright.models.architectures.base import model_types
+from tilewright.models.architectures.table import model_types
 from tilewright.models.shape_factors import PHI3_LONG, PHI3_SHORT, PHI35_LONG, PHI35_SHORT
 
 if TYPE_CHECKING:
@@ -339,6 +339,6 @@ def parse_shape_name(text: str) -> ShapeName | None:
 
 def shape_config(shape: ShapeName) -> ModelConfig:
     """The configuration of a shape, checked as one from a file is."""
-    from tilewright.models.config import ModelConfig
+    from tilewright.models.checkpoints.hf_config import config_of_hf
 
-    return ModelConfig.from_hf(SHAPES[shape.name], where=str(shape))
+    return config_of_hf(SHAPES[shape.name], where=str(shape))

@@ -21,7 +21,7 @@ from tests.twins import twin_of
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import Executable
-from tilewright.models.architectures.base import architecture_of
+from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints import Checkpoint, check_tensors, open_checkpoint
 from tilewright.models.sources import stored_shapes
 

@@ -32,7 +32,7 @@ from tilewright.compiler.targets.base import (
     get_target,
 )
 from tilewright.compiler.tracer import trace
-from tilewright.models.architectures.base import architecture_of
+from tilewright.models.architectures.table import architecture_of
 from tilewright.models.config import ModelConfig, RopeConfig
 from tilewright.models.sources import each_source, stored_shapes
 

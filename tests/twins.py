@@ -13,13 +13,13 @@ import transformers
 from torch import Tensor
 
 from tests.tiny import random_tokens
-from tilewright.models.architectures.rope import (
+from tilewright.models.config import (
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
+    ModelConfig,
     RopeConfig,
 )
-from tilewright.models.config import ModelConfig
 from tilewright.models.sources import TensorSource, each_source
 
 

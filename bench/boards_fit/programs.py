@@ -166,7 +166,7 @@ def _one_layer(model: str, sizes: Sizes) -> Any:
 
     from tilewright.models.architectures.llama import LlamaForCausalLM
     from tilewright.models.architectures.qwen2 import Qwen2ForCausalLM
-    from tilewright.models.config import ModelConfig
+    from tilewright.models.checkpoints.hf_config import config_of_hf
 
     values = {
         "model_type": "qwen2" if sizes.has_bias else "llama",
@@ -182,6 +182,6 @@ def _one_layer(model: str, sizes: Sizes) -> Any:
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,
     }
-    config = ModelConfig.from_hf(values, where=model)
+    config = config_of_hf(values, where=model)
     with torch.device("meta"):
         return Qwen2ForCausalLM(config) if sizes.has_bias else LlamaForCausalLM(config)

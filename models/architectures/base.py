@@ -1,27 +1,17 @@
-"""Which architectures exist: the files beside this one that define an ``ARCHITECTURE``.
-
-A file is called as Hugging Face's ``model_type`` and imported when that is asked for.
-"""
+"""What a file of this folder says of its architecture; `table` lists the files."""
 
 from __future__ import annotations
 
-import functools
-import importlib
-import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from tilewright.compiler.errors import CheckpointError, allowed
 
 if TYPE_CHECKING:
     from torch import nn
 
     from tilewright.models.checkpoints.keys import Keys
     from tilewright.models.checkpoints.pieces import View
-
-_MARK = "\nARCHITECTURE = "
 
 Refine = Callable[["Keys", Any], Any]
 """A configuration, `ModelConfig` or the architecture's own, with what further keys say of it."""
@@ -78,57 +68,3 @@ class Architecture:
     gguf_norm_offset: float = 0.0
     gguf_views: Views | None = None
     gguf_tiled_heads: bool = False
-
-
-@functools.cache
-def model_types() -> tuple[str, ...]:
-    """Every ``model_type`` that is read, by its file's name; nothing is imported."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
-    return tuple(file.stem for file in files if _MARK in file.read_text(encoding="utf-8"))
-
-
-def architecture_of(model_type: str) -> Architecture:
-    """What the file of a known ``model_type`` says."""
-    assert model_type in model_types(), model_type
-    architecture: Architecture = importlib.import_module(
-        f"tilewright.models.architectures.{model_type}"
-    ).ARCHITECTURE
-    return architecture
-
-
-def check_model_type(model_type: object, where: str) -> str:
-    """``model_type`` if it is one that is read, or the text part of one; ``where`` names file and
-    key in the message.
-
-    Raises:
-        CheckpointError: an unknown architecture, with the known ones.
-    """
-    if isinstance(model_type, str):
-        if model_type in model_types():
-            return model_type
-        whole = model_type.removesuffix("_text")
-        if whole in model_types() and architecture_of(whole).text_config:
-            return whole
-    raise _unknown(model_type, where)
-
-
-def find_gguf_type(name: object, where: str) -> str:
-    """The ``model_type`` of GGUF's ``general.architecture``.
-
-    GGUF writes names without underscores, and calls the text part of a family as the family.
-
-    Raises:
-        CheckpointError: an unknown architecture, with the known ones.
-    """
-    for model_type in model_types() if isinstance(name, str) else ():
-        plain = model_type.replace("_", "")
-        if name in (model_type, plain, plain.removesuffix("text")):
-            return model_type
-    raise _unknown(name, where)
-
-
-def _unknown(model_type: object, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} = {reprlib.repr(model_type)} is not an architecture that is read; "
-        + allowed(model_types())
-    )

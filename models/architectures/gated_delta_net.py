@@ -6,13 +6,13 @@ Legend: T tokens, C channels, H value heads, G key heads, K size of a key, V siz
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from tilewright.compiler import ops
 from tilewright.models.architectures.layers import Linear, RMSNorm
+from tilewright.models.config import DeltaShape
 
 TENSOR_GROUPS: Mapping[str, str] = {
     "model.layers.*.linear_attn.in_proj_qkv": "delta_in",
@@ -20,32 +20,6 @@ TENSOR_GROUPS: Mapping[str, str] = {
     "model.layers.*.linear_attn.in_proj_[ab]": "delta_gates",
     "model.layers.*.linear_attn.out_proj": "delta_out",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class DeltaShape:
-    """``conv_width``: tokens that the convolution sees, the present one included."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    conv_width: int = 4
-
-    @property
-    def key_width(self) -> int:
-        """Of the keys of all heads."""
-        return self.num_key_heads * self.key_dim
-
-    @property
-    def value_width(self) -> int:
-        """Of the values of all heads."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def qkv_width(self) -> int:
-        """Of queries, keys and values."""
-        return 2 * self.key_width + self.value_width
 
 
 class DepthwiseConv(nn.Module):

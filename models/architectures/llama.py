@@ -16,7 +16,8 @@ from tilewright.models.architectures.layers import (
     RMSNorm,
     RotaryEmbedding,
 )
-from tilewright.models.config import ModelConfig, inverse_frequencies
+from tilewright.models.architectures.rope import inverse_frequencies
+from tilewright.models.config import ModelConfig
 from tilewright.models.sources import Sources
 
 

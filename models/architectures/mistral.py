@@ -5,23 +5,13 @@ Its GGUF files say that they are Llamas.
 
 from __future__ import annotations
 
-import dataclasses
-
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.llama import LlamaForCausalLM
-from tilewright.models.checkpoints.keys import Keys
-from tilewright.models.checkpoints.windows import windows_of_all
-from tilewright.models.config import ModelConfig
+from tilewright.models.checkpoints.windows import hf_windows_of_all
 
 
 class MistralForCausalLM(LlamaForCausalLM):
     """All that differs stands in its `ModelConfig`."""
-
-
-def read_hf(keys: Keys, config: ModelConfig) -> ModelConfig:
-    """The window, which every layer has."""
-    windows = windows_of_all(keys, config.num_layers, config.max_positions)
-    return dataclasses.replace(config, windows=windows)
 
 
 ARCHITECTURE = Architecture(
@@ -31,6 +21,6 @@ ARCHITECTURE = Architecture(
         "num_key_value_heads": 8,
         "max_position_embeddings": 131072,
     },
-    read_hf=read_hf,
+    read_hf=hf_windows_of_all,
     gguf_pairs_adjacent=True,
 )

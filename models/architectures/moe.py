@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +14,8 @@ from torch import Tensor, nn
 
 from tilewright.compiler import ops
 from tilewright.models.architectures.layers import MLP, Linear
-from tilewright.models.checkpoints.keys import Keys
-from tilewright.models.config import MAX_LAYERS, MAX_WIDTH, ModelConfig
+from tilewright.models.config import MoeConfig
 from tilewright.models.sources import Sources, TensorSource, cut_rows
-
-MAX_EXPERTS = 4096
 
 TENSOR_GROUPS: Mapping[str, str] = {
     "model.layers.*.mlp.gate": "router",
@@ -47,26 +43,6 @@ GGUF_NAMES: Mapping[str, str] = {
 """Of the tensors of a block."""
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig(ModelConfig):
-    """``expert_size`` and ``shared_size``: inner sizes of an expert, and of the one that every
-    token has (0: there is none). ``renormalise``: the weights of the chosen experts add up to one.
-    ``dense_layers``: indices of layers with a dense block.
-    """
-
-    num_experts: int = 2
-    experts_per_token: int = 1
-    expert_size: int = 1
-    shared_size: int = 0
-    renormalise: bool = True
-    dense_layers: tuple[int, ...] = ()
-
-    @property
-    def num_sparse(self) -> int:
-        """Layers with experts."""
-        return self.num_layers - len(self.dense_layers)
 
 
 class ExpertLinear(nn.Module):
@@ -177,41 +153,3 @@ def with_experts(dense: Mapping[str, int], config: MoeConfig) -> dict[str, int]:
         "fuse_norm_linear": -num_sparse,
     }
     return {**dense, **{name: dense.get(name, 0) + n for name, n in changes.items()}}
-
-
-def read_hf_moe(keys: Keys, config: Any) -> Any:
-    """The sizes of experts, and which layers have them."""
-    key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
-    count = keys.integer(key, 2, MAX_EXPERTS)
-    if keys.integer("num_local_experts", 2, MAX_EXPERTS, default=count) != count:
-        other = keys.get("num_local_experts")
-        raise keys.error("num_local_experts", other, f"allowed: as num_experts, {count}")
-    step = keys.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
-    layers = range(config.num_layers)
-    dense: Any = keys.get("mlp_only_layers")
-    dense = [] if dense is None else dense
-    if not isinstance(dense, list) or any(type(i) is not int or i not in layers for i in dense):
-        tail = f"allowed: a list of layers from 0 to {config.num_layers - 1}"
-        raise keys.error("mlp_only_layers", dense, tail)
-    return dataclasses.replace(
-        config,
-        num_experts=count,
-        experts_per_token=keys.integer("num_experts_per_tok", 1, count),
-        expert_size=keys.integer("moe_intermediate_size", 1, MAX_WIDTH),
-        shared_size=keys.integer("shared_expert_intermediate_size", 0, MAX_WIDTH, default=0),
-        renormalise=keys.boolean("norm_topk_prob", default=True),
-        dense_layers=tuple(i for i in layers if i in dense or (i + 1) % step),
-    )
-
-
-def read_gguf_moe(keys: Keys, config: Any) -> Any:
-    """The same of GGUF's keys; every layer has experts."""
-    count = keys.integer("expert_count", 2, MAX_EXPERTS)
-    return dataclasses.replace(
-        config,
-        num_experts=count,
-        experts_per_token=keys.integer("expert_used_count", 1, count),
-        expert_size=keys.integer("expert_feed_forward_length", 1, MAX_WIDTH),
-        shared_size=keys.integer("expert_shared_feed_forward_length", 0, MAX_WIDTH, default=0),
-        renormalise=keys.boolean("expert_weights_norm", default=True),
-    )

@@ -9,7 +9,7 @@ import dataclasses
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.llama import LlamaForCausalLM
 from tilewright.models.checkpoints.keys import Keys
-from tilewright.models.checkpoints.windows import windows_of_all
+from tilewright.models.checkpoints.windows import hf_windows_of_all
 from tilewright.models.config import MAX_POSITIONS, ModelConfig
 from tilewright.models.sources import Sources, TensorSource
 
@@ -36,12 +36,6 @@ class Phi3ForCausalLM(LlamaForCausalLM):
         return found
 
 
-def read_hf(keys: Keys, config: ModelConfig) -> ModelConfig:
-    """The window, which every layer has."""
-    windows = windows_of_all(keys, config.num_layers, config.max_positions)
-    return dataclasses.replace(config, windows=windows)
-
-
 def read_gguf(keys: Keys, config: ModelConfig) -> ModelConfig:
     """The window, which every layer has."""
     window = keys.integer("attention.sliding_window", 0, MAX_POSITIONS, default=0)
@@ -56,7 +50,7 @@ ARCHITECTURE = Architecture(
         "original_max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     },
-    read_hf=read_hf,
+    read_hf=hf_windows_of_all,
     read_gguf=read_gguf,
     has_partial_rotary=True,
     gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},

@@ -4,10 +4,7 @@ which has a gate on its result; weights of norms kept as their difference from o
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,32 +12,12 @@ from torch import Tensor, nn
 
 from tilewright.models.architectures.base import Architecture
 from tilewright.models.architectures.gated_delta_net import TENSOR_GROUPS as DELTA_GROUPS
-from tilewright.models.architectures.gated_delta_net import DeltaShape, GatedDeltaNet
+from tilewright.models.architectures.gated_delta_net import GatedDeltaNet
 from tilewright.models.architectures.layers import MLP, Attention, Linear, RMSNorm
 from tilewright.models.architectures.llama import LlamaForCausalLM, LlamaModel
-from tilewright.models.architectures.moe import MoeConfig
-from tilewright.models.checkpoints.keys import Keys
-from tilewright.models.checkpoints.windows import FULL
-from tilewright.models.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS
+from tilewright.models.checkpoints.delta import gguf_delta, hf_delta
+from tilewright.models.config import HybridConfig
 from tilewright.models.sources import Sources, TensorSource, cut_rows
-
-LINEAR = "linear_attention"
-MAX_CONV_WIDTH = 64
-_LAYERS_A_FULL_ONE = 4
-_NO_DELTA = DeltaShape(1, 1, 2, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class HybridConfig(MoeConfig):
-    """``linear_layers``: whether each layer is one of Gated DeltaNet, of the sizes ``delta``."""
-
-    linear_layers: tuple[bool, ...] = ()
-    delta: DeltaShape = _NO_DELTA
-
-    @property
-    def num_linear(self) -> int:
-        """Layers of Gated DeltaNet."""
-        return sum(self.linear_layers)
 
 
 class GatedAttention(Attention):
@@ -152,74 +129,6 @@ def _query_and_gate(path: str, config: HybridConfig) -> dict[str, Any]:
     return found
 
 
-def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The kinds of layers and the sizes of Gated DeltaNet.
-
-    Raises:
-        CheckpointError: a kind of layer that is not read, or heads that do not divide.
-    """
-    for key, only in (("attn_output_gate", True), ("output_gate_type", "swish")):
-        if keys.get(key) not in (None, only):
-            raise keys.error(key, keys.get(key), f"allowed: {json.dumps(only)}")
-    every = keys.integer("full_attention_interval", 1, MAX_LAYERS, default=_LAYERS_A_FULL_ONE)
-    kinds = keys.get("layer_types")
-    if kinds is None:
-        kinds = [LINEAR if (i + 1) % every else FULL for i in range(config.num_layers)]
-    tail = f"allowed: {config.num_layers} of {FULL}, {LINEAR}"
-    if not isinstance(kinds, list) or len(kinds) != config.num_layers:
-        raise keys.error("layer_types", kinds, tail)
-    for kind in kinds:
-        if kind not in (FULL, LINEAR):
-            raise keys.error("layer_types", kind, tail)
-    delta = DeltaShape(
-        num_key_heads=keys.integer("linear_num_key_heads", 1, MAX_HEADS),
-        num_value_heads=keys.integer("linear_num_value_heads", 1, MAX_HEADS),
-        key_dim=keys.integer("linear_key_head_dim", 1, MAX_HEAD_DIM),
-        value_dim=keys.integer("linear_value_head_dim", 1, MAX_HEAD_DIM),
-        conv_width=keys.integer("linear_conv_kernel_dim", 2, MAX_CONV_WIDTH, default=4),
-    )
-    _check_heads(keys, "linear_num_value_heads", delta)
-    linear = tuple(kind == LINEAR for kind in kinds)
-    return dataclasses.replace(config, linear_layers=linear, delta=delta)
-
-
-def _check_heads(keys: Keys, key: str, delta: DeltaShape) -> None:
-    if delta.num_value_heads % delta.num_key_heads:
-        tail = f"allowed: a multiple of the {delta.num_key_heads} key heads"
-        raise keys.error(key, delta.num_value_heads, tail)
-
-
-def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The same of GGUF's keys.
-
-    Raises:
-        CheckpointError: heads that do not divide, or kinds that are not said of every layer.
-    """
-    num_values = keys.integer("ssm.time_step_rank", 1, MAX_HEADS)
-    inner = keys.integer("ssm.inner_size", 1, MAX_HEADS * MAX_HEAD_DIM)
-    if inner % num_values or inner // num_values > MAX_HEAD_DIM:
-        tail = f"allowed: a multiple of the {num_values} value heads, up to {MAX_HEAD_DIM} of each"
-        raise keys.error("ssm.inner_size", inner, tail)
-    delta = DeltaShape(
-        num_key_heads=keys.integer("ssm.group_count", 1, MAX_HEADS),
-        num_value_heads=num_values,
-        key_dim=keys.integer("ssm.state_size", 1, MAX_HEAD_DIM),
-        value_dim=inner // num_values,
-        conv_width=keys.integer("ssm.conv_kernel", 2, MAX_CONV_WIDTH),
-    )
-    _check_heads(keys, "ssm.time_step_rank", delta)
-    every = keys.integer("full_attention_interval", 1, MAX_LAYERS, default=_LAYERS_A_FULL_ONE)
-    linear = tuple((layer + 1) % every != 0 for layer in range(config.num_layers))
-    said: Any = keys.get("attention.recurrent_layers")
-    if said is not None:
-        given = said.tolist() if hasattr(said, "tolist") else said
-        if not isinstance(given, list) or len(given) < config.num_layers:
-            tail = f"allowed: a list of true and false, for each of {config.num_layers} layers"
-            raise keys.error("attention.recurrent_layers", given, tail)
-        linear = tuple(map(bool, given[: config.num_layers]))
-    return dataclasses.replace(config, linear_layers=linear, delta=delta)
-
-
 DEFAULTS = {
     "head_dim": 256,
     "partial_rotary_factor": 0.25,
@@ -252,8 +161,8 @@ ARCHITECTURE = Architecture(
     config=HybridConfig,
     fixed={"qk_norm": True, "mlp_bias": False},
     hf_defaults=DEFAULTS,
-    read_hf=read_hf,
-    read_gguf=read_gguf,
+    read_hf=hf_delta,
+    read_gguf=gguf_delta,
     has_partial_rotary=True,
     has_mrope=True,
     text_config=True,

@@ -9,22 +9,20 @@ from tilewright.models.architectures.moe import GGUF_NAMES as MOE_NAMES
 from tilewright.models.architectures.moe import (
     TENSOR_GROUPS,
     mlp_of,
-    read_gguf_moe,
-    read_hf_moe,
     sources_of_stacks,
     with_experts,
 )
 from tilewright.models.architectures.qwen3_5 import (
     DEFAULTS,
     GGUF_NAMES,
-    HybridConfig,
     HybridLayer,
     HybridModel,
     Qwen35ForCausalLM,
 )
-from tilewright.models.architectures.qwen3_5 import read_gguf as read_gguf_hybrid
-from tilewright.models.architectures.qwen3_5 import read_hf as read_hybrid
+from tilewright.models.checkpoints.delta import gguf_delta, hf_delta
+from tilewright.models.checkpoints.experts import gguf_experts, hf_experts
 from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.config import HybridConfig
 from tilewright.models.sources import Sources
 
 
@@ -71,13 +69,13 @@ def _renormalised(keys: Keys, key: str, config: HybridConfig) -> HybridConfig:
 
 def read_hf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
     """The kinds of layers and the experts, whose weights need not add up to one."""
-    found: HybridConfig = read_hf_moe(keys, read_hybrid(keys, config))
+    found: HybridConfig = hf_experts(keys, hf_delta(keys, config))
     return found
 
 
 def read_gguf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
     """The same of GGUF's keys."""
-    found: HybridConfig = read_gguf_moe(keys, read_gguf_hybrid(keys, config))
+    found: HybridConfig = gguf_experts(keys, gguf_delta(keys, config))
     return found
 
 

@@ -10,14 +10,13 @@ from tilewright.models.architectures.llama import LlamaForCausalLM, LlamaModel
 from tilewright.models.architectures.moe import (
     GGUF_NAMES,
     TENSOR_GROUPS,
-    MoeConfig,
     mlp_of,
-    read_gguf_moe,
-    read_hf_moe,
     sources_by_expert,
     with_experts,
 )
 from tilewright.models.architectures.qwen3 import ARCHITECTURE as QWEN3
+from tilewright.models.checkpoints.experts import gguf_experts, hf_experts
+from tilewright.models.config import MoeConfig
 from tilewright.models.sources import Sources
 
 
@@ -48,8 +47,8 @@ ARCHITECTURE = Architecture(
     config=MoeConfig,
     fixed={"qk_norm": True},
     hf_defaults={**QWEN3.hf_defaults, "norm_topk_prob": False},
-    read_hf=read_hf_moe,
-    read_gguf=read_gguf_moe,
+    read_hf=hf_experts,
+    read_gguf=gguf_experts,
     experts="apart",
     gguf_names={**QWEN3.gguf_names, **GGUF_NAMES},
 )

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tilewright.models.architectures.gated_delta_net import DeltaShape
 from tilewright.models.architectures.moe import sources_by_expert
-from tilewright.models.architectures.qwen3_5 import HybridConfig
 from tilewright.models.architectures.qwen3_5_moe import ARCHITECTURE as QWEN35_MOE
 from tilewright.models.architectures.qwen3_5_moe import (
     DEFAULTS_MOE,
@@ -19,6 +17,7 @@ from tilewright.models.architectures.qwen3_5_moe import (
 )
 from tilewright.models.checkpoints.base import check_shape
 from tilewright.models.checkpoints.pieces import Piece, View
+from tilewright.models.config import DeltaShape, HybridConfig
 from tilewright.models.sources import Sources, cut_rows
 
 

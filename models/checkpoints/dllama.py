@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.files import open_regular
-from tilewright.models.architectures.base import architecture_of, check_model_type
-from tilewright.models.architectures.rope import RopeConfig
+from tilewright.models.architectures.table import architecture_of, check_model_type
 from tilewright.models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
@@ -36,7 +35,7 @@ from tilewright.models.checkpoints.dllama_header import (
     tensors,
 )
 from tilewright.models.checkpoints.gguf_blocks import Bytes, dequantise
-from tilewright.models.config import ModelConfig
+from tilewright.models.config import ModelConfig, RopeConfig
 
 TOKENIZER_SUFFIX = ".t"
 _AFFIXES = re.compile(r"^dllama_model_|[._-](?:f32|f16|q40|q80)$", re.IGNORECASE)

@@ -12,12 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.compiler.errors import CheckpointError, allowed
-from tilewright.models.architectures.rope import MAX_POSITIONS, Llama3Scaling
 from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
-from tilewright.models.config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
+from tilewright.models.config import (
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCAB,
+    MAX_WIDTH,
+    Llama3Scaling,
+)
 
 MAGIC = 0x0A00ABCD
-MAX_EXPERTS = 1 << 12
 BLOCK_TYPES = ("F32", "F16", "Q4_0", "Q8_0")
 """ggml's names of the types of weights, in the order of their numbers under key 13."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError, allowed
-from tilewright.models.architectures.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from tilewright.models.architectures.rope import inverse_frequencies
 from tilewright.models.checkpoints.base import Checkpoint, check_tensors
 from tilewright.models.checkpoints.dllama import config_of
 from tilewright.models.checkpoints.dllama_header import (
@@ -27,7 +27,7 @@ from tilewright.models.checkpoints.dllama_header import (
 )
 from tilewright.models.checkpoints.gguf_blocks import Bytes
 from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
-from tilewright.models.config import ModelConfig
+from tilewright.models.config import Llama3Scaling, ModelConfig, RopeConfig
 
 WRITTEN_TYPES = ("F32", "Q4_0")
 _CHUNK_VALUES = 1 << 22

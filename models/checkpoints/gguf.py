@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.files import open_regular
-from tilewright.models.architectures.base import architecture_of, find_gguf_type
-from tilewright.models.architectures.rope import gguf_longrope
+from tilewright.models.architectures.table import architecture_of, find_gguf_type
 from tilewright.models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
@@ -31,6 +30,7 @@ from tilewright.models.checkpoints.base import (
     unknown_tensor,
 )
 from tilewright.models.checkpoints.gguf_blocks import Bytes, dequantise
+from tilewright.models.checkpoints.gguf_config import config_of_gguf
 from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
 from tilewright.models.checkpoints.gguf_hybrid import (
     DECAY,
@@ -42,10 +42,11 @@ from tilewright.models.checkpoints.gguf_hybrid import (
 )
 from tilewright.models.checkpoints.keys import Keys
 from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
+from tilewright.models.checkpoints.rope import gguf_longrope
 from tilewright.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from tilewright.models.architectures.gated_delta_net import DeltaShape
+    from tilewright.models.config import DeltaShape
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _SHORT_FACTORS, _LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -89,7 +90,7 @@ class GGUFCheckpoint:
         self._architecture = architecture_of(model_type)
         layer_names = {**_PER_LAYER, **self._architecture.gguf_names}
         self._header_bytes = header.nbytes
-        self.config = ModelConfig.from_gguf(self._metadata, where=path)
+        self.config = config_of_gguf(self._metadata, where=path)
         self._tensors: dict[str, GGUFTensor] = {}
         for name, tensor in header.tensors.items():
             if name in _CONSTANTS or _IGNORED.fullmatch(name) or self._is_draft(name):

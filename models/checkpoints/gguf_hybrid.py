@@ -19,7 +19,7 @@ from tilewright.compiler.errors import CheckpointError
 from tilewright.models.checkpoints.base import shown
 
 if TYPE_CHECKING:
-    from tilewright.models.architectures.gated_delta_net import DeltaShape
+    from tilewright.models.config import DeltaShape
 
 Order = npt.NDArray[np.int64]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.models.config import MAX_HEAD_DIM
 
 
 class Keys:
@@ -115,3 +116,22 @@ class Keys:
         if not isinstance(value, str) or value not in choices:
             raise self.error(key, value, allowed(choices))
         return value
+
+
+def read_kv_heads(keys: Keys, key: str, num_heads: int) -> int:
+    num_kv_heads = keys.integer(key, 1, num_heads, default=num_heads)
+    if num_heads % num_kv_heads:
+        raise keys.error(key, num_kv_heads, f"allowed: a divisor of the {num_heads} heads")
+    return num_kv_heads
+
+
+def read_head_dim(keys: Keys, key: str, hidden: int, num_heads: int) -> int:
+    if keys.get(key) is None and hidden % num_heads:
+        raise CheckpointError(
+            f"{keys.where}: {keys.prefix}{key} is missing and the hidden size {hidden} "
+            f"is not a multiple of the {num_heads} heads; allowed: a multiple"
+        )
+    head_dim = keys.integer(key, 1, MAX_HEAD_DIM, default=hidden // num_heads)
+    if head_dim % 2 or not 2 <= head_dim <= MAX_HEAD_DIM:
+        raise keys.error(key, head_dim, f"allowed: an even number from 2 to {MAX_HEAD_DIM}")
+    return head_dim

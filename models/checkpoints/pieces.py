@@ -15,7 +15,7 @@ from tilewright.compiler.errors import CheckpointError
 from tilewright.models.checkpoints.base import check_shape
 
 if TYPE_CHECKING:
-    from tilewright.models.architectures.moe import MoeConfig
+    from tilewright.models.config import MoeConfig
 
 Shape = tuple[int, ...]
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError, allowed, one_line
-from tilewright.models.architectures.base import architecture_of
+from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints.base import (
     TensorMeta,
     TokenizerSource,
@@ -26,10 +26,10 @@ from tilewright.models.checkpoints.base import (
     shown,
     unknown_tensor,
 )
+from tilewright.models.checkpoints.hf_config import config_of_hf
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
 from tilewright.models.checkpoints.shards import INDEX, find_shards
-from tilewright.models.config import ModelConfig
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -49,7 +49,7 @@ class SafetensorsCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         values = read_json(path / "config.json")
-        self.config = ModelConfig.from_hf(values, where=path / "config.json")
+        self.config = config_of_hf(values, where=path / "config.json")
         self._shards, expected = find_shards(path)
         self._files = {shard: _open_shard(path / shard) for shard in self._shards}
         self._shard_of: dict[str, str] = {}

@@ -2,12 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
-from tilewright.models.architectures.rope import MAX_POSITIONS
 from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.config import MAX_POSITIONS, ModelConfig
 
 FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def hf_windows_of_all(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """``config`` with the window that config.json gives to every layer; an `Architecture.read_hf`.
+
+    Raises:
+        CheckpointError: a window that is not a whole number from 1.
+    """
+    windows = windows_of_all(keys, config.num_layers, config.max_positions)
+    return dataclasses.replace(config, windows=windows)
+
+
+def hf_windows_of_upper(keys: Keys, config: ModelConfig) -> ModelConfig:
+    """``config`` with the windows of the upper layers, where config.json switches them on; an
+    `Architecture.read_hf`.
+
+    Raises:
+        CheckpointError: a window that is not a whole number from 1, or another type of layer.
+    """
+    windows = windows_of_upper(keys, config.num_layers, config.max_positions)
+    return dataclasses.replace(config, windows=windows)
 
 
 def windows_of_all(keys: Keys, num_layers: int, max_positions: int) -> tuple[int, ...]:

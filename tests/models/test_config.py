@@ -11,8 +11,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tilewright.compiler.errors import CheckpointError
-from tilewright.models.architectures.rope import LinearScaling
-from tilewright.models.config import Llama3Scaling, ModelConfig, RopeConfig, inverse_frequencies
+from tilewright.models.architectures.rope import inverse_frequencies
+from tilewright.models.checkpoints.gguf_config import config_of_gguf
+from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
 
 HF: dict[str, Any] = {
     "model_type": "llama",
@@ -51,12 +53,12 @@ GGUF: dict[str, Any] = {
 
 
 def from_hf(**changes: Any) -> ModelConfig:
-    return ModelConfig.from_hf({**HF, **changes}, where="smol/config.json")
+    return config_of_hf({**HF, **changes}, where="smol/config.json")
 
 
 def from_gguf(**changes: Any) -> ModelConfig:
     named = {key.replace("__", "."): value for key, value in changes.items()}
-    return ModelConfig.from_gguf({**GGUF, **named}, where="smol.gguf")
+    return config_of_gguf({**GGUF, **named}, where="smol.gguf")
 
 
 def test_hf_values() -> None:
@@ -105,7 +107,7 @@ def test_qwen2_has_biases_on_q_k_and_v_alone() -> None:
     assert not qwen2.output_bias
     renamed = {key.replace("llama.", "qwen2."): value for key, value in GGUF.items()}
     renamed["general.architecture"] = "qwen2"
-    assert ModelConfig.from_gguf(renamed, where="smol.gguf") == qwen2
+    assert config_of_gguf(renamed, where="smol.gguf") == qwen2
 
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 28}
@@ -147,7 +149,7 @@ def test_a_linear_scaling_is_read_from_either_container() -> None:
 
 def test_a_snapshot_of_the_hub_is_called_as_its_repository() -> None:
     where = "/cache/models--Qwen--Qwen2.5-0.5B-Instruct/snapshots/0123abcd/config.json"
-    assert ModelConfig.from_hf(HF, where=where).name == "Qwen2.5-0.5B-Instruct"
+    assert config_of_hf(HF, where=where).name == "Qwen2.5-0.5B-Instruct"
 
 
 @pytest.mark.parametrize(

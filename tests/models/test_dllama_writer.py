@@ -32,7 +32,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.models import load_model
-from tilewright.models.architectures.rope import Llama3Scaling, RopeConfig, inverse_frequencies
+from tilewright.models.architectures.rope import inverse_frequencies
 from tilewright.models.checkpoints import Checkpoint, open_checkpoint
 from tilewright.models.checkpoints.base import TensorMeta
 from tilewright.models.checkpoints.dllama import DllamaCheckpoint
@@ -40,6 +40,7 @@ from tilewright.models.checkpoints.dllama_header import read_header
 from tilewright.models.checkpoints.dllama_writer import write_model, write_tensors
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
+from tilewright.models.config import Llama3Scaling, RopeConfig
 
 Q40 = get_format("q40")
 

@@ -34,10 +34,10 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.models import load_model
-from tilewright.models.architectures.moe import MoeConfig
 from tilewright.models.checkpoints import Checkpoint, check_tensors, open_checkpoint
 from tilewright.models.checkpoints.dllama import DllamaCheckpoint
 from tilewright.models.checkpoints.dllama_writer import write_model
+from tilewright.models.config import MoeConfig
 from tilewright.models.sources import stored_shapes
 
 Q40 = get_format("q40")

@@ -18,8 +18,9 @@ from tests import architecture_checks as checks
 from tests.models.test_experts_gguf import KINDS, SPARSE, make
 from tests.twins import twin_of
 from tilewright.compiler.errors import CheckpointError
-from tilewright.models.architectures.base import architecture_of
+from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints import check_tensors, open_checkpoint
+from tilewright.models.checkpoints.hf_config import config_of_hf
 from tilewright.models.config import ModelConfig
 from tilewright.models.sources import stored_shapes
 
@@ -159,7 +160,7 @@ def test_what_would_change_the_arithmetic_is_refused_by_name(
         wholes.append({"model_type": kind, "text_config": values})
     for whole in wholes:
         with pytest.raises(CheckpointError, match=words) as caught:
-            ModelConfig.from_hf(whole, where=tmp_path / "config.json")
+            config_of_hf(whole, where=tmp_path / "config.json")
         assert "\n" not in str(caught.value)
 
 
@@ -201,7 +202,7 @@ def _whole(kind: str, outside: object, inside: object, folder: Path) -> ModelCon
     values = config_of(kind)
     del values[TIED]
     whole = {"model_type": kind, "text_config": values | inside} | outside  # type: ignore[operator]
-    return ModelConfig.from_hf(whole, where=folder / "config.json")
+    return config_of_hf(whole, where=folder / "config.json")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -227,17 +228,17 @@ def test_weights_of_experts_add_up_where_transformers_has_them_so(
     kind: str, said: bool, tmp_path: Path
 ) -> None:
     values = {**config_of(kind), "norm_topk_prob": said}
-    found: Any = ModelConfig.from_hf(values, where=tmp_path / "config.json")
+    found: Any = config_of_hf(values, where=tmp_path / "config.json")
     assert found.renormalise is said
     del values["norm_topk_prob"]
-    found = ModelConfig.from_hf(values, where=tmp_path / "config.json")
+    found = config_of_hf(values, where=tmp_path / "config.json")
     assert found.renormalise is (kind != "qwen3_moe")
 
 
 @pytest.mark.parametrize("layers", [None, [], [1]])
 def test_layers_with_a_dense_block(layers: list[int] | None, tmp_path: Path) -> None:
     values = {**config_of("qwen3_moe"), "mlp_only_layers": layers}
-    found: Any = ModelConfig.from_hf(values, where=tmp_path / "config.json")
+    found: Any = config_of_hf(values, where=tmp_path / "config.json")
     assert found.dense_layers == tuple(layers or ())
 
 
@@ -248,7 +249,7 @@ def test_sections_of_a_wrong_kind(section: object, tmp_path: Path) -> None:
     values = config_of("qwen3_5_moe")
     values["rope_parameters"] = {**values["rope_parameters"], "mrope_section": section}
     with pytest.raises(CheckpointError, match=r"rope_parameters\.mrope_section = .*whole numbers"):
-        ModelConfig.from_hf(values, where=tmp_path / "config.json")
+        config_of_hf(values, where=tmp_path / "config.json")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -258,8 +259,8 @@ def test_what_changes_nothing_is_not_refused(kind: str, tmp_path: Path) -> None:
         **{"attention_dropout": 0.1, "output_router_logits": True, "router_aux_loss_coef": 0.1},
         **{"use_cache": False, "initializer_range": 1.0, "routed_scaling_factor": 1.0},
     }
-    found = ModelConfig.from_hf({**values, **harmless}, where=tmp_path / "config.json")
-    assert found == ModelConfig.from_hf(values, where=tmp_path / "config.json")
+    found = config_of_hf({**values, **harmless}, where=tmp_path / "config.json")
+    assert found == config_of_hf(values, where=tmp_path / "config.json")
 
 
 def config_of(kind: str) -> dict[str, Any]:

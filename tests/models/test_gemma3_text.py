@@ -19,9 +19,9 @@ from tests.twins import Twin, assert_eager_equals_twin, hf_rope_parameters, twin
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import WEIGHT, info
 from tilewright.models.architectures.gemma3_text import Gemma3Config
-from tilewright.models.architectures.rope import LinearScaling
 from tilewright.models.checkpoints import open_checkpoint
-from tilewright.models.config import ModelConfig, RopeConfig
+from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.config import LinearScaling, RopeConfig
 
 
 def _changes(config: Any) -> dict[str, Any]:
@@ -138,14 +138,14 @@ def test_what_older_files_say_and_leave_out() -> None:
         "sliding_window": 1024,
     }
     scaling = {"factor": 8.0, "rope_type": "linear"}
-    config = ModelConfig.from_hf(values | {"rope_scaling": scaling}, where="gemma/config.json")
+    config = config_of_hf(values | {"rope_scaling": scaling}, where="gemma/config.json")
     assert isinstance(config, Gemma3Config) and config.tie_embeddings
     assert config.rope == RopeConfig(1e6, LinearScaling(8.0))
     assert config.local_rope == RopeConfig(10000.0)
     assert config.windows == tuple(0 if layer % 6 == 5 else 1024 for layer in range(34))
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
     older = {"rope_theta": 5e5, "rope_local_base_freq": 100, "sliding_window_pattern": 2}
-    config = ModelConfig.from_hf({**values, **older}, where="gemma/config.json")
+    config = config_of_hf({**values, **older}, where="gemma/config.json")
     assert isinstance(config, Gemma3Config)
     assert (config.rope.theta, config.local_rope.theta) == (5e5, 100.0)
     assert config.windows[:4] == (1024, 0, 1024, 0)
@@ -163,7 +163,7 @@ def test_what_older_files_say_and_leave_out() -> None:
 def test_what_is_not_read(changes: dict[str, Any], words: str) -> None:
     values = twin_of(make().config).config.to_dict() | changes
     with pytest.raises(CheckpointError, match=words) as caught:
-        ModelConfig.from_hf(values, where="gemma/config.json")
+        config_of_hf(values, where="gemma/config.json")
     assert "\n" not in str(caught.value)
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tilewright.compiler.errors import CheckpointError
 from tilewright.models import find_model, load_model, model_types
-from tilewright.models.architectures.base import architecture_of
+from tilewright.models.architectures.table import architecture_of
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import assert_eager_equals_twin, twin_of
-from tilewright.models.config import ModelConfig
+from tilewright.models.checkpoints.hf_config import config_of_hf
 
 SHAPES: dict[str, dict[str, Any]] = {
     "window": {"windows": (5, 5)},
@@ -61,7 +61,7 @@ def test_a_window_that_is_not_said_is_transformers_own() -> None:
     """The first Mistral's window stands in its file, later ones say null, and some nothing."""
     values = twin_of(make().config).config.to_dict() | {"max_position_embeddings": 8192}
     for window, expected in ((None, ()), (64, (64, 64)), (8192, ())):
-        found = ModelConfig.from_hf({**values, "sliding_window": window}, where="tiny")
+        found = config_of_hf({**values, "sliding_window": window}, where="tiny")
         assert found.windows == expected
     del values["sliding_window"]
-    assert ModelConfig.from_hf(values, where="tiny").windows == (4096, 4096)
+    assert config_of_hf(values, where="tiny").windows == (4096, 4096)

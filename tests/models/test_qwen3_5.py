@@ -12,7 +12,7 @@ from tests import architecture_checks as checks
 from tests.models.test_qwen3_5_moe import SIZES, delta_keys
 from tests.tiny import compiled, prefill, random_tokens, tiny_model
 from tests.twins import Twin, assert_eager_equals_twin
-from tilewright.models.architectures.gated_delta_net import DeltaShape
+from tilewright.models.config import DeltaShape
 
 SHAPES: dict[str, dict[str, Any]] = {
     "as_published": {},

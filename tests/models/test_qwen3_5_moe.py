@@ -10,9 +10,7 @@ import transformers
 from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import Twin, assert_eager_equals_twin
-from tilewright.models.architectures.gated_delta_net import DeltaShape
-from tilewright.models.architectures.qwen3_5 import HybridConfig
-from tilewright.models.architectures.rope import RopeConfig
+from tilewright.models.config import DeltaShape, HybridConfig, RopeConfig
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,

@@ -13,8 +13,8 @@ from tests import architecture_checks as checks
 from tests.tiny import tiny_model
 from tests.twins import TWINS, Twin, assert_eager_equals_twin, twin_of
 from tilewright.compiler.errors import CheckpointError
-from tilewright.models.architectures.moe import MoeConfig
-from tilewright.models.config import ModelConfig
+from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.config import MoeConfig
 
 SHAPES: dict[str, dict[str, Any]] = {
     "sparse": {},
@@ -96,4 +96,4 @@ def test_windows_are_refused(key: str, value: object) -> None:
     """transformers slides in every layer of these, whatever max_window_layers says."""
     values = twin_of(make().config).config.to_dict() | {key: value, "sliding_window": 4}
     with pytest.raises(CheckpointError, match=rf"config\.json: {key} = .* is not read; allowed: "):
-        ModelConfig.from_hf(values, where="config.json")
+        config_of_hf(values, where="config.json")

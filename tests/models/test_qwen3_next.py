@@ -12,7 +12,7 @@ from tests.models.test_qwen3_5_moe import SIZES, moe_keys
 from tests.models.test_qwen3_moe import stacked
 from tests.tiny import tiny_model
 from tests.twins import Twin, assert_eager_equals_twin
-from tilewright.models.architectures.gated_delta_net import DeltaShape
+from tilewright.models.config import DeltaShape
 
 SHAPES: dict[str, dict[str, Any]] = {
     "as_published": {},

@@ -15,8 +15,8 @@ from tests.tiny import tiny_config
 from tests.twins import twin_of
 from tilewright.compiler import ops
 from tilewright.models.architectures.layers import RotaryEmbedding, rotate_half_split
-from tilewright.models.architectures.rope import LinearScaling, Llama3Scaling
-from tilewright.models.config import RopeConfig, inverse_frequencies
+from tilewright.models.architectures.rope import inverse_frequencies
+from tilewright.models.config import LinearScaling, Llama3Scaling, RopeConfig
 
 POSITIONS = torch.tensor([0, 1, 2, 7, 63, 100, 255])
 ROPES: dict[str, tuple[str, RopeConfig]] = {

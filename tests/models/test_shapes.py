@@ -16,10 +16,8 @@ from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.models import ShapeName, find_model, find_model_or_shape, load_model
-from tilewright.models.architectures.base import model_types
-from tilewright.models.architectures.gated_delta_net import DeltaShape
-from tilewright.models.architectures.rope import LongRopeScaling
-from tilewright.models.config import Llama3Scaling, ModelConfig
+from tilewright.models.architectures.table import model_types
+from tilewright.models.config import DeltaShape, Llama3Scaling, LongRopeScaling, ModelConfig
 from tilewright.models.shapes import SHAPES, parse_shape_name, shape_config, shape_names
 from tilewright.models.sources import TensorSource
 

@@ -25,7 +25,7 @@ from tilewright.compiler.targets.cuda.instructions import (
     Plan,
 )
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.models.architectures.base import model_types
+from tilewright.models.architectures.table import model_types
 
 SHAPES: dict[str, dict[str, Any]] = {
     model_type: module.ON_CUDA

@@ -30,7 +30,7 @@ from tilewright.compiler.targets.cuda.instructions import (
     SwiGLU,
 )
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.models.architectures.gated_delta_net import DeltaShape
+from tilewright.models.config import DeltaShape
 
 EXPERTS = [Norm, Linear, Route, ExpertLinear]
 SHARED = [Linear, Linear, ExpertSum]

@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.kernels import native_experts, nvrtc
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_experts import Experts
 from tilewright.compiler.targets.cuda.weights import load_weights
-from tilewright.models.architectures.gated_delta_net import DeltaShape
+from tilewright.models.config import DeltaShape
 
 BF16 = precision_of("bf16")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -37,7 +37,7 @@ from tilewright.compiler.targets.tenstorrent.lower import lower_program
 from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
 from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Rotate
-from tilewright.models.architectures.base import architecture_of
+from tilewright.models.architectures.table import architecture_of
 
 VARIABLE = "TILEWRIGHT_TTNN_PYTHON"
 PYTHON = os.environ.get(VARIABLE, "")
