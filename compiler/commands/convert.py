@@ -76,25 +76,21 @@ def _to_dllama(arguments: argparse.Namespace) -> int:
     with fresh_folder(output) as folder:
         model = load_model(path)
         with compile_progress(err()) as progress:
-            notes = _write_dllama(model, folder, arguments.weights or "q40", progress)
+            _write_dllama(model, folder, arguments.weights or "q40", progress)
     screen = out()
-    for note in notes:
-        screen.print(note, style="dim", soft_wrap=True)
     for file in sorted(output.iterdir()):
         screen.print(f"{file.stat().st_size / 1e6:10,.1f} MB  {file.name}", soft_wrap=True)
     screen.print(f"run it here: tilewright run --model {output}", soft_wrap=True)
     return 0
 
 
-def _write_dllama(
-    model: LoadedModel, folder: Path, weights: str, progress: Progress
-) -> tuple[str, ...]:
-    """Both files, under the names that dllama gives its own."""
+def _write_dllama(model: LoadedModel, folder: Path, weights: str, progress: Progress) -> None:
+    """Both files, under the names that dllama gives its own, with ids that suit dllama."""
     from tilewright.compiler.artifacts.folder import write_file
     from tilewright.compiler.formats import get_format
     from tilewright.models.checkpoints.dllama_writer import write_model
     from tilewright.models.tokenizer.tokenizer import read_vocabulary
-    from tilewright.models.tokenizer.vocabulary_dllama import is_special_to_dllama, pack_tokenizer
+    from tilewright.models.tokenizer.vocabulary_dllama import pack_tokenizer, token_order
 
     name = _NOT_IN_NAMES.sub("_", model.name)
     vocabulary = read_vocabulary(model.checkpoint.tokenizer_source)
@@ -108,17 +104,12 @@ def _write_dllama(
                 weights=_WEIGHTS[weights],
                 pack_q40=get_format("q40").pack,
                 progress=progress,
+                token_order=token_order(vocabulary),
             )
     except OSError as error:
         raise NoRoomError(
             f"{path.name}: cannot be written ({error.strerror}); allowed: a folder with room for it"
         ) from None
-    if is_special_to_dllama(vocabulary):
-        return ()
-    return (
-        "dllama takes every token from the beginning token on for a special one; in this "
-        "vocabulary others stand there, so dllama itself splits texts otherwise",
-    )
 
 
 def _to_cache(arguments: argparse.Namespace) -> int:

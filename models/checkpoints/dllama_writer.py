@@ -6,7 +6,7 @@ It does not quantise: the caller brings the format, whose bytes ggml's Q4_0 must
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol, runtime_checkable
 
@@ -121,10 +121,12 @@ def write_model(
     weights: str,
     pack_q40: PackBlocks,
     progress: Callable[[str, int, int], None],
+    token_order: Sequence[range] = (),
 ) -> None:
     """Write ``checkpoint`` into ``file``, its matrices in ``weights``, the rest in F32.
 
-    Q4_0 blocks that the checkpoint has are kept as they are.
+    Q4_0 blocks that the checkpoint has are kept as they are. ``token_order``: which rows of the
+    embedding and of the head come first, in runs; those it does not name follow.
 
     Raises:
         CheckpointError: a model that a ``.m`` file cannot hold; a tensor that is missing, extra
@@ -132,8 +134,15 @@ def write_model(
         OSError: when ``file`` cannot be written.
     """
     header = header_of(checkpoint.config, weights, checkpoint.path)
-    tied = checkpoint.config.tie_embeddings
-    write_tensors(checkpoint, file, header, tied=tied, pack_q40=pack_q40, progress=progress)
+    write_tensors(
+        checkpoint,
+        file,
+        header,
+        tied=checkpoint.config.tie_embeddings,
+        pack_q40=pack_q40,
+        progress=progress,
+        token_order=token_order,
+    )
 
 
 def write_tensors(
@@ -144,28 +153,46 @@ def write_tensors(
     tied: bool,
     pack_q40: PackBlocks,
     progress: Callable[[str, int, int], None],
+    token_order: Sequence[range] = (),
 ) -> None:
     """`write_model` of what ``header`` describes; ``tied``: the head is the embedding."""
     packed = write_header(header, checkpoint.path)
     plan = list(tensors(header))
     expected = {t.name: t.shape for t in plan if not (tied and t.name == _HEAD)}
     check_tensors(checkpoint, expected)
+    vocabulary = _all_rows(token_order, header.vocab_size, checkpoint.path)
     file.write(packed)
     for done, tensor in enumerate(plan):
         source = _EMBEDDING if tied and tensor.name == _HEAD else tensor.name
-        for rows in _row_chunks(header, tensor):
+        whole = [range(tensor.shape[0])]
+        runs = vocabulary if tensor.name in (_EMBEDDING, _HEAD) else whole
+        for rows in _row_chunks(header, tensor, runs):
             data = _packed_rows(checkpoint, source, rows, tensor.dtype, pack_q40)
             file.write(_in_file_order(data, tensor, header).tobytes())
         progress("weights", done + 1, len(plan))
 
 
-def _row_chunks(header: DllamaHeader, tensor: DllamaTensor) -> Iterator[slice]:
-    """Whole heads where rows change places within them."""
+def _all_rows(token_order: Sequence[range], num_rows: int, path: Path) -> list[range]:
+    """Runs of rows of the embedding: those of tokens in their order, then those of no token."""
+    num_tokens = sum(map(len, token_order))
+    if num_tokens > num_rows:
+        raise CheckpointError(
+            f"{path}: a tokenizer of {num_tokens} tokens for an embedding of {num_rows} rows; "
+            "allowed: no more tokens than rows"
+        )
+    return [*token_order, range(num_tokens, num_rows)]
+
+
+def _row_chunks(
+    header: DllamaHeader, tensor: DllamaTensor, runs: Iterable[range]
+) -> Iterator[slice]:
+    """The rows of ``runs``, some at a time: whole heads where rows change places within them."""
     unit = header.head_dim if tensor.num_heads else 1
     columns = tensor.shape[-1] if len(tensor.shape) > 1 else 1
     step = max(1, _CHUNK_VALUES // columns // unit) * unit
-    for start in range(0, tensor.shape[0], step):
-        yield slice(start, min(start + step, tensor.shape[0]))
+    for run in runs:
+        for start in range(run.start, run.stop, step):
+            yield slice(start, min(start + step, run.stop))
 
 
 def _packed_rows(

@@ -6,10 +6,11 @@ does not know the model.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,62 +107,103 @@ def read_tokenizer(path: Path) -> Vocabulary:
     )
 
 
+def token_order(vocabulary: Vocabulary) -> tuple[range, ...]:
+    """The ids of ``vocabulary`` in the order of a ``.t`` file's tokens, in runs of neighbours.
+
+    The rows of the model's embedding and head belong into the same order.
+
+    Raises:
+        CheckpointError: a tokenizer without any special token, or whose beginning token begins
+            another special one.
+    """
+    ids, _ = _arrange(vocabulary)
+    runs = []
+    for _, run in itertools.groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
+        found = [index for _, index in run]
+        runs.append(range(found[0], found[-1] + 1))
+    return tuple(runs)
+
+
+def _arrange(vocabulary: Vocabulary) -> tuple[list[int], int]:
+    """The ids in a file's order, and how many ordinary tokens come first.
+
+    dllama takes every token from the beginning token on for a special one, and where several match
+    a text the one that comes first: so the beginning token leads the special ones, and each of the
+    others comes after those that are longer and begin with it.
+    """
+    tokenizer = Tokenizer(vocabulary)
+    added = _added(vocabulary)
+    bos = min(added, default=None) if tokenizer.bos_id is None else tokenizer.bos_id
+    if bos is None:
+        raise CheckpointError(
+            f"{vocabulary.where}: no beginning token, nor any special one; "
+            "allowed: a tokenizer with one"
+        )
+    first = added.pop(bos, None) or tokenizer.token_bytes(bos).decode(errors="replace")
+    hidden = next((text for text in added.values() if text.startswith(first)), None)
+    if hidden is not None:
+        raise CheckpointError(
+            f"{vocabulary.where}: the beginning token {first!r} begins the special token "
+            f"{hidden!r}, which dllama would never find; allowed: one that begins no other"
+        )
+    longer = {
+        at: sum(other.startswith(text) for other in added.values()) for at, text in added.items()
+    }
+    special = sorted(sorted(added), key=longer.__getitem__)
+    ordinary = [at for at in range(tokenizer.vocab_size) if at not in added and at != bos]
+    return [*ordinary, bos, *special], len(ordinary)
+
+
+def _added(vocabulary: Vocabulary) -> dict[int, str]:
+    """The text of every token that is matched whole, by its id."""
+    added = vocabulary.backend.get_added_tokens_decoder()
+    return {index: token.content for index, token in added.items()}
+
+
 def pack_tokenizer(vocabulary: Vocabulary) -> bytes:
-    """``vocabulary`` as a ``.t`` file; a token's score is its id, negative.
+    """``vocabulary`` as a ``.t`` file, its tokens in `token_order`.
+
+    A token's score is its place there, negative.
 
     Raises:
         CheckpointError: a tokenizer whose tokens are not byte-level, or without what dllama needs.
     """
     tokenizer = Tokenizer(vocabulary)
-    where, backend = vocabulary.where, vocabulary.backend
-    if not isinstance(backend.decoder, decoders.ByteLevel):
+    where = vocabulary.where
+    if not isinstance(vocabulary.backend.decoder, decoders.ByteLevel):
         raise CheckpointError(
             f"{where}: tokens that are pieces of text have no place in a dllama tokenizer; "
             "allowed: byte-level BPE"
         )
-    added = {index: token.content for index, token in backend.get_added_tokens_decoder().items()}
-    bos = _first_special(tokenizer, added)
-    if bos is None or not tokenizer.eos_ids:
-        missing = "beginning token, nor any special one" if bos is None else "end token"
-        raise CheckpointError(f"{where}: no {missing}; allowed: a tokenizer with one")
+    ids, num_ordinary = _arrange(vocabulary)
+    if not tokenizer.eos_ids:
+        raise CheckpointError(f"{where}: no end token; allowed: a tokenizer with one")
+    added = _added(vocabulary)
     tokens = [
-        added[index].encode() if index in added else tokenizer.token_bytes(index)
-        for index in range(tokenizer.vocab_size)
+        added[index].encode() if index in added else tokenizer.token_bytes(index) for index in ids
     ]
     if b"" in tokens:
         raise CheckpointError(
-            f"{where}: id {tokens.index(b'')} has no token; allowed: one for every id up to "
+            f"{where}: id {ids[tokens.index(b'')]} has no token; allowed: one for every id up to "
             f"{len(tokens) - 1}"
         )
+    place = {index: at for at, index in enumerate(ids)}
     template = (vocabulary.chat_template or "").encode()
     values = {
         0: _VERSION,
         1: len(tokens),
         2: max(map(len, tokens)),
-        3: bos,
+        3: num_ordinary,
         7: len(template),
         9: len(tokenizer.eos_ids),
         10: int(tokenizer.encode("", add_special=True)[:1] == [tokenizer.bos_id]),
     }
     pairs = b"".join(_PAIR.pack(key, values[key]) for key in _WRITTEN if key != 7 or template)
     parts = [_PREFIX.pack(MAGIC, _PREFIX.size + len(pairs)), pairs, template]
-    parts += [_ID.pack(index) for index in tokenizer.eos_ids]
-    for index, token in enumerate(tokens):
-        parts += [_TOKEN.pack(-float(index), len(token)), token]
+    parts += [_ID.pack(place[index]) for index in tokenizer.eos_ids]
+    for at, token in enumerate(tokens):
+        parts += [_TOKEN.pack(-float(at), len(token)), token]
     return b"".join(parts)
-
-
-def is_special_to_dllama(vocabulary: Vocabulary) -> bool:
-    """Whether dllama takes exactly the tokenizer's special tokens for such."""
-    tokenizer = Tokenizer(vocabulary)
-    added = sorted(vocabulary.backend.get_added_tokens_decoder())
-    bos = _first_special(tokenizer, added)
-    return bos is not None and added == list(range(bos, tokenizer.vocab_size))
-
-
-def _first_special(tokenizer: Tokenizer, added: Iterable[int]) -> int | None:
-    """The beginning token, which parts special tokens from others; else the first special one."""
-    return min(added, default=None) if tokenizer.bos_id is None else tokenizer.bos_id
 
 
 def _parse(cursor: _Cursor) -> _File:

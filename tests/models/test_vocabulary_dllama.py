@@ -19,8 +19,8 @@ from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer, rea
 from tilewright.models.tokenizer.vocabulary import Vocabulary
 from tilewright.models.tokenizer.vocabulary_dllama import (
     MAX_PIECE,
-    is_special_to_dllama,
     pack_tokenizer,
+    token_order,
 )
 
 TEXTS = ("hell", "hello <think> hell<|im_end|>", "héllo 👍\n\thehell", "", " ", "<|start|>x")
@@ -29,6 +29,18 @@ TEXTS = ("hell", "hello <think> hell<|im_end|>", "héllo 👍\n\thehell", "", " 
 def load(path: Path, data: bytes) -> Tokenizer:
     path.write_bytes(data)
     return load_tokenizer(TokenizerSource(path))
+
+
+def parsed(data: bytes) -> tuple[list[bytes], int]:
+    """The tokens of a ``.t`` file and its beginning id: what dllama splits texts by."""
+    _, size = struct.unpack_from("<ii", data)
+    values = dict(struct.iter_unpack("<ii", data[8:size]))
+    at, found = size + values.get(7, 0) + 4 * values[9], []
+    for _ in range(values[1]):
+        _, length = struct.unpack_from("<fI", data, at)
+        found.append(data[at + 8 : at + 8 + length])
+        at += 8 + length
+    return found, values[3]
 
 
 def by_dllama(text: str, vocabulary: list[bytes], bos: int) -> list[int]:
@@ -125,7 +137,7 @@ def test_what_is_written_is_what_the_description_says(tmp_path: Path) -> None:
     source = tokenizer_bytes(tokens(), bos=259, eos=(260, 3))
     (tmp_path / "a.t").write_bytes(source)
     vocabulary = read_vocabulary(TokenizerSource(tmp_path / "a.t"))
-    assert is_special_to_dllama(vocabulary)
+    assert token_order(vocabulary) == (range(262),)
     packed = pack_tokenizer(vocabulary)
     pairs = [(3, 259), (0, 1), (1, 262), (2, 10), (7, 53), (9, 2), (10, 1)]
     head = struct.pack("<ii", 0x567124, 8 + 8 * len(pairs))
@@ -137,14 +149,45 @@ def test_what_is_written_is_what_the_description_says(tmp_path: Path) -> None:
         assert again.encode(text, add_special=True) == ids
 
 
-def vocabulary_of(special: list[str], *, eos: bool = True) -> Vocabulary:
-    names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *special]
+def vocabulary_of(
+    special: list[str], *, eos: bool = True, bos: str = "", first: bool = False
+) -> Vocabulary:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = [*special, *alphabet] if first else [*alphabet, *special]
     backend = Backend(models.BPE({name: index for index, name in enumerate(names)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(name, normalized=False) for name in special])
     ends = (256,) if eos else ()
-    return Vocabulary(Path("v"), backend, {}, ends, chat_template=None)
+    named = {"bos_token": bos} if bos else {}
+    return Vocabulary(Path("v"), backend, named, ends, chat_template=None)
+
+
+def test_special_tokens_are_written_behind_all_others(tmp_path: Path) -> None:
+    """The beginning token leads them, and those that others begin with come after these."""
+    vocabulary = vocabulary_of(["<a", "<ab>", "<s>", "<abc>"], bos="<s>", first=True)
+    assert [*token_order(vocabulary)] == [
+        range(4, 260),
+        range(2, 3),
+        range(1, 2),
+        range(3, 4),
+        range(1),
+    ]
+    packed = pack_tokenizer(vocabulary)
+    found, bos = parsed(packed)
+    assert found[bos:] == [b"<s>", b"<ab>", b"<abc>", b"<a"]
+    order = [index for run in token_order(vocabulary) for index in run]
+    again = load(tmp_path / "a.t", packed)
+    for text in ("<a<abc><ab> <s>a<", "plain"):
+        ids = by_dllama(text, found, bos)
+        assert [order[index] for index in ids] == Tokenizer(vocabulary).encode(text)
+        assert again.encode(text) == ids
+    assert again.eos_ids == (order.index(256),)
+
+
+def test_a_beginning_token_that_hides_another_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="v: the beginning token '<s' begins the special"):
+        token_order(vocabulary_of(["<s", "<s>"], bos="<s"))
 
 
 def test_without_a_beginning_token_the_first_special_one_parts_them(tmp_path: Path) -> None:
@@ -171,16 +214,45 @@ def test_what_has_no_place_in_a_file() -> None:
         pack_tokenizer(pieces)
 
 
+PLAIN = (
+    "The capital of France is Paris. The capital of Germany is Berlin. The capital of Italy is "
+    "Rome. The sun rises in the east and sets in the west. Water freezes at zero degrees Celsius "
+    "and boils at one hundred degrees Celsius."
+)
+
+
 @pytest.mark.weights
-def test_the_default_model(smollm2_path: Path, tmp_path: Path) -> None:
-    """Its special tokens come first, and are told apart all the same."""
+def test_dllama_splits_texts_of_the_default_model_as_its_own_tokenizer(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    """Its special tokens come first there, and last in the file; none falls into bytes."""
     source = load_model(smollm2_path)
     vocabulary = read_vocabulary(source.checkpoint.tokenizer_source)
-    assert not is_special_to_dllama(vocabulary)
-    again = load(tmp_path / "a.t", pack_tokenizer(vocabulary))
-    assert again.special_ids == source.tokenizer.special_ids
-    assert (again.eos_ids, again.bos_id) == (source.tokenizer.eos_ids, source.tokenizer.bos_id)
-    chat = [{"role": "user", "content": "Why is the sky blue?"}]
-    text = source.tokenizer.apply_chat_template(chat)
-    assert again.apply_chat_template(chat) == text
-    assert again.encode(text) == source.tokenizer.encode(text)
+    assert token_order(vocabulary) == (range(17, 49152), range(1, 2), range(1), range(2, 17))
+    packed = pack_tokenizer(vocabulary)
+    again = load(tmp_path / "a.t", packed)
+    order = [index for run in token_order(vocabulary) for index in run]
+    assert [order[index] for index in again.eos_ids] == [*source.tokenizer.eos_ids]
+    assert again.bos_id is not None and order[again.bos_id] == source.tokenizer.bos_id
+    chat = source.tokenizer.apply_chat_template([{"role": "user", "content": "Why is it blue?"}])
+    assert again.apply_chat_template([{"role": "user", "content": "Why is it blue?"}]) == chat
+    found, bos = parsed(packed)
+    assert (len(found), bos) == (49152, 49152 - 17)
+    for text, num_tokens in ((PLAIN, 47), (chat, None)):
+        ids = by_dllama(text, found, bos)
+        assert [order[index] for index in ids] == source.tokenizer.encode(text)
+        assert again.encode(text) == ids and num_tokens in (len(ids), None)
+    assert chat.count("<|im_start|>") == sum(found[i] == b"<|im_start|>" for i in ids) == 3
+
+
+@pytest.mark.weights
+def test_a_file_in_the_default_models_own_order_is_still_read(
+    smollm2_path: Path, tmp_path: Path
+) -> None:
+    """As it was written once, its special tokens first."""
+    source = load_model(smollm2_path).tokenizer
+    listed = [source.token_bytes(index) for index in range(source.vocab_size)]
+    again = load(tmp_path / "a.t", tokenizer_bytes(listed, bos=1, eos=(2,)))
+    assert again.special_ids == source.special_ids
+    text = "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n"
+    assert again.encode(text) == source.encode(text)
