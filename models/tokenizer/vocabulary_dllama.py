@@ -32,8 +32,8 @@ _KEYS: Mapping[int, str] = {
     2: "max_token_length",
     3: "bos_id",
     4: "eos_id",
-    5: "chat_eos_id",
-    6: "pad_id",
+    5: "pad_id",
+    6: "chat_eos_id",
     7: "chat_template_length",
     9: "num_eos_ids",
     10: "add_bos",
@@ -208,7 +208,7 @@ def pack_tokenizer(vocabulary: Vocabulary) -> bytes:
 
 def _parse(cursor: _Cursor) -> _File:
     values = _header(cursor)
-    eos_ids = [values[key] for key in (4, 5) if key in values]
+    eos_ids = [values[key] for key in (4, 6) if key in values]
     raw = cursor.take(values.get(7, 0), "chat template")
     try:
         template = raw.decode() or None

@@ -95,7 +95,7 @@ def test_template_and_ends(tmp_path: Path) -> None:
     tokenizer = load(tmp_path / "a.t", data)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "é"}])
     assert chat == "<|start|>é<|im_end|>" and tokenizer.eos_ids == (260, 3)
-    old = tokenizer_bytes(tokens(), bos=259, eos=(), template=b"", extra=[(4, 260), (5, 3), (6, 1)])
+    old = tokenizer_bytes(tokens(), bos=259, eos=(), template=b"", extra=[(4, 260), (5, 1), (6, 3)])
     tokenizer = load(tmp_path / "a.t", old)
     assert tokenizer.eos_ids == (260, 3) and not tokenizer.has_chat_template
 
