@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +15,10 @@ from bench.peers.rounds import Contestant, Plan, measure_all
 from bench.peers.tilewright_worker import OURS
 from bench.peers.worker import Worker, WorkerError
 from tilewright.compiler.artifacts.places import cache_dir, is_compiled
+from tilewright.compiler.bench.child import PYTHON
 from tilewright.compiler.bench.prompts import bench_text
 from tilewright.compiler.bench.results import check_writable
-from tilewright.compiler.commands.arguments import Parser, integer, real
+from tilewright.compiler.commands.arguments import integer, option, parse, real
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.errors import ConfigError, RequestError, allowed, one_line
 from tilewright.compiler.precision import load_precision
@@ -45,92 +44,90 @@ class Pair:
     kind: str
 
 
-@dataclass(frozen=True, slots=True)
+def _pair(text: str) -> Pair:
+    precision, separator, kind = text.rpartition("=")
+    if not separator or not precision or kind.upper() not in KINDS:
+        raise ConfigError(f"pair {text!r}; {allowed(f'PRECISION={kind}' for kind in KINDS)}")
+    load_precision(precision)
+    return Pair(precision, kind.upper())
+
+
+def _peer(name: str) -> str:
+    return PEERS[name].name
+
+
+def _onnx_folder(text: str) -> Path:
+    path = Path(text)
+    if not (path / "genai_config.json").is_file():
+        builder = "python -m onnxruntime_genai.models.builder -i FOLDER -o DIR -p int4 -e cpu"
+        raise ConfigError(f"{text}: holds no genai_config.json; allowed: a folder of {builder}")
+    return path.resolve()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """A checked command line; ``peers``: names in `PEERS`."""
+    """The command line of ``tilewright compare``; ``peers``: names in `PEERS`."""
 
-    model_path: Path
-    pairs: tuple[Pair, ...]
-    peers: tuple[str, ...]
-    plan: Plan
-    num_threads: int
-    onnx_folder: Path | None
-    timeout_s: float
-    json_path: Path | None
-
-
-def parser() -> argparse.ArgumentParser:
-    """The options of ``tilewright compare`` and ``demo/compare_peers.py``."""
-    found = Parser(
-        prog="tilewright compare",
-        description="Measure Tilewright's CPU target and its peers in turn on the same weights.",
-    )
-    found.add_argument(
-        "--model", metavar="PATH", help="as of tilewright run; some peers need a GGUF file"
-    )
-    found.add_argument(
-        "--pairs",
-        nargs="+",
-        metavar="PRECISION=TYPE",
-        default=list(DEFAULT_PAIRS),
-        help=f"a configuration and the GGUF type beside it: {', '.join(KINDS)} "
+    model: str | None = option("as of tilewright run; some peers need a GGUF file", metavar="PATH")
+    pairs: tuple[Pair, ...] = option(
+        f"a configuration and the GGUF type beside it: {', '.join(KINDS)} "
         f"(default: {' '.join(DEFAULT_PAIRS)})",
+        default=tuple(map(_pair, DEFAULT_PAIRS)),
+        metavar="PRECISION=TYPE",
+        type=_pair,
     )
-    found.add_argument(
-        "--peers", nargs="*", metavar="NAME", default=list(PEERS), help=f"of {', '.join(PEERS)}"
+    peers: tuple[str, ...] = option(
+        f"of {', '.join(PEERS)}", default=tuple(PEERS), nargs="*", metavar="NAME", type=_peer
     )
-    found.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: all cores)")
-    found.add_argument("--rounds", type=integer(1, 1000), default=5)
-    found.add_argument(
-        "--prefill", nargs="+", type=integer(1, 1 << 20), metavar="TOKENS", default=[128, 512]
+    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
+    rounds: int = option("in turn (5)", default=5, type=integer(1, 1000))
+    prefill: tuple[int, ...] = option(
+        "lengths of prompts", default=(128, 512), metavar="TOKENS", type=integer(1, 1 << 20)
     )
-    found.add_argument("--context", type=integer(1, 1 << 20), metavar="TOKENS", default=128)
-    found.add_argument("--decode-tokens", type=integer(3, 1 << 20), metavar="N", default=128)
-    found.add_argument(
-        "--onnx-genai-folder", metavar="DIR", help="as its builder wrote it (default: build one)"
+    context: int = option(
+        "a prompt that is decoded after", default=128, metavar="TOKENS", type=integer(1, 1 << 20)
     )
-    found.add_argument(
-        "--timeout", type=real(0, 1e6, above=True), metavar="S", default=600.0, help="of one answer"
+    decode_tokens: int = option("so many", default=128, metavar="N", type=integer(3, 1 << 20))
+    onnx_genai_folder: Path | None = option(
+        "as its builder wrote it (default: build one)", metavar="DIR", type=_onnx_folder
     )
-    found.add_argument("--json", metavar="FILE", help="write every repeat, versions and host")
-    return found
+    timeout: float = option(
+        "of one answer", default=600.0, metavar="S", type=real(0, 1e6, above=True)
+    )
+    json: str | None = option("write every repeat, versions and host", metavar="FILE")
+
+    @property
+    def plan(self) -> Plan:
+        """What is measured in every round."""
+        return Plan(
+            prefill_lengths=tuple(dict.fromkeys(self.prefill)),
+            context=self.context,
+            num_decoded=self.decode_tokens,
+            num_rounds=self.rounds,
+        )
+
+    @property
+    def num_threads(self) -> int:
+        """Of every engine."""
+        return self.threads or describe_cpu().num_cores
 
 
 def read_options(argv: Sequence[str]) -> CompareOptions:
     """The checked command line. Raises TilewrightError."""
-    arguments = parser().parse_args(list(argv))
-    pairs = tuple(dict.fromkeys(_pair(text) for text in arguments.pairs))
-    for pair in pairs:
-        load_precision(pair.precision)
-    peers = tuple(dict.fromkeys(PEERS[name].name for name in arguments.peers))
-    folder = arguments.onnx_genai_folder
-    if folder is not None and not (Path(folder) / "genai_config.json").is_file():
+    options = parse(
+        CompareOptions,
+        argv,
+        prog="tilewright compare",
+        description="Measure Tilewright's CPU target and its peers in turn on the same weights.",
+    )
+    if options.json is not None:
+        check_writable(options.json)
+    if options.model is not None and is_compiled(options.model):
         raise ConfigError(
-            f"{folder}: holds no genai_config.json; allowed: a folder of {_builder()}"
-        )
-    if arguments.json is not None:
-        check_writable(arguments.json)
-    if arguments.model is not None and is_compiled(arguments.model):
-        raise ConfigError(
-            f"{arguments.model}: a compiled folder has no weights for others to run; "
+            f"{options.model}: a compiled folder has no weights for others to run; "
             "allowed: a checkpoint"
         )
-    model_path = find_model(arguments.model)
-    return CompareOptions(
-        model_path=model_path.resolve(),
-        pairs=pairs,
-        peers=peers,
-        plan=Plan(
-            prefill_lengths=tuple(dict.fromkeys(arguments.prefill)),
-            context=arguments.context,
-            num_decoded=arguments.decode_tokens,
-            num_rounds=arguments.rounds,
-        ),
-        num_threads=arguments.threads or describe_cpu().num_cores,
-        onnx_folder=None if folder is None else Path(folder).resolve(),
-        timeout_s=arguments.timeout,
-        json_path=None if arguments.json is None else Path(arguments.json),
-    )
+    return replace(options, model=str(find_model(options.model).resolve()))
 
 
 def main(argv: list[str]) -> int:
@@ -141,7 +138,7 @@ def main(argv: list[str]) -> int:
     from tilewright.compiler.commands.console import compile_progress, err, out
     from tilewright.models import load_model
 
-    model = load_model(options.model_path)
+    model = load_model(Path(str(options.model)))
     limit = model.config.max_positions
     if options.plan.max_context > limit:
         raise RequestError(
@@ -159,8 +156,8 @@ def main(argv: list[str]) -> int:
         )
     record = report_record(model, contestants, versus, options=options, bandwidths=bandwidths)
     print_report(out(), record)
-    if options.json_path is not None:
-        _write_json(options.json_path, record)
+    if options.json is not None:
+        _write_json(Path(options.json), record)
     return int(any(each.failure for each in contestants if each.engine == OURS))
 
 
@@ -178,7 +175,7 @@ def line_up(
             found[key] = Contestant(engine, weights, lambda: starts.start(engine, weights))
         return found[key]
 
-    for pair in options.pairs:
+    for pair in dict.fromkeys(options.pairs):
         ours = enter(OURS, pair.precision)
         rivals = [("llama.cpp", pair.kind)]
         if pair.kind in _FOUR_BITS:
@@ -195,6 +192,7 @@ class _Starts:
     def __init__(self, model: LoadedModel, options: CompareOptions) -> None:
         self._model = model
         self._options = options
+        self._source = Path(str(options.model))
         self._folder = cache_dir() / "peers"
 
     def start(self, engine: str, weights: str) -> Worker:
@@ -211,14 +209,10 @@ class _Starts:
             settings |= self._files(engine)(weights)
         except Exception as error:  # libraries of peers raise what they like
             raise WorkerError(one_line(error)) from None
-        # -P: a folder called like one of ours in the current one is not imported
-        command = (sys.executable, "-P", "-m", _WORKER, json.dumps(settings))
+        command = (*PYTHON, "-m", _WORKER, json.dumps(settings))
         search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {
-            "PYTHONPATH": search,
-            "OMP_NUM_THREADS": str(self._options.num_threads),
-        }
-        return Worker(command, environment=environment, timeout_s=self._options.timeout_s)
+        environment = {"PYTHONPATH": search, "OMP_NUM_THREADS": str(self._options.num_threads)}
+        return Worker(command, environment=environment, timeout_s=self._options.timeout)
 
     @functools.cached_property
     def _content_hash(self) -> str:
@@ -229,12 +223,12 @@ class _Starts:
         return {OURS: self._ours, "onnx-genai": self._onnx}.get(engine, self._gguf)
 
     def _ours(self, precision: str) -> dict[str, Any]:
-        return {"path": str(self._options.model_path), "precision": precision}
+        return {"path": str(self._source), "precision": precision}
 
     def _gguf(self, kind: str) -> dict[str, Any]:
         from bench.peers.gguf_copy import cached_gguf
 
-        source = self._options.model_path
+        source = self._source
         if source.suffix.lower() != ".gguf":
             raise ConfigError(
                 f"{source.name} is no GGUF file: convert it with llama.cpp's convert_hf_to_gguf.py"
@@ -245,13 +239,10 @@ class _Starts:
     def _onnx(self, weights: str) -> dict[str, Any]:
         from bench.peers.onnx_folder import cached_onnx_folder
 
-        path = self._options.onnx_folder
+        path = self._options.onnx_genai_folder
         if path is None:
             path = cached_onnx_folder(
-                self._model,
-                self._options.model_path,
-                content_hash=self._content_hash,
-                folder=self._folder,
+                self._model, self._source, content_hash=self._content_hash, folder=self._folder
             )
         return {"path": str(path), "is_tied": self._model.config.tie_embeddings}
 
@@ -262,14 +253,3 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
-
-
-def _pair(text: str) -> Pair:
-    precision, separator, kind = text.rpartition("=")
-    if not separator or not precision or kind.upper() not in KINDS:
-        raise ConfigError(f"pair {text!r}; {allowed(f'PRECISION={kind}' for kind in KINDS)}")
-    return Pair(precision, kind.upper())
-
-
-def _builder() -> str:
-    return "python -m onnxruntime_genai.models.builder -i FOLDER -o DIR -p int4 -e cpu"

@@ -5,7 +5,6 @@ Rows keep the source's order, which GGUF's readers expect; metadata and tokenize
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
 from importlib import metadata
@@ -15,7 +14,7 @@ import gguf
 import numpy as np
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 
-from bench.peers.protocol import Loaded
+from bench.peers.protocol import Loaded, cache_name
 from tilewright.compiler.errors import ConfigError
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
@@ -28,9 +27,8 @@ def cached_gguf(source: Path, kind: str, *, content_hash: str, folder: Path) -> 
 
     ``content_hash``: of the source; with the type and gguf's version it names the copy.
     """
-    parts = (content_hash, kind, metadata.version("gguf"))
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    path = folder / f"{source.stem}-{key}.{kind}.gguf"
+    name = cache_name(source, content_hash, kind, metadata.version("gguf"))
+    path = folder / f"{name}.{kind}.gguf"
     if not path.is_file():
         write_gguf(source, path, kind)
     return path

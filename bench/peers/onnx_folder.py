@@ -5,44 +5,31 @@ The builder wants a Hugging Face folder: a GGUF checkpoint is written out as one
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from bench.peers.protocol import cache_name
+from tilewright.compiler.bench.child import PYTHON, Child
 from tilewright.compiler.errors import ConfigError
 
 BUILDER = "onnxruntime_genai.models.builder"
+_BUILD = (*PYTHON, "-m", BUILDER)
 _CONFIG = "genai_config.json"
 _SECONDS = 3600
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
 
 
-class Exportable(Protocol):
-    """What `tilewright.models.load_model` returns, as far as this looks at it."""
-
-    @property
-    def config(self) -> Any: ...
-    @property
-    def checkpoint(self) -> Any: ...
-    @property
-    def tokenizer(self) -> Any: ...
-
-
-def cached_onnx_folder(model: Exportable, source: Path, *, content_hash: str, folder: Path) -> Path:
+def cached_onnx_folder(model: Any, source: Path, *, content_hash: str, folder: Path) -> Path:
     """The int4 folder of a model in a cache folder, built if it is not there.
 
     Raises:
         ConfigError: where the builder fails, with the last line it said.
     """
-    parts = (content_hash, "int4", metadata.version("onnxruntime-genai"))
-    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-    path = folder / f"{source.stem}-{key}.onnx-int4"
+    version = metadata.version("onnxruntime-genai")
+    path = folder / f"{cache_name(source, content_hash, 'int4', version)}.onnx-int4"
     if (path / _CONFIG).is_file():
         return path
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,28 +50,21 @@ def cached_onnx_folder(model: Exportable, source: Path, *, content_hash: str, fo
 def build(source: Path, destination: Path, *, scratch: Path) -> None:
     """Run the builder on a Hugging Face folder; it downloads nothing. Raises ConfigError."""
     paths = ("-i", str(source), "-o", str(destination), "-c", str(scratch))
-    command = (sys.executable, "-m", BUILDER, *paths, "-p", "int4", "-e", "cpu")
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"{BUILDER} took more than {_SECONDS} s") from None
-    if done.returncode:
-        said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        last = said[-1] if said else f"exit code {done.returncode}"
+    command = (*_BUILD, *paths, "-p", "int4", "-e", "cpu")
+    offline = {"HF_HUB_OFFLINE": "1"}
+    with Child(command, timeout_s=_SECONDS, environment=offline, what=BUILDER) as child:
+        ended = child.wait()
+    assert ended is not None
+    if ended.is_timed_out:
+        raise ConfigError(f"{BUILDER} took more than {_SECONDS} s")
+    if ended.code:
+        last = ended.last or ended.how
         missing = "; pip install onnx-ir transformers" if "ModuleNotFoundError" in last else ""
         raise ConfigError(f"{BUILDER} failed: {last[:200]}{missing}")
 
 
-def write_hf_folder(model: Exportable, folder: Path) -> None:
-    """A model as a new Hugging Face folder, its tensors in float32.
+def write_hf_folder(model: Any, folder: Path) -> None:
+    """A loaded model as a new Hugging Face folder, its tensors in float32.
 
     Raises:
         ConfigError: for a model that ``config.json`` is not written of here.
@@ -99,8 +79,8 @@ def write_hf_folder(model: Exportable, folder: Path) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def hf_config(model: Exportable) -> dict[str, Any]:
-    """A model's configuration as ``config.json`` holds it.
+def hf_config(model: Any) -> dict[str, Any]:
+    """The configuration of a loaded model as ``config.json`` holds it.
 
     Raises:
         ConfigError: for another architecture, scaled rotations, or biases it cannot say.

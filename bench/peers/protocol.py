@@ -7,11 +7,13 @@ with ``{tokens, times}``. While it waits for a line it does nothing. It knows no
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 
@@ -39,6 +41,12 @@ class Engine(Protocol):
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
         """Prefill ``tokens`` into an empty state, then choose ``num_tokens`` greedily."""
+
+
+def cache_name(source: Path, *parts: str) -> str:
+    """What another form of a model's file is called in a cache: by all that it depends on."""
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return f"{source.stem}-{key}"
 
 
 def serve(open_engine: Callable[[], Engine], requests: TextIO, answers: TextIO) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bench.peers import PEERS
-from bench.peers.rounds import Contestant, contestant_record, ratios
+from bench.peers.rounds import Contestant, ratios
 from tilewright.compiler.bench import stats
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.devices import describe_cpu
@@ -45,17 +45,17 @@ def report_record(
         "num_rounds": plan.num_rounds,
         "measures": [dataclasses.asdict(measure) for measure in plan.measures],
         "bandwidth": {"median": bandwidth, "readings": list(bandwidths)},
-        "contestants": [contestant_record(each, plan, bandwidth) for each in contestants],
+        "contestants": [each.record(plan, bandwidth) for each in contestants],
         "ratios": [
             {
                 "ours": ours.weights,
                 "peer": peer.name,
-                "measure": ratio.measure,
-                "median": ratio.median,
-                "repeats": list(ratio.repeats),
+                "measure": measure,
+                "median": stats.median(repeats),
+                "repeats": repeats,
             }
             for ours, peer in versus
-            for ratio in ratios(ours, peer, plan)
+            for measure, repeats in ratios(ours, peer).items()
         ],
         **dataclasses.asdict(surroundings),
     }

@@ -5,7 +5,8 @@ Knows engines only as workers that generate; what they are and how they start is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -92,21 +93,74 @@ class Contestant:
     loaded: Loaded | None = None
     rates: dict[str, list[float]] = field(default_factory=dict)
     failure: str | None = None
+    worker: Worker | None = None
 
     @property
     def name(self) -> str:
         """As it is printed."""
         return f"{self.engine} {self.weights}"
 
-    def median(self, measure: str) -> float | None:
-        """Tokens a second, None where nothing was measured."""
-        rates = self.rates.get(measure)
-        return stats.median(rates) if rates else None
+    def load(self, plan: Plan, prompts: Sequence[Sequence[int]]) -> None:
+        """Start the worker and warm it up; a failure is kept."""
+        with self._failing():
+            self.worker = self.start()
+            self.loaded = self.worker.loaded()
+            for measure, prompt in zip(plan.measures, prompts, strict=True):
+                self.worker.generate(prompt, min(_WARM_UP_TOKENS, measure.num_tokens))
+            self.worker.settle()
 
-    def spread(self, measure: str) -> float | None:
-        """(max - min) / median, None below two rounds."""
-        rates = self.rates.get(measure, [])
-        return stats.spread(rates) if len(rates) > 1 else None
+    def measure(self, measure: Measure, prompt: Sequence[int]) -> None:
+        """Add a rate; nothing where it has failed before."""
+        if self.worker is None:
+            return
+        with self._failing():
+            rate = measure.rate(self.worker.generate(prompt, measure.num_tokens))
+            self.worker.settle()
+            self.rates.setdefault(measure.name, []).append(rate)
+
+    def close(self) -> None:
+        """End its worker, if it has one."""
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except WorkerError as error:
+            self.failure = str(error)
+        except ZeroDivisionError:
+            self.failure = "gave several tokens at one time"
+        if self.failure is not None:
+            self.close()
+
+    def record(self, plan: Plan, bandwidth: float) -> dict[str, Any]:
+        """As JSON values: sizes in bytes, rates in tokens a second, every repeat.
+
+        ``bandwidth``: the memory's read rate, bytes a second; its share is what decoding reaches
+        by reading each weight once a token.
+        """
+        rates = {
+            measure: {
+                "median": stats.median(repeats),
+                "spread": stats.spread(repeats) if len(repeats) > 1 else None,
+                "repeats": repeats,
+            }
+            for measure, repeats in self.rates.items()
+        }
+        step_bytes = self.loaded.step_bytes if self.loaded else None
+        decode = self.rates.get(plan.measures[-1].name)
+        share = step_bytes * stats.median(decode) / bandwidth if step_bytes and decode else None
+        return {
+            "engine": self.engine,
+            "weights": self.weights,
+            "weight_bytes": self.loaded.weight_bytes if self.loaded else None,
+            "step_bytes": step_bytes,
+            "bandwidth_share": share,
+            "rates": rates,
+            "failure": self.failure,
+        }
 
 
 def measure_all(
@@ -124,117 +178,28 @@ def measure_all(
     then on.
     """
     warm_up, *rounds = plan.prompts(tokens)
-    workers: dict[int, Worker] = {}
     rates = []
     try:
         for index, contestant in enumerate(contestants):
             report(f"load {contestant.name}", index, len(contestants))
-            _load(contestant, workers, index, plan=plan, prompts=warm_up)
+            contestant.load(plan, warm_up)
         rates.append(bandwidth())
         for number, prompts in enumerate(rounds):
             report(f"round {number + 1}", number, len(rounds))
             for measure, prompt in zip(plan.measures, prompts, strict=True):
-                for index in list(workers):
-                    _measure(contestants[index], workers, index, measure=measure, prompt=prompt)
+                for contestant in contestants:
+                    contestant.measure(measure, prompt)
             rates.append(bandwidth())
     finally:
-        for worker in workers.values():
-            worker.close()
+        for contestant in contestants:
+            contestant.close()
     return rates
 
 
-def _load(
-    contestant: Contestant,
-    workers: dict[int, Worker],
-    index: int,
-    *,
-    plan: Plan,
-    prompts: Sequence[Sequence[int]],
-) -> None:
-    try:
-        worker = workers[index] = contestant.start()
-        contestant.loaded = worker.loaded()
-        for measure, prompt in zip(plan.measures, prompts, strict=True):
-            worker.generate(prompt, min(_WARM_UP_TOKENS, measure.num_tokens))
-        worker.settle()
-    except WorkerError as error:
-        _drop(contestant, workers, index, reason=str(error))
-
-
-def _measure(
-    contestant: Contestant,
-    workers: dict[int, Worker],
-    index: int,
-    *,
-    measure: Measure,
-    prompt: Sequence[int],
-) -> None:
-    try:
-        rate = measure.rate(workers[index].generate(prompt, measure.num_tokens))
-        workers[index].settle()
-    except WorkerError as error:
-        _drop(contestant, workers, index, reason=str(error))
-    except ZeroDivisionError:
-        _drop(contestant, workers, index, reason="gave several tokens at one time")
-    else:
-        contestant.rates.setdefault(measure.name, []).append(rate)
-
-
-def _drop(contestant: Contestant, workers: dict[int, Worker], index: int, *, reason: str) -> None:
-    contestant.failure = reason
-    worker = workers.pop(index, None)
-    if worker is not None:
-        worker.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """One figure of ours by a peer's, round by round: above 1 ours is faster."""
-
-    measure: str
-    repeats: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """The middle one."""
-        return stats.median(self.repeats)
-
-
-def ratios(ours: Contestant, peer: Contestant, plan: Plan) -> list[Ratio]:
-    """The ratios of the rounds that both have, for each measure that has one."""
-    found = []
-    for measure in plan.measures:
-        both = zip(ours.rates.get(measure.name, []), peer.rates.get(measure.name, []), strict=False)
-        repeats = tuple(mine / theirs for mine, theirs in both)
-        if repeats:
-            found.append(Ratio(measure.name, repeats))
-    return found
-
-
-def bandwidth_share(contestant: Contestant, plan: Plan, bandwidth: float) -> float | None:
-    """How much of the memory's read rate decoding reaches by reading each weight once a token."""
-    rate = contestant.median(plan.measures[-1].name)
-    if rate is None or contestant.loaded is None or contestant.loaded.step_bytes is None:
-        return None
-    return contestant.loaded.step_bytes * rate / bandwidth
-
-
-def contestant_record(contestant: Contestant, plan: Plan, bandwidth: float) -> dict[str, Any]:
-    """A contestant as JSON values: sizes in bytes, rates in tokens a second, every repeat."""
-    loaded = contestant.loaded
+def ratios(ours: Contestant, peer: Contestant) -> dict[str, list[float]]:
+    """By measure, ours / the peer's of the rounds that both have: above 1 ours is faster."""
     return {
-        "engine": contestant.engine,
-        "weights": contestant.weights,
-        "weight_bytes": loaded.weight_bytes if loaded else None,
-        "step_bytes": loaded.step_bytes if loaded else None,
-        "bandwidth_share": bandwidth_share(contestant, plan, bandwidth),
-        "rates": {
-            measure: {
-                "median": contestant.median(measure),
-                "spread": contestant.spread(measure),
-                "repeats": repeats,
-            }
-            for measure, repeats in contestant.rates.items()
-        },
-        "failure": contestant.failure,
+        measure: [mine / theirs for mine, theirs in zip(rates, peer.rates[measure], strict=False)]
+        for measure, rates in ours.rates.items()
+        if measure in peer.rates
     }

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.peers.protocol import Engine, serve, take_standard_output
+from bench.peers.protocol import Engine, Generated, Loaded, serve, take_standard_output
 
 OURS = "tilewright"
 
@@ -31,27 +33,48 @@ def open_engine(settings: dict[str, Any]) -> Engine:
 
         return OpenVino(path, num_threads=num_threads)
     assert name == OURS, name
-    return _open_ours(path, settings)
+    return Tilewright(path, settings)
 
 
-def _open_ours(path: Path, settings: dict[str, Any]) -> Engine:
-    from bench.peers.tilewright import Tilewright
-    from tilewright.compiler.artifacts.cache import ProgramCache
-    from tilewright.compiler.artifacts.program import compile_cached
-    from tilewright.compiler.precision import load_precision
-    from tilewright.compiler.targets.base import CompileOptions
-    from tilewright.models import load_model
+class Tilewright:
+    """A model compiled for the CPU, run as ``tilewright run`` runs it."""
 
-    compiled = compile_cached(
-        load_model(path),
-        load_precision(settings["precision"]),
-        ProgramCache.default(),
-        target="cpu",
-        options=CompileOptions(
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        from tilewright.compiler.artifacts.cache import ProgramCache
+        from tilewright.compiler.artifacts.program import compile_cached
+        from tilewright.compiler.precision import load_precision
+        from tilewright.compiler.targets.base import CompileOptions
+        from tilewright.models import load_model
+
+        options = CompileOptions(
             max_context=settings["max_context"], num_threads=settings["num_threads"]
-        ),
-    )
-    return Tilewright(compiled)
+        )
+        self._compiled = compile_cached(
+            load_model(path),
+            load_precision(settings["precision"]),
+            ProgramCache.default(),
+            target="cpu",
+            options=options,
+        )
+
+    def loaded(self) -> Loaded:
+        """The weights as the target holds them; a step reads them in their formats' own size."""
+        from tilewright.compiler.ir.cost import step_costs
+
+        costs = step_costs(self._compiled.graph(), num_tokens=1, context=1)
+        step_bytes = int(sum(cost.weight_bytes for cost in costs))
+        return Loaded(self._compiled.executable.memory().weights, step_bytes)
+
+    def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
+        """See `Engine.generate`."""
+        from tilewright.compiler.runtime.llm import LLM
+        from tilewright.compiler.runtime.request import Request, SamplingParams
+
+        request = Request(0, tuple(tokens), SamplingParams(max_tokens=num_tokens))
+        started = time.perf_counter()
+        LLM(self._compiled.executable).generate([request])
+        times = tuple(at - started for at in request.token_times)
+        return Generated(tuple(request.output), times)
 
 
 def main(argv: list[str]) -> int:

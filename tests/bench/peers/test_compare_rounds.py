@@ -11,12 +11,11 @@ from bench.peers.rounds import (
     Contestant,
     Measure,
     Plan,
-    bandwidth_share,
-    contestant_record,
     measure_all,
     ratios,
 )
 from bench.peers.worker import WorkerError
+from tilewright.compiler.bench.stats import median
 
 PLAN = Plan(prefill_lengths=(4, 8), context=4, num_decoded=5, num_rounds=3)
 TEXT = list(range(1000))
@@ -97,18 +96,17 @@ def test_rates_medians_and_ratios(log: list[tuple[str, int, int]]) -> None:
     run([ours, peer])
     assert ours.rates["prefill-8"] == pytest.approx([30.0] * 3)
     assert ours.rates["decode-4"] == pytest.approx([20.0] * 3), "the first step does not count"
-    found = {ratio.measure: ratio.median for ratio in ratios(ours, peer, PLAN)}
+    found = {measure: median(repeats) for measure, repeats in ratios(ours, peer).items()}
     assert found == pytest.approx({"prefill-4": 3.0, "prefill-8": 3.0, "decode-4": 0.5})
-    assert bandwidth_share(ours, PLAN, 40_000.0) == pytest.approx(0.5)
+    assert ours.record(PLAN, 40_000.0)["bandwidth_share"] == pytest.approx(0.5)
 
 
 def test_ratios_are_taken_round_by_round() -> None:
     ours = Contestant("ours", "a", _never, rates={"decode-4": [10.0, 20.0, 90.0]})
     peer = Contestant("peer", "b", _never, rates={"decode-4": [5.0, 20.0]})
-    (ratio,) = ratios(ours, peer, PLAN)
-    assert ratio.repeats == (2.0, 1.0) and ratio.median == 1.5
-    assert ours.median("decode-4") == 20.0 and ours.spread("decode-4") == 4.0
-    assert peer.median("prefill-4") is None and peer.spread("prefill-4") is None
+    assert ratios(ours, peer) == {"decode-4": [2.0, 1.0]}
+    rate = ours.record(PLAN, 1e9)["rates"]["decode-4"]
+    assert rate == {"median": 20.0, "spread": 4.0, "repeats": [10.0, 20.0, 90.0]}
 
 
 def test_the_decode_rate_is_that_of_timing() -> None:
@@ -135,7 +133,7 @@ def test_one_that_fails_is_left_out(
     assert broken.is_closed and sound.is_closed
     assert len(first.rates.get("prefill-4", [])) == num_rates
     assert all(len(rates) == PLAN.num_rounds for rates in second.rates.values())
-    record = contestant_record(first, PLAN, 1e9)
+    record = first.record(PLAN, 1e9)
     assert record["failure"] == "ended with SIGSEGV"
     assert {len(each["repeats"]) for each in record["rates"].values()} <= {1, 2}
 
@@ -146,7 +144,7 @@ def test_one_that_cannot_start_is_left_out(log: list[tuple[str, int, int]]) -> N
     run([missing, sound])
     assert missing.failure == "not installed" and missing.loaded is None
     assert sound.failure is None and len(sound.rates) == 3
-    assert contestant_record(missing, PLAN, 1e9)["bandwidth_share"] is None
+    assert missing.record(PLAN, 1e9)["bandwidth_share"] is None
 
 
 def test_tokens_that_come_at_one_time_are_no_rate() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,11 +41,8 @@ def test_what_config_json_cannot_say_is_refused(changes: dict[str, object]) -> N
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, *, said: str, code: int = 1) -> None:
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        assert command[0] == sys.executable
-        return subprocess.CompletedProcess(command, code, "", said)
-
-    monkeypatch.setattr(onnx_folder.subprocess, "run", run)
+    script = f"import sys; sys.stderr.write({said!r}); sys.exit({code})"
+    monkeypatch.setattr(onnx_folder, "_BUILD", (sys.executable, "-c", script))
 
 
 def test_a_failed_build_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
