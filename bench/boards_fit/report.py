@@ -18,7 +18,7 @@ from bench.boards_fit.fitting import (
 )
 from bench.boards_fit.programs import PUBLISHED
 from bench.boards_fit.rows import Row, galaxy, judged
-from tilewright.compiler.bench.markdown import format_table
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
 
 _BAR = 90
@@ -171,7 +171,7 @@ def _summary(study: Study) -> str:
                 of = "step" if what == "decode" else "prompt"
                 cells = (f"{name}: {of}", "never fitted", str(len(errors)))
                 rows.append((*cells, *_median_worst(errors)))
-    table = format_table(("figure", "left out", "rows", "median (%)", "worst (%)"), rows)
+    table = Table.of(("figure", "left out", "rows", "median (%)", "worst (%)"), rows).markdown()
     rank = f"Rank correlation of the precision rows' speeds: {study.rank():.3f}."
     bars = "; ".join(
         f"{name} {100 * step:.0f} % of t/s/u, {100 * prompt:.0f} % of TTFT"
@@ -212,7 +212,7 @@ def _readings(studies: Sequence[Study]) -> str:
         prefill = _median_worst([each.model for each in study.prefill])
         rows.append((study.reading, *decode, *family, *prefill))
     columns = ("reading", "step: median (%)", "worst (%)", "family: median", "worst")
-    return format_table((*columns, "TTFT: median", "TTFT: worst"), rows)
+    return Table.of((*columns, "TTFT: median", "TTFT: worst"), rows).markdown()
 
 
 def _constants(constants: Constants) -> str:
@@ -220,7 +220,7 @@ def _constants(constants: Constants) -> str:
     for field in dataclasses.fields(constants):
         value, start = getattr(constants, field.name), getattr(START, field.name)
         rows.append((field.name, f"{start:.4g}", f"{value:.4g}"))
-    return format_table(("constant", "start", "fitted"), rows)
+    return Table.of(("constant", "start", "fitted"), rows).markdown()
 
 
 def _residual_table(residuals: Iterable[Residual]) -> str:
@@ -236,7 +236,7 @@ def _residual_table(residuals: Iterable[Residual]) -> str:
             )
         )
     columns = ("model", "board", "section", "published (ms)", "fitted (ms)", "error (%)")
-    return format_table((*columns, "model out", "family out", "board out"), rows)
+    return Table.of((*columns, "model out", "family out", "board out"), rows).markdown()
 
 
 def _predicted(
@@ -254,7 +254,7 @@ def _predicted(
         error = _percent(sample.error(study.constants))
         rows.append((sample.model, row.device, what, *cells, error))
     columns = ("model", "board", "section", f"published ({unit})", f"predicted ({unit})")
-    return format_table((*columns, "error of time (%)"), rows)
+    return Table.of((*columns, "error of time (%)"), rows).markdown()
 
 
 def _short_title(heading: str) -> str:

@@ -1,6 +1,7 @@
 """Files of JSON lines that survive their writers: appended whole, on disk, a torn tail cut off.
 
-What a line means is for those who write and read it.
+`read_records` reads every kind of them through msgspec: results, sweeps, runs. What a record means
+is for those who define its type.
 """
 
 from __future__ import annotations
@@ -10,12 +11,19 @@ import json
 import os
 import stat
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from tilewright.compiler.errors import ConfigError
+import msgspec
+
+from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.files import read_regular
 
+T = TypeVar("T")
 _CHUNK = 1 << 16
+_MAX_REASON = 1000  # characters: a line may hold values of any length
 
 
 class TornLineWarning(UserWarning):
@@ -88,6 +96,46 @@ def read_lines(path: str | os.PathLike[str], what: str = "results file") -> list
         _warn_torn(path, number=len(lines))
         lines.pop()
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class Located(Generic[T]):
+    """A record and where it was read, as ``results.jsonl:3``, for messages."""
+
+    place: str
+    record: T
+
+
+def read_records(
+    path: str | os.PathLike[str],
+    decode: Callable[[bytes], T],
+    what: str = "results file",
+    *,
+    expected: str = "not a record",
+) -> list[Located[T]]:
+    """Every record of a file, in order; see `read_lines` for a torn last line.
+
+    ``decode`` makes a record of a line, as `msgspec.json.Decoder.decode` does. ``expected`` is what
+    a message says of a line that is none, such as "not a run".
+
+    Raises:
+        ConfigError: naming file and line, on a line that ``decode`` refuses.
+    """
+    return [
+        Located(place, decode_record(line, decode, place=place, expected=expected))
+        for number, line in read_lines(path, what)
+        for place in (f"{path}:{number}",)
+    ]
+
+
+def decode_record(
+    line: bytes, decode: Callable[[bytes], T], *, place: str, expected: str = "not a record"
+) -> T:
+    """One line's record. Raises ConfigError, naming ``place``, on a line that is none."""
+    try:
+        return decode(line)
+    except (ConfigError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{place}: {expected}: {one_line(error, _MAX_REASON)}") from None
 
 
 def is_json(line: bytes) -> bool:

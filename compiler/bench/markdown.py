@@ -7,7 +7,7 @@ Knows nothing of what a table says.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.compiler.errors import ConfigError
@@ -67,8 +67,8 @@ class TableLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """A table: every line has as many cells as the header."""
+class TableBlock:
+    """A table as it stands in a file: every line has as many cells as the header."""
 
     header: TableLine
     rule: TableLine
@@ -84,7 +84,7 @@ class Table:
         return "".join(line.render() for line in (self.header, self.rule, *self.rows))
 
 
-Block = Text | Heading | Table
+Block = Text | Heading | TableBlock
 
 
 def parse_blocks(text: str, *, name: str) -> tuple[Block, ...]:
@@ -152,7 +152,7 @@ def _table_line(line: str, *, number: int, name: str) -> TableLine:
     return TableLine(core[:start], cells, suffix=line[len(core) :], line=number)
 
 
-def _table(lines: Sequence[TableLine], *, name: str) -> Table:
+def _table(lines: Sequence[TableLine], *, name: str) -> TableBlock:
     header, *rest = lines
     if not rest or not all(_RULE.fullmatch(cell) for cell in rest[0].cells):
         raise ConfigError(
@@ -164,24 +164,7 @@ def _table(lines: Sequence[TableLine], *, name: str) -> Table:
                 f"{name}:{line.line}: {len(line.raw_cells)} cells in a table of "
                 f"{len(header.raw_cells)} columns"
             )
-    return Table(header, rest[0], tuple(rest[1:]))
-
-
-def format_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A new table: each column as wide as its widest cell, all left aligned.
-
-    Cells are free of line ends and bars; the caller sees to that.
-    """
-    lines = [tuple(columns), *map(tuple, rows)]
-    assert all(len(line) == len(columns) for line in lines), lines
-    assert not any("|" in cell or "\n" in cell for line in lines for cell in line), lines
-    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
-    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
-    text = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) + " |"
-        for line in lines
-    ]
-    return "\n".join([text[0], rule, *text[1:]]) + "\n"
+    return TableBlock(header, rest[0], tuple(rest[1:]))
 
 
 def merge(existing: str, name: str, rendered: str, *, file: str = "PERF.md") -> str:

@@ -18,7 +18,7 @@ from typing import Literal
 from tilewright.compiler.bench.markdown import (
     Block,
     Heading,
-    Table,
+    TableBlock,
     TableLine,
     Text,
     merge,
@@ -304,7 +304,7 @@ def _section(heading: Heading, body: tuple[Block, ...], *, result_kind: Kind, na
     rows: list[PerfRow] = []
     if kind != "other":
         for block in body:
-            if isinstance(block, Table):
+            if isinstance(block, TableBlock):
                 rows += _rows(block, name=name)
     intro = body[0].text.strip() if body and isinstance(body[0], Text) else ""
     return Section(
@@ -319,7 +319,7 @@ def _section(heading: Heading, body: tuple[Block, ...], *, result_kind: Kind, na
     )
 
 
-def _rows(table: Table, *, name: str) -> list[PerfRow]:
+def _rows(table: TableBlock, *, name: str) -> list[PerfRow]:
     place = f"{name}:{table.header.line}"
     columns = table.columns
     listed = ", ".join(columns)[:200]

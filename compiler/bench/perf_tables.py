@@ -12,7 +12,6 @@ from functools import partial
 
 from tilewright.compiler.bench import board_tables
 from tilewright.compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
-from tilewright.compiler.bench.markdown import format_table
 from tilewright.compiler.bench.perf_md import (
     AVG_TTFT,
     DEVICE,
@@ -48,6 +47,7 @@ from tilewright.compiler.bench.selection import (
     is_short,
     row_order,
 )
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.devices import BOARDS
 
 _PERF_COLUMNS = (MODEL, DEVICE, TOP1, TOP5, SPEED, TTFT)
@@ -81,7 +81,7 @@ class TablePlan:
 
     def render(self) -> str:
         """The section's Markdown."""
-        table = format_table(self.columns, self.rows) if self.columns else ""
+        table = Table.of(self.columns, self.rows).markdown() if self.columns else ""
         notes = "".join(f"- {note}\n" for note in self.notes)
         parts = [f"{'#' * self.level} {self.title}\n", self.intro and f"{self.intro}\n", table]
         return "\n".join(part for part in [*parts, notes] if part)

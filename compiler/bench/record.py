@@ -122,6 +122,16 @@ class Paired:
         """The comparison with its p computed."""
         return cls(base=base, b=b, c=c, p=stats.mcnemar(b, c))
 
+    @classmethod
+    def from_hits(cls, base: str, *, theirs: Sequence[bool], ours: Sequence[bool]) -> Paired:
+        """The comparison of two runs' hits on the same positions, ``theirs`` being the base's.
+
+        Raises:
+            ValueError: if the two are of unequal lengths.
+        """
+        b, c = stats.discordant(theirs, ours)
+        return cls.from_counts(base, b=b, c=c)
+
 
 def pack_hits(hits: Sequence[bool]) -> str:
     """Hits as lower-case hex: position i is bit ``i % 4``, from the most significant on, of digit

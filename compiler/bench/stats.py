@@ -95,14 +95,49 @@ def t_quantile_95(num_freedoms: int) -> float:
     return z + first / num_freedoms + second / num_freedoms**2
 
 
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """The mean of one value or more, and its standard error, the values taken as independent; None
+    in its place for a single value, which shows no noise. ValueError on no values.
+    """
+    count = len(values)
+    if not count:
+        raise ValueError("a mean of no values")
+    mean = math.fsum(values) / count
+    if count < 2:
+        return mean, None
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    return mean, math.sqrt(variance / count)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] | None]:
+    """The mean of rounds and its 95 % interval by Student's t; None in its place below
+    `MIN_ROUNDS`. ValueError on no values.
+    """
+    mean, error = mean_and_error(values)
+    if error is None or len(values) < MIN_ROUNDS:
+        return mean, None
+    half = t_quantile_95(len(values) - 1) * error
+    return mean, (mean - half, mean + half)
+
+
+def discordant(base: Sequence[bool], ours: Sequence[bool]) -> tuple[int, int]:
+    """On how many positions only ``base`` was right, and on how many only ``ours`` was.
+
+    Raises:
+        ValueError: if the two are of unequal lengths.
+    """
+    differing = [one for one, other in zip(base, ours, strict=True) if one != other]
+    return sum(differing), len(differing) - sum(differing)
+
+
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How many times larger one series is than the other, round by round.
+    """How many times larger one series is than the other, position by position or round by round.
 
     Attributes:
-        ratio: the geometric mean of the rounds' ratios.
-        interval: 95 %, two-sided; None below `MIN_ROUNDS` rounds.
-        num_rounds: the rounds that were compared.
+        ratio: the geometric mean of the rounds' ratios, or the ratio of two means.
+        interval: 95 %, two-sided; None where there are too few rounds for one.
+        num_rounds: the rounds or positions that were compared.
         differs: whether the interval leaves out 1; False where there is no interval.
     """
 
@@ -131,14 +166,27 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     for value in (*ours, *theirs):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"a ratio needs finite values above 0, got {value}")
-    logs = [math.log(mine) - math.log(other) for mine, other in pairs]
-    n = len(logs)
-    mean = math.fsum(logs) / n
-    if n < MIN_ROUNDS:
-        return Ratio(_exp(mean), None, n, False)
-    variance = math.fsum((each - mean) ** 2 for each in logs) / (n - 1)
-    half = t_quantile_95(n - 1) * math.sqrt(variance / n)
-    return Ratio(_exp(mean), (_exp(mean - half), _exp(mean + half)), n, abs(mean) > half)
+    mean, interval = mean_interval([math.log(mine) - math.log(other) for mine, other in pairs])
+    if interval is None:
+        return Ratio(_exp(mean), None, len(pairs), False)
+    low, high = interval
+    return Ratio(_exp(mean), (_exp(low), _exp(high)), len(pairs), not low <= 0 <= high)
+
+
+def mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio | None:
+    """The ratio of two means over the same positions; None where the second mean is 0.
+
+    Source: W. G. Cochran, "Sampling Techniques" (1977), chapter 6: the large-sample variance of a
+    ratio of paired means, positions taken as independent.
+    """
+    count = len(ours)
+    mean = math.fsum(theirs) / count
+    if mean == 0:
+        return None
+    ratio = math.fsum(ours) / count / mean
+    rests = [(one - ratio * other) / mean for one, other in zip(ours, theirs, strict=True)]
+    half = Z_95 * (mean_and_error(rests)[1] or 0.0)
+    return Ratio(ratio, (ratio - half, ratio + half), count, abs(ratio - 1) > half)
 
 
 def _exp(x: float) -> float:
@@ -225,11 +273,6 @@ def quantile(values: Sequence[float], q: float) -> float:
 def median(values: Sequence[float]) -> float:
     """The middle value, or the mean of the two middle ones. ValueError on no values."""
     return quantile(values, 0.5)
-
-
-def iqr(values: Sequence[float]) -> float:
-    """The interquartile range, in the unit of the values. ValueError on no values."""
-    return quantile(values, 0.75) - quantile(values, 0.25)
 
 
 def spread(values: Sequence[float]) -> float:

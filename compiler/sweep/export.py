@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 from tilewright.compiler.bench import pareto
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
-from tilewright.compiler.bench.markdown import format_table
 from tilewright.compiler.bench.perf_tables import (
     cell_text,
     decimal,
@@ -20,6 +19,7 @@ from tilewright.compiler.bench.perf_tables import (
 )
 from tilewright.compiler.bench.record import Accuracy, Result
 from tilewright.compiler.bench.stats import MIN_ROUNDS
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.sweep import summary
 from tilewright.compiler.sweep.csv_table import csv_text
 from tilewright.compiler.sweep.journal import CellState, SweepState
@@ -132,7 +132,7 @@ def _summary(members: Sequence[Ranked]) -> list[str]:
         if each.placed is not None and each.placed.notes
     ]
     columns = tuple(map(_board_column, SUMMARY_COLUMNS)) if row.is_emulated else SUMMARY_COLUMNS
-    parts = [f"## {place_name(row)}\n", " ".join(about), format_table(columns, table)]
+    parts = [f"## {place_name(row)}\n", " ".join(about), Table.of(columns, table).markdown()]
     if notes:
         parts.append("What is not proven:\n\n" + "".join(notes))
     return parts
@@ -190,7 +190,7 @@ def _other_texts(shown: Sequence[Ranked]) -> str:
     columns: tuple[str, ...] = ("Model", SUMMARY_COLUMNS[0], "Text", *SUMMARY_COLUMNS[1:7])
     if any(each.row.is_emulated for each in shown):
         columns = tuple(map(_board_column, columns))
-    table = format_table(columns, [tuple(map(cell_text, line)) for line in lines])
+    table = Table.of(columns, [tuple(map(cell_text, line)) for line in lines]).markdown()
     return f"## Other texts\n\n{table}"
 
 

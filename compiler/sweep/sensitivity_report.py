@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench import stats
-from tilewright.compiler.bench.markdown import format_table
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.sweep.cost_model import CostModel
 from tilewright.compiler.sweep.journal import SweepState
 from tilewright.compiler.sweep.sensitivity import Lowered, Sensitivity, sensitivities
@@ -101,7 +101,7 @@ def _sections(found: Sensitivity) -> str:
 def _groups(found: Sensitivity) -> str:
     kind = _kind_of_time(found)
     columns = ("Part", *_COSTS, f"Saved (ms a step, {kind})", "95 % CI", f"KL / ms ({kind})")
-    return format_table(columns, _rows([p for p in found.groups if not p.is_same]))
+    return Table.of(columns, _rows([p for p in found.groups if not p.is_same])).markdown()
 
 
 def _kind_of_time(found: Sensitivity) -> str:
@@ -110,7 +110,7 @@ def _kind_of_time(found: Sensitivity) -> str:
 
 def _layers(found: Sensitivity) -> str:
     columns = ("Part", *_COSTS, "Saved (ms a step, predicted)", "KL / ms (predicted)")
-    return format_table(columns, _rows(found.layers))
+    return Table.of(columns, _rows(found.layers)).markdown()
 
 
 def _rows(parts: Sequence[Lowered]) -> list[tuple[str, ...]]:
@@ -159,4 +159,4 @@ def _cost_model(model: CostModel) -> str:
         (name, "" if error is None else f"{100 * error:+.1f}")
         for name, error in model.errors.items()
     ]
-    return f"{text}\n\n{format_table(('Configuration', 'Predicted, off by (%)'), rows)}"
+    return f"{text}\n\n{Table.of(('Configuration', 'Predicted, off by (%)'), rows).markdown()}"

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from tilewright.compiler.bench import perf_md
 from tilewright.compiler.bench.markdown import (
-    Table,
+    TableBlock,
     find_markers,
-    format_table,
     merge,
     parse_blocks,
 )
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.errors import ConfigError, TilewrightError
 
 SEED = (Path(__file__).parents[1] / "goldens" / "seed_perf.md").read_bytes().decode()
@@ -37,7 +37,7 @@ def rows_of(seed: perf_md.Document, kind: perf_md.SectionKind, k: int | None = N
 
 def test_the_seed_renders_back_byte_for_byte(seed: perf_md.Document) -> None:
     assert perf_md.render(seed) == SEED
-    tables = [block for block in seed.blocks if isinstance(block, Table)]
+    tables = [block for block in seed.blocks if isinstance(block, TableBlock)]
     assert len(tables) == 17
     for table in tables:
         assert table.render() in SEED
@@ -94,9 +94,9 @@ def test_other_texts_render_back(text: str) -> None:
 
 
 def test_a_fence_and_an_escape_are_no_cells() -> None:
-    assert not any(isinstance(b, Table) for b in parse_blocks("```\n|x\n```\n", name="f"))
+    assert not any(isinstance(b, TableBlock) for b in parse_blocks("```\n|x\n```\n", name="f"))
     (table,) = parse_blocks("| a\\|b | c |\n|---|---|\n", name="f")
-    assert isinstance(table, Table)
+    assert isinstance(table, TableBlock)
     assert table.columns == ("a\\|b", "c")
 
 
@@ -361,8 +361,8 @@ def test_long_input_takes_no_long_time(text: str) -> None:
 
 
 def test_a_new_table_reads_back() -> None:
-    text = format_table(("A", "longer"), [("x", ""), ("wide cell", "1")])
+    text = Table.of(("A", "longer"), [("x", ""), ("wide cell", "1")]).markdown()
     assert text.splitlines()[1] == "|-----------|--------|"
     (table,) = parse_blocks(text, name="f")
-    assert isinstance(table, Table)
+    assert isinstance(table, TableBlock)
     assert [line.cells for line in table.rows] == [("x", ""), ("wide cell", "1")]

@@ -26,7 +26,7 @@ from tests.sweep_cells import (
     speed_result,
 )
 from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.markdown import Heading, Table, parse_blocks
+from tilewright.compiler.bench.markdown import Heading, TableBlock, parse_blocks
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import dumps, loads
 from tilewright.compiler.sweep.cell import Cell
@@ -78,7 +78,7 @@ SWEEP = [
 
 
 def table(text: str, number: int = 0) -> list[dict[str, str]]:
-    tables = [each for each in parse_blocks(text, name="text") if isinstance(each, Table)]
+    tables = [each for each in parse_blocks(text, name="text") if isinstance(each, TableBlock)]
     return [dict(zip(tables[number].columns, r.cells, strict=True)) for r in tables[number].rows]
 
 

@@ -25,7 +25,7 @@ from tests.sweep_cells import (
     speed_result,
 )
 from tilewright.compiler.bench import plot
-from tilewright.compiler.bench.markdown import Heading, Table, parse_blocks
+from tilewright.compiler.bench.markdown import Heading, TableBlock, parse_blocks
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.stats import mcnemar
 from tilewright.compiler.errors import ConfigError
@@ -263,7 +263,7 @@ def test_observations_are_the_rows_that_were_timed() -> None:
 
 
 def tables(text: str) -> list[list[dict[str, str]]]:
-    found = [each for each in parse_blocks(text, name="text") if isinstance(each, Table)]
+    found = [each for each in parse_blocks(text, name="text") if isinstance(each, TableBlock)]
     return [[dict(zip(t.columns, row.cells, strict=True)) for row in t.rows] for t in found]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tilewright.compiler.bench.markdown import format_table
+from tilewright.compiler.bench import table
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.sweep.journal import CellState
 
@@ -114,8 +114,8 @@ class Table:
     def markdown(self) -> str:
         """The table, then its notes as a list."""
         lines = [[_cell(_text(each, line)) for each in self.columns] for line in self.lines]
-        text = format_table([column.full or column.title for column in self.columns], lines)
-        return text + "".join(f"\n- {note}" for note in self.notes) + ("\n" if self.notes else "")
+        titles = [column.full or column.title for column in self.columns]
+        return table.Table.of(titles, lines, *self.notes).markdown()
 
 
 def title_text(column: Column, width: int) -> str:

@@ -18,7 +18,7 @@ from tests.commands.sweep.journals import (
     finish,
     four,
 )
-from tilewright.compiler.bench.markdown import Table as MarkdownTable
+from tilewright.compiler.bench.markdown import TableBlock as MarkdownTable
 from tilewright.compiler.bench.markdown import parse_blocks
 from tilewright.compiler.cli import main as cli
 from tilewright.compiler.commands.sweep import control, tables

@@ -1,0 +1,233 @@
+"""One flat row of figures, which feeds Markdown, CSV, JSON, PERF.md and the terminal alike.
+
+`Row.of` takes a record apart; `COLUMNS` says what each printed column makes of a row, and
+`table_of` makes a table of rows. Which rows stand together is not known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from tilewright.compiler.bench import display
+from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Accuracy, Result
+from tilewright.compiler.bench.table import CsvValue, Table
+from tilewright.compiler.devices import BOARDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The figures of one configuration on one device; None is a figure that is not known.
+
+    Every field's name says its unit and is the name of its column in CSV and of its key in JSON.
+    Rates are in tokens per second and, but for ``all_users_``, per user; ``names`` are the
+    configurations that the row stands for, with commas between them.
+    """
+
+    model: str = ""
+    device: str = ""
+    names: str = ""
+    accuracy_text: str | None = None
+    reference_id: str | None = None
+    positions: int | None = None
+    top1_positions: int | None = None
+    top1_percent: float | None = None
+    top1_low_percent: float | None = None
+    top1_high_percent: float | None = None
+    top5_positions: int | None = None
+    top5_percent: float | None = None
+    top5_low_percent: float | None = None
+    top5_high_percent: float | None = None
+    kl_nats: float | None = None
+    kl_standard_error_nats: float | None = None
+    base: str | None = None
+    only_base_positions: int | None = None
+    only_this_positions: int | None = None
+    mcnemar_p: float | None = None
+    speed_case: str | None = None
+    batch: int | None = None
+    prompt_length: int | None = None
+    repeats: int | None = None
+    decode_tokens_per_s: float | None = None
+    decode_spread_fraction: float | None = None
+    decode_error_fraction: float | None = None
+    all_users_tokens_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    ttft_ms: float | None = None
+    ttft_spread_fraction: float | None = None
+    ttft_error_fraction: float | None = None
+    ttft_first_ms: float | None = None
+    ttft_median_ms: float | None = None
+    ttft_last_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    weight_bytes: int | None = None
+    cache_bytes: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        speed: Result | None = None,
+        accuracy: Accuracy | None = None,
+        *,
+        of: Result | None = None,
+        names: Sequence[str] = (),
+    ) -> Row:
+        """The row of a timed result and of an accuracy, each of which may be missing.
+
+        ``of`` says whose model and device these are; without it ``speed`` does.
+        """
+        owner = of or speed
+        return cls(
+            model="" if owner is None else model_text(owner),
+            device="" if owner is None else device_text(owner),
+            names=", ".join(names) or ("" if owner is None else owner.precision_name),
+            **accuracy_figures(accuracy),
+            **speed_figures(speed),
+        )
+
+    def values(self, fields: Iterable[str] = ()) -> dict[str, CsvValue]:
+        """The figures unrounded, by field: all of them, or those that are named."""
+        found = dataclasses.asdict(self)
+        return {name: found[name] for name in fields} if fields else found
+
+
+def model_text(result: Result) -> str:
+    """The model's name, marked where its weights are random."""
+    return f"{result.model} {RANDOM_WEIGHTS}" if result.weights == "random" else result.model
+
+
+def device_text(result: Result) -> str:
+    """The device, its mesh and its replicas. A board's name says its mesh; elsewhere a mesh of more
+    than one device is named.
+    """
+    mesh = "" if result.target in BOARDS or result.mesh == "1x1" else f" ({result.mesh})"
+    return f"{result.device}{mesh}" + (f" (DP={result.dp})" if result.dp > 1 else "")
+
+
+ACCURACY_FIELDS = (
+    *("accuracy_text", "reference_id", "positions"),
+    *("top1_positions", "top1_percent", "top1_low_percent", "top1_high_percent"),
+    *("top5_positions", "top5_percent", "top5_low_percent", "top5_high_percent"),
+    *("kl_nats", "kl_standard_error_nats"),
+    *("base", "only_base_positions", "only_this_positions", "mcnemar_p"),
+)
+
+
+def accuracy_figures(accuracy: Accuracy | None) -> dict[str, Any]:
+    """`ACCURACY_FIELDS` of an accuracy: the one place where a count becomes a share in percent."""
+    if accuracy is None:
+        return dict.fromkeys(ACCURACY_FIELDS)
+    n, pair = accuracy.num_positions, accuracy.paired
+    values: tuple[CsvValue, ...] = (
+        *(accuracy.text, accuracy.reference_id, n),
+        *(accuracy.num_top1, 100 * accuracy.num_top1 / n),
+        *(100 * bound for bound in accuracy.top1_interval),
+        *(accuracy.num_top5, 100 * accuracy.num_top5 / n),
+        *(100 * bound for bound in accuracy.top5_interval),
+        *(accuracy.kl_mean, accuracy.kl_error),
+        *((pair.base, pair.b, pair.c, pair.p) if pair else (None,) * 4),
+    )
+    return dict(zip(ACCURACY_FIELDS, values, strict=True))
+
+
+_OF_RESULT: Mapping[str, str] = MappingProxyType(
+    {
+        "speed_case": "case",
+        "batch": "batch",
+        "prompt_length": "prompt_length",
+        "decode_tokens_per_s": "decode_tsu",
+        "decode_spread_fraction": "spread",
+        "decode_error_fraction": "decode_error",
+        "all_users_tokens_per_s": "tps",
+        "prefill_tokens_per_s": "prefill_tps",
+        "ttft_ms": "ttft_ms",
+        "ttft_spread_fraction": "ttft_spread",
+        "ttft_error_fraction": "ttft_error",
+        "ttft_first_ms": "ttft_first_ms",
+        "ttft_median_ms": "ttft_median_ms",
+        "ttft_last_ms": "ttft_last_ms",
+        "peak_memory_bytes": "peak_memory_bytes",
+        "weight_bytes": "resident_bytes",
+        "cache_bytes": "cache_bytes",
+    }
+)
+"""Which field of a record each field of a row is."""
+
+
+def speed_figures(result: Result | None) -> dict[str, Any]:
+    """What a row says of a timed result; None everywhere without one."""
+    if result is None:
+        return dict.fromkeys([*_OF_RESULT, "repeats"])
+    found = {name: getattr(result, field) for name, field in _OF_RESULT.items()}
+    return {**found, "repeats": len(result.repeats)}
+
+
+def _interval(which: str) -> Callable[[Row], str]:
+    low, high = f"{which}_low_percent", f"{which}_high_percent"
+    return lambda row: display.span(getattr(row, low), getattr(row, high))
+
+
+def _decimal(field: str, digits: int = 1) -> Callable[[Row], str]:
+    return lambda row: display.decimal(getattr(row, field), digits)
+
+
+def _percent(field: str, digits: int = 1) -> Callable[[Row], str]:
+    return lambda row: display.percent(getattr(row, field), digits)
+
+
+def _paired(row: Row) -> str:
+    pair = row.only_this_positions, row.only_base_positions, row.mcnemar_p
+    return display.discordant(*pair, base=row.base or "")
+
+
+MODEL, DEVICE, PRECISION = "Model", "Device", "Precision"
+TOP1, TOP5, SPEED = "Top-1 (%)", "Top-5 (%)", "Speed (t/s/u)"
+TTFT, AVG_TTFT = "TTFT (ms)", "avg TTFT (ms)"
+TOTAL = "Total (t/s)"
+FIRST_TTFT, MEDIAN_TTFT, LAST_TTFT = "first TTFT (ms)", "median TTFT (ms)", "last TTFT (ms)"
+TOP1_INTERVAL, TOP5_INTERVAL = "Top-1 95 % CI", "Top-5 95 % CI"
+POSITIONS, KL, PAIRED, SPREAD, PEAK = "Positions", "KL", "vs base", "Spread (%)", "Peak (MB)"
+WEIGHTS, SPEED_ERROR, TTFT_ERROR = "Weights (MB)", "Speed error (%)", "TTFT error (%)"
+LENGTHS = "Batch x prompt"
+
+COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
+    {
+        MODEL: lambda row: row.model,
+        DEVICE: lambda row: row.device,
+        PRECISION: lambda row: row.names,
+        LENGTHS: lambda row: "" if row.batch is None else f"{row.batch} x {row.prompt_length}",
+        TOP1: _decimal("top1_percent"),
+        TOP5: _decimal("top5_percent"),
+        TOP1_INTERVAL: _interval("top1"),
+        TOP5_INTERVAL: _interval("top5"),
+        POSITIONS: _decimal("positions", 0),
+        KL: lambda row: display.significant(row.kl_nats),
+        PAIRED: _paired,
+        SPEED: _decimal("decode_tokens_per_s"),
+        SPEED_ERROR: _percent("decode_error_fraction", 0),
+        SPREAD: _percent("decode_spread_fraction"),
+        TOTAL: _decimal("all_users_tokens_per_s"),
+        TTFT: _decimal("ttft_ms"),
+        AVG_TTFT: _decimal("ttft_ms"),
+        TTFT_ERROR: _percent("ttft_error_fraction", 0),
+        FIRST_TTFT: _decimal("ttft_first_ms"),
+        MEDIAN_TTFT: _decimal("ttft_median_ms"),
+        LAST_TTFT: _decimal("ttft_last_ms"),
+        PEAK: lambda row: display.megabytes(row.peak_memory_bytes),
+        WEIGHTS: lambda row: display.megabytes(row.weight_bytes, 1),
+    }
+)
+"""What each column of a printed table says of a row, by the column's title."""
+
+
+def cells(row: Row, titles: Iterable[str]) -> tuple[str, ...]:
+    """What a row says in the columns of these titles."""
+    return tuple(COLUMNS[title](row) for title in titles)
+
+
+def table_of(titles: Sequence[str], rows: Iterable[Row], *notes: str) -> Table:
+    """A table of rows."""
+    return Table.of(titles, (cells(row, titles) for row in rows), *notes)
