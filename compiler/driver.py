@@ -14,7 +14,8 @@ from tilewright.compiler.errors import CompileError, ConfigError, allowed
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
-from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, Stage, get_target
+from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, Stage
+from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import each_source, trace
 
 COMPUTE_MODES = ("fast", "exact")

@@ -11,7 +11,8 @@ from tests.tiny import compiled, lowered, pipeline, precision_of, prefill, rando
 from tilewright.compiler.driver import check_options, compile_model, weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
 from tilewright.compiler.ir.text import graph_text
-from tilewright.compiler.targets.base import CompileOptions, get_target, target_names
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.table import get_target, target_names
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, compute="exact", num_threads=1)
 

@@ -29,8 +29,8 @@ from tilewright.compiler.targets.base import (
     Executable,
     StateHandle,
     StepInput,
-    get_target,
 )
+from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import trace
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.config import ModelConfig, RopeConfig

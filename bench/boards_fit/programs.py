@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PHASES, Phase, PrecisionConfig, load_precision
-from tilewright.compiler.targets.base import get_target
+from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent.lower import lower_program
 from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.target import MESHES

@@ -25,7 +25,8 @@ from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.serialise import graph_json, read_graph
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions, Program, Progress, get_target
+from tilewright.compiler.targets.base import CompileOptions, Program, Progress
+from tilewright.compiler.targets.table import get_target
 
 GRAPH = "graph.json"
 

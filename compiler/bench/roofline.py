@@ -19,7 +19,8 @@ from tilewright.compiler.ir.cost import rows_read, step_costs
 from tilewright.compiler.ir.info import CONSTANT, WEIGHT, NodeInfo, info, product_info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
-from tilewright.compiler.targets.base import Target, get_target
+from tilewright.compiler.targets.base import Target
+from tilewright.compiler.targets.table import get_target
 
 EMBEDDING, OTHER, STATE = "embedding", "other", "state"
 """Parts of a step: rows of a table; norms, biases and constants; caches. The rest are tensor

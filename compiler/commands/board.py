@@ -29,7 +29,8 @@ from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.runtime.llm import LLM
 from tilewright.compiler.runtime.request import Request
-from tilewright.compiler.targets.base import CompileOptions, get_target
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
 from tilewright.compiler.targets.tenstorrent.memory_plan import plan_memory
 from tilewright.compiler.targets.tenstorrent.perf_model import Prediction, explain_time, predict

@@ -35,7 +35,7 @@ def print_byte_plan(
     """
     from tilewright.compiler.driver import resolve_precision
     from tilewright.compiler.sweep.byte_plan import byte_plan
-    from tilewright.compiler.targets.base import get_target
+    from tilewright.compiler.targets.table import get_target
 
     resolved = resolve_precision(model, precision)
     try:

@@ -213,7 +213,8 @@ def _emit_ttnn(
 ) -> tuple[str, ...]:
     from tilewright.compiler.artifacts.folder import write_file
     from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
-    from tilewright.compiler.targets.base import CompileOptions, get_target
+    from tilewright.compiler.targets.base import CompileOptions
+    from tilewright.compiler.targets.table import get_target
     from tilewright.compiler.targets.tenstorrent import BoardTarget
     from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
         emit_ttnn,

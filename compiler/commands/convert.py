@@ -118,7 +118,8 @@ def _to_cache(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands.console import compile_progress, err, out
     from tilewright.compiler.commands.source import compile_source, open_source
-    from tilewright.compiler.targets.base import CompileOptions, get_target
+    from tilewright.compiler.targets.base import CompileOptions
+    from tilewright.compiler.targets.table import get_target
 
     if not get_target(options.target).is_cached:
         raise ConfigError(

@@ -42,8 +42,9 @@ from tilewright.compiler.errors import ConfigError, RequestError
 from tilewright.compiler.files import cache_dir
 from tilewright.compiler.precision import effective_id, load_precision
 from tilewright.compiler.runtime.request import SamplingParams
-from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, get_target
+from tilewright.compiler.targets.base import CompileOptions, Executable, Progress
 from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.table import get_target
 from tilewright.models import LoadedModel
 
 if TYPE_CHECKING:

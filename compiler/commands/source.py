@@ -14,7 +14,8 @@ from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.driver import Compiled, compile_model, resolve_precision
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
-from tilewright.compiler.targets.base import CompileOptions, Progress, get_target
+from tilewright.compiler.targets.base import CompileOptions, Progress
+from tilewright.compiler.targets.table import get_target
 from tilewright.models import FoundModel, LoadedModel, ShapeName, Weights, load_model
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer

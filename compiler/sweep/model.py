@@ -19,7 +19,8 @@ from tilewright.compiler.precision import (
     PrecisionConfig,
     ResolvedPrecision,
 )
-from tilewright.compiler.targets.base import Holding, Target, get_target
+from tilewright.compiler.targets.base import Holding, Target
+from tilewright.compiler.targets.table import get_target
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
+from tilewright.compiler.errors import NoRoomError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.passes.runner import Pass
 from tilewright.compiler.targets.contract import NumericContract
@@ -249,37 +248,6 @@ class Target(ABC):
             return self.load(Program(folder, contract, lambda: graph_module), options, progress)
 
 
-_TARGETS = {
-    "reference": ("tilewright.compiler.targets.reference", "ReferenceTarget"),
-    "null": ("tilewright.compiler.targets.null", "NullTarget"),
-    "cpu": ("tilewright.compiler.targets.cpu", "CpuTarget"),
-    "cuda": ("tilewright.compiler.targets.cuda", "CudaTarget"),
-    "n150": ("tilewright.compiler.targets.tenstorrent", "N150"),
-    "n300": ("tilewright.compiler.targets.tenstorrent", "N300"),
-    "t3k": ("tilewright.compiler.targets.tenstorrent", "T3K"),
-    "tg": ("tilewright.compiler.targets.tenstorrent", "TG"),
-}
-
-
-def target_names() -> tuple[str, ...]:
-    """The targets there are."""
-    return tuple(_TARGETS)
-
-
-def get_target(name: str) -> Target:
-    """The target of this name; its libraries are imported only now.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
-    if name not in _TARGETS:
-        raise ConfigError(f"unknown target {name!r}; {allowed(_TARGETS)}")
-    module, class_name = _TARGETS[name]
-    found = getattr(import_module(module), class_name)()
-    assert isinstance(found, Target)
-    return found
-
-
 def vocab_size(graph_module: GraphModule) -> int:
     """How many logits a row of the graph's result has."""
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
@@ -300,7 +268,5 @@ __all__ = [
     "StepOutput",
     "Target",
     "finish_step",
-    "get_target",
-    "target_names",
     "vocab_size",
 ]

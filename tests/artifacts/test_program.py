@@ -21,7 +21,8 @@ from tilewright.compiler.artifacts.program import compile_cached, load_program, 
 from tilewright.compiler.driver import Compiled, compile_model
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
 from tilewright.compiler.ir.text import graph_text
-from tilewright.compiler.targets.base import CompileOptions, target_names
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.table import target_names
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 TOKENS = random_tokens(9)

@@ -17,7 +17,7 @@ from tilewright.compiler.bench.prompts import sample_prompts
 from tilewright.compiler.commands import arguments
 from tilewright.compiler.commands.options import RunOptions, read_options
 from tilewright.compiler.errors import ConfigError, TilewrightError
-from tilewright.compiler.targets.base import target_names
+from tilewright.compiler.targets.table import target_names
 
 
 def read(model: Path, *argv: str) -> RunOptions:

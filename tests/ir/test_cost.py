@@ -10,7 +10,7 @@ from tests.models.test_experts_gguf import make
 from tests.tiny import lowered, precision_of
 from tilewright.compiler.bench.roofline import weight_bytes
 from tilewright.compiler.ir.cost import GroupCost, step_costs
-from tilewright.compiler.targets.base import get_target
+from tilewright.compiler.targets.table import get_target
 
 
 def costs(kind: str, target: str, num_tokens: int) -> dict[str, GroupCost]:

@@ -21,7 +21,8 @@ from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.serialise import graph_json, read_graph
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.ir.verify import verify_lowered
-from tilewright.compiler.targets.base import CompileOptions, get_target
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.table import get_target
 
 WHERE = Path("graph.json")
 MIXED = precision_of("bfp8", "hifi2", layers="0: {ff2: bf16, li_ff2: hifi4}", block_axis="out")

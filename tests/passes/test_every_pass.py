@@ -36,7 +36,7 @@ from tilewright.compiler.ir.text import graph_text, operator_name
 from tilewright.compiler.ir.verify import verify_precision
 from tilewright.compiler.passes.runner import Pass, PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import get_target
+from tilewright.compiler.targets.table import get_target
 
 CPU = {current.name: current for current in pipeline()}
 FUSED = {current.name: current for current in pipeline("cuda")}

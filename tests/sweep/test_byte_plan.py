@@ -11,7 +11,8 @@ from tilewright.compiler.driver import compile_model, resolve_precision
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep.byte_plan import BytePlan, byte_plan
 from tilewright.compiler.sweep.model import experts_share, step_bytes, swept_model
-from tilewright.compiler.targets.base import CompileOptions, get_target
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.table import get_target
 from tilewright.models import load_model
 
 

@@ -23,7 +23,7 @@ from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, rank
 from tilewright.compiler.sweep.model import SweptModel, step_bytes, swept_model, total_bytes
 from tilewright.compiler.sweep.plans import ACCURACY_CASE, BATCH_CASE, SPEED_CASE, Entry, Measures
-from tilewright.compiler.targets.base import get_target
+from tilewright.compiler.targets.table import get_target
 from tilewright.models import load_model
 
 BASE = load_precision("bf16")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.tiny import compiled, prefill, random_tokens, step, tiny_model
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.cache import SlotCaches, SlotStates, padded_length
-from tilewright.compiler.targets.cpu.emit import CacheSpec, SequenceState
+from tilewright.compiler.targets.cpu.emitter import CacheSpec, SequenceState
 from tilewright.compiler.targets.cpu.executable import CpuExecutable
 
 SPECS = (CacheSpec("a", 2, 16), CacheSpec("b", 3, 32))

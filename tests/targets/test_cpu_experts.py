@@ -23,13 +23,14 @@ from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import INPUT, WEIGHT, Compute, NodeInfo, set_info
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
-from tilewright.compiler.targets.base import CompileOptions, get_target
+from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.contract import Meaning
-from tilewright.compiler.targets.cpu.emit import Emitter
 from tilewright.compiler.targets.cpu.emit_experts import emit_experts
+from tilewright.compiler.targets.cpu.emitter import Emitter
 from tilewright.compiler.targets.cpu.model_file import write_model
 from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, expert_layout
 from tilewright.compiler.targets.cpu.weights import WeightFile, expert_codes
+from tilewright.compiler.targets.table import get_target
 
 E, INNER, C, K = 5, 40, 64, 2
 NAMES = ("gate", "up", "down")

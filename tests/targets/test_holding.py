@@ -19,8 +19,9 @@ from tests.tiny import QWEN2, compiled, lowered, precision_of, tiny_model
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import FORMATS
 from tilewright.compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
-from tilewright.compiler.targets.base import CompileOptions, Holding, Target, get_target
+from tilewright.compiler.targets.base import CompileOptions, Holding, Target
 from tilewright.compiler.targets.cpu.weights import block_codes
+from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
 from tilewright.compiler.targets.tenstorrent.program import tile_bytes
 

@@ -133,7 +133,7 @@ def plan_cells(options: SweepOptions) -> list[Cell]:
 
 def check_targets(options: SweepOptions) -> None:
     """Refuse an unknown target before a model is opened."""
-    from tilewright.compiler.targets.base import get_target
+    from tilewright.compiler.targets.table import get_target
 
     for target in options.targets:
         get_target(target)

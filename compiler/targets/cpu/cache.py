@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.cpu.emit import STATE_SUFFIX, CacheSpec, SequenceState
+from tilewright.compiler.targets.cpu.emitter import STATE_SUFFIX, CacheSpec, SequenceState
 
 _ITEM = 4  # float32
 

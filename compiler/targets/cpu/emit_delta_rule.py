@@ -8,7 +8,7 @@ then the state before it counts for nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from onnx import TensorProto
@@ -16,10 +16,7 @@ from torch.fx import Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.targets.cpu.emit_elementwise import CONTRIB
-
-if TYPE_CHECKING:
-    from tilewright.compiler.targets.cpu.emit import Emitter
+from tilewright.compiler.targets.cpu.emitter import CONTRIB, Emitter
 
 _UNIT_EPS = 1e-6
 """Beside the sum of squares of a query or key, as in the op's reference."""

@@ -7,18 +7,14 @@ It knows an emitter's methods, and nothing of weights' formats, attention or cac
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import Node
 
 from tilewright.compiler import ops
-
-if TYPE_CHECKING:
-    from tilewright.compiler.targets.cpu.emit import Emitter
-
-CONTRIB = "com.microsoft"
+from tilewright.compiler.targets.cpu.emitter import CONTRIB, Emitter
 
 aten = torch.ops.aten
 

@@ -5,19 +5,14 @@ Legend: B windows of S tokens, E experts, C channels, I inner channels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 from torch.fx import Node
 
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.targets.cpu.emit_elementwise import CONTRIB
+from tilewright.compiler.targets.cpu.emitter import CONTRIB, Emitter
 from tilewright.compiler.targets.cpu.numerics import INT8_LEVEL, ExpertLayout, expert_layout
 from tilewright.compiler.targets.cpu.weights import ExpertWeights
-
-if TYPE_CHECKING:
-    from tilewright.compiler.targets.cpu.emit import Emitter
 
 _INTERLEAVED = 1
 """The order of gate's and up's rows that both operators take: one of each in turn."""

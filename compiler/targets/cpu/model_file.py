@@ -16,7 +16,8 @@ from torch.fx import GraphModule
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.errors import CheckpointError, CompileError, NoRoomError, one_line
 from tilewright.compiler.targets.base import CompileOptions, Progress, vocab_size
-from tilewright.compiler.targets.cpu.emit import (
+from tilewright.compiler.targets.cpu.emit import emit_model
+from tilewright.compiler.targets.cpu.emitter import (
     KEY_SUFFIX,
     STATE_SUFFIX,
     VALUE_SUFFIX,
@@ -63,11 +64,12 @@ def write_model(
         exact=options.compute == "exact",
         max_context=options.max_context,
         vocab_size=vocab_size(graph_module),
-        on_node=lambda done, total: progress("weights", done, total),
     )
     try:
         with single_torch_thread():
-            proto = emitter.emit(graph_module)
+            proto = emit_model(
+                graph_module, emitter, lambda done, total: progress("weights", done, total)
+            )
     finally:
         weights.close()
     facts = {_WEIGHT_BYTES: weights.num_bytes, _MAX_CONTEXT: options.max_context}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch.fx import Node
 
@@ -20,18 +20,31 @@ from tilewright.compiler.targets.cuda.instructions import (
     DeltaRule,
     ExpertLinear,
     ExpertSum,
+    Instruction,
+    Place,
     Route,
     SigmoidGate,
 )
-
-if TYPE_CHECKING:
-    from tilewright.compiler.targets.cuda.plan import Lowering
 
 MAX_DELTA_DIM = 128
 """Channels of a key and of a value of the delta rule: what its kernels keep in registers."""
 
 EXPERTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
 """Products with experts."""
+
+
+class Lowering(Protocol):
+    """The instructions made so far and the places of their values; ``routed`` is the router whose
+    choice of experts holds.
+    """
+
+    routed: Node | None
+
+    def append(self, instruction: Instruction) -> None: ...
+    def place(self, node: Node) -> Place: ...
+    def take(self, node: Node, role: str) -> Place: ...
+    def add_to(self, node: Node, residual: Node) -> Place: ...
+    def role(self, node: Node) -> str: ...
 
 
 def _route(lowering: Lowering, node: Node) -> None:

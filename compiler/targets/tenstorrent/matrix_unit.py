@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewright.compiler.errors import CompileError, allowed
 from tilewright.compiler.formats import FIDELITIES, BlockFloat, Fidelity, get_format
 from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.targets.tenstorrent.strided_weight import StridedWeight
 
 OUT_FORMATS = ("fp32", "bf16", "bfp8", "bfp4")
 OPERAND_FORMATS = ("bf16", "bfp8", "bfp4", "bfp2")
@@ -94,19 +95,6 @@ class Setting:
             out_format=part["out"],
         )
         return cls(part["act"], part["weight"], settings)
-
-
-@dataclass(frozen=True, slots=True)
-class StridedWeight:
-    """Weights in place: the bits of their storage, where each matrix begins, steps along K and N.
-
-    ``bits`` int16 ``[elements]``, ``offsets`` int64 ``[batches]``.
-    """
-
-    bits: Tensor
-    offsets: Tensor
-    step_k: int
-    step_n: int
 
 
 def run_setting(act_MK: Tensor, weight_KN: Tensor, name: str) -> Tensor:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tilewright.compiler.files import cache_dir
 from tilewright.compiler.targets.tenstorrent import matrix_unit_tile
-from tilewright.compiler.targets.tenstorrent.matrix_unit import StridedWeight
 from tilewright.compiler.targets.tenstorrent.matrix_unit_tile import (
     LANES,
     LEAST_EXPONENT,
@@ -34,6 +33,7 @@ from tilewright.compiler.targets.tenstorrent.matrix_unit_tile import (
     fits_float32,
     spill,
 )
+from tilewright.compiler.targets.tenstorrent.strided_weight import StridedWeight
 
 ROWS = 64  # that one decoded tile of weights serves
 _LEAST_SHARED = 1 << 15  # products that are worth another thread

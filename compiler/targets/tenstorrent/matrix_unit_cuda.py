@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewright.compiler.targets.tenstorrent.matrix_unit import StridedWeight
+from tilewright.compiler.targets.tenstorrent.strided_weight import StridedWeight
 
 _INFINITY = tl.constexpr(0x7F800000)
 _SIGN = tl.constexpr(-(2**31))

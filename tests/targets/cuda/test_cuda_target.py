@@ -22,7 +22,8 @@ from tilewright.compiler.artifacts.program import load_program, write_program
 from tilewright.compiler.cli import main
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.errors import CheckpointError, CompileError
-from tilewright.compiler.targets.base import CompileOptions, Holding, get_target
+from tilewright.compiler.targets.base import CompileOptions, Holding
+from tilewright.compiler.targets.table import get_target
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 BFP8 = precision_of("bfp8", "hifi2")

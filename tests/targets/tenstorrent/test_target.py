@@ -15,13 +15,8 @@ from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, em
 from tests.tiny import lowered, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
-from tilewright.compiler.targets.base import (
-    CompileOptions,
-    Holding,
-    Program,
-    get_target,
-    target_names,
-)
+from tilewright.compiler.targets.base import CompileOptions, Holding, Program
+from tilewright.compiler.targets.table import get_target, target_names
 from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.target import MESHES, BoardTarget
 

@@ -1,0 +1,38 @@
+"""The targets there are, by name; the libraries of one are imported when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.targets.base import Target
+
+_TARGETS = {
+    "reference": ("tilewright.compiler.targets.reference", "ReferenceTarget"),
+    "null": ("tilewright.compiler.targets.null", "NullTarget"),
+    "cpu": ("tilewright.compiler.targets.cpu", "CpuTarget"),
+    "cuda": ("tilewright.compiler.targets.cuda", "CudaTarget"),
+    "n150": ("tilewright.compiler.targets.tenstorrent", "N150"),
+    "n300": ("tilewright.compiler.targets.tenstorrent", "N300"),
+    "t3k": ("tilewright.compiler.targets.tenstorrent", "T3K"),
+    "tg": ("tilewright.compiler.targets.tenstorrent", "TG"),
+}
+
+
+def target_names() -> tuple[str, ...]:
+    """The targets there are."""
+    return tuple(_TARGETS)
+
+
+def get_target(name: str) -> Target:
+    """The target of this name; its libraries are imported only now.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    if name not in _TARGETS:
+        raise ConfigError(f"unknown target {name!r}; {allowed(_TARGETS)}")
+    module, class_name = _TARGETS[name]
+    found = getattr(import_module(module), class_name)()
+    assert isinstance(found, Target)
+    return found

@@ -1,0 +1,20 @@
+"""The weights of a product where they lie: what both makers of the matrix unit's sums take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StridedWeight:
+    """Weights in place: the bits of their storage, where each matrix begins, steps along K and N.
+
+    ``bits`` int16 ``[elements]``, ``offsets`` int64 ``[batches]``.
+    """
+
+    bits: Tensor
+    offsets: Tensor
+    step_k: int
+    step_n: int
