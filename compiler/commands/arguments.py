@@ -72,10 +72,10 @@ def option(text: str, *flags: str, default: Any = None, group: str = "", **words
     return field(default=default, metadata={_OPTION: (text, flags, group, words)})
 
 
-def add_options(parser: argparse.ArgumentParser, *kinds: type) -> None:
-    """Add the options that the fields of dataclasses declare with `option`."""
+def add_options(parser: argparse.ArgumentParser, *kinds: type, without: Sequence[str] = ()) -> None:
+    """Add the options that the fields of dataclasses declare with `option`, but ``without``."""
     groups: dict[str, Any] = {"": parser}
-    for each in (one for kind in kinds for one in _declared(kind)):
+    for each in (one for kind in kinds for one in _declared(kind) if one.name not in without):
         text, flags, group, words = each.metadata[_OPTION]
         if group not in groups:
             groups[group] = parser.add_argument_group(group)
@@ -93,6 +93,12 @@ def values_of(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """What was given for the options of ``kind``, by field; several values are a tuple."""
     found = {each.name: getattr(arguments, each.name) for each in _declared(kind)}
     return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+
+
+def words_of(kind: type, name: str) -> dict[str, Any]:
+    """What ``add_argument`` is told of an option beside its flags, help and group."""
+    found: dict[str, Any] = next(e.metadata[_OPTION][3] for e in _declared(kind) if e.name == name)
+    return found
 
 
 def _declared(kind: type) -> list[Field[Any]]:

@@ -55,7 +55,7 @@ def hunt(subject: Subject, settings: Settings, runner: Runner, known: Journal | 
     """
     first = first_cells(subject, settings, known)
     if known is not None:
-        adopt(runner.journal, first, known.state)
+        adopt(runner.journal, first, known.state, takes_other_code=settings.takes_other_code)
     runner.measure(first)
     return _Hunt(subject, settings, runner, known).run()
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import PrecisionConfig, list_precisions, load_precision
 from tilewright.compiler.sweep import plans
 from tilewright.compiler.sweep.bounds import Bounds
 from tilewright.compiler.sweep.cell import Cell
+from tilewright.compiler.sweep.code_version import is_of
 from tilewright.compiler.sweep.journal import Added, Finished, Journal, SweepState
 from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, assign
 from tilewright.compiler.sweep.model import SweptModel
@@ -52,7 +54,10 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the search was asked; ``held_out``: the text that confirms what was found."""
+    """What the search was asked; ``held_out``: the text that confirms what was found.
+
+    ``takes_other_code``: accuracies that other code has measured are taken over too.
+    """
 
     bounds: Bounds
     levels: tuple[Level, ...]
@@ -62,6 +67,7 @@ class Settings:
     threads: int | None
     text: str | None
     held_out: str
+    takes_other_code: bool = False
 
     def measures(
         self, *, is_timed: bool = True, text: str | None = None, first_round: int = 0
@@ -134,14 +140,19 @@ def fits(subject: Subject, settings: Settings, known: Journal) -> bool:
     return True
 
 
-def adopt(journal: Journal, cells: Sequence[Cell], known: SweepState) -> None:
-    """Take over accuracies that another sweep has measured the same way.
+def adopt(
+    journal: Journal, cells: Sequence[Cell], known: SweepState, *, takes_other_code: bool
+) -> None:
+    """Take over accuracies that another sweep has measured the same way, by the same code.
 
     Speeds are not taken over: they are compared within a round only.
     """
+    now = environment()
     for cell in cells:
         ours, theirs = journal.state.cells.get(cell.id), known.cells.get(cell.id)
         if cell.kind == "speed" or theirs is None or theirs.result is None:
+            continue
+        if not (takes_other_code or is_of(theirs.result, now)):
             continue
         if ours is None or ours.is_open:
             journal.append(

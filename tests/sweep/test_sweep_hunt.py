@@ -286,8 +286,9 @@ def test_known_accuracies_are_not_measured_again(
     tmp_path: Path, model: SweptModel, searched: tuple[Found, Planted]
 ) -> None:
     known = known_sensitivities(tmp_path / "sensitivity.jsonl", model)
-    runner = Planted(begin(tmp_path / "search.jsonl", model, ASKED, known), model)
-    found = run(runner, ASKED, known)
+    asked = replace(ASKED, takes_other_code=True)
+    runner = Planted(begin(tmp_path / "search.jsonl", model, asked, known), model)
+    found = run(runner, asked, known)
     adopted = set(known.state.cells) & set(runner.journal.state.cells)
     kinds = {cell_id: known.state.cells[cell_id].cell.kind for cell_id in adopted}
     measured = {cell.id for cell in runner.measured}
@@ -300,6 +301,18 @@ def test_known_accuracies_are_not_measured_again(
     assert not any(cell.part.partition(".")[0].isdigit() for cell in runner.measured)
     alone, _ = searched
     assert winner(found).cell.precision_id == winner(alone).cell.precision_id
+
+
+def test_a_known_accuracy_of_other_code_is_measured_again(
+    tmp_path: Path, model: SweptModel
+) -> None:
+    known = known_sensitivities(tmp_path / "sensitivity.jsonl", model)
+    journal = begin(tmp_path / "search.jsonl", model, ASKED, known)
+    cells = [each.cell for each in journal.state.cells.values()]
+    search_plan.adopt(journal, cells, known.state, takes_other_code=False)
+    assert journal.state.count("done") == 0
+    search_plan.adopt(journal, cells, known.state, takes_other_code=True)
+    assert journal.state.count("done") > 0
 
 
 def test_a_known_accuracy_beside_the_same_of_another_model_counts_alone(

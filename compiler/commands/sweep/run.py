@@ -20,7 +20,8 @@ from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.compiler.sweep import estimate
 from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import FAILURES, VERSION, Journal, Planned
+from tilewright.compiler.sweep.code_version import cells_of_others, difference
+from tilewright.compiler.sweep.journal import FAILURES, VERSION, Asked, Journal, Planned
 from tilewright.compiler.sweep.runner import Runner, RunnerOptions
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.sweep.plans import Entry, Measures
 
 EXIT_FAILED_CELLS = 1
+_NUM_LISTED = 8
 
 
 def main(argv: list[str]) -> int:
@@ -62,7 +64,32 @@ def open_journal(options: SweepOptions) -> Journal:
             f"sweep file {options.results}: holds plan {held.plan!r} and differs in {what}; "
             "allowed: --resume with the same options or none, or another --results"
         )
+    _settle_other_code(journal, options)
     return journal
+
+
+def _settle_other_code(journal: Journal, options: SweepOptions) -> None:
+    """Figures of two versions of the code stand in one table only where that was asked for.
+
+    Raises:
+        ConfigError: where cells were measured by other code and `SweepOptions.other_code` does not
+            say what becomes of them.
+    """
+    now = environment()
+    others = cells_of_others(journal.state, now)
+    if not others:
+        return
+    codes = sorted({difference(s.result, now) for s in others if s.result is not None})
+    ids = [each.cell.id for each in others]
+    listed = ", ".join([*ids[:_NUM_LISTED], *(["..."] if len(ids) > _NUM_LISTED else [])])
+    said = f"{journal.path}: {len(ids)} of the cells that are done were measured by other code "
+    said += f"({'; '.join(codes)}): {listed}"
+    if options.other_code is None:
+        raise ConfigError(f"sweep file {said}; allowed: --other-code keep, or --other-code rerun")
+    what = "they are kept" if options.other_code == "keep" else "they are run again"
+    err().print(f"{said}; {what}", style="dim", soft_wrap=True)
+    if options.other_code == "rerun" and not options.dry_run:
+        journal.append(*(Asked(cell_id, "restart") for cell_id in ids))
 
 
 def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
@@ -150,7 +177,7 @@ def measures_of(options: SweepOptions) -> Measures:
         rounds=options.rounds,
         compute=options.compute,
         threads=options.threads,
-        text=options.text,
+        text=options.accuracy_text,
     )
 
 

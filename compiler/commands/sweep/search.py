@@ -20,6 +20,7 @@ from tilewright.compiler.commands.sweep.files import open_sweep
 from tilewright.compiler.commands.sweep.options import (
     DEFAULT_FOLDER,
     LISTS,
+    RUNNING,
     SweepOptions,
     read_options,
 )
@@ -61,7 +62,7 @@ def main(argv: list[str]) -> int:
     check_writable(_output(options), "--output")
     if _output(options).absolute() == options.results.absolute():
         raise ConfigError(f"--output {_output(options)}: is the sweep's file; allowed: another")
-    searched = accuracy_text(options.text or ACCURACY_TEXT)
+    searched = accuracy_text(options.accuracy_text or ACCURACY_TEXT)
     if accuracy_text(options.held_out).content == searched.content:
         raise ConfigError(
             f"--held-out {options.held_out[:60]!r}: is what is searched on; allowed: another text"
@@ -81,8 +82,7 @@ def _as_begun(options: SweepOptions, begun: Journal) -> SweepOptions:
             raise ConfigError(f"{begun.path}: option {key[:40]!r}: no list of names") from None
         argv += [f"--{option}", *values] if key in LISTS else [f"--{option}={value}"]
     known = read_options(argv)
-    running = ("results", "resume", "dry_run", "yes", "jobs", "timeout_s", "memory", "output")
-    return replace(known, **{name: getattr(options, name) for name in running})
+    return replace(known, **{name: getattr(options, name) for name in RUNNING})
 
 
 def _output(options: SweepOptions) -> Path:
@@ -136,8 +136,9 @@ def _settings(options: SweepOptions) -> Settings:
         cases=options.cases,
         compute=options.compute,
         threads=options.threads,
-        text=options.text,
+        text=options.accuracy_text,
         held_out=options.held_out,
+        takes_other_code=options.other_code == "keep",
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,13 +11,17 @@ import pytest
 
 from tests.sweep_cells import cell, done, planned, speed_result
 from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.child import PYTHON
 from tilewright.compiler.cli import main
 from tilewright.compiler.commands.sweep import run
 from tilewright.compiler.commands.sweep.options import read_options
+from tilewright.compiler.environment import environment
 from tilewright.compiler.sweep.journal import Asked, Journal, Planned, Started
+from tilewright.compiler.sweep.process import RUN
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = ("--cases", "performance-device-perf")
+OLDER = "commit 0123456789, torch 1.0"
 GRID = ("--precisions", "all-q80", "--base", "all-bfp8", "--rounds", "1")
 
 
@@ -139,7 +142,7 @@ def test_a_sweep_that_is_killed_goes_on(tiny_gguf: Path, tmp_path: Path) -> None
     """kill -9 after the first cell; the second run leaves what was finished as it is."""
     path = tmp_path / "sweep.jsonl"
     argv = ["--models", str(tiny_gguf), *GRID, *CASES, "--results", str(path)]
-    command = [sys.executable, str(ROOT / "demo" / "sweep.py")]
+    command = [*PYTHON, str(ROOT / "demo" / "sweep.py")]
     child = subprocess.Popen([*command, *argv], stderr=subprocess.DEVNULL)
     while b'"finished"' not in (path.read_bytes() if path.exists() else b""):
         assert child.poll() is None
@@ -160,7 +163,7 @@ def test_a_cell_takes_little_longer_than_the_demo_s_own_run_of_it(
     tiny_gguf: Path, tmp_path: Path
 ) -> None:
     """At most 1.3 times: medians of three, in turn."""
-    demo = [sys.executable, str(ROOT / "demo" / "run.py"), "--no-results", "--json"]
+    demo = [*RUN, "--no-results", "--json"]
     heading = run_of(tiny_gguf)
     demo += ["--model", str(tiny_gguf), "--precision", heading, "--case", CASES[1]]
     subprocess.run(demo, check=True, capture_output=True)  # so that both find it compiled
@@ -203,9 +206,11 @@ def test_a_torn_last_line_is_said_once_and_the_sweep_goes_on(
     whole = journal.path.read_bytes()
     with journal.path.open("ab") as file:
         file.write(b'{"event":"finished","cell":"')
-    assert main(["sweep", "--results", str(journal.path), "--resume"]) == 0
-    torn, progress, *rest = capfd.readouterr().err.splitlines()
+    resumed = ["sweep", "--results", str(journal.path), "--resume", "--other-code", "keep"]
+    assert main(resumed) == 0
+    torn, kept, progress, *rest = capfd.readouterr().err.splitlines()
     assert "sweep.jsonl:7" in torn and "cut short" in torn and torn.startswith("tilewright: ")
+    assert "they are kept" in kept and "commit unknown" in kept
     assert "1 of 2 cells done, 1 cancelled" in (rest[-1] if rest else progress)
     assert len(rest) <= 1 and len(recwarn) == 0
     assert journal.path.read_bytes().startswith(whole + b'{"event":"finished"')
@@ -259,3 +264,40 @@ def test_a_plan_s_configurations(tiny_gguf: Path, plan: str, num: int) -> None:
     accuracy = [each for each in cells if each.kind == "accuracy"]
     assert cells[: len(accuracy)] == accuracy and len(accuracy) == num
     assert {each.round for each in cells if each.kind == "speed"} == {0, 1}
+
+
+def test_figures_of_other_code_are_not_taken_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They are refused by name, kept or run again, as is said."""
+    ours, theirs = cell("ours"), cell("theirs")
+    now = environment()
+    journal = Journal.create(tmp_path / "sweep.jsonl", header(), [ours, theirs])
+    same = {"commit": now.commit, "versions": now.versions}
+    older = {"commit": "0123456789abcdef", "versions": {**now.versions, "torch": "1.0"}}
+    journal.append(
+        done(ours, speed_result(ours, [100.0], **same)),
+        done(theirs, speed_result(theirs, [100.0], **older)),
+    )
+    resumed = ["sweep", "--results", str(journal.path), "--resume"]
+    before = journal.path.read_bytes()
+    assert main(resumed) == 2
+    (said,) = capfd.readouterr().err.splitlines()
+    assert f"1 of the cells that are done were measured by other code ({OLDER}): " in said
+    assert theirs.id in said and ours.id not in said
+    assert "allowed: --other-code keep, or --other-code rerun" in said
+    assert main([*resumed, "--other-code", "keep"]) == 0
+    assert theirs.id in capfd.readouterr().err and journal.path.read_bytes() == before
+    monkeypatch.setattr(run, "run_journal", lambda journal, options: 0)
+    assert main([*resumed, "--other-code", "rerun"]) == 0
+    assert [each.cell.id for each in Journal.open(journal.path).state.open_cells()] == [theirs.id]
+
+
+def test_a_user_s_packages_of_our_names_are_not_in_the_way(tiny_gguf: Path, tmp_path: Path) -> None:
+    """A sweep of one cell, begun in a folder that has such packages of its own."""
+    for name in ("models", "compiler", "tilewright", "bench"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('theirs')")
+    argv = ["--models", str(tiny_gguf), "--precisions", "all-q80", "--base", "all-q80", *CASES]
+    assert main(["sweep", *argv, "--rounds", "1", "--results", "sweep.jsonl"]) == 0
+    assert Journal.open(tmp_path / "sweep.jsonl").state.count("done") == 1

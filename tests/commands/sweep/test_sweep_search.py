@@ -66,9 +66,11 @@ def test_a_search_writes_what_it_found(
     assert resolved.id in {each.cell.precision_id for each in journal.state.cells.values()}
 
     before = path.read_bytes(), journal.path.read_bytes()
-    assert main(["sweep", "search", "--resume"]) == 0
+    assert main(["sweep", "search", "--resume", "--other-code", "keep"]) == 0
     assert runners[-1].measured == [], "a resumed search has nothing left to measure"
     assert (path.read_bytes(), journal.path.read_bytes()) == before
+    assert main(["sweep", "search", "--resume"]) == 2
+    assert "measured by other code" in capfd.readouterr().err
     assert main(["sweep", "search", "--resume", "--max-kl", "0.06"]) == 2
     assert "differs in" in capfd.readouterr().err
 
@@ -85,7 +87,7 @@ def test_known_sensitivities_are_found_or_named(
     assert (tmp_path / "found" / "it.yaml").exists()
     assert "measures the sensitivities" not in capfd.readouterr().err
     assert not any("." in cell.part.partition("=")[0] for cell in runners[-1].measured)
-    assert main(["sweep", "search", "--resume"]) == 0
+    assert main(["sweep", "search", "--resume", "--other-code", "keep"]) == 0
     assert runners[-1].measured == []
 
 
