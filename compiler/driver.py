@@ -16,7 +16,7 @@ from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
 from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, Stage
 from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.tracer import each_source, trace
+from tilewright.compiler.tracer import each_source, grouped_modules, trace
 
 COMPUTE_MODES = ("fast", "exact")
 
@@ -86,13 +86,13 @@ def compile_model(
 
 
 def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> ResolvedPrecision:
-    """The configuration on this model; name patterns are checked against its modules.
+    """The configuration on this model, each of whose rules must reach one of its modules.
 
     Raises:
-        ConfigError: for a layer the model has not, or a pattern that names no module.
+        ConfigError: for a layer the model has not, or a rule without an effect.
     """
-    fqns = [name for name, _ in model.module.named_modules()]
-    return precision.resolve(model.config.num_layers, model.name, fqns=fqns)
+    modules = grouped_modules(model.module)
+    return precision.resolve(model.config.num_layers, model.name, modules=modules)
 
 
 def lower_model(

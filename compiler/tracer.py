@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import COMPUTE, CONSTANT, INPUT, WEIGHT, NodeInfo, set_info
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.precision import GroupedModule
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?:\.|$)")
 _GROUPED = {
@@ -71,6 +72,17 @@ def trace(module: TraceableModel) -> fx.GraphModule:
         module, (tokens, positions), dynamic_shapes=({0: length}, {0: length}), strict=False
     )
     return _copy_with_info(exported, module)
+
+
+def grouped_modules(module: TraceableModel) -> tuple[GroupedModule, ...]:
+    """The modules that belong to a tensor group, in the model's order; what :func:`trace` puts on
+    their nodes, told without tracing.
+    """
+    assert isinstance(module, nn.Module)
+    group_of = _group_finder(module.tensor_groups)
+    names = [name for name, _ in module.named_modules()]
+    found = ((name, group) for name in names if (group := group_of(name)) is not None)
+    return tuple(GroupedModule(name, group, _layer(name)) for name, group in found)
 
 
 def _copy_with_info(exported: Any, module: nn.Module) -> fx.GraphModule:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.models.test_gemma3_text import make as make_gemma3
+from tests.models.test_qwen3_next import make as make_qwen3_next
 from tests.tiny import compiled, lowered, pipeline, precision_of, prefill, random_tokens, tiny_model
-from tilewright.compiler.driver import check_options, compile_model, weight_source
+from tilewright.compiler.driver import (
+    check_options,
+    compile_model,
+    resolve_precision,
+    weight_source,
+)
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
 from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.precision import list_precisions, load_precision
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.table import get_target, target_names
 
@@ -120,6 +130,33 @@ def test_options_are_checked_before_any_work() -> None:
     with pytest.raises(CompileError, match="the model allows 1 to 256"):
         compile_model(model, precision_of(), options=CompileOptions(max_context=257))
     assert model.checkpoint.reads == []
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_model, make_gemma3, make_qwen3_next], ids=lambda f: f.__module__
+)
+def test_every_shipped_configuration_fits_every_kind_of_model(
+    make: Callable[..., SimpleNamespace],
+) -> None:
+    """What a search found has rules for the layers of its own model."""
+    for name in list_precisions():
+        precision = load_precision(name)
+        model = tiny_model(num_layers=30) if precision.layers else make()
+        resolved = resolve_precision(model, precision)
+        assert resolved.id == precision.resolve(model.config.num_layers, model.name).id
+
+
+@pytest.mark.parametrize("rule", ["*.down_proj: {ff1_3: bf16}", "lm_head: {ff2: bf16}"])
+def test_a_rule_without_an_effect_is_refused_before_any_work(rule: str) -> None:
+    told: list[tuple[str, int, int]] = []
+    with pytest.raises(ConfigError, match=r"heading: layers\..* has no effect on this model's"):
+        compile_model(
+            tiny_model(),
+            precision_of("bfp8", layers=rule),
+            options=OPTIONS,
+            progress=lambda *news: told.append(news),
+        )
+    assert told == []
 
 
 def test_an_unknown_target_lists_the_known_ones() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tests.models.test_gemma3_text import make as make_gemma3
+from tests.models.test_qwen3_next import make as make_qwen3_next
 from tests.tiny import lowered, random_tokens, run_graph, step_inputs, tiny_model, traced
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import CONSTANT, INPUT, WEIGHT, info
 from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.tracer import grouped_modules
 
 aten = torch.ops.aten
 
@@ -131,6 +137,18 @@ def test_only_what_takes_part_has_a_tensor_group() -> None:
     for node in find_calls(graph, aten.linear.default):
         assert info(node).tensor_group is not None
     assert len(find_calls(graph, aten.mul.Tensor)) > 0
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_model, make_gemma3, make_qwen3_next], ids=lambda f: f.__module__
+)
+def test_groups_are_told_without_tracing(make: Callable[[], SimpleNamespace]) -> None:
+    model = make()
+    nodes = [node for node in traced(model).graph.nodes if node.op == "call_function"]
+    found = {(facts.fqn, facts.tensor_group, facts.layer) for facts in map(info, nodes)}
+    expected = grouped_modules(model.module)
+    assert {each for each in found if each[1] is not None} == set(expected)
+    assert len(expected) > 8
 
 
 def test_biases_are_inputs_with_recipes_of_their_own() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewright.compiler.precision.config import PrecisionConfig
 from tilewright.compiler.precision.fragment import Fragment, LayerRule
+from tilewright.compiler.precision.hits import GroupedModule
 from tilewright.compiler.precision.names import (
     ALWAYS_HIGH,
     EXPERT_GROUPS,
@@ -40,6 +41,7 @@ __all__ = [
     "TENSOR_GROUPS",
     "ExplainRow",
     "Fragment",
+    "GroupedModule",
     "LayerRule",
     "Phase",
     "PrecisionConfig",

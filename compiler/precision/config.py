@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tilewright.compiler.precision.fragment import Fragment, LayerRule, Settings
-from tilewright.compiler.precision.heading import compact_settings
+from tilewright.compiler.precision.hits import GroupedModule
 from tilewright.compiler.precision.names import OP_GROUPS, TENSOR_GROUPS
+from tilewright.compiler.precision.phases import compact_settings
 from tilewright.compiler.precision.resolve import ResolvedPrecision, resolve_fragments
 
 
@@ -55,15 +56,19 @@ class PrecisionConfig:
         return axes[-1]
 
     def resolve(
-        self, num_layers: int, model_name: str | None = None, *, fqns: Iterable[str] = ()
+        self,
+        num_layers: int,
+        model_name: str | None = None,
+        *,
+        modules: Iterable[GroupedModule] = (),
     ) -> ResolvedPrecision:
-        """Apply the configuration to a model; ``fqns`` lets patterns be checked for a match.
+        """Apply the configuration to a model; with its ``modules``, every rule must reach one.
 
         Raises:
-            ConfigError: for a layer the model does not have or a pattern without a match.
+            ConfigError: for a layer the model does not have, or a rule without an effect.
         """
         return resolve_fragments(
-            self.fragments, num_layers=num_layers, model_name=model_name, fqns=fqns
+            self.fragments, num_layers=num_layers, model_name=model_name, modules=modules
         )
 
     def _ordered(self, groups: Iterable[str]) -> Settings:

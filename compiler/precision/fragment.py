@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -18,13 +19,13 @@ from tilewright.compiler.precision.names import (
     BLOCK_AXES,
     GLOBAL_GROUPS,
     OP_GROUPS,
-    REFINED_OP_GROUPS,
     TENSOR_GROUPS,
     check_setting,
     normalise_key,
     normalise_model_name,
     normalise_value,
 )
+from tilewright.compiler.precision.phases import expand_phases
 
 Settings: TypeAlias = Mapping[str, str]
 NO_SETTINGS: Settings = MappingProxyType({})
@@ -37,7 +38,9 @@ _GLOB = re.compile(r"[A-Za-z0-9_.*?\[\]!-]{1,200}")
 
 @dataclass(frozen=True, slots=True)
 class LayerRule:
-    """Settings for the layers ``first`` to ``last``, or (both None) for names matching a glob."""
+    """Settings for the layers ``first`` to ``last``, or (both None) for the modules that a glob
+    names and those inside them.
+    """
 
     selector: str
     settings: Settings
@@ -49,9 +52,19 @@ class LayerRule:
         """Whether the rule goes by fully qualified names instead of layer indices."""
         return self.first is None
 
+    @property
+    def indices(self) -> range:
+        """The layers of a rule by index; none of a glob."""
+        return (
+            range(0)
+            if self.first is None or self.last is None
+            else range(self.first, self.last + 1)
+        )
+
     def matches(self, fqn: str) -> bool:
-        """Whether a glob matches a parameter's or module's fully qualified name."""
-        return self.is_glob and fnmatchcase(fqn, self.selector)
+        """Whether the rule is a glob that names the module ``fqn`` or one that it is inside of."""
+        names = accumulate(fqn.split("."), "{}.{}".format)
+        return self.is_glob and any(fnmatchcase(name, self.selector) for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,12 +133,7 @@ def read_settings(raw: object, *, groups: Iterable[str], where: str) -> Settings
             raise ConfigError(f"{where}: {key} has a {type(value).__name__}; allowed: a name")
         given[key] = normalise_value(value)
         check_setting(key, given[key], where=where)
-    settings = {key: value for key, value in given.items() if key not in REFINED_OP_GROUPS}
-    for key, refined_keys in REFINED_OP_GROUPS.items():
-        if key in given:
-            for refined in refined_keys:
-                settings.setdefault(refined, given[key])
-    return MappingProxyType(settings)
+    return MappingProxyType(expand_phases(given))
 
 
 def read_rule(selector: object, raw: object, *, where: str) -> LayerRule:

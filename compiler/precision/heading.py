@@ -14,11 +14,11 @@ from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.precision.fragment import LayerRule, Settings
 from tilewright.compiler.precision.names import (
     OP_GROUPS,
-    REFINED_OP_GROUPS,
     SEED_OP_GROUPS,
     SEED_TENSOR_GROUPS,
     TENSOR_GROUPS,
 )
+from tilewright.compiler.precision.phases import compact_settings
 
 SECTIONS = ("precision_cfg", "fidelity_cfg", "layer_cfg", "block_axis")
 MAX_HEADING_LENGTH = 1 << 20
@@ -65,20 +65,6 @@ def render_heading(
     if block_axis is not None:
         parts.append(f"block_axis = {block_axis}")
     return ", ".join(parts)
-
-
-def compact_settings(settings: Settings) -> dict[str, str]:
-    """Settings with equal phases folded back: ``li_ff1_3`` for both of its refinements.
-
-    Where the phases differ, the short key has the decode value and prefill is set beside it.
-    """
-    compact = dict(settings)
-    for key, (prefill, decode) in REFINED_OP_GROUPS.items():
-        if prefill in compact and decode in compact:
-            compact[key] = compact.pop(decode)
-            if compact[prefill] == compact[key]:
-                del compact[prefill]
-    return compact
 
 
 def split_heading(text: str) -> HeadingText:

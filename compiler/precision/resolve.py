@@ -17,7 +17,15 @@ from typing import NamedTuple, TypeVar
 
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision.fragment import Fragment, LayerRule, Settings
-from tilewright.compiler.precision.heading import compact_settings, render_heading
+from tilewright.compiler.precision.heading import render_heading
+from tilewright.compiler.precision.hits import (
+    GroupedModule,
+    Layers,
+    by_layer,
+    check_indexed_rules,
+    check_pattern,
+    reached_keys,
+)
 from tilewright.compiler.precision.names import (
     FOLLOWS,
     GLOBAL_GROUPS,
@@ -29,6 +37,7 @@ from tilewright.compiler.precision.names import (
     normalise_model_name,
     output_format,
 )
+from tilewright.compiler.precision.phases import compact_settings, fold_phases
 
 T = TypeVar("T")
 
@@ -173,13 +182,16 @@ def resolve_fragments(
     *,
     num_layers: int,
     model_name: str | None,
-    fqns: Iterable[str],
+    modules: Iterable[GroupedModule],
 ) -> ResolvedPrecision:
     """Apply a chain of fragments, the base first, to one model.
 
+    With its ``modules``, settings of layers that have no module for them are left out; without, all
+    layers are taken to have all groups.
+
     Raises:
-        ConfigError: for a layer the model does not have, or a pattern that matches none of
-            ``fqns`` (where any are given).
+        ConfigError: for a layer the model does not have, or a rule that reaches none of ``modules``
+            (where any are given).
     """
     if num_layers < 1:
         raise ConfigError(f"num_layers = {num_layers}; allowed: 1 or more")
@@ -189,14 +201,19 @@ def resolve_fragments(
         table |= {key: _Set(value, scope.source) for key, value in scope.settings.items()}
     assert all(key in table for key in _KEYS if key not in FOLLOWS), "the base is incomplete"
     overrides = _index_overrides(scopes, num_layers)
-    patterns = _patterns(scopes, tuple(fqns))
+    in_layers = by_layer(modules)
+    if in_layers:
+        check_indexed_rules(scopes, in_layers, num_layers)
+        overrides = _effective(table, overrides, in_layers)
+    patterns = [
+        (rule, s.source) for s in scopes for rule in s.rules if rule.is_glob and rule.settings
+    ]
     layers = [_layer_table(table, overrides[layer]) for layer in range(num_layers)]
-    kept = _LAYER_KEYS
-    for follower, leader in FOLLOWS.items():
-        if _is_following(follower, leader, table, overrides, layers, bool(patterns)):
-            kept = tuple(key for key in kept if key != follower)
+    kept = _kept(table, overrides, layers, has_patterns=bool(patterns))
+    for rule, source in patterns if in_layers else ():
+        check_pattern(source, rule, in_layers, kept)
     settings = {key: table[key].value for key in GLOBAL_GROUPS}
-    settings |= {key: _most_common(layer[key] for layer in layers) for key in kept}
+    settings |= _usual(layers, kept, in_layers)
     axes = [_Set(s.block_axis, s.source) for s in scopes if s.block_axis is not None]
     return ResolvedPrecision(
         num_layers=num_layers,
@@ -235,19 +252,32 @@ def _index_overrides(scopes: Iterable[Fragment], num_layers: int) -> list[dict[s
     return overrides
 
 
-def _patterns(scopes: Iterable[Fragment], fqns: Sequence[str]) -> list[tuple[LayerRule, str]]:
-    patterns = []
-    for scope in scopes:
-        for rule in scope.rules:
-            if not rule.is_glob or not rule.settings:
-                continue
-            if fqns and not any(rule.matches(fqn) for fqn in fqns):
-                raise ConfigError(
-                    f"{scope.source}: layers.{rule.selector}: matches no name of the model;"
-                    f" allowed: patterns of names such as {fqns[0]}"
-                )
-            patterns.append((rule, scope.source))
-    return patterns
+def _effective(
+    table: Mapping[str, _Set], overrides: Iterable[Mapping[str, _Set]], in_layers: Layers
+) -> list[dict[str, _Set]]:
+    """Of each layer's settings those that reach a module in it."""
+    found = []
+    for layer, override in enumerate(overrides):
+        reached = reached_keys(in_layers.get(layer, ()), table.keys() | override.keys())
+        found.append({key: entry for key, entry in override.items() if key in reached})
+    return found
+
+
+def _usual(
+    layers: Sequence[dict[str, str]], kept: Sequence[str], in_layers: Layers
+) -> dict[str, str]:
+    """What most of the layers have, of those that have the group at all; the others of ``layers``
+    are then set to the same, so that no rule for them is left.
+    """
+    reached = [reached_keys(in_layers.get(layer, ()), kept) for layer in range(len(layers))]
+    usual = {}
+    for key in kept:
+        owners = [each for each, keys in zip(layers, reached, strict=True) if key in keys]
+        usual[key] = _most_common(layer[key] for layer in owners or layers)
+        for layer, keys in zip(layers, reached, strict=True):
+            if in_layers and key not in keys:
+                layer[key] = usual[key]
+    return usual
 
 
 def _layer_table(table: Mapping[str, _Set], override: Mapping[str, _Set]) -> dict[str, str]:
@@ -258,18 +288,23 @@ def _layer_table(table: Mapping[str, _Set], override: Mapping[str, _Set]) -> dic
     return values
 
 
-def _is_following(
-    follower: str,
-    leader: str,
+def _kept(
     table: Mapping[str, _Set],
-    overrides: Iterable[Mapping[str, _Set]],
-    layers: Iterable[Mapping[str, str]],
+    overrides: Sequence[Mapping[str, _Set]],
+    layers: Sequence[Mapping[str, str]],
+    *,
     has_patterns: bool,
-) -> bool:
-    if follower not in table and not any(follower in override for override in overrides):
-        return True
-    # Set, but to the same: no difference, unless a pattern moves the leader alone.
-    return not has_patterns and all(layer[follower] == layer[leader] for layer in layers)
+) -> tuple[str, ...]:
+    """The groups in layers that have settings of their own: all but those that follow another."""
+
+    def follows(follower: str, leader: str) -> bool:
+        if follower not in table and not any(follower in override for override in overrides):
+            return True
+        # Set, but to the same: no difference, unless a pattern moves the leader alone.
+        return not has_patterns and all(layer[follower] == layer[leader] for layer in layers)
+
+    following = {each for each, leader in FOLLOWS.items() if follows(each, leader)}
+    return tuple(key for key in _LAYER_KEYS if key not in following)
 
 
 def _most_common(values: Iterable[str]) -> str:
@@ -307,11 +342,7 @@ def _followers(scope: str, key: str, value: str, table: Mapping[str, _Set]) -> I
 
 
 def _rows_of(settings: Mapping[str, _Set]) -> Iterator[tuple[str, _Set]]:
-    folded = dict(settings)
-    for key, (prefill, decode) in REFINED_OP_GROUPS.items():
-        if prefill in folded and folded[prefill] == folded.get(decode):
-            folded[key] = folded.pop(prefill)
-            del folded[decode]
+    folded = fold_phases(settings)
     order = TENSOR_GROUPS + tuple(REFINED_OP_GROUPS) + STORED_OP_GROUPS
     return ((key, folded[key]) for key in order if key in folded)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tilewright.compiler.precision import FOLLOWS, OP_GROUP_OF, PHASES, PrecisionConfig
 from tilewright.compiler.precision.fragment import Settings
-from tilewright.compiler.precision.heading import compact_settings
+from tilewright.compiler.precision.phases import compact_settings
 from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, chosen_in, fidelities_in
 
 Reason = Callable[[Part], str]

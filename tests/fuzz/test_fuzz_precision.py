@@ -16,7 +16,7 @@ from hypothesis import example, given
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
 from tilewright.compiler.plain_yaml import MAX_FILE_BYTES
-from tilewright.compiler.precision import load_precision, parse_heading, reading
+from tilewright.compiler.precision import GroupedModule, load_precision, parse_heading, reading
 from tilewright.compiler.precision.heading import MAX_HEADING_LENGTH
 
 SHIPPED = (reading._shipped_folder() / "accuracy.yaml").read_bytes()
@@ -38,9 +38,15 @@ HEADING = (
 )
 
 
+MODULES = [
+    GroupedModule(f"model.layers.{layer}.mlp.{name}", group, layer)
+    for layer in range(32)
+    for name, group in (("up_proj", "ff1_3"), ("down_proj", "ff2"))
+]
+
+
 def resolve(path: Path) -> None:
-    names = [f"model.layers.{layer}.mlp.down_proj" for layer in range(32)]
-    load_precision(str(path)).resolve(32, "Qwen2.5-7B", fqns=names).explain()
+    load_precision(str(path)).resolve(32, "Qwen2.5-7B", modules=MODULES).explain()
 
 
 def check(path: Path, data: bytes, **limits: float) -> str:

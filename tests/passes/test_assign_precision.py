@@ -111,7 +111,11 @@ def test_attention_has_its_own_fidelity() -> None:
 
 @pytest.mark.parametrize(
     ("rule", "layer"),
-    [("1: {ff2: bfp4, li_ff2: lofi}", 1), ("*.layers.0.mlp.down_proj: {ff2: bfp4}", 0)],
+    [
+        ("1: {ff2: bfp4, li_ff2: lofi}", 1),
+        ("*.layers.0.mlp.down_proj: {ff2: bfp4}", 0),
+        ("*.layers.1.mlp: {ff2: bfp4}", 1),
+    ],
 )
 def test_an_override_changes_exactly_one_layer(rule: str, layer: int) -> None:
     base = graph_text(assigned(precision_of("bfp8"))[0].graph).splitlines()

@@ -163,14 +163,6 @@ def test_no_layers_at_all() -> None:
         load_precision("base").resolve(0)
 
 
-def test_a_pattern_must_match_where_names_are_given() -> None:
-    config = parse_heading("layer_cfg = {*.mlp.down: {ff2: bf16}}")
-    config.resolve(2)
-    config.resolve(2, fqns=["layers.0.mlp.down"])
-    with pytest.raises(ConfigError, match=r"layers.\*.mlp.down: matches no name of the model"):
-        config.resolve(2, fqns=["layers.0.mlp.down_proj"])
-
-
 def test_mixed_means_each_ops_own() -> None:
     mixed = load_precision("base").resolve(2)
     assert mixed.activation_format("swiglu", "decode", layer=0) == "bfp8"

@@ -1,0 +1,121 @@
+"""Which settings reach a model's modules, and the refusal of layer rules that reach none.
+
+Knows modules by name, layer and tensor group only; what a setting then means is resolved elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.precision.fragment import Fragment, LayerRule
+from tilewright.compiler.precision.names import ALWAYS_HIGH, FOLLOWS, OP_GROUP_OF
+from tilewright.compiler.precision.phases import fold_phases, stored_op_groups
+
+_NUM_EXAMPLES = 3
+
+
+class GroupedModule(NamedTuple):
+    """A module whose weight or cache belongs to a tensor group, and the layer that it is in."""
+
+    fqn: str
+    group: str
+    layer: int | None
+
+
+Layers = Mapping[int | None, Sequence[GroupedModule]]
+"""The modules of each layer; None has those outside layers."""
+
+
+def by_layer(modules: Iterable[GroupedModule]) -> Layers:
+    """The modules of each layer, in the order given."""
+    layers: dict[int | None, list[GroupedModule]] = {}
+    for module in modules:
+        layers.setdefault(module.layer, []).append(module)
+    return layers
+
+
+def reached_keys(modules: Iterable[GroupedModule], apart: Collection[str]) -> set[str]:
+    """The settings, by phase, that have an effect on any of the modules.
+
+    ``apart``: the groups of ``FOLLOWS`` that are set themselves, so that they follow no other.
+    """
+    keys: set[str] = set()
+    for group in {module.group for module in modules}:
+        keys.add(group)
+        if group in FOLLOWS and group not in apart:
+            keys.add(FOLLOWS[group])
+        if group in OP_GROUP_OF or group in ALWAYS_HIGH:
+            keys.add("activation")
+        keys.update(stored_op_groups(OP_GROUP_OF.get(group, "")))
+    return keys
+
+
+def check_indexed_rules(scopes: Iterable[Fragment], layers: Layers, num_layers: int) -> None:
+    """Refuse rules for layers by index that reach nothing of the model.
+
+    The rules of one source are a table, whose rows may name a group that only other rows have
+    (per-decoder files name every group in every row): each rule must reach something, and each
+    setting must do so in one of the source's rules.
+
+    Raises:
+        ConfigError: naming the source, the rule, the setting, and where that would have an effect.
+    """
+    known = set[str]()
+    stated = [set[str]() for _ in range(num_layers)]
+    for scope in scopes:
+        known |= scope.settings.keys()
+        rules = [rule for rule in scope.rules if not rule.is_glob]
+        for rule in rules:
+            for layer in rule.indices:
+                stated[layer] |= rule.settings.keys()
+        reached = [reached_keys(layers.get(n, ()), known | stated[n]) for n in range(num_layers)]
+        hits = [set[str]().union(*(reached[layer] for layer in rule.indices)) for rule in rules]
+        of_source = {
+            key
+            for rule, keys in zip(rules, hits, strict=True)
+            for key in rule.settings
+            if key in keys
+        }
+        for rule, keys in zip(rules, hits, strict=True):
+            if without := [key for key in rule.settings if key not in of_source]:
+                _refuse(scope.source, rule, without, keys, layers)
+            if rule.settings and not rule.settings.keys() & keys:
+                _refuse(scope.source, rule, list(rule.settings), keys, layers)
+
+
+def check_pattern(source: str, rule: LayerRule, layers: Layers, apart: Collection[str]) -> None:
+    """Refuse a rule by name of which any setting reaches nothing of the model.
+
+    Raises:
+        ConfigError: naming the source, the rule, the setting, and where that would have an effect.
+    """
+    every = [module for modules in layers.values() for module in modules]
+    named = [module for module in every if rule.matches(module.fqn)]
+    if not named:
+        raise ConfigError(
+            f"{source}: layers.{rule.selector}: matches no name of the model;"
+            f" allowed: patterns of names such as {every[0].fqn}"
+        )
+    reached = reached_keys(named, {*apart, *rule.settings})
+    if without := [key for key in rule.settings if key not in reached]:
+        _refuse(source, rule, without, reached, layers)
+
+
+def _refuse(
+    source: str, rule: LayerRule, without: Sequence[str], reached: set[str], layers: Layers
+) -> None:
+    """Raises the error of a rule whose settings ``without`` reach nothing, ``reached`` being those
+    that would.
+    """
+    key = next(iter(fold_phases(dict.fromkeys(without, ""))))
+    every = (module for modules in layers.values() for module in modules)
+    owners = [module.fqn for module in every if without[0] in reached_keys([module], ())]
+    more = ", ..." if len(owners) > _NUM_EXAMPLES else ""
+    elsewhere = f"of {', '.join(owners[:_NUM_EXAMPLES])}{more}" if owners else "in no module of it"
+    can_be_set = sorted(fold_phases(dict.fromkeys(reached, ""))) or ["nothing"]
+    raise ConfigError(
+        f"{source}: layers.{rule.selector}: {key} has no effect on this model's modules there"
+        f" ({key} is {elsewhere}); {allowed(can_be_set)}"
+    )
