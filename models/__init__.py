@@ -132,7 +132,7 @@ def load_model(path: str | FoundModel | None = None) -> LoadedModel:
         return _random_model(found)
     from tilewright.models.checkpoints import check_tensors, open_checkpoint
     from tilewright.models.sources import stored_shapes
-    from tilewright.models.tokenizer.tokenizer import load_tokenizer
+    from tilewright.models.tokenizer.load import load_tokenizer
 
     checkpoint = open_checkpoint(found)
     config = checkpoint.config

@@ -89,7 +89,7 @@ def _write_dllama(model: LoadedModel, folder: Path, weights: str, progress: Prog
     from tilewright.compiler.artifacts.folder import write_file
     from tilewright.compiler.formats import get_format
     from tilewright.models.checkpoints.dllama_writer import write_model
-    from tilewright.models.tokenizer.tokenizer import read_vocabulary
+    from tilewright.models.tokenizer.load import read_vocabulary
     from tilewright.models.tokenizer.vocabulary_dllama import pack_tokenizer, token_order
 
     name = _NOT_IN_NAMES.sub("_", model.name)

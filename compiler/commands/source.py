@@ -18,7 +18,8 @@ from tilewright.compiler.targets.base import CompileOptions, Progress
 from tilewright.compiler.targets.table import get_target
 from tilewright.models import FoundModel, LoadedModel, ShapeName, Weights, load_model
 from tilewright.models.checkpoints.base import TokenizerSource
-from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
+from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 TOKENIZER = "tokenizer"
 """The folder inside a compiled one that holds its tokenizer's files."""

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compiler.errors import CheckpointError, RequestError, allowed
-from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.chat_template import ChatTemplate, Message
 from tilewright.models.tokenizer.vocabulary import (
     Vocabulary,
     library_errors,
-    read_folder,
     write_folder,
 )
 
@@ -209,28 +207,6 @@ class StreamDecoder:
             self._at_start = False
             text = text.removeprefix(" ")
         return text
-
-
-def load_tokenizer(source: TokenizerSource) -> Tokenizer:
-    """The tokenizer of a checkpoint, from its ``tokenizer_source``.
-
-    Raises:
-        CheckpointError: files or metadata that are missing, corrupt or of a kind not read.
-    """
-    return Tokenizer(read_vocabulary(source))
-
-
-def read_vocabulary(source: TokenizerSource) -> Vocabulary:
-    """What `load_tokenizer` makes a tokenizer of; raises as it does."""
-    if source.metadata is not None:
-        from tilewright.models.tokenizer.vocabulary_gguf import read_metadata
-
-        return read_metadata(source.metadata, source.path)
-    if source.path.suffix == ".t" and not source.path.is_dir():
-        from tilewright.models.tokenizer.vocabulary_dllama import read_tokenizer
-
-        return read_tokenizer(source.path)
-    return read_folder(source.path)
 
 
 def _decoder_steps(vocabulary: Vocabulary) -> tuple[str, ...]:

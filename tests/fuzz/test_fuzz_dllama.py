@@ -25,7 +25,7 @@ from tilewright.models import load_model
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.checkpoints.dllama import DllamaCheckpoint
 from tilewright.models.checkpoints.dllama_header import KEYS
-from tilewright.models.tokenizer.tokenizer import load_tokenizer, read_vocabulary
+from tilewright.models.tokenizer.load import load_tokenizer, read_vocabulary
 from tilewright.models.tokenizer.vocabulary_dllama import pack_tokenizer
 
 SMALL = {

@@ -18,7 +18,7 @@ from tilewright.models.checkpoints import open_checkpoint
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 from tilewright.models.checkpoints.json_file import read_json
-from tilewright.models.tokenizer.tokenizer import load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
 
 READERS: dict[str, Callable[[Path], object]] = {
     "x.gguf": GGUFCheckpoint,

@@ -16,7 +16,7 @@ from tests.fuzz.limits import guarded, guarded_apart
 from tests.fuzz.mutations import LYING_NUMBERS, Mutation, mutations
 from tilewright.models import load_model
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
-from tilewright.models.tokenizer.tokenizer import load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
 from tilewright.models.tokenizer.vocabulary_gguf import MAX_PIECE
 
 HIDDEN, INNER, VOCAB = 32, 32, 262

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tests.fuzz.limits import guarded_apart
 from tests.fuzz.mutations import ODD_VALUES, Mutation, damaged_trees, mutations
 from tilewright.models.checkpoints.base import TokenizerSource
-from tilewright.models.tokenizer.tokenizer import load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
 
 SETTINGS: dict[str, Any] = {
     "bos_token": "<s>",

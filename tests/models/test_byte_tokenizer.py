@@ -9,7 +9,7 @@ import pytest
 from tilewright.compiler.errors import RequestError
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
-from tilewright.models.tokenizer.tokenizer import load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
 
 TEXTS = [
     "",

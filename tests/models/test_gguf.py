@@ -20,7 +20,7 @@ from tilewright.models.architectures.rope import inverse_frequencies
 from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 from tilewright.models.checkpoints.gguf_header import read_header
-from tilewright.models.tokenizer.tokenizer import load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

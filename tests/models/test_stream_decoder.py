@@ -12,7 +12,8 @@ import pytest
 from tokenizers.pre_tokenizers import ByteLevel
 
 from tilewright.models.checkpoints.base import TokenizerSource
-from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
+from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 

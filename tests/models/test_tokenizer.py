@@ -17,7 +17,8 @@ from tokenizers.models import BPE
 
 from tilewright.compiler.errors import CheckpointError, RequestError
 from tilewright.models.checkpoints.base import TokenizerSource
-from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
+from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 CORPUS = [
     "",

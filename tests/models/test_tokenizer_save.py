@@ -23,7 +23,8 @@ from tests.models.test_tokenizer import (
 )
 from tilewright.compiler.errors import CheckpointError
 from tilewright.models.checkpoints.base import TokenizerSource
-from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from tilewright.models.tokenizer.load import load_tokenizer
+from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 FILES = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 CRLF = CHATML.replace("\n", "\r\n") + "«é»"

@@ -15,7 +15,8 @@ from tests.dllama_files import tokenizer_bytes, tokens
 from tilewright.compiler.errors import CheckpointError
 from tilewright.models import load_model
 from tilewright.models.checkpoints.base import TokenizerSource
-from tilewright.models.tokenizer.tokenizer import Tokenizer, load_tokenizer, read_vocabulary
+from tilewright.models.tokenizer.load import load_tokenizer, read_vocabulary
+from tilewright.models.tokenizer.tokenizer import Tokenizer
 from tilewright.models.tokenizer.vocabulary import Vocabulary
 from tilewright.models.tokenizer.vocabulary_dllama import (
     MAX_PIECE,
