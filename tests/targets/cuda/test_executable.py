@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import only
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, BFP8_CACHE_NOISE, SMALL
 from tests.tiny import compiled, precision_of, random_tokens, step, tiny_model
 from tilewright.compiler import ops
@@ -279,7 +280,10 @@ BOUNDS = {"exact": 1e-5, "bf16": 1.5 * BF16_NOISE, "bfp8": 1.5 * BFP8_CACHE_NOIS
 """The worst of many steps of few rows, each."""
 
 
-@pytest.mark.parametrize(("kind", "count"), [("exact", 100), ("bf16", 12), ("bfp8", 16)])
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    only([("exact", 40)], [("exact", 40), ("exact", 100), ("bf16", 12), ("bfp8", 16)]),
+)
 def test_random_operations_are_the_reference_s(kind: str, count: int) -> None:
     twins = Twins(tiny_model(std=0.2, **SMALL), kind)
     done = random_operations(twins, count, longest=5, seed=3)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grids import grid
 from tests.targets.cuda.decode_step import DecodeStep, rounded
 from tilewright.compiler.targets.cuda.kernels import attention_decode
 from tilewright.compiler.targets.cuda.kernels.attention_decode import attend_decode
@@ -46,18 +47,20 @@ class Step(DecodeStep):
         )
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bfp8"])
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "settings"),
-    [
-        ((4, 1), 64, {}),
-        ((3, 1), 80, {"interleaved": True}),
-        ((2, 2), 96, {"half": 16}),
-        ((7, 1), 128, {"window": 40}),
-        ((2, 1), 192, {"window": 64, "half": 24, "interleaved": True}),
-        ((8, 1), 256, {}),
-        ((1, 1), 72, {"window": 1}),
-    ],
+    ("heads", "head_dim", "settings", "kind"),
+    grid(
+        [
+            ((4, 1), 64, {}),
+            ((3, 1), 80, {"interleaved": True}),
+            ((2, 2), 96, {"half": 16}),
+            ((7, 1), 128, {"window": 40}),
+            ((2, 1), 192, {"window": 64, "half": 24, "interleaved": True}),
+            ((8, 1), 256, {}),
+            ((1, 1), 72, {"window": 1}),
+        ],
+        ["fp32", "bf16", "bfp8"],
+    ),
 )
 def test_against_float64(
     kind: str,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grids import grid
 from tilewright.compiler.ops.attention import attention
 from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
 
@@ -57,20 +58,22 @@ def check(
     assert not out[num_tokens:].any()
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bfp8"])
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "start", "num_tokens", "settings"),
-    [
-        ((4, 1), 64, 0, 5, {}),
-        ((3, 1), 80, 0, 130, {"num_padding": 70}),
-        ((2, 2), 96, 100, 33, {"window": 40, "num_padding": 1}),
-        ((7, 1), 128, 63, 2, {"dtype": torch.bfloat16}),
-        ((1, 1), 16, 62, 3, {}),
-        ((1, 1), 192, 64, 64, {"window": 64}),
-        ((8, 1), 256, 127, 1, {}),
-        ((1, 1), 72, 190, 70, {"window": 1}),
-        ((1, 1), 32, 300, 66, {"window": 200}),
-    ],
+    ("heads", "head_dim", "start", "num_tokens", "settings", "kind"),
+    grid(
+        [
+            ((4, 1), 64, 0, 5, {}),
+            ((3, 1), 80, 0, 130, {"num_padding": 70}),
+            ((2, 2), 96, 100, 33, {"window": 40, "num_padding": 1}),
+            ((7, 1), 128, 63, 2, {"dtype": torch.bfloat16}),
+            ((1, 1), 16, 62, 3, {}),
+            ((1, 1), 192, 64, 64, {"window": 64}),
+            ((8, 1), 256, 127, 1, {}),
+            ((1, 1), 72, 190, 70, {"window": 1}),
+            ((1, 1), 32, 300, 66, {"window": 200}),
+        ],
+        ["fp32", "bf16", "bfp8"],
+    ),
 )
 def test_against_float64(
     kind: str,

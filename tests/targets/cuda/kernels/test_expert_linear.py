@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.grids import grid
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.experts import place_experts
 from tilewright.compiler.targets.cuda.held import HeldWeight
@@ -55,13 +56,15 @@ def expected(x_TKC: torch.Tensor, held: HeldWeight, experts: torch.Tensor) -> to
     return y.masked_fill((experts < 0)[:, :, None], NAN)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("num_tokens", "top_k", "size", "own", "tile_size"),
-    [
-        *((1, 2, (40, 200), False, 16), (3, 3, (33, 130), True, 16)),
-        *((7, 1, (16, 9), False, 16), (19, 4, (70, 64), True, 64)),
-    ],
+    ("num_tokens", "top_k", "size", "own", "tile_size", "kind"),
+    grid(
+        [
+            *((1, 2, (40, 200), False, 16), (3, 3, (33, 130), True, 16)),
+            *((7, 1, (16, 9), False, 16), (19, 4, (70, 64), True, 64)),
+        ],
+        KINDS,
+    ),
 )
 def test_products(
     kind: str,

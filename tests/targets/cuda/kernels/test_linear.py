@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.grids import grid
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels.linear import linear
 from tilewright.compiler.targets.cuda.packing import hold, unpack
@@ -46,10 +47,19 @@ def assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(got.double(), want, rtol=epsilon, atol=4e-6)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("num_tokens", "size"),
-    [(1, (40, 200)), (2, (16, 128)), (3, (33, 576)), (8, (64, 80)), (17, (48, 130)), (64, (7, 9))],
+    ("num_tokens", "size", "kind"),
+    grid(
+        [
+            (1, (40, 200)),
+            (2, (16, 128)),
+            (3, (33, 576)),
+            (8, (64, 80)),
+            (17, (48, 130)),
+            (64, (7, 9)),
+        ],
+        KINDS,
+    ),
 )
 def test_product(kind: str, num_tokens: int, size: tuple[int, int], device: torch.device) -> None:
     held, x = weight(kind, size, device), tokens((num_tokens, size[1]), device)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grids import grid
 from tilewright.compiler.formats.block_float import BFP8
 from tilewright.compiler.ops.dense import rotate
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
@@ -50,17 +51,19 @@ def run(
     return q, k, v, inv_freq.cpu()
 
 
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "bfp8"])
 @pytest.mark.parametrize(
-    ("heads", "head_dim", "half", "interleaved"),
-    [
-        ((4, 1), 64, 32, False),
-        ((3, 1), 80, 40, True),
-        ((9, 9), 96, 16, False),
-        ((2, 1), 192, 24, True),
-        ((8, 1), 256, 128, False),
-        ((1, 1), 72, 36, False),
-    ],
+    ("heads", "head_dim", "half", "interleaved", "kind"),
+    grid(
+        [
+            ((4, 1), 64, 32, False),
+            ((3, 1), 80, 40, True),
+            ((9, 9), 96, 16, False),
+            ((2, 1), 192, 24, True),
+            ((8, 1), 256, 128, False),
+            ((1, 1), 72, 36, False),
+        ],
+        ["fp32", "bf16", "bfp8"],
+    ),
 )
 def test_rotates_and_stores(
     kind: str,
