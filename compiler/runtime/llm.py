@@ -58,20 +58,36 @@ class LLM:
         self._flight: _Launched | None = None
         self._held: list[StateHandle] = []
 
-    def add(self, request: Request) -> None:
-        """Queue a request; raises RequestError where it can never be served."""
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be served.
+
+        Raises:
+            RequestError: for a token outside the vocabulary, an empty prompt, or one that cannot
+                fit the context with its output.
+        """
         check_tokens(request.prompt, self.executable.vocab_size)
+        self.scheduler.check(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that :meth:`check` accepts.
+
+        Raises:
+            RequestError: for one that it refuses.
+        """
+        self.check(request)
         request.arrived_at = time.perf_counter()
         self.scheduler.add(request)
 
     def step(self) -> list[Request]:
-        """One step; returns the requests that got a token.
+        """One step; returns the requests that got a token, none where there is no work.
 
         Raises:
             RequestError: when requests wait and others hold all of the executable's state.
         """
         launched = self._flight
         if launched is None:
+            if not self.scheduler.has_work():
+                return []
             launched = self._launch(self._schedule())
         self._flight = self._launch_ahead(launched)
         served = self._collect(launched)
@@ -79,13 +95,26 @@ class LLM:
         return served
 
     def generate(self, requests: Iterable[Request], on_token: OnToken | None = None) -> None:
-        """Run requests to their end; ``on_token(request, token)`` hears every token."""
+        """Run requests to their end, and those added before; ``on_token(request, token)`` hears
+        every token. Whatever is raised, none of ``requests`` is left queued or running.
+
+        Raises:
+            RequestError: for a request that can never be served, before any of them is queued.
+        """
+        requests = tuple(requests)
         for request in requests:
-            self.add(request)
-        while self.scheduler.has_work():
-            for request in self.step():
-                if on_token is not None:
-                    on_token(request, request.output[-1])
+            self.check(request)
+        try:
+            for request in requests:
+                self.add(request)
+            while self.scheduler.has_work():
+                for request in self.step():
+                    if on_token is not None:
+                        on_token(request, request.output[-1])
+        except BaseException:
+            for request in requests:
+                self.cancel(request)
+            raise
 
     def cancel(self, request: Request) -> None:
         """End a request early; its state is free once no step over it is in flight."""

@@ -55,8 +55,8 @@ class Scheduler:
         self._release = release
         self._num_free = num_free
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be served.
 
         Raises:
             RequestError: for an empty prompt, or one that cannot fit the context with its output.
@@ -69,9 +69,18 @@ class Scheduler:
                 f"a prompt of {len(request.prompt)} tokens and {request.sampling.max_tokens} to "
                 f"generate do not fit the context; allowed: {context + 1} together"
             )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that :meth:`check` accepts.
+
+        Raises:
+            RequestError: for one that it refuses.
+        """
+        self.check(request)
         self.waiting.append(request)
 
     def has_work(self) -> bool:
+        """Whether any request waits or runs."""
         return bool(self.waiting or self.running)
 
     def can_admit(self) -> bool:
@@ -79,11 +88,14 @@ class Scheduler:
         return bool(self.waiting) and self._num_free() > 0
 
     def schedule(self) -> list[Scheduled]:
-        """The next step's work; empty when there is none."""
+        """The next step's work; empty when there is none.
+
+        Raises:
+            RequestError: as ``reserve`` does; the request then still waits, at its place.
+        """
         while self.can_admit():
-            request = self.waiting.popleft()
-            self._reserve(request)
-            self.running.append(request)
+            self._reserve(self.waiting[0])
+            self.running.append(self.waiting.popleft())
         prefills = [request for request in self.running if request.is_prefill]
         decodes = [Scheduled(request, 1) for request in self.running if not request.is_prefill]
         chunk = [

@@ -5,6 +5,7 @@ The null target checks that the positions of every sequence follow on what its s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -12,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.runtime.queued import QueuedExecutable
 from tests.tiny import compiled, tiny_model
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.llm import LLM
 from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, SamplingParams
-from tilewright.compiler.targets.base import Executable, StepInput, StepOutput
+from tilewright.compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
 from tilewright.compiler.targets.null import NullExecutable
 
 CONTEXT = 64
@@ -269,3 +271,91 @@ def test_prompts_go_before_decoding_where_phases_are_apart() -> None:
     second = Request(1, (1, 2, 3, 4), SamplingParams(max_tokens=3))
     llm.add(second)
     assert [llm.step() for _ in range(3)] == [[], [second], [first, second]]
+
+
+def batch_of(*lengths: int) -> list[Request]:
+    return [
+        Request(n, (1,) * length, SamplingParams(max_tokens=5)) for n, length in enumerate(lengths)
+    ]
+
+
+def test_generate_queues_all_or_nothing() -> None:
+    llm, heard = one(), list[int]()
+    with pytest.raises(RequestError, match=r"a prompt of 65 tokens and 5 to generate"):
+        llm.generate(batch_of(3, 4, 65))
+    assert not llm.scheduler.has_work()
+    llm.generate(
+        [Request(9, (1,), SamplingParams(max_tokens=2))], lambda r, t: heard.append(r.request_id)
+    )
+    assert heard == [9, 9]
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_callback_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
+    executable = QueuedExecutable(runs_ahead=runs_ahead, max_batch=2)
+    llm = LLM(executable)
+    requests = batch_of(3, 4, 5)
+
+    def on_token(request: Request, token: int) -> None:
+        if len(request.output) == 2:
+            raise KeyError("a bug of the listener")
+
+    with pytest.raises(KeyError):
+        llm.generate(requests, on_token)
+    assert not llm.scheduler.has_work()
+    assert executable.num_free() == 2
+    assert {request.finish_reason for request in requests} == {CANCELLED}
+    (again,) = batch_of(3)
+    llm.generate([again])
+    assert len(again.output) == 5
+
+
+def test_an_executable_that_raises_leaves_nothing_behind() -> None:
+    llm = one()
+    llm.executable.step = broken = Broken(llm.executable.step)
+    with pytest.raises(RuntimeError, match="step 3"):
+        llm.generate(batch_of(3, 4, 5))
+    assert not llm.scheduler.has_work()
+    assert llm.executable.num_free() == 2
+    assert broken.num_steps == 3
+
+
+@dataclass
+class Broken:
+    """The third step fails."""
+
+    step: Callable[[StepInput], StepOutput]
+    num_steps: int = 0
+
+    def __call__(self, inputs: StepInput) -> StepOutput:
+        self.num_steps += 1
+        if self.num_steps == 3:
+            raise RuntimeError("step 3")
+        return self.step(inputs)
+
+
+def test_an_idle_step_is_no_error() -> None:
+    llm = one()
+    assert llm.step() == []
+    llm.generate(batch_of(3))
+    assert llm.step() == []
+
+
+def test_a_request_that_cannot_be_given_state_still_waits() -> None:
+    llm = one()
+    reserve, refuse = llm.executable.reserve, True
+
+    def reserve_later(num_positions: int) -> StateHandle:
+        if refuse:
+            raise RequestError("no pages left")
+        return reserve(num_positions)
+
+    llm.executable.reserve = reserve_later
+    first, second = batch_of(3, 4)
+    llm.add(first)
+    llm.add(second)
+    with pytest.raises(RequestError, match="no pages left"):
+        llm.step()
+    refuse = False
+    llm.generate([])
+    assert [len(first.output), len(second.output)] == [5, 5]
