@@ -1,4 +1,6 @@
-"""What must be true of a graph after each stage. A failure is a bug of a pass, never of a user."""
+"""What must be true of a graph after each stage. A failure is a bug of a pass, never of a user;
+what a user's module may not do is refused by name, once models are matched.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import COMPUTE, CONSTANT, STATE, WEIGHT, info, product_info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ir.text import operator_name
@@ -33,6 +36,49 @@ STATEFUL = (ops.attention, ops.causal_conv1d, ops.gated_delta_rule)
 
 BESIDE_OURS = STRUCTURAL | ELEMENTWISE
 """All that is not ours."""
+
+
+def check_model(graph_module: GraphModule) -> None:
+    """Refuse a module that does what no operator of ours stands for.
+
+    Raises:
+        CompileError: naming the module and the first such call, a parameter that plain arithmetic
+            reads (a bias that is not its linear layer's own), or a result that is not logits.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        where = info(node).fqn or node.name
+        if node.target not in OPERATORS and node.target not in BESIDE_OURS:
+            raise CompileError(
+                f"{where}: calls {node.target}, for which there is no operator; allowed: "
+                "tilewright.compiler.ops, and what the architectures in models/ are written in"
+            )
+        parameter = next((each for each in node.all_input_nodes if info(each).role == WEIGHT), None)
+        if parameter is not None and node.target in BESIDE_OURS:
+            raise CompileError(
+                f"{where}: {operator_name(node)} reads parameter {info(parameter).fqn!r}; allowed: "
+                "a bias inside its linear layer, a weight inside its norm"
+            )
+    head, _ = head_of(graph_module)
+    if head is None:
+        raise CompileError(
+            "the model's result is not that of a linear layer; allowed: logits, with arithmetic "
+            "between them and numbers"
+        )
+
+
+def head_of(graph_module: GraphModule) -> tuple[Node | None, list[Node]]:
+    """The product that makes the logits, and what is done to them after it, value by value, last
+    first; None where the result is that of no product.
+    """
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    head, after = output.args[0], []
+    while isinstance(head, Node) and head.target in ELEMENTWISE and len(head.all_input_nodes) == 1:
+        after.append(head)
+        head = head.all_input_nodes[0]
+    is_product = isinstance(head, Node) and head.target is ops.linear.overload
+    return (head if is_product else None), after
 
 
 def verify_matched(graph_module: GraphModule) -> None:

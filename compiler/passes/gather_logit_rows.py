@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from tilewright.compiler import ops
 from tilewright.compiler.ir.info import INPUT, NodeInfo
 from tilewright.compiler.ir.rewrite import add_input, emit, fake_input
-from tilewright.compiler.ir.verify import ELEMENTWISE
+from tilewright.compiler.ir.verify import head_of
 from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 
@@ -18,12 +17,8 @@ def gather_logit_rows(graph_module: GraphModule, ctx: PassContext) -> int:
 
     What is done to the logits after it, value by value, is done to those rows.
     """
-    output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    head, after = output.args[0], []
-    while isinstance(head, Node) and head.target in ELEMENTWISE and len(head.all_input_nodes) == 1:
-        after.append(head)
-        head = head.all_input_nodes[0]
-    if not isinstance(head, Node) or head.target is not ops.linear.overload:
+    head, after = head_of(graph_module)
+    if head is None:
         return 0
     hidden, weight, *rest = head.args
     assert isinstance(hidden, Node)

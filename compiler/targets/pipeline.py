@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.compiler.ir.verify import verify_lowered, verify_matched, verify_precision
+from tilewright.compiler.ir.verify import check_model, verify_lowered, verify_precision
 from tilewright.compiler.passes.assign_precision import assign_precision
 from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
 from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
@@ -27,7 +27,7 @@ MATCH = Stage(
         match_sigmoid_gate,
         match_router,
     ),
-    verify_matched,
+    check_model,
 )
 PRECISION = Stage("precision", (assign_precision,), verify_precision)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +100,16 @@ def test_pages_go_back_to_the_system() -> None:
     assert resident_bytes() - before > slot_bytes * 3 / 4
     caches.release(2)
     assert resident_bytes() - before < slot_bytes / 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="address space is reserved otherwise")
+def test_a_cache_may_be_larger_than_the_memory_while_it_is_empty() -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    length = padded_length(SPECS, 1000)
+    position = 4 * 2 * sum(spec.num_kv_heads * spec.head_dim for spec in SPECS)
+    caches = SlotCaches(SPECS, 4 * memory // (length * position), length)
+    view(caches, caches.num_slots - 1, 3)[:] = 1.0
+    caches.release(caches.num_slots - 1)
 
 
 def test_a_cache_that_no_memory_holds_is_refused_in_words() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 import mmap
+import platform
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,6 +19,10 @@ from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.emitter import STATE_SUFFIX, CacheSpec, SequenceState
 
 _ITEM = 4  # float32
+
+# Python names the flag from 3.13 on; the number is Linux' on these processors
+_KNOWN = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+_NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0x4000 if _KNOWN else 0)
 
 Binding = tuple[str, tuple[int, ...], int]
 """Name, shape and address of one tensor of a window of slots."""
@@ -27,8 +33,9 @@ class _Pages:
 
     def __init__(self, num_bytes: int, what: str, remedy: str) -> None:
         """``what`` they are for, and what to ask for less of, in the words of an error."""
-        # private: the system keeps the pages of a shared mapping whatever it is advised
-        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        # private: the system keeps the pages of a shared mapping whatever it is advised; without
+        # a reserve: most of a cache is never written, and more than the memory may be asked for
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
         try:
             self._mapping = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=kind)
         except OSError as error:
