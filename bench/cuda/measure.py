@@ -5,11 +5,6 @@ figures, records, and a demo's start in a process of its own. Prints nothing.
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +24,7 @@ from bench.cuda.rows import (
 )
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.cases import CASES, TABLE_PROMPT_LENGTH, Case
+from tilewright.compiler.bench.child import PYTHON, Child
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.roofline import (
     Ceilings,
@@ -175,15 +171,7 @@ class Bench:
         options = run_options(row, target=self._target, repeats=self._repeats)
         plan = replace(measure.plan_jobs(self.source, options), context=self._context)
         runs = time_jobs(self.compiled.executable, plan.jobs, num_repeats=options.case.num_repeats)
-        result = measure.make_result(
-            self.source,
-            options,
-            self.compiled,
-            runs,
-            plan=plan,
-            peak_memory=0,
-            cache_bytes=measure.cache_bytes(self.compiled, plan),
-        )
+        result = measure.make_result(self.source, options, self.compiled, runs, plan=plan)
         # one process measures several programs: its peak is not this one's
         return _Measured(tuple(runs), replace(result, peak_memory_bytes=None))
 
@@ -271,7 +259,7 @@ def measure_start(row: Row, *, target: str, repeats: int) -> Figures:
     """
     assert row.metric == START
     name = open_source(run_options(row, target=target, repeats=1).model.path).name
-    argv = [sys.executable, str(_DEMO), "--model", f"shape:{row.shape}", "--target", target]
+    argv = [*PYTHON, str(_DEMO), "--model", f"shape:{row.shape}", "--target", target]
     argv += ["--precision", row.precision, "--prompt", _START_PROMPT, "--no-results"]
     argv += ["--max-generated-tokens", "16", "--repeat-batches", "1"]
     mark = RANDOM_NOTE.format(name) + "\n"
@@ -282,27 +270,17 @@ def measure_start(row: Row, *, target: str, repeats: int) -> Figures:
 
 def _seconds_to_text(argv: Sequence[str], mark: str) -> float:
     """Seconds until a process has written something behind ``mark``; it is then let end."""
-    wide = {**os.environ, "COLUMNS": "400"}  # so that the line of the mark is not folded
     seen, found = b"", None
-    with tempfile.TemporaryFile() as complaints:
-        started = time.perf_counter()
-        child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=complaints, env=wide)
-        watch = threading.Timer(_START_SECONDS, child.kill)
-        watch.start()
-        assert child.stdout is not None
-        try:
-            while chunk := os.read(child.stdout.fileno(), 65536):
-                seen += chunk
-                if found is None and seen.partition(mark.encode())[2]:
-                    found = time.perf_counter() - started
-            child.wait()
-        finally:
-            watch.cancel()
-            child.kill()
-            child.wait()
-        complaints.seek(0)
-        lines = complaints.read().decode(errors="replace").split("\n")
-    if child.returncode or found is None:
-        said = next((line for line in reversed(lines) if line.strip()), "nothing")
-        raise CompileError(f"the demo ended with {child.returncode}, saying {said.strip()[:200]!r}")
+    started = time.perf_counter()
+    wide = {"COLUMNS": "400"}  # so that the line of the mark is not folded
+    with Child(argv, timeout_s=_START_SECONDS, has_pipes=True, environment=wide) as child:
+        while chunk := child.read():
+            seen += chunk
+            if found is None and seen.partition(mark.encode())[2]:
+                found = time.perf_counter() - started
+        ended = child.wait()
+    assert ended is not None
+    if ended.code or found is None:
+        said = (ended.last or "nothing")[:200]
+        raise CompileError(f"the demo ended with {ended.code}, saying {said!r}")
     return found

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.results import append, dumps
 from tilewright.compiler.commands import measure
 from tilewright.compiler.commands.console import (
     RANDOM_NOTE,
     accuracy_rows,
     compile_progress,
     err,
+    keep_results,
     model_title,
     print_table,
 )
@@ -24,7 +24,6 @@ from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.commands.screen import TextPrinter, explain_contract, explain_precision
 from tilewright.compiler.commands.source import Source, precision_of
 from tilewright.compiler.driver import lower_model, resolve_precision, silent
-from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.runtime.llm import LLM
@@ -68,15 +67,9 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     rows = [row for record in records for row in _rows(record)]
     print_table(screen, title, ("", "figure"), rows, numbers=True)
     screen.print(f"{last.device_detail}; {last.heading}", style="dim")
-    for record in records:
-        if record.kind == "emulated" and record.accuracy is None:
-            continue  # a text was emulated: no figure
-        if options.results is not None:
-            append(options.results, record)
-        if options.as_json:
-            print(dumps(record))
-    if options.results is not None:
-        screen.print(f"recorded in {options.results}", style="dim")
+    # where a text alone was emulated there is no figure
+    kept = [each for each in records if each.kind == "predicted" or each.accuracy is not None]
+    keep_results(screen, options, kept)
     return 0
 
 
@@ -195,35 +188,21 @@ class _Board:
         printer.close([request.output for request in requests])
 
     def _record(self, detail: str) -> Result:
-        case, contract = self._options.case, self.contract
-        surroundings = environment(hash_host=True)
-        plan = plan_memory(self.decode)
-        num_chips = self.decode.mesh.num_chips * case.data_parallel
-        return Result(
-            case=f"{case.name}*" if self._options.is_case_changed else case.name,
-            model=self._source.name,
-            weights=self._source.weights,
-            model_hash=self._source.content_hash,
+        memory = plan_memory(self.decode)
+        num_chips = self.decode.mesh.num_chips * self._options.case.data_parallel
+        return measure.describe(
+            self._source,
+            self._options,
+            self._plan,
+            self._precision,
+            self.contract,
             device=self.decode.device,
             device_detail=detail,
             target=self._target.name,
             mesh=str(self.decode.mesh),
-            dp=case.data_parallel,
-            batch=case.batch_size,
-            prompt_length=self._prompt_length,
             num_generated=self.num_generated,
-            context=self._plan.context,
-            precision_name=self._precision.name,
-            precision_id=self._precision.id,
-            heading=self._precision.heading,
-            effective_id=contract.effective_id,
-            resident_bytes=plan.weight_bytes * num_chips,
-            cache_bytes=plan.cache_bytes * num_chips,
-            contract=measure.contract_lines(contract),
-            versions=surroundings.versions,
-            commit=surroundings.commit,
-            host=surroundings.host,
-            timestamp=surroundings.timestamp,
+            resident_bytes=memory.weight_bytes * num_chips,
+            cache_bytes=memory.cache_bytes * num_chips,
         )
 
 

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Accuracy, Repeat, Result
+from tilewright.compiler.bench.results import append, dumps
 
 if TYPE_CHECKING:
+    from tilewright.compiler.commands.options import RunOptions
     from tilewright.compiler.targets.base import Progress as ProgressCallback
 
 
@@ -77,6 +79,17 @@ def print_table(
 def model_title(result: Result) -> str:
     """The model's name, marked where its weights are random."""
     return f"{result.model} {RANDOM_WEIGHTS}" if result.weights == "random" else result.model
+
+
+def keep_results(screen: Console, options: RunOptions, results: Sequence[Result]) -> None:
+    """Record results, and print them as JSON, where a run was asked to."""
+    for result in results:
+        if options.results is not None:
+            append(options.results, result)
+        if options.as_json:
+            print(dumps(result))
+    if options.results is not None:
+        screen.print(f"recorded in {options.results}", style="dim")
 
 
 def result_rows(result: Result) -> list[tuple[str, str]]:

@@ -6,9 +6,9 @@ import re
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -40,7 +40,7 @@ from tilewright.compiler.environment import environment
 from tilewright.compiler.environment import versions as installed_versions
 from tilewright.compiler.errors import ConfigError, RequestError
 from tilewright.compiler.files import cache_dir
-from tilewright.compiler.precision import effective_id, load_precision
+from tilewright.compiler.precision import PrecisionSummary, effective_id, load_precision
 from tilewright.compiler.runtime.request import SamplingParams
 from tilewright.compiler.targets.base import CompileOptions, Executable, Progress
 from tilewright.compiler.targets.contract import NumericContract
@@ -278,49 +278,56 @@ def peak_memory_bytes() -> int:
 
 
 def make_result(
+    source: Source, options: RunOptions, compiled: Compiled, runs: Sequence[Run], *, plan: Plan
+) -> Result:
+    """The record of a run that has just been timed, without its accuracy."""
+    repeats = tuple(run.repeat for run in runs)
+    device, detail = device_of(compiled, options.threads)
+    return describe(
+        source,
+        options,
+        plan,
+        compiled.precision,
+        compiled.executable.contract,
+        device=device,
+        device_detail=detail,
+        target=compiled.target,
+        num_generated=max((len(output) for run in runs for output in run.outputs), default=0),
+        compute="exact" if compiled.compute == "exact" else "fast",
+        repeats=repeats,
+        peak_memory_bytes=peak_memory_bytes(),
+        resident_bytes=compiled.executable.memory().weights,
+        cache_bytes=cache_bytes(compiled, plan),
+        **medians(repeats),
+    )
+
+
+def describe(
     source: Source,
     options: RunOptions,
-    compiled: Compiled,
-    runs: Sequence[Run],
-    *,
     plan: Plan,
-    peak_memory: int,
-    cache_bytes: int,
+    precision: PrecisionSummary,
+    contract: NumericContract,
+    **figures: Any,
 ) -> Result:
-    """The record of a run, without its accuracy."""
+    """A record of what was run here and now; ``figures``: the fields that say what came of it."""
     case = options.case
-    repeats = tuple(run.repeat for run in runs)
-    surroundings = environment(hash_host=True)
-    device, detail = device_of(compiled, options.threads)
-    contract = compiled.executable.contract
     return Result(
         case=f"{case.name}*" if options.is_case_changed else case.name,
         model=source.name,
         weights=source.weights,
         model_hash=source.content_hash,
-        device=device,
-        device_detail=detail,
-        target=compiled.target,
         dp=case.data_parallel,
         batch=case.batch_size,
         prompt_length=max(len(job.prompt) for job in plan.jobs),
-        num_generated=max((len(output) for run in runs for output in run.outputs), default=0),
         context=plan.context,
-        precision_name=compiled.precision.name,
-        precision_id=compiled.precision.id,
-        heading=compiled.precision.heading,
+        precision_name=precision.name,
+        precision_id=precision.id,
+        heading=precision.heading,
         effective_id=contract.effective_id,
-        compute="exact" if compiled.compute == "exact" else "fast",
-        repeats=repeats,
-        peak_memory_bytes=peak_memory,
-        resident_bytes=compiled.executable.memory().weights,
-        cache_bytes=cache_bytes,
         contract=contract_lines(contract),
-        versions=surroundings.versions,
-        commit=surroundings.commit,
-        host=surroundings.host,
-        timestamp=surroundings.timestamp,
-        **medians(repeats),
+        **asdict(environment(hash_host=True)),
+        **figures,
     )
 
 
@@ -348,13 +355,9 @@ def device_of(compiled: Compiled, threads: int | None) -> tuple[str, str]:
     known = (each.name for each in DEVICES.values() if each.target == compiled.target)
     name = next((each for each in known if re.search(rf"\b{re.escape(each)}\b", own)), own)
     plain = name.translate(str.maketrans("", "", "()|"))  # which have a meaning in PERF.md
-    return plain.strip() or "unknown", executable.device_detail or device_detail(threads)
-
-
-def device_detail(threads: int | None) -> str:
-    """The processor and the threads used, in words."""
     cpu = describe_cpu()
-    return f"{cpu.model_name}, {threads or cpu.num_cores} threads"
+    words = f"{cpu.model_name}, {threads or cpu.num_cores} threads"
+    return plain.strip() or "unknown", executable.device_detail or words
 
 
 def cache_bytes(compiled: Compiled, plan: Plan) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.commands.options import RunOptions
+from tilewright.compiler.ir.cost import step_costs
 from tilewright.compiler.precision import PrecisionSummary
 
 if TYPE_CHECKING:
@@ -71,8 +72,6 @@ def explain_contract(screen: Console, contract: NumericContract) -> None:
 
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
     """Bytes and operations of a decode step, by tensor group."""
-    from tilewright.compiler.ir.cost import step_costs
-
     costs = step_costs(compiled.graph(), num_tokens=1, context=context)
     rows = [
         (

@@ -1,0 +1,87 @@
+"""``tilewright run`` on this machine's own devices: texts as they come, then measured figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.timing import Run, time_jobs
+from tilewright.compiler.commands import measure
+from tilewright.compiler.commands.console import (
+    RANDOM_NOTE,
+    compile_progress,
+    err,
+    keep_results,
+    model_title,
+    print_table,
+    repeat_rows,
+    result_rows,
+)
+from tilewright.compiler.commands.options import RunOptions
+from tilewright.compiler.commands.screen import (
+    TextPrinter,
+    explain_contract,
+    explain_cost,
+    explain_precision,
+)
+from tilewright.compiler.commands.source import Source
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXIT_TEXTS_DIFFER = 1
+
+
+def run_here(source: Source, options: RunOptions, screen: Console) -> int:
+    """Compile, generate, measure, print and record. Returns the exit code."""
+    case, plan = options.case, measure.plan_jobs(source, options)
+    if source.weights == "random":
+        screen.print(RANDOM_NOTE.format(source.name), style="dim")
+    measure.print_plan(err(), source, options, plan)
+    with compile_progress(err()) as progress:
+        compiled = measure.compile_for(source, options, plan, progress)
+    for note in compiled.notes:
+        screen.print(note, style="dim")
+    if options.explain:
+        explain_precision(screen, compiled.precision)
+        explain_contract(screen, compiled.executable.contract)
+        explain_cost(screen, compiled, plan.context)
+    printer = TextPrinter(source.tokenizer, screen, options)
+    runs = time_jobs(
+        compiled.executable,
+        plan.jobs,
+        num_repeats=case.num_repeats,
+        rotate=case.rotate_prompts,
+        on_token=printer.hear,
+    )
+    printer.close(runs[0].outputs)
+    result = measure.make_result(source, options, compiled, runs, plan=plan)
+    if case.token_accuracy:
+        with compile_progress(err()) as progress:
+            accuracy = measure.measure_accuracy(
+                source, compiled, progress, text=options.accuracy_text
+            )
+        result = replace(result, accuracy=accuracy)
+    compiled.executable.close()
+    _print_result(screen, result)
+    keep_results(screen, options, [result])
+    return _compare_texts(screen, runs) if case.rotate_prompts else 0
+
+
+def _print_result(screen: Console, result: Result) -> None:
+    title = f"{result.case}: {model_title(result)} on {result.target}, {result.precision_name}"
+    print_table(screen, title, ("", "median"), result_rows(result), numbers=True)
+    if len(result.repeats) > 1:
+        columns = ("repeat", "TTFT (ms)", "prefill (t/s)", "decode (t/s/u)")
+        print_table(screen, "", columns, repeat_rows(result.repeats), numbers=True)
+    screen.print(f"{result.device_detail}; {result.heading}", style="dim")
+
+
+def _compare_texts(screen: Console, runs: Sequence[Run]) -> int:
+    if all(each.outputs == runs[0].outputs for each in runs[1:]):
+        screen.print("every prompt gave the same text at every repeat", style="green")
+        return 0
+    screen.print("prompts gave different texts at different repeats", style="bold red")
+    return EXIT_TEXTS_DIFFER
