@@ -16,7 +16,7 @@ from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
 from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, Stage
 from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.tracer import each_source, grouped_modules, trace
+from tilewright.compiler.tracer import grouped_modules, trace
 
 COMPUTE_MODES = ("fast", "exact")
 
@@ -133,8 +133,8 @@ def weight_source(
     ``max_context``: see `constants_of`.
     """
     constants = constants_of(model, max_context)
-    sources = (one for source in model.module.sources().values() for one in each_source(source))
-    shared = {source.tensor for source in sources if source.rows}
+    parts = (source for parts in model.module.sources().values() for source in parts)
+    shared = {source.tensor for source in parts if source.rows}
     kept: dict[str, Tensor] = {}
 
     def get(name: str) -> Tensor:

@@ -47,7 +47,7 @@ class TraceableModel(Protocol):
 
     maps ``tokens [T]`` and ``positions [T]`` to ``logits [T, vocab]``; ``tensor_groups`` maps globs
     of module paths to tensor groups; ``sources()`` says where parameters stand in checkpoints that
-    have no tensor of their own there, one source each or several below one another;
+    have no tensor of their own there, by the sources of each from its first row on;
     ``constants(max_context)`` gives the values of its buffers, for sequences up to so long (None:
     as long as the model allows).
     """
@@ -133,7 +133,7 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
     canonical: dict[str, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         canonical[name] = first_name.setdefault(id(parameter), name)
-    sources: Mapping[str, TensorSource | tuple[TensorSource, ...]] = module.sources()  # type: ignore[operator]
+    sources: Mapping[str, tuple[TensorSource, ...]] = module.sources()  # type: ignore[operator]
     facts: dict[str, NodeInfo] = {}
     inputs = iter(("tokens", "positions"))
     for name, spec in specs.items():
@@ -151,19 +151,13 @@ def _input_facts(specs: Mapping[str, Any], module: nn.Module) -> dict[str, NodeI
     return facts
 
 
-def each_source(source: TensorSource | tuple[TensorSource, ...]) -> tuple[TensorSource, ...]:
-    """One or several, as several."""
-    return source if isinstance(source, tuple) else (source,)
-
-
 def _segments(
-    fqn: str, shape: tuple[int, ...], source: TensorSource | tuple[TensorSource, ...] | None
+    fqn: str, shape: tuple[int, ...], sources: tuple[TensorSource, ...] | None
 ) -> tuple[Segment, ...]:
-    """Those of several sources are of the rows they name, or equally many each."""
+    """The parts of a weight: a source gives the rows it names, or as many as every other one."""
     part, num_rows = _part(fqn), math.prod(shape[:-1]) if len(shape) > 1 else shape[0]
-    if source is None:
+    if sources is None:
         return (Segment(fqn, num_rows, part=part),)
-    sources = each_source(source)
     each_rows = num_rows // len(sources)
     return tuple(
         Segment(

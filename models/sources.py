@@ -23,17 +23,15 @@ class TensorSource:
     shape: tuple[int, ...] | None = None
 
 
-Sources: TypeAlias = Mapping[str, TensorSource | tuple[TensorSource, ...]]
-"""By parameter; several sources lie below one another, of equally many rows if they name none."""
+Sources: TypeAlias = Mapping[str, tuple[TensorSource, ...]]
+"""Of each parameter, by its name, the sources of its rows from top to bottom; sources that name no
+rows have equally many."""
 
 
-def each_source(source: TensorSource | tuple[TensorSource, ...]) -> tuple[TensorSource, ...]:
-    """One or several, as several."""
-    return source if isinstance(source, tuple) else (source,)
-
-
-def cut_rows(tensor: str, rows: Iterable[tuple[int, int]], shape: tuple[int, ...]) -> Any:
-    """The sources of a parameter made of these ``rows`` of one tensor."""
+def cut_rows(
+    tensor: str, rows: Iterable[tuple[int, int]], shape: tuple[int, ...]
+) -> tuple[TensorSource, ...]:
+    """The sources of a parameter made of these ``rows`` of one tensor, which is of ``shape``."""
     return tuple(TensorSource(tensor, each, shape=shape) for each in rows)
 
 
@@ -43,7 +41,7 @@ def stored_shapes(module: Any) -> dict[str, tuple[int, ...]]:
     sources: Sources = module.sources()  # type: ignore[operator]
     shapes: dict[str, tuple[int, ...]] = {}
     for name, weight in module.named_parameters():
-        parts = each_source(sources.get(name, TensorSource(name)))
+        parts = sources.get(name, (TensorSource(name),))
         for source in parts:
             if source.shape is not None:
                 shapes[source.tensor] = source.shape
@@ -59,5 +57,5 @@ def stored_shapes(module: Any) -> dict[str, tuple[int, ...]]:
 def stored_offsets(module: Any) -> dict[str, float]:
     """What the module adds to tensors of a checkpoint, by name, where it adds anything."""
     sources: Sources = module.sources()
-    found = (each for one in sources.values() for each in each_source(one))
-    return {source.tensor: source.offset for source in found if source.offset}
+    parts = (source for parts in sources.values() for source in parts)
+    return {source.tensor: source.offset for source in parts if source.offset}

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.expected_rewrites import expected_rewrites
 from tests.runtime.test_engine import Operations
 from tests.tiny import compiled, lowered, pipeline, precision_of, prefill, random_tokens, step
 from tests.twins import twin_of
@@ -109,8 +110,8 @@ def check_formats(model: SimpleNamespace) -> None:
 
 
 def check_rewrites(model: SimpleNamespace) -> None:
-    """Every pass of every target fires as often as the module says, where it says."""
-    expected = model.module.expected_rewrites()
+    """Every pass of every target fires as often as `expected_rewrites` says, where it says."""
+    expected = expected_rewrites(model.config)
     for target in (*TARGETS, "cuda"):
         _, ctx = lowered(model, target=target, precision=precision_of("bf16"))
         found = {report.name: report.num_rewrites for report in ctx.reports}

@@ -34,7 +34,7 @@ from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import trace
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.config import ModelConfig, RopeConfig
-from tilewright.models.sources import each_source, stored_shapes
+from tilewright.models.sources import stored_shapes
 
 GOLDENS = Path(__file__).parent / "goldens"
 UPDATE_VARIABLE = "TILEWRIGHT_UPDATE_GOLDENS"
@@ -92,7 +92,7 @@ def tiny_model(*, seed: int = 0, std: float = 0.05, **changes: Any) -> SimpleNam
         module: Any = architecture_of(config.model_type).model(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    sources = [each for one in module.sources().values() for each in each_source(one)]
+    sources = [source for parts in module.sources().values() for source in parts]
     offsets = {source.tensor: 1.0 - source.offset for source in sources}
     for name, shape in stored_shapes(module).items():
         values = torch.randn(shape, generator=generator) * std

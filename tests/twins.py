@@ -20,7 +20,7 @@ from tilewright.models.config import (
     ModelConfig,
     RopeConfig,
 )
-from tilewright.models.sources import TensorSource, each_source
+from tilewright.models.sources import TensorSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def parameters_of(model: SimpleNamespace) -> dict[str, Tensor]:
     sources, values = model.module.sources(), {}
     for name, weight in model.module.named_parameters():
         parts = []
-        for source in each_source(sources.get(name, TensorSource(name))):
+        for source in sources.get(name, (TensorSource(name),)):
             stored = model.checkpoint.tensors[source.tensor]
             stored = stored.flatten(0, -2) if stored.dim() > 2 else stored
             parts.append(stored[slice(*source.rows) if source.rows else slice(None)])

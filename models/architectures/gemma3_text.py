@@ -132,22 +132,12 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
     def sources(self) -> Sources:
         names = (name for name, _ in self.named_parameters() if name.endswith("norm.weight"))
-        return {name: TensorSource(name, offset=1.0) for name in names}
+        return {name: (TensorSource(name, offset=1.0),) for name in names}
 
     def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
         local = inverse_frequencies(self.config.local_rope, self.config.head_dim)
         found = {"model.local_rotary.inv_freq": torch.tensor(local, dtype=torch.float32)}
         return super().constants(max_context) | found
-
-    def expected_rewrites(self) -> dict[str, int]:
-        num_layers = self.config.num_layers
-        changes = {
-            "match_rms_norm": 6 * num_layers + 1,
-            "match_swiglu": 0,
-            "match_calls": 8 * num_layers + 2,
-            "fuse_linear_residual": 0,
-        }
-        return super().expected_rewrites() | changes
 
 
 def read_hf(keys: Keys, config: Gemma3Config) -> Gemma3Config:

@@ -99,23 +99,5 @@ class LlamaForCausalLM(nn.Module):
         """Float32 numbers that a sequence of any length keeps, by the module that has them."""
         return {}
 
-    def expected_rewrites(self) -> dict[str, int]:
-        """How often each pass must fire on this architecture; tests hold the pipeline to it."""
-        num_layers = self.config.num_layers
-        norms = 2 + 2 * self.config.qk_norm
-        return {
-            "match_rms_norm": norms * num_layers + 1,
-            "match_rope": 2 * num_layers,
-            "match_swiglu": num_layers,
-            "match_calls": 7 * num_layers + 2,
-            "fuse_add_rms_norm": 2 * num_layers,
-            "insert_state": num_layers,
-            "fuse_rope_attention": num_layers,
-            "gather_logit_rows": 1,
-            "fuse_linear_residual": 2 * num_layers,
-            "fuse_norm_linear": 2 * num_layers + 1,
-            "gather_before_norm": 1,
-        }
-
 
 ARCHITECTURE = Architecture(LlamaForCausalLM, gguf_pairs_adjacent=True)

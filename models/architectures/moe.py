@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,45 +110,28 @@ def mlp_of(config: MoeConfig, layer: int) -> nn.Module:
 
 def sources_by_expert(config: MoeConfig) -> Sources:
     """Where checkpoints have a tensor for each product of each expert."""
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[TensorSource, ...]] = {}
     for path in _expert_paths(config):
         for part in PARTS:
             names = (f"{path}.{expert}.{part}.weight" for expert in range(config.num_experts))
-            found[f"{path}.{part}.weight"] = tuple(map(TensorSource, names))
+            found[f"{path}.{part}.weight"] = tuple(TensorSource(name) for name in names)
     return found
 
 
 def sources_of_stacks(config: MoeConfig) -> Sources:
     """Where they have all experts in one tensor, an expert's gate above its up."""
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
-    found: dict[str, Any] = {}
+    found: dict[str, tuple[TensorSource, ...]] = {}
     for path in _expert_paths(config):
         shape = (count, 2 * inner, hidden)
         for index, part in enumerate(PARTS[:2]):
             firsts = range(index * inner, count * 2 * inner, 2 * inner)
             rows = [(first, first + inner) for first in firsts]
             found[f"{path}.{part}.weight"] = cut_rows(f"{path}.gate_up_proj", rows, shape)
-        found[f"{path}.down_proj.weight"] = TensorSource(f"{path}.down_proj")
+        found[f"{path}.down_proj.weight"] = (TensorSource(f"{path}.down_proj"),)
     return found
 
 
 def _expert_paths(config: MoeConfig) -> list[str]:
     layers = (each for each in range(config.num_layers) if each not in config.dense_layers)
     return [f"model.layers.{layer}.mlp.experts" for layer in layers]
-
-
-def with_experts(dense: Mapping[str, int], config: MoeConfig) -> dict[str, int]:
-    """A dense model's counts of rewrites, with experts in the place of dense blocks."""
-    num_sparse, shared = config.num_sparse, int(config.shared_size > 0)
-    changes = {
-        "match_router": num_sparse,
-        "fuse_experts": num_sparse,
-        "match_swiglu": shared * num_sparse,  # the experts' own is in place of the dense block's
-        "match_sigmoid_gate": shared * num_sparse,
-        "match_calls": (4 * shared - 2) * num_sparse,
-        "merge_expert_linears": num_sparse,
-        "fuse_expert_sum": (1 + shared) * num_sparse,
-        "fuse_linear_residual": -num_sparse,
-        "fuse_norm_linear": -num_sparse,
-    }
-    return {**dense, **{name: dense.get(name, 0) + n for name, n in changes.items()}}

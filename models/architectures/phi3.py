@@ -31,7 +31,7 @@ class Phi3ForCausalLM(LlamaForCausalLM):
                 for part, num_rows in parts.items():
                     rows = (first, first + num_rows)
                     source = TensorSource(f"{path}.{tensor}.weight", rows)
-                    found[f"{path}.{part}_proj.weight"] = source
+                    found[f"{path}.{part}_proj.weight"] = (source,)
                     first += num_rows
         return found
 

@@ -77,7 +77,7 @@ class Qwen35ForCausalLM(LlamaForCausalLM):
         config, found = self.config, {}
         for name, _ in self.named_parameters():
             if name.endswith("norm.weight") and "linear_attn" not in name:
-                found[name] = TensorSource(name, offset=1.0)
+                found[name] = (TensorSource(name, offset=1.0),)
         for layer, is_linear in enumerate(config.linear_layers):
             if not is_linear:
                 found |= _query_and_gate(f"model.layers.{layer}.self_attn", config)
@@ -94,26 +94,6 @@ class Qwen35ForCausalLM(LlamaForCausalLM):
         size = window + delta.num_value_heads * delta.key_dim * delta.value_dim
         return {
             f"model.layers.{layer}.linear_attn": size for layer, is_linear in linear if is_linear
-        }
-
-    def expected_rewrites(self) -> dict[str, int]:
-        config = self.config
-        num_layers, num_linear = config.num_layers, config.num_linear
-        num_full = num_layers - num_linear
-        return {
-            "match_rms_norm": 2 * num_layers + 2 * num_full + num_linear + 1,
-            "match_rope": 2 * num_full,
-            "match_swiglu": num_layers + num_linear,
-            "match_sigmoid_gate": num_full,
-            "match_calls": 3 * num_layers + 5 * num_full + 5 * num_linear + 2,
-            "fuse_add_rms_norm": 2 * num_layers,
-            "insert_state": num_full + 2 * num_linear,
-            "fuse_rope_attention": num_full,
-            "gather_logit_rows": 1,
-            "fuse_linear_residual": 2 * num_layers,
-            "fuse_delta_norm": num_linear,
-            "fuse_norm_linear": 2 * num_layers + 1,
-            "gather_before_norm": 1,
         }
 
 

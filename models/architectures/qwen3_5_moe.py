@@ -10,7 +10,6 @@ from tilewright.models.architectures.moe import (
     TENSOR_GROUPS,
     mlp_of,
     sources_of_stacks,
-    with_experts,
 )
 from tilewright.models.architectures.qwen3_5 import (
     DEFAULTS,
@@ -42,9 +41,6 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
 
     def sources(self) -> Sources:
         return {**super().sources(), **sources_of_stacks(self.config)}
-
-    def expected_rewrites(self) -> dict[str, int]:
-        return with_experts(super().expected_rewrites(), self.config)
 
 
 def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:

@@ -12,7 +12,6 @@ from tilewright.models.architectures.moe import (
     TENSOR_GROUPS,
     mlp_of,
     sources_by_expert,
-    with_experts,
 )
 from tilewright.models.architectures.qwen3 import ARCHITECTURE as QWEN3
 from tilewright.models.checkpoints.experts import gguf_experts, hf_experts
@@ -37,9 +36,6 @@ class Qwen3MoeForCausalLM(LlamaForCausalLM):
 
     def sources(self) -> Sources:
         return sources_by_expert(self.config)
-
-    def expected_rewrites(self) -> dict[str, int]:
-        return with_experts(super().expected_rewrites(), self.config)
 
 
 ARCHITECTURE = Architecture(

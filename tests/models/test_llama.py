@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.expected_rewrites import expected_rewrites
 from tests.tiny import tiny_config, tiny_model
 from tests.twins import assert_eager_equals_twin, twin_of
 from tilewright.models.architectures.llama import LlamaForCausalLM
@@ -62,6 +63,6 @@ def test_every_linear_layer_has_a_tensor_group() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_expected_rewrites_count_by_layer(num_layers: int) -> None:
-    expected = tiny_model(num_layers=num_layers).module.expected_rewrites()
+    expected = expected_rewrites(tiny_model(num_layers=num_layers).config)
     assert expected["match_calls"] == 7 * num_layers + 2
     assert expected["fuse_rope_attention"] == num_layers

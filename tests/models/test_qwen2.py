@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tests import architecture_checks as checks
+from tests.expected_rewrites import expected_rewrites
 from tests.models.conftest import to_gguf_name
 from tests.models.test_tokenizer import CHATML, PIPELINES, gguf_metadata, train_byte_level
 from tests.tiny import QWEN2, precision_of, tiny_model
@@ -139,7 +140,7 @@ def test_biases_are_what_differs_from_llama() -> None:
     extra = dict(qwen2.named_parameters()).keys() - dict(llama.named_parameters()).keys()
     parts = {f"self_attn.{letter}_proj.bias" for letter in "qkv"}
     assert {name.split(".", 3)[3] for name in extra} == parts
-    assert qwen2.expected_rewrites() == llama.expected_rewrites()
+    assert expected_rewrites(qwen2.config) == expected_rewrites(llama.config)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -178,7 +178,7 @@ def test_norms_of_random_weights_are_around_one_as_they_are_used(name: str) -> N
     sources = module.sources()
     for parameter, _ in module.named_parameters():
         if parameter.endswith("norm.weight"):
-            source = sources.get(parameter, TensorSource(parameter))
+            (source,) = sources.get(parameter, (TensorSource(parameter),))
             values = model.checkpoint.get(source.tensor).float() + source.offset
             assert abs(values.mean() - 1) < 0.05, parameter
 

@@ -26,11 +26,11 @@ class Fused(nn.Module):
         self.norm = nn.Parameter(torch.empty(3))
         self.tied = self.norm
 
-    def sources(self) -> dict[str, TensorSource]:
+    def sources(self) -> Sources:
         return {
-            "one": TensorSource("both", (0, 2)),
-            "two": TensorSource("both", (2, 6)),
-            "norm": TensorSource("norm", offset=1.0),
+            "one": (TensorSource("both", (0, 2)),),
+            "two": (TensorSource("both", (2, 6)),),
+            "norm": (TensorSource("norm", offset=1.0),),
         }
 
 

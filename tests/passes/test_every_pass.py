@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+from tests.expected_rewrites import expected_rewrites
 from tests.tiny import (
     QWEN2,
     check_golden,
@@ -90,7 +91,7 @@ def test_the_reference_pipeline_is_a_part_of_the_cpu_one() -> None:
 @pytest.mark.parametrize("name", PASSES)
 def test_it_fires_as_often_as_expected(name: str, architecture: dict[str, Any]) -> None:
     model = tiny_model(num_layers=NUM_LAYERS, **architecture)
-    expected = model.module.expected_rewrites() | DEPENDS_ON_PRECISION
+    expected = expected_rewrites(model.config) | DEPENDS_ON_PRECISION
     graph_module, ctx = given_to(name, model)
     before = graph_text(graph_module.graph)
     count = PASSES[name](graph_module, ctx)
