@@ -73,6 +73,12 @@ class Cell:
         """What is equal for all cells that sum up to one row."""
         return self.model_hash, self.target, self.device, self.compute, self.precision_id
 
+    def title(self, name: str = "") -> str:
+        """``bf16 performance-ci-1 round 2``, with ``name`` in place of the configuration's."""
+        number = f" round {self.round + 1}" if self.kind == "speed" else ""
+        text = f", text {self.text}" if self.text else ""
+        return f"{name or self.precision} {self.case}{number}{text}"
+
     def arguments(self, threads: int | None = None) -> list[str]:
         """The options of ``tilewright run``; ``threads`` where the cell itself names none."""
         found = ["--model", self.model, "--target", self.target, "--precision", self.heading]

@@ -1,52 +1,32 @@
-"""A sweep as a document, as CSV and as lines for a results file.
+"""A sweep as a document, as comma-separated values and as lines for a results file.
 
 Knows figures and how they are written down; where they are written to is not known here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from tilewright.compiler.bench import pareto
+from tilewright.compiler.bench import pareto, row, table
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
-from tilewright.compiler.bench.perf_tables import (
-    cell_text,
-    decimal,
-    interval_text,
-    listed,
-    paired_text,
-    plan_tables,
-)
-from tilewright.compiler.bench.record import Accuracy, Result
+from tilewright.compiler.bench.display import cell_text, listed, plain_line, span
+from tilewright.compiler.bench.perf_tables import plan_tables
+from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.stats import MIN_ROUNDS
-from tilewright.compiler.bench.table import Table
+from tilewright.compiler.bench.table import CsvValue, Table
 from tilewright.compiler.sweep import summary
-from tilewright.compiler.sweep.csv_table import csv_text
-from tilewright.compiler.sweep.journal import CellState, SweepState
-from tilewright.compiler.sweep.standings import (
-    Ranked,
-    by_place,
-    place_name,
-    plain,
-    ranked,
-)
+from tilewright.compiler.sweep.journal import SweepState
+from tilewright.compiler.sweep.standings import Ranked, by_place, place_name, ranked
 from tilewright.compiler.sweep.summary import Row
 
-__all__ = ["csv_text", "markdown", "to_results"]
-
+_ACCURACY = (row.TOP1, row.TOP1_INTERVAL, row.POSITIONS, row.TOP5, row.KL, row.PAIRED)
+_SPEED, _COST = (row.SPEED, row.SPREAD), (row.TTFT, row.WEIGHTS)
 SUMMARY_COLUMNS = (
     "Configuration",
-    "Top-1 (%)",
-    "Top-1 95 % CI",
-    "Positions",
-    "Top-5 (%)",
-    "KL",
-    "vs base",
-    "Speed (t/s/u)",
-    "Spread (%)",
+    *_ACCURACY,
+    *_SPEED,
     "Rounds (t/s/u)",
-    "TTFT (ms)",
-    "Weights (MB)",
+    *_COST,
     "Standing",
 )
 _LEGEND = f"""\
@@ -65,35 +45,42 @@ uncorrected for the number of comparisons.
 def markdown(state: SweepState, extra: str = "") -> str:
     """The sweep as a document; ``extra``: sections that stand for those of its probes."""
     found = summary.rows(state)
-    if extra:
-        found = [row for row in found if not _is_single_layer(row)]
+    if extra:  # which has the single layers
+        found = [each for each in found if not all("." in s.cell.part for s in each.states)]
     shown = ranked(found)
     parts = [_introduction(state)]
     for members in by_place(shown):
         parts += _summary(members)
     parts += [_other_texts(shown), _unfinished(state), extra]
-    tables = [row for row in found if not _is_probe(row)]
+    tables = [each for each in found if not _is_probe(each)]
     plans = plan_tables(_pooled(tables, shown), has_surroundings=False)
     parts += [plan.render() for plan in plans]
     return "\n".join(part.strip("\n") + "\n" for part in parts if part)
 
 
 def to_results(state: SweepState, known: Sequence[Result]) -> list[Result]:
-    """The sweep's records that ``known`` has not yet; none of what a sensitivity plan lowers."""
+    """The sweep's records that ``known`` has not yet, one a case, accuracy in its own; none of
+    what a sensitivity plan lowers.
+    """
     found: list[Result] = []
-    rows = [row for row in summary.rows(state) if not _is_probe(row)]
-    for result in summary.records(rows):
-        if result not in known and result not in found:
-            found.append(result)
+    for each in summary.rows(state):
+        for result in () if _is_probe(each) else each.results.values():
+            if result not in known and result not in found:
+                found.append(result)
     return found
 
 
-def _is_probe(row: Row) -> bool:
-    return all(state.cell.part for state in row.states)
+def csv_text(*states: SweepState) -> str:
+    """A line a configuration, figures unrounded; comma-separated values with one header.
+
+    Standings are those of the summary's rows (column ``row``). Speed cases beyond the first have
+    columns of their own behind the others.
+    """
+    return table.csv_text([line for state in states for line in _csv_lines(state)])
 
 
-def _is_single_layer(row: Row) -> bool:
-    return all("." in state.cell.part for state in row.states)
+def _is_probe(each: Row) -> bool:
+    return all(state.cell.part for state in each.states)
 
 
 def _introduction(state: SweepState) -> str:
@@ -111,16 +98,16 @@ def _introduction(state: SweepState) -> str:
         f"speed in {rounds} round{'s' if rounds > 1 else ''}, all configurations in turn.",
         f"- Every figure is {' or '.join(kinds) or 'measured'}{predicted}.",
     ]
-    text = "\n".join(plain(line) for line in lines)
-    return f"# Sweep: {plain(planned.plan)}\n\n{text}\n\n{_LEGEND}"
+    text = "\n".join(plain_line(line) for line in lines)
+    return f"# Sweep: {plain_line(planned.plan)}\n\n{text}\n\n{_LEGEND}"
 
 
 def _summary(members: Sequence[Ranked]) -> list[str]:
     """The table of one place, and what its standings rest on; nothing without a figure."""
-    table = [_summary_row(each) for each in members if each.row.accuracies or each.row.results]
-    if not table:
+    lines = [_summary_line(each) for each in members if each.row.accuracies or each.row.results]
+    if not lines:
         return []
-    row = members[0].row
+    first = members[0].row
     cases = {each.row.speed_result.case for each in members if each.row.speed_result}
     texts = {each.row.accuracy.text for each in members if each.row.accuracy}
     about = [f"Speed: case {listed(sorted(cases))}."] if cases else []
@@ -131,83 +118,56 @@ def _summary(members: Sequence[Ranked]) -> list[str]:
         for each in members
         if each.placed is not None and each.placed.notes
     ]
-    columns = tuple(map(_board_column, SUMMARY_COLUMNS)) if row.is_emulated else SUMMARY_COLUMNS
-    parts = [f"## {place_name(row)}\n", " ".join(about), Table.of(columns, table).markdown()]
+    text = _table(SUMMARY_COLUMNS, lines, is_emulated=first.is_emulated)
+    parts = [f"## {place_name(first)}\n", " ".join(about), text]
     if notes:
         parts.append("What is not proven:\n\n" + "".join(notes))
     return parts
 
 
+def _table(columns: Sequence[str], lines: Sequence[Sequence[str]], *, is_emulated: bool) -> str:
+    """Markdown; a board's columns say that accuracy is emulated and speed predicted."""
+    if is_emulated:
+        columns = [_board_column(name) for name in columns]
+    return Table.of(columns, [tuple(map(cell_text, line)) for line in lines]).markdown()
+
+
 def _board_column(name: str) -> str:
-    """A column's name where accuracy is emulated and speed predicted."""
     if name.startswith(("Top-", "KL")):
         return f"{name}, emulated"
     return f"{name}, predicted" if name.startswith(("Speed", "TTFT", "Weights")) else name
 
 
-def _summary_row(each: Ranked) -> tuple[str, ...]:
-    row, speed, accuracy = each.row, each.row.speed_result, each.row.accuracy
-    low_high = "" if len(row.rounds) < 2 else f"{min(row.rounds):.1f}-{max(row.rounds):.1f}"
-    spread = None if speed is None or speed.spread is None else 100 * speed.spread
-    num_bytes = row.measured_bytes
-    texts = (
-        each.names,
-        *_accuracy_cells(accuracy),
-        decimal(row.speed),
-        decimal(spread),
-        low_high,
-        decimal(speed.ttft_ms if speed else None),
-        "" if num_bytes is None else decimal(num_bytes / 1e6),
-        each.standing,
-    )
-    return tuple(map(cell_text, texts))
-
-
-def _accuracy_cells(accuracy: Accuracy | None) -> tuple[str, ...]:
-    if accuracy is None:
-        return ("",) * 6
-    n = accuracy.num_positions
-    return (
-        decimal(100 * accuracy.num_top1 / n),
-        interval_text(accuracy.top1_interval),
-        str(n),
-        decimal(100 * accuracy.num_top5 / n),
-        "" if accuracy.kl_mean is None else f"{accuracy.kl_mean:.3g}",
-        paired_text(accuracy),
-    )
+def _summary_line(each: Ranked) -> tuple[str, ...]:
+    figures, rounds = each.row.figures(), each.row.rounds
+    low_high = "" if len(rounds) < 2 else span(min(rounds), max(rounds))
+    measured = row.cells(figures, (*_ACCURACY, *_SPEED))
+    return (each.names, *measured, low_high, *row.cells(figures, _COST), each.standing)
 
 
 def _other_texts(shown: Sequence[Ranked]) -> str:
     """Accuracies beside the one that the summary has."""
     lines = [
-        (each.row.cell.model_name, each.names, accuracy.text, *_accuracy_cells(accuracy))
+        (each.row.cell.model_name, each.names, accuracy.text, *row.cells(figures, _ACCURACY))
         for each in shown
         for accuracy in each.row.accuracies.values()
+        for figures in (row.Row.of(accuracy=accuracy),)
         if accuracy is not each.row.accuracy
     ]
-    if not lines:
-        return ""
-    columns: tuple[str, ...] = ("Model", SUMMARY_COLUMNS[0], "Text", *SUMMARY_COLUMNS[1:7])
-    if any(each.row.is_emulated for each in shown):
-        columns = tuple(map(_board_column, columns))
-    table = Table.of(columns, [tuple(map(cell_text, line)) for line in lines]).markdown()
-    return f"## Other texts\n\n{table}"
+    columns = ("Model", SUMMARY_COLUMNS[0], "Text", *_ACCURACY)
+    text = _table(columns, lines, is_emulated=any(each.row.is_emulated for each in shown))
+    return f"## Other texts\n\n{text}" if lines else ""
 
 
 def _unfinished(state: SweepState) -> str:
     """Cells that failed or were cancelled, each with its reason."""
     lines = [
-        f"- {plain(f'`{_cell_name(each)}`: {each.status}: {each.reason}')}\n"
+        f"- {plain_line(f'`{cell.model_name} {cell.target} {cell.title()}`: {each.why}')}\n"
         for each in state.cells.values()
+        for cell in (each.cell,)
         if each.status != "done" and not each.is_open
     ]
     return "## Cells without a result\n\n" + "".join(lines) if lines else ""
-
-
-def _cell_name(state: CellState) -> str:
-    cell = state.cell
-    number = f" round {cell.round + 1}" if cell.kind == "speed" else ""
-    return f"{cell.model_name} {cell.target} {cell.precision} {cell.case}{number}"
 
 
 def _pooled(found: Sequence[Row], shown: Sequence[Ranked]) -> list[Result]:
@@ -216,8 +176,71 @@ def _pooled(found: Sequence[Row], shown: Sequence[Ranked]) -> list[Result]:
     """
     owners = {id(state): each.row for each in shown for state in each.row.states}
     pooled = []
-    for row in found:
-        merged = owners[id(row.states[0])].results
-        for case, result in row.results.items():
+    for each in found:
+        merged = owners[id(each.states[0])].results
+        for case, result in each.results.items():
             pooled.append(summary.with_repeats(result, [merged.get(case, result)]))
     return pooled
+
+
+def _csv_lines(state: SweepState) -> Iterator[dict[str, CsvValue]]:
+    found = summary.rows(state)
+    owners = {id(s): each for each in ranked(found) for s in each.row.states}
+    for each in found:
+        owner = owners[id(each.states[0])]
+        yield {
+            "plan": state.planned.plan,
+            **_csv_identity(each),
+            **row.accuracy_figures(each.accuracy),
+            **_csv_speed(each),
+            "row": owner.label,
+            "standing": None if owner.placed is None else owner.placed.standing,
+            "dominated_by": None if owner.placed is None else owner.placed.dominated_by,
+            "notes": None if owner.placed is None else "; ".join(owner.placed.notes),
+            **_csv_other_cases(each),
+        }
+
+
+def _csv_identity(each: Row) -> dict[str, CsvValue]:
+    cell = each.cell
+    statuses = [state.status for state in each.states]
+    newest = max(each.results.values(), key=lambda result: result.when, default=None)
+    shared = ("model_hash", "target", "device", "compute")
+    return {
+        "model": cell.model_name,
+        **{name: getattr(cell, name) for name in shared},
+        "kind": "emulated, predicted" if each.is_emulated else newest.kind if newest else None,
+        "configuration": each.name,
+        "part": cell.part,
+        "precision_id": cell.precision_id,
+        "effective_id": each.effective_id,
+        "heading": cell.heading,
+        "cells": len(statuses),
+        "cells_done": statuses.count("done"),
+        "commit": newest.commit if newest else None,
+        "timestamp": newest.timestamp if newest else None,
+        "weight_bytes": each.measured_bytes,
+        "estimated_weight_bytes": cell.weight_bytes,
+    }
+
+
+def _csv_speed(each: Row) -> dict[str, CsvValue]:
+    figures = each.figures()
+    return {
+        "speed_case": figures.speed_case,
+        "rounds": len(each.rounds),
+        **figures.values(("repeats", "decode_tokens_per_s", "decode_spread_fraction")),
+        "decode_rounds_tokens_per_s": " ".join(map(repr, each.rounds)),
+        **figures.values(("ttft_ms", "ttft_spread_fraction", "prefill_tokens_per_s")),
+        **figures.values(("peak_memory_bytes", "cache_bytes")),
+    }
+
+
+def _csv_other_cases(each: Row) -> dict[str, CsvValue]:
+    names = ("decode_tokens_per_s", "all_users_tokens_per_s", "ttft_ms")
+    return {
+        f"{case}_{name}": row.speed_figures(result)[name]
+        for case, result in each.results.items()
+        if result.accuracy is None and result is not each.speed_result
+        for name in names
+    }

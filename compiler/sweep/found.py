@@ -9,15 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.display import decimal, megabytes, span
 from tilewright.compiler.bench.record import Accuracy
+from tilewright.compiler.bench.row import KL, TOP1
+from tilewright.compiler.bench.row import Row as Figures
 from tilewright.compiler.sweep.cost_model import CostModel
 from tilewright.compiler.sweep.summary import Row, common_rounds
 
 COLUMNS = (
     "configuration",
-    "top-1 (%)",
-    "KL",
-    "held-out top-1 (%)",
+    TOP1.lower(),
+    KL,
+    f"held-out {TOP1.lower()}",
     "t/s/u",
     "MB",
     "within bounds",
@@ -37,29 +40,22 @@ class Found:
         return [
             (
                 row.name,
-                percent(row.accuracy),
+                decimal(row.figures().top1_percent),
                 "" if row.accuracy is None else f"{row.accuracy.kl_mean or 0:.2e}",
-                percent(held_out),
-                "" if row.speed is None else f"{row.speed:.1f}",
-                f"{(row.num_bytes or 0) / 1e6:.0f}",
+                decimal(Figures.of(accuracy=held_out).top1_percent),
+                decimal(row.speed),
+                megabytes(row.num_bytes or 0),
                 "yes" if is_within else "no",
             )
             for row, held_out, is_within in self.shown
         ]
 
 
-def percent(accuracy: Accuracy | None) -> str:
-    """Top-1, or nothing where it was not measured."""
-    if accuracy is None:
-        return ""
-    return f"{100 * accuracy.num_top1 / accuracy.num_positions:.1f}"
-
-
 def top1_text(accuracy: Accuracy) -> str:
     """Top-1 with its 95 % interval and count."""
-    low, high = (100 * bound for bound in accuracy.top1_interval)
-    n = accuracy.num_positions
-    return f"{percent(accuracy)} % ({low:.1f} to {high:.1f}, {n} positions)"
+    row = Figures.of(accuracy=accuracy)
+    interval = span(row.top1_low_percent, row.top1_high_percent, joint=" to ")
+    return f"{decimal(row.top1_percent)} % ({interval}, {row.positions} positions)"
 
 
 def about_predictions(model: CostModel) -> str:
@@ -104,12 +100,11 @@ def _faster(winner: Row, other: Row) -> str:
         return "no round in which both were timed"
     if found.interval is None:
         return f"{found.ratio:.2f} times its speed ({found.num_rounds} rounds, no interval)"
-    low, high = found.interval
     doubt = "" if found.differs else ", not distinguishable"
-    rounds = f"{found.num_rounds} rounds"
-    return f"{found.ratio:.2f} times its speed ({low:.2f} to {high:.2f}, {rounds}{doubt})"
+    interval = span(*found.interval, digits=2, joint=" to ")
+    return f"{found.ratio:.2f} times its speed ({interval}, {found.num_rounds} rounds{doubt})"
 
 
 def _smaller(winner: Row, other: Row) -> str:
-    ours, theirs = winner.num_bytes or 0, other.num_bytes or 0
-    return f"{ours / 1e6:.0f} MB of weights instead of {theirs / 1e6:.0f}"
+    ours, theirs = megabytes(winner.num_bytes or 0), megabytes(other.num_bytes or 0)
+    return f"{ours} MB of weights instead of {theirs}"

@@ -11,7 +11,9 @@ from functools import partial
 from pathlib import Path as FilePath
 from tempfile import TemporaryDirectory
 
+from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.record import Accuracy
+from tilewright.compiler.bench.row import Row as Figures
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.compiler.sweep import found_yaml, plans
@@ -22,7 +24,6 @@ from tilewright.compiler.sweep.found import (
     about_predictions,
     against,
     is_better,
-    percent,
     top1_text,
 )
 from tilewright.compiler.sweep.journal import Journal, SweepState
@@ -84,9 +85,9 @@ class _Hunt:
             tried.append(self._named(candidate))
         self._measure(tried, is_timed=False, text=self.settings.held_out)
         # in rounds of their own: speeds are compared within a round, never across hours
-        self._measure(tried, is_timed=True, first_round=self.settings.rounds)
+        self._measure(tried, is_timed=True, first_round=self.settings.usual.rounds)
         known = [row for each in tried if (row := self._find(each)) is not None]
-        shown = [later_rounds(row, self.settings.rounds) for row in known]
+        shown = [later_rounds(row, self.settings.usual.rounds) for row in known]
         found.shown = [(row, self._held_out(row), self._is_within(row)) for row in shown]
         if candidate is not None:
             self._judge(candidate, shown[-1], shown[:-1], found)
@@ -116,7 +117,7 @@ class _Hunt:
         """What was timed first; of another sweep as it would be at this one's speed of the base."""
         state = self.runner.journal.state
         # the winner's rounds came later: without them a resumed search finds the same path
-        first = {k: s for k, s in state.cells.items() if s.cell.round < self.settings.rounds}
+        first = {k: s for k, s in state.cells.items() if s.cell.round < self.settings.usual.rounds}
         ours = self._here(rows(SweepState(state.planned, first)))
         if known is None:
             return observations(ours)
@@ -193,8 +194,8 @@ class _Hunt:
             if self.settings.bounds.keeps(held_out, row.num_bytes or 0):
                 return candidate
             found.comments.append(
-                f"{precision.name}: {percent(held_out)} % on the held-out text, outside the "
-                "bounds: a safer one was tried"
+                f"{precision.name}: {decimal(Figures.of(accuracy=held_out).top1_percent)} % on the "
+                "held-out text, outside the bounds: a safer one was tried"
             )
         return None
 
@@ -242,8 +243,8 @@ class _Hunt:
         return self.subject.model.resolve(precision).id
 
     def _held(self, precision: PrecisionConfig) -> dict[tuple[str, int | None, str], int]:
-        resolved = self.subject.model.resolve(precision)
-        return self.subject.model.held_bytes(resolved, self.subject.target, self.settings.compute)
+        model, compute = self.subject.model, self.settings.usual.compute
+        return model.held_bytes(model.resolve(precision), self.subject.target, compute)
 
     def _held_out(self, row: Row) -> Accuracy | None:
         return row.accuracies.get(self.settings.held_out)

@@ -18,10 +18,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from tilewright.compiler.bench.json_lines import TornLineWarning, append_lines, read_lines
+from tilewright.compiler.bench.json_lines import (
+    TornLineWarning,
+    append_lines,
+    decode_record,
+    read_lines,
+)
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import from_values
-from tilewright.compiler.errors import ConfigError, one_line
+from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import create_file
 from tilewright.compiler.sweep.cell import Cell
 
@@ -113,6 +118,11 @@ class CellState:
         """Whether it still has to be run to its end."""
         return self.status in ("queued", "running")
 
+    @property
+    def why(self) -> str:
+        """Its status, and the reason for that."""
+        return f"{self.status}: {self.reason}"
+
 
 @dataclass(slots=True)
 class SweepState:
@@ -188,7 +198,15 @@ class Journal:
         Raises:
             ConfigError: where there is a file already, or none can be written.
         """
-        _create(path, _encode([planned, *map(Added, cells)]))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            create_file(path, _encode([planned, *map(Added, cells)]))
+        except FileExistsError:
+            raise ConfigError(
+                f"{_WHAT} {path}: is there already; allowed: --resume, or another --results"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"{_WHAT} {path}: {error.strerror}") from None
         journal = cls(path, SweepState(planned), 1)
         journal.refresh()
         return journal
@@ -227,7 +245,7 @@ class Journal:
 
     def append(self, *events: Event) -> None:
         """Have events on disk, and take them in. Raises ConfigError where it cannot be written."""
-        _write(self.path, events)
+        append_lines(self.path, _encode(events), _WHAT)
         self.refresh()
 
     def _take(self, lines: Sequence[tuple[int, bytes]]) -> None:
@@ -299,29 +317,9 @@ def _try_lock(handle: int, kind: int) -> bool:
     return True
 
 
-def _write(path: Path, events: Sequence[Event]) -> None:
-    append_lines(path, _encode(events), _WHAT)
-
-
 def _encode(events: Sequence[Event]) -> bytes:
     return b"".join(msgspec.json.encode(each) + b"\n" for each in events)
 
 
-def _create(path: Path, data: bytes) -> None:
-    """The whole file or none, and never in the place of another."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        create_file(path, data)
-    except FileExistsError:
-        raise ConfigError(
-            f"{_WHAT} {path}: is there already; allowed: --resume, or another --results"
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"{_WHAT} {path}: {error.strerror}") from None
-
-
 def _decode(line: bytes, place: str) -> Event:
-    try:
-        return _DECODER.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{place}: no event of a sweep: {one_line(error)}") from None
+    return decode_record(line, _DECODER.decode, place=place, expected="no event of a sweep")

@@ -6,7 +6,7 @@ Nothing is measured here; what another sweep has measured the same way is taken 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError
@@ -54,18 +54,14 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the search was asked; ``held_out``: the text that confirms what was found.
-
+    """What the search was asked; ``usual``: how configurations are measured unless
+    the search says otherwise. ``held_out``: the text that confirms what was found.
     ``takes_other_code``: accuracies that other code has measured are taken over too.
     """
 
     bounds: Bounds
     levels: tuple[Level, ...]
-    rounds: int
-    cases: tuple[str, ...] | None
-    compute: str
-    threads: int | None
-    text: str | None
+    usual: Measures
     held_out: str
     takes_other_code: bool = False
 
@@ -73,15 +69,9 @@ class Settings:
         self, *, is_timed: bool = True, text: str | None = None, first_round: int = 0
     ) -> Measures:
         """Accuracy on a text, and speed too if wanted, in rounds numbered from ``first_round``."""
-        cases = self.cases or (plans.SPEED_CASE, plans.ACCURACY_CASE)
-        return Measures(
-            cases=cases if is_timed else (plans.ACCURACY_CASE,),
-            rounds=self.rounds,
-            first_round=first_round,
-            compute=self.compute,
-            threads=self.threads,
-            text=text or self.text,
-        )
+        cases = self.usual.cases if is_timed else (plans.ACCURACY_CASE,)
+        text = text or self.usual.text
+        return replace(self.usual, cases=cases, text=text, first_round=first_round)
 
 
 def subject(model: SweptModel, target: str, devices: Sequence[str], base_name: str) -> Subject:

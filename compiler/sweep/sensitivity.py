@@ -187,15 +187,7 @@ def _saved(base: Row, lowered: Row) -> Saved | None:
         1e3 / base.by_round[number] - 1e3 / lowered.by_round[number]
         for number in common_rounds([base, lowered])
     ]
-    if not differences:
-        return None
-    n = len(differences)
-    mean = sum(differences) / n
-    if n < stats.MIN_ROUNDS:
-        return Saved(mean, None)
-    variance = sum((each - mean) ** 2 for each in differences) / (n - 1)
-    half = stats.t_quantile_95(n - 1) * math.sqrt(variance / n)
-    return Saved(mean, (mean - half, mean + half))
+    return Saved(*stats.mean_interval(differences)) if differences else None
 
 
 def _predicted(base: Row, row: Row, model: CostModel | None) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.display import decimal, discordant, megabytes, span
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.sweep.cost_model import CostModel
 from tilewright.compiler.sweep.journal import SweepState
@@ -79,46 +80,32 @@ def _level(found: Sensitivity) -> str:
 def _sections(found: Sensitivity) -> str:
     cell = found.base.cell
     title = f"## Sensitivity: {cell.model_name} on {cell.device}, {_level(found)}"
-    accuracy = found.base.accuracy
-    assert accuracy is not None
+    figures = found.base.figures()
     base = (
-        f"Base `{found.base.name}`: KL {accuracy.kl_mean or 0:.2g}, top-1 "
-        f"{100 * accuracy.num_top1 / accuracy.num_positions:.1f} % of "
-        f"{accuracy.num_positions} positions."
+        f"Base `{found.base.name}`: KL {figures.kl_nats or 0:.2g}, top-1 "
+        f"{decimal(figures.top1_percent)} % of {figures.positions} positions."
     )
-    kind = _kind_of_time(found)
-    parts = [title, f"{base}\n\n{_LEGEND.rstrip()}", f"### Groups, {kind}", _groups(found)]
+    kind = "predicted" if found.base.is_emulated else "measured"
+    times: tuple[str, ...] = (f"Saved (ms a step, {kind})", "95 % CI", f"KL / ms ({kind})")
+    groups = _table(times, [part for part in found.groups if not part.is_same])
+    parts = [title, f"{base}\n\n{_LEGEND.rstrip()}", f"### Groups, {kind}", groups]
     same = [part.part for part in found.groups if part.is_same]
     if same:
         parts.append(f"Not honoured on this target, so that nothing changes: {', '.join(same)}.")
     if found.layers:
-        parts += ["### Groups of single layers, time predicted", _layers(found)]
+        times = ("Saved (ms a step, predicted)", "KL / ms (predicted)")
+        parts += ["### Groups of single layers, time predicted", _table(times, found.layers)]
     if found.cost_model is not None:
         parts += ["### The cost model", _cost_model(found.cost_model)]
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def _groups(found: Sensitivity) -> str:
-    kind = _kind_of_time(found)
-    columns = ("Part", *_COSTS, f"Saved (ms a step, {kind})", "95 % CI", f"KL / ms ({kind})")
-    return Table.of(columns, _rows([p for p in found.groups if not p.is_same])).markdown()
-
-
-def _kind_of_time(found: Sensitivity) -> str:
-    return "predicted" if found.base.is_emulated else "measured"
-
-
-def _layers(found: Sensitivity) -> str:
-    columns = ("Part", *_COSTS, "Saved (ms a step, predicted)", "KL / ms (predicted)")
-    return Table.of(columns, _rows(found.layers)).markdown()
-
-
-def _rows(parts: Sequence[Lowered]) -> list[tuple[str, ...]]:
+def _table(times: tuple[str, ...], parts: Sequence[Lowered]) -> str:
     """Most costly first."""
-    if not parts:
-        return []
-    ranks = stats.rank_groups([p.kl_lost for p in parts], [p.kl_error for p in parts])
-    return [_row(parts[rank.index], rank) for rank in ranks]
+    costs, errors = [each.kl_lost for each in parts], [each.kl_error for each in parts]
+    ranks = stats.rank_groups(costs, errors) if parts else []
+    lines = [_row(parts[rank.index], rank) for rank in ranks]
+    return Table.of(("Part", *_COSTS, *times), lines).markdown()
 
 
 def _row(part: Lowered, rank: stats.Ranked) -> tuple[str, ...]:
@@ -130,19 +117,20 @@ def _row(part: Lowered, rank: stats.Ranked) -> tuple[str, ...]:
         part.part,
         f"{sure}{part.kl_lost:.2e} +- {part.kl_error:.1e}",
         place,
-        f"{part.top1_lost:.1f}",
-        f"+{paired.c} -{paired.b} p={paired.p:.2g}" if paired else "",
-        f"{part.bytes_saved / 1e6:.2f}",
+        decimal(part.top1_lost),
+        discordant(paired.c, paired.b, paired.p) if paired else "",
+        megabytes(part.bytes_saved, 2),
         "" if per_mb is None else f"{per_mb:.2e}",
     )
     ratio = "" if per_ms is None else f"{per_ms:.2e}"
     if part.layer is not None:
-        return (*costs, "" if part.predicted is None else f"{part.predicted:.3f}", ratio)
+        return (*costs, decimal(part.predicted, 3), ratio)
     saved = part.measured
     if saved is None:
         return (*costs, "", "", "")
-    interval = "" if saved.interval is None else "{:.2f} to {:.2f}".format(*saved.interval)
-    return (*costs, f"{saved.ms:.2f}", interval, ratio)
+    low, high = saved.interval or (None, None)
+    interval = span(low, high, 2, joint=" to ")
+    return (*costs, decimal(saved.ms, 2), interval, ratio)
 
 
 def _cost_model(model: CostModel) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from tilewright.compiler.bench import pareto
+from tilewright.compiler.bench.display import plain_line
 from tilewright.compiler.bench.pareto import Placed
 from tilewright.compiler.bench.stats import MIN_ROUNDS
 from tilewright.compiler.sweep import summary
@@ -40,7 +41,7 @@ class Ranked:
     @property
     def names(self) -> str:
         """All names, or the label where there is one name."""
-        return self.label if len(self.row.names) == 1 else plain(self.row.name)
+        return self.label if len(self.row.names) == 1 else plain_line(self.row.name)
 
     @property
     def standing(self) -> str:
@@ -100,7 +101,7 @@ def place_name(row: Row) -> str:
     text = f"{name} on {device} ({target})"
     if compute != "fast":
         text += f", {compute} arithmetic"
-    return plain(text if kind == "measured" else f"{text}, {kind}")
+    return plain_line(text if kind == "measured" else f"{text}, {kind}")
 
 
 def _aligned(found: Sequence[Row]) -> list[Row]:
@@ -129,13 +130,7 @@ def _labels(merged: Sequence[Row]) -> list[str]:
 
 
 def _short(row: Row) -> str:
-    name, num_names = plain(row.name), len(row.names)
+    name, num_names = plain_line(row.name), len(row.names)
     if len(name) <= _LABEL_LENGTH or num_names == 1:
         return name
-    return f"{plain(row.names[0])} and {num_names - 1} equal"
-
-
-def plain(text: str) -> str:
-    """Free text as part of a line: no line ends, nothing that is not printable."""
-    text = " ".join(text.split())
-    return "".join(each if each.isprintable() else "\ufffd" for each in text)
+    return f"{plain_line(row.names[0])} and {num_names - 1} equal"

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.pareto import Point
 from tilewright.compiler.bench.record import Accuracy, Paired, Result, medians, unpack_hits
+from tilewright.compiler.bench.row import Row as Figures
+from tilewright.compiler.bench.row import accuracy_figures
 from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.journal import CellState, SweepState
@@ -83,6 +85,11 @@ class Row:
         """Whether its accuracy is emulated and its speed predicted: of a board that is not here."""
         return self.cell.target in BOARDS
 
+    def figures(self) -> Figures:
+        """All of these as one flat row; bytes as measured."""
+        flat = Figures.of(self.speed_result, self.accuracy, names=self.names)
+        return replace(flat, weight_bytes=self.measured_bytes)
+
     @property
     def effective_id(self) -> str | None:
         """What the configuration comes to on its target, once it has run."""
@@ -132,22 +139,16 @@ def point(row: Row) -> Point | None:
     accuracy, speed = row.accuracy, row.speed
     if accuracy is None or speed is None:
         return None
-    low, high = accuracy.top1_interval
-    hits = accuracy.hits
+    hits, figures = accuracy.hits, accuracy_figures(accuracy)
     return Point(
         name=row.name,
         speed=speed,
-        top1=100 * accuracy.num_top1 / accuracy.num_positions,
+        top1=figures["top1_percent"],
         rounds=row.rounds,
         hits=() if hits is None else unpack_hits(hits, accuracy.num_positions),
-        top1_interval=(100 * low, 100 * high),
+        top1_interval=(figures["top1_low_percent"], figures["top1_high_percent"]),
         num_bytes=row.num_bytes,
     )
-
-
-def records(found: Sequence[Row]) -> list[Result]:
-    """The rows as results files keep them: one record a case, accuracy in its own."""
-    return [result for row in found for result in row.results.values()]
 
 
 def _row(states: Sequence[CellState]) -> Row:
@@ -229,7 +230,10 @@ def _with_pairs(row: Row, base: Row | None) -> Row:
         if ours_of != (theirs.reference_id, theirs.num_positions):
             return accuracy
         assert base is not None
-        return replace(accuracy, paired=compare(theirs, accuracy, base=base.names[0]))
+        n = accuracy.num_positions
+        before, after = unpack_hits(theirs.hits, n), unpack_hits(accuracy.hits, n)
+        pair = Paired.from_hits(base.names[0], theirs=before, ours=after)
+        return replace(accuracy, paired=pair)
 
     accuracies = {text: paired(each, text) for text, each in row.accuracies.items()}
     results = {
@@ -237,12 +241,3 @@ def _with_pairs(row: Row, base: Row | None) -> Row:
         for case, result in row.results.items()
     }
     return replace(row, accuracies=accuracies, results=results)
-
-
-def compare(base_accuracy: Accuracy, other: Accuracy, *, base: str) -> Paired:
-    """McNemar's test of two accuracies on the same positions; both have their hits."""
-    assert base_accuracy.hits is not None and other.hits is not None
-    n = other.num_positions
-    pairs = zip(unpack_hits(base_accuracy.hits, n), unpack_hits(other.hits, n), strict=True)
-    differing = [one for one, two in pairs if one != two]
-    return Paired.from_counts(base, b=sum(differing), c=len(differing) - sum(differing))

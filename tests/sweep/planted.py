@@ -28,6 +28,7 @@ from tilewright.compiler.sweep.hunt import hunt
 from tilewright.compiler.sweep.journal import Added, CellState, Finished, Journal
 from tilewright.compiler.sweep.levels import Level
 from tilewright.compiler.sweep.model import SweptModel, swept_model
+from tilewright.compiler.sweep.plans import Measures
 from tilewright.compiler.sweep.runner import Runner
 from tilewright.compiler.sweep.summary import Row
 from tilewright.models import load_model
@@ -135,11 +136,7 @@ def settings(*, levels: Sequence[str] = LEVELS, **bounds: float) -> search_plan.
     return search_plan.Settings(
         bounds=Bounds(**bounds),  # type: ignore[arg-type]
         levels=tuple(map(Level.parse, levels)),
-        rounds=ROUNDS,
-        cases=None,
-        compute="fast",
-        threads=None,
-        text=None,
+        usual=Measures(rounds=ROUNDS),
         held_out="held-out",
     )
 

@@ -25,7 +25,6 @@ from tilewright.compiler.sweep.found import (
     about_predictions,
     against,
     is_better,
-    percent,
     top1_text,
 )
 from tilewright.compiler.sweep.journal import Added, CellState, SweepState
@@ -154,5 +153,4 @@ def test_what_predictions_are_worth_is_said() -> None:
 def test_top_1_in_words() -> None:
     found = Accuracy.from_counts("reference", num_positions=512, num_top1=487, num_top5=500)
     low, high = found.top1_interval
-    assert percent(found) == "95.1" and percent(None) == ""
     assert top1_text(found) == f"95.1 % ({100 * low:.1f} to {100 * high:.1f}, 512 positions)"

@@ -139,7 +139,7 @@ def test_a_row_without_results_has_no_figures() -> None:
     assert row.speed is row.accuracy is row.effective_id is row.speed_result is None
     assert (row.rounds, row.num_bytes) == ((), 1000)  # as estimated
     assert summary.point(row) is None
-    assert summary.records([row]) == []
+    assert row.results == {}
 
 
 def test_bytes_are_measured_where_they_can_be() -> None:
@@ -349,7 +349,7 @@ def test_an_accuracy_without_positions_is_a_point_without_them() -> None:
 def test_records_are_one_a_case() -> None:
     held_out = right("a", hits(9), text="held-out")
     measured = [right("a", hits(1)), held_out, speed("a", 0, [1.0]), speed("a", 1, [2.0])]
-    found = summary.records(rows([*measured, speed("b", 0, [3.0])]))
+    found = [r for row in rows([*measured, speed("b", 0, [3.0])]) for r in row.results.values()]
     assert [(each.precision_name, each.case) for each in found] == [
         ("a", "performance-top-1"),
         ("a", "performance-ci-1"),

@@ -16,13 +16,7 @@ from typing import Any, Literal
 from tilewright.compiler.commands.arguments import Parser
 from tilewright.compiler.commands.sweep import tables
 from tilewright.compiler.commands.sweep.files import open_sweep, torn_lines_said
-from tilewright.compiler.commands.sweep.layout import (
-    Table,
-    cell_text,
-    plain_line,
-    plain_text,
-    title_text,
-)
+from tilewright.compiler.commands.sweep.layout import Table, plain_line, plain_text
 from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.files import open_regular
 from tilewright.compiler.sweep import estimate
@@ -114,9 +108,9 @@ def table_lines(table: Table, room: int | None = None) -> list[str]:
     """The table as lines of text, its notes below."""
     widths = table.widths(room)
     pairs = list(zip(table.columns, widths, strict=True))
-    found = [" ".join(title_text(*pair) for pair in pairs), " ".join("-" * w for w in widths)]
+    found = [" ".join(c.fit(c.title, w) for c, w in pairs), " ".join("-" * w for w in widths)]
     for line in table.lines:
-        found.append(" ".join(cell_text(column, line, width) for column, width in pairs))
+        found.append(" ".join(column.fit(column.show(line), width) for column, width in pairs))
     notes = ["", *table.notes] if table.notes else []
     return [line.rstrip() for line in found + notes]
 

@@ -11,24 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.compiler.bench import table
+from tilewright.compiler.bench.display import plain_text
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.sweep.journal import CellState
 
 MIN_NAME_WIDTH = 8
-_ESCAPES = re.compile(
-    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[ -/]*[0-~])"
-)
-
-
-def plain_text(text: str) -> str:
-    """Printable characters and line ends; of a line that was written over, what was seen last."""
-    lines = _ESCAPES.sub("", text).replace("\r\n", "\n").split("\n")
-    seen = (line.rstrip("\r").rpartition("\r")[2].expandtabs() for line in lines)
-    return "\n".join("".join(filter(str.isprintable, line)) for line in seen)
 
 
 def plain_line(text: str) -> str:
-    """As `plain_text`, in one line."""
+    """What a log's text shows, in one line: escapes and characters without a shape are gone."""
     return " ".join(plain_text(text).split())
 
 
@@ -52,6 +43,16 @@ class Column:
     text: Callable[[Any], str] = str
     is_number: bool = False
     highest_first: bool = False
+
+    def show(self, line: Line) -> str:
+        """What a line says in it."""
+        value = line.values[self.key]
+        return "" if value is None else self.text(value)
+
+    def fit(self, text: str, width: int) -> str:
+        """Its title or what it says, as wide as the column."""
+        text = shorten(text, width)
+        return text.rjust(width) if self.is_number else text.ljust(width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class Table:
     def widths(self, room: int | None = None) -> list[int]:
         """Of the columns; the names' shrinks so that all, and blanks between them, fit ``room``."""
         found = [
-            max(len(column.title), *(len(_text(column, line)) for line in self.lines), 0)
+            max(len(column.title), *(len(column.show(line)) for line in self.lines), 0)
             for column in self.columns
         ]
         excess = 0 if room is None else sum(found) + len(found) - 1 - room
@@ -113,29 +114,11 @@ class Table:
 
     def markdown(self) -> str:
         """The table, then its notes as a list."""
-        lines = [[_cell(_text(each, line)) for each in self.columns] for line in self.lines]
+        lines = [
+            [each.show(line).replace("|", "/") for each in self.columns] for line in self.lines
+        ]
         titles = [column.full or column.title for column in self.columns]
         return table.Table.of(titles, lines, *self.notes).markdown()
-
-
-def title_text(column: Column, width: int) -> str:
-    """A column's title, as wide as the column."""
-    return column.title.rjust(width) if column.is_number else column.title.ljust(width)
-
-
-def cell_text(column: Column, line: Line, width: int) -> str:
-    """What a line says in a column, as wide as the column."""
-    text = shorten(_text(column, line), width)
-    return text.rjust(width) if column.is_number else text.ljust(width)
-
-
-def _text(column: Column, line: Line) -> str:
-    value = line.values[column.key]
-    return "" if value is None else column.text(value)
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "/")
 
 
 def _order(value: Any) -> Any:

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tilewright.compiler.bench import display
+from tilewright.compiler.bench.row import Row
+from tilewright.compiler.commands.sweep.layout import shorten
 from tilewright.compiler.sweep import estimate
 from tilewright.compiler.sweep.journal import CellState, Journal
 from tilewright.compiler.sweep.runner import Report
@@ -38,7 +41,7 @@ def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
             left = f"~{minutes:.0f} min left"
             running = next((s for s in state.cells.values() if s.status == "running"), None)
             num_closed = len(state.cells) - len(state.open_cells())
-            name = _name(running)[:_NAME_WIDTH] if running else ""
+            name = shorten(running.cell.title(), _NAME_WIDTH) if running else ""
             total = len(state.cells)
             progress.update(task, description=name, completed=num_closed, total=total, left=left)
             for key, each in state.cells.items():
@@ -50,21 +53,16 @@ def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
         yield report
 
 
-def _name(state: CellState) -> str:
-    cell = state.cell
-    number = f" round {cell.round + 1}" if cell.kind == "speed" else ""
-    return f"{cell.precision} {cell.kind}{number}"
-
-
 def _line(state: CellState) -> str:
-    found = f"{_name(state)}: {state.status}"
+    found = f"{state.cell.title()}: {state.status}"
     if state.seconds is not None:
         found += f" in {state.seconds:.0f} s"
     result = state.result
     if result is None:
         return f"{found}: {state.reason}" if state.reason else found
-    accuracy = result.accuracy
-    if accuracy is not None:
-        top1 = 100 * accuracy.num_top1 / accuracy.num_positions
-        return f"{found}: top-1 {top1:.1f} %, KL {accuracy.kl_mean or 0:.3g}"
-    return f"{found}: {result.decode_tsu or 0:.1f} t/s/u, TTFT {result.ttft_ms or 0:.0f} ms"
+    figures = Row.of(result, result.accuracy)
+    if result.accuracy is not None:
+        kl = display.significant(figures.kl_nats or 0)
+        return f"{found}: top-1 {display.decimal(figures.top1_percent)} %, KL {kl}"
+    speed, ttft = figures.decode_tokens_per_s or 0, figures.ttft_ms or 0
+    return f"{found}: {display.decimal(speed)} t/s/u, TTFT {display.decimal(ttft, 0)} ms"

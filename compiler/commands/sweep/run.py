@@ -261,10 +261,7 @@ def say_result(journal: Journal) -> int:
     state = journal.state
     for each in state.cells.values():
         if each.status in FAILURES:
-            cell = each.cell
-            name = f"{cell.precision} {cell.case}"
-            line = f"{name}: {each.status}: {each.reason}"
-            err().print(line, style="red", soft_wrap=True)
+            err().print(f"{each.cell.title()}: {each.why}", style="red", soft_wrap=True)
     failed = state.count(*FAILURES)
     done, cancelled = state.count("done"), state.count("cancelled")
     err().print(

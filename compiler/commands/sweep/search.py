@@ -27,6 +27,7 @@ from tilewright.compiler.commands.sweep.options import (
 from tilewright.compiler.commands.sweep.run import (
     check_size,
     check_targets,
+    measures_of,
     open_journal,
     planned,
     print_plan,
@@ -132,11 +133,7 @@ def _settings(options: SweepOptions) -> Settings:
     return Settings(
         bounds=Bounds(options.min_top1, options.max_kl, options.max_bytes),
         levels=options.levels,
-        rounds=options.rounds,
-        cases=options.cases,
-        compute=options.compute,
-        threads=options.threads,
-        text=options.accuracy_text,
+        usual=measures_of(options),
         held_out=options.held_out,
         takes_other_code=options.other_code == "keep",
     )

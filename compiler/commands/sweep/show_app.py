@@ -27,7 +27,7 @@ from tilewright.compiler.commands.sweep.control import (
     newest,
     table_lines,
 )
-from tilewright.compiler.commands.sweep.layout import Line, Table, cell_text, plain_line, title_text
+from tilewright.compiler.commands.sweep.layout import Line, Table, plain_line
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import replace_file
 from tilewright.compiler.sweep.journal import Journal
@@ -124,10 +124,11 @@ class SweepScreen(Screen[None]):
         pairs = list(zip(self._shown.columns, widths, strict=True))
         widget.clear(columns=True)
         for column, width in pairs:
-            title = Text(" " + title_text(column, width), "underline" * (column.key == self.sort))
+            style = "underline" if column.key == self.sort else ""
+            title = Text(" " + column.fit(column.title, width), style)
             widget.add_column(title, width=width + 1, key=column.key)
         for line in self._shown.lines:
-            cells = (Text(" " + cell_text(column, line, width)) for column, width in pairs)
+            cells = (Text(" " + c.fit(c.show(line), width)) for c, width in pairs)
             widget.add_row(*cells, key=line.key)
         keys = [line.key for line in self._shown.lines]
         if current is not None and current.key in keys:

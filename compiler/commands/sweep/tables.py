@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from tilewright.compiler.bench.record import Accuracy, Result
+from tilewright.compiler.bench.display import decimal, span
+from tilewright.compiler.bench.row import Row as Figures
 from tilewright.compiler.commands.sweep.layout import Column, Line, Table, plain_line, shorten
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.sweep import estimate
@@ -26,48 +28,33 @@ _URGENT = (*FAILURES, "interrupted", "stopping", "running", "queued", "cancelled
 
 
 def _decimal(value: float) -> str:
-    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+    return decimal(value, 1 if value < 1000 else 0)
 
 
 def _nats(value: float) -> str:
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.001 else f"{value:.0e}"
 
 
-def _interval(value: tuple[float, float]) -> str:
-    return f"{value[0]:.1f}-{value[1]:.1f}"
-
-
+_number = partial(Column, is_number=True)
+_highest = partial(Column, highest_first=True)
 _NAME = Column(key="name", title="Configuration")
-_TOP1 = Column(
-    key="top1",
-    title="Top-1",
-    full="Top-1 (%)",
-    text=lambda value: f"{value:.1f}",
-    is_number=True,
-    highest_first=True,
-)
-_KL = Column(key="kl", title="KL", full="KL (nats)", text=_nats, is_number=True)
-_SPEED = Column(key="speed", title="t/s/u", text=_decimal, is_number=True, highest_first=True)
-_TTFT = Column(key="ttft", title="TTFT", full="TTFT (ms)", text=_decimal, is_number=True)
+_TOP1 = _highest(key="top1", title="Top-1", full="Top-1 (%)", text=decimal, is_number=True)
+_KL = _number(key="kl", title="KL", full="KL (nats)", text=_nats)
+_SPEED = _highest(key="speed", title="t/s/u", text=_decimal, is_number=True)
+_TTFT = _number(key="ttft", title="TTFT", full="TTFT (ms)", text=_decimal)
 
 CONFIGURATION_COLUMNS = (
     _NAME,
     Column(key="done", title="Done", full="Cells done"),
     _TOP1,
-    Column(
-        key="interval", title="95 % CI", full="Top-1 95 % CI", text=_interval, highest_first=True
+    _highest(
+        key="interval", title="95 % CI", full="Top-1 95 % CI", text=lambda value: span(*value)
     ),
     _KL,
     _SPEED,
-    Column(key="spread", title="Spr%", full="Spread (%)", text=_decimal, is_number=True),
+    _number(key="spread", title="Spr%", full="Spread (%)", text=_decimal),
     _TTFT,
-    Column(
-        key="mb",
-        title="MB",
-        full="Weights (MB)",
-        text=lambda value: f"{value:.0f}",
-        is_number=True,
-    ),
+    _number(key="mb", title="MB", full="Weights (MB)", text=partial(decimal, digits=0)),
     Column(key="front", title="Front"),
 )
 
@@ -120,13 +107,10 @@ def cells(state: SweepState, *, is_held: bool) -> Table:
         Column(key="cell", title="Cell", text=lambda value: value[:num_digits]),
         _NAME,
         Column(key="case", title="Case", text=_short_case),
-        Column(key="round", title="Rd", full="Round", is_number=True),
+        _number(key="round", title="Rd", full="Round"),
         Column(key="status", title="Status"),
-        Column(key="seconds", title="s", full="Time (s)", text=_decimal, is_number=True),
-        _TOP1,
-        _KL,
-        _SPEED,
-        _TTFT,
+        _number(key="seconds", title="s", full="Time (s)", text=_decimal),
+        *(_TOP1, _KL, _SPEED, _TTFT),
     )
     named = [(row.name, each) for row in _labelled(state) for each in row.states]
     names = {each.cell.id: name for name, each in named}
@@ -166,16 +150,13 @@ def _labelled(state: SweepState) -> list[Row]:
 
 
 def _configuration_line(row: Row, standing: str | None, *, is_held: bool) -> Line:
-    result = row.speed_result
-    num_bytes = row.measured_bytes  # an estimate has no place beside measured ones
-    spread = None if result is None else result.spread
+    figures = row.figures()  # bytes as measured: an estimate has no place beside them
+    spread, num_bytes = figures.decode_spread_fraction, figures.weight_bytes
     values = {
         "name": row.name,
         "done": _done(row.states, is_held=is_held),
-        **_accuracy_values(row.accuracy),
-        "speed": row.speed,
+        **_values(figures),
         "spread": None if spread is None else 100 * spread,
-        "ttft": None if result is None else result.ttft_ms,
         "mb": None if num_bytes is None else num_bytes / 1e6,
         "front": standing if standing in ("front", "tied") else None,
     }
@@ -185,7 +166,7 @@ def _configuration_line(row: Row, standing: str | None, *, is_held: bool) -> Lin
 def _cell_line(name: str, state: CellState, *, is_held: bool) -> Line:
     cell, result = state.cell, state.result
     # what the warm-up of an accuracy case takes is no speed
-    timed: Result | None = result if cell.kind == "speed" else None
+    timed = result if cell.kind == "speed" else None
     values = {
         "cell": cell.id,
         "name": name,
@@ -193,21 +174,19 @@ def _cell_line(name: str, state: CellState, *, is_held: bool) -> Line:
         "round": cell.round + 1 if cell.kind == "speed" else None,
         "status": shown_status(state, is_held=is_held),
         "seconds": state.seconds,
-        **_accuracy_values(None if result is None else result.accuracy),
-        "speed": None if timed is None else timed.decode_tsu,
-        "ttft": None if timed is None else timed.ttft_ms,
+        **_values(Figures.of(timed, None if result is None else result.accuracy)),
     }
     return Line(cell.id, (state,), values)
 
 
-def _accuracy_values(accuracy: Accuracy | None) -> dict[str, Any]:
-    if accuracy is None:
-        return {"top1": None, "interval": None, "kl": None}
-    low, high = accuracy.top1_interval
+def _values(figures: Figures) -> dict[str, Any]:
+    low, high = figures.top1_low_percent, figures.top1_high_percent
     return {
-        "top1": 100 * accuracy.num_top1 / accuracy.num_positions,
-        "interval": (100 * low, 100 * high),
-        "kl": accuracy.kl_mean,
+        "top1": figures.top1_percent,
+        "interval": None if low is None else (low, high),
+        "kl": figures.kl_nats,
+        "speed": figures.decode_tokens_per_s,
+        "ttft": figures.ttft_ms,
     }
 
 
@@ -228,10 +207,7 @@ def _failure(name: str, state: CellState) -> list[str]:
 
 def describe(state: CellState, name: str = "") -> str:
     """A cell in a few words, its id first."""
-    cell = state.cell
-    number = f", round {cell.round + 1}" if cell.kind == "speed" else ""
-    text = f", text {cell.text}" if cell.text else ""
-    return plain_line(f"{cell.id} {name or cell.precision} {cell.case}{number}{text}")
+    return plain_line(f"{state.cell.id} {state.cell.title(name)}")
 
 
 def headline(journal: Journal, *, is_held: bool) -> tuple[str, str]:

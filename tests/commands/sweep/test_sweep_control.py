@@ -72,7 +72,7 @@ def test_status_is_a_table_of_configurations(
     assert fourth == [NAMES[3], "0/4", "queued"]
     third_round = cells(NAMES[2])[2]
     assert lines[9] == ""
-    reason = f"{NAMES[2]} performance-ci-1, round 2: failed: exit code 7 red"
+    reason = f"{NAMES[2]} performance-ci-1 round 2: failed: exit code 7 red"
     assert lines[10] == f"{third_round.id} {reason}"
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.commands.sweep.layout import plain_line, plain_text, shorten
+from tilewright.compiler.bench.display import plain_text
+from tilewright.compiler.commands.sweep.layout import plain_line, shorten
 
 
 @given(st.text())

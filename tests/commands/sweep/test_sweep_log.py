@@ -34,7 +34,7 @@ def test_the_log_of_a_cell(journal: Journal, capsys: pytest.CaptureFixture[str])
     write_log(journal, cell.id, said)
     text = log(capsys, journal.path, cell.id[:9])
     assert text.splitlines() == [
-        f"{cell.id} {FOUR[2]} performance-ci-1, round 2",
+        f"{cell.id} {FOUR[2]} performance-ci-1 round 2",
         "failed after 3.2 s: exit code 7 red",
         "",
         "compile 100 %",

@@ -67,11 +67,11 @@ def test_a_log_has_a_line_for_every_cell_that_has_ended(tmp_path: Path) -> None:
     lines = file.getvalue().splitlines()
     lefts = [line.rpartition("; ~")[2] for line in lines]
     assert [line.rpartition("; ~")[0] for line in lines] == [
-        "[1/5] a accuracy: done in 12 s: top-1 75.0 %, KL 0.01",
-        "[2/5] a speed round 1: done in 3 s: 100.0 t/s/u, TTFT 100 ms",
-        f"[3/5] b speed round 2: failed in 2 s: {LONG}",
-        "[4/5] c speed round 1: timed out in 2 s: after 900 s",
-        "[5/5] d speed round 1: cancelled in 2 s: after 1 s",
+        "[1/5] a performance-top-1: done in 12 s: top-1 75.0 %, KL 0.01",
+        "[2/5] a performance-ci-1 round 1: done in 3 s: 100.0 t/s/u, TTFT 100 ms",
+        f"[3/5] b performance-ci-1 round 2: failed in 2 s: {LONG}",
+        "[4/5] c performance-ci-1 round 1: timed out in 2 s: after 900 s",
+        "[5/5] d performance-ci-1 round 1: cancelled in 2 s: after 1 s",
     ]
     assert all(re.fullmatch(r"\d+ min left", left) for left in lefts)
     assert lefts[-1] == "0 min left"
@@ -104,7 +104,7 @@ def test_what_was_there_before_is_not_said_again(tmp_path: Path) -> None:
         report(journal)
         report(journal)
     (line,) = file.getvalue().splitlines()
-    assert line.startswith("[2/2] new speed round 1: done")
+    assert line.startswith("[2/2] new performance-ci-1 round 1: done")
 
 
 def test_a_cell_that_ran_again_is_said_again(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_a_terminal_has_a_bar_and_odd_names_break_nothing(tmp_path: Path) -> Non
         journal.append(ended(of, "failed", LONG))
         report(journal)
     text = file.getvalue()
-    assert "[/odd] name speed round 1" in text and "1/2" in text and "min left" in text
+    assert "[/odd] name performance-ci-1 round 1" in text and "1/2" in text and "min left" in text
     assert LONG in text.replace("\n", "")
 
 
@@ -144,7 +144,7 @@ def test_the_end_says_what_failed_and_how_to_go_on(
     journal.append(ended(bad, "out of memory", LONG))
     assert say_result(journal) == 1
     first, second = capfd.readouterr().err.splitlines()
-    assert first == f"b performance-ci-1: out of memory: {LONG}"
+    assert first == f"b performance-ci-1 round 1: out of memory: {LONG}"
     assert second.startswith(f"{journal.path}: 1 of 3 cells done, 1 failed, 1 cancelled; ")
     assert second.endswith(f"tilewright sweep export {journal.path}")
     journal.append(Asked(bad.id, "restart"), done(bad, speed_result(bad, [1.0])))

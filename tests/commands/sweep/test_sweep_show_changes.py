@@ -189,7 +189,7 @@ def test_enter_shows_the_log_of_the_newest_cell_as_it_grows(journal: Journal) ->
         await press(pilot, "enter")
         lines = screen(app)
         assert lines[0].startswith(f"The log of {NAMES[9]}")
-        assert lines[1].startswith(f"{running.id} {NAMES[9]} performance-ci-1, round 2")
+        assert lines[1].startswith(f"{running.id} {NAMES[9]} performance-ci-1 round 2")
         assert lines[2].startswith("interrupted") and "green [bold]as it is[/bold]" in lines[4]
         with place.open("a") as file:
             file.writelines(f"line {number}\n" for number in range(100))
