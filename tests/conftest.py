@@ -12,7 +12,7 @@ import pytest
 import torch
 
 hypothesis.settings.register_profile(
-    "tilewright", deadline=None, max_examples=50, derandomize="CI" in os.environ
+    "tilewright", deadline=None, max_examples=15, derandomize="CI" in os.environ
 )
 hypothesis.settings.load_profile("tilewright")
 

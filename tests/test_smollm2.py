@@ -177,11 +177,11 @@ def test_greedy_text_is_transformers_generate(
 @pytest.mark.parametrize(
     "name",
     [
-        "bf16",
         "performance",
-        "all-bfp8",
-        "all-bfp4",
-        pytest.param("accuracy", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("bf16", "all-bfp8", "all-bfp4", "accuracy")
+        ),
     ],
 )
 def test_the_exact_cpu_is_the_reference_on_the_same_weights(
@@ -255,9 +255,8 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", ["performance", "bf16"])
-def test_every_fusion_fires_its_expected_count(model: LoadedModel, name: str) -> None:
-    graph_module, ctx = lowered(model, precision=load_precision(name))
+def test_every_fusion_fires_its_expected_count(model: LoadedModel) -> None:
+    graph_module, ctx = lowered(model, precision=load_precision("performance"))
     counts = {report.name: report.num_rewrites for report in ctx.reports}
     assert {each: counts.get(each) for each in EXPECTED} == EXPECTED
     layers = Counter(
@@ -288,7 +287,7 @@ TRITON_BYTES = 110e6
 """What torch.export imports and maps where triton is installed, used or not. Measured: 103 MB."""
 
 
-@pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
+@pytest.mark.parametrize("name", ["all-bfp8", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_peak_memory(smollm2_path: Path, name: str) -> None:
     """Weights as held, cache, and 700 MB. Measured beyond the first two: 620 and 615 MB."""
     result, _ = run_alone(smollm2_path, name, "--no-cache")

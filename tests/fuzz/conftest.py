@@ -1,6 +1,7 @@
 """A folder that the fuzz tests share, and the long form of them.
 
-``pytest tests/fuzz --hypothesis-profile=campaign`` takes about half an hour; run it by hand.
+``pytest tests/fuzz --hypothesis-profile=campaign`` takes about half an hour; `make test-slow` ends
+with it.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ The sums of circular buffers are those ttnn 0.81's allocator reports. Knows no t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from tilewright.compiler.formats.block_float import TILE
@@ -81,10 +82,12 @@ def _n_tiles(matmul: Matmul) -> int:
 
 def _num_pieces(matmul: Matmul) -> int:
     """The fewest equal pieces of the columns that leave room."""
-    n_tiles, pieces = _n_tiles(matmul), 1
-    while pieces < n_tiles and _step_bytes(matmul, -(-n_tiles // pieces)) > L1_BYTES - _SCATTERED:
-        pieces += 1
-    return pieces
+    n_tiles = _n_tiles(matmul)
+
+    def fits(pieces: int) -> bool:
+        return _step_bytes(matmul, -(-n_tiles // pieces)) <= L1_BYTES - _SCATTERED
+
+    return 1 + bisect_left(range(1, n_tiles), True, key=fits)
 
 
 def _step_bytes(matmul: Matmul, n_tiles: int) -> int:
