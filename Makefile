@@ -36,6 +36,9 @@ WITH_PEERS := $(VENV)/.peers
 WITH_TTNN := $(VENV)/ttnn/.made
 TYPED := $(VENV)/typed
 
+RUFF = "$(BIN)/ruff" check --quiet . && "$(BIN)/ruff" format --quiet --check .
+MYPY = MYPYPATH="$(TYPED):." "$(BIN)/mypy" "$(TYPED)/tilewright" bench demo
+
 # An environment whose interpreter is gone, or is not the one asked for, is made anew.
 ifneq ($(wildcard $(MADE)),)
 ifneq ($(shell "$(BIN)/python" -c 'print(1)' 2>/dev/null),1)
@@ -49,7 +52,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo perf perf-boards peers compare test lint format test-gpu check-ttnn clean
+.PHONY: help demo perf perf-boards peers compare test lint format test-gpu test-slow check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
@@ -58,7 +61,8 @@ help:
 	@echo "make perf-boards  emulate and predict PERF.md's rows of Tenstorrent boards"
 	@echo "make peers     install llama.cpp (built once), ONNX Runtime GenAI and OpenVINO GenAI"
 	@echo "make compare   measure the CPU target beside them"
-	@echo "make test-gpu  the tests that need a CUDA device"
+	@echo "make test-gpu  all tests that need CUDA devices"
+	@echo "make test-slow  all slow tests, and the long campaign of the fuzz tests"
 	@echo "make check-ttnn  emitted programs and formats against ttnn, on mock boards"
 	@echo "make lint      ruff and mypy only"
 	@echo "make format    let ruff rewrite the sources"
@@ -67,8 +71,13 @@ help:
 demo: $(WITH_DEMO)
 	"$(BIN)/python" demo/simple_text_demo.py $(ARGS)
 
-test: lint
-	"$(BIN)/python" -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+# mypy runs beside the tests; what it says comes after them.
+test: $(WITH_TEST) $(TYPED)
+	$(RUFF)
+	@said=$$(mktemp); $(MYPY) >"$$said" 2>&1 & mypy=$$!; \
+	"$(BIN)/python" -m pytest --quiet --numprocesses $(WORKERS) --dist worksteal $(ARGS); \
+	tests=$$?; wait $$mypy; types=$$?; \
+	echo "mypy: $$(cat "$$said")"; rm -f "$$said"; [ $$tests -eq 0 ] && [ $$types -eq 0 ]
 
 # Every row of PERF.md's CPU tables, measured and rendered; about 20 minutes on two quiet cores.
 PERF_RESULTS := results/cpu.jsonl
@@ -107,7 +116,13 @@ compare: $(WITH_PEERS)
 	"$(BIN)/python" demo/compare_peers.py $(ARGS)
 
 test-gpu: $(WITH_TEST)
-	"$(BIN)/python" -m pytest --quiet -m gpu $(ARGS)
+	"$(BIN)/python" -m pytest --quiet -m 'gpu or multigpu' $(ARGS)
+
+# About two hours on two quiet cores, one test at a time, since some of them measure time; the last
+# half hour is the long campaign of the fuzz tests.
+test-slow: $(WITH_TEST)
+	"$(BIN)/python" -m pytest --quiet -m 'slow and not gpu and not multigpu' $(ARGS)
+	"$(BIN)/python" -m pytest --quiet tests/fuzz --hypothesis-profile=campaign
 
 # About 6 minutes on two cores, besides an installation of 5 GB (less from an index of CPU builds).
 check-ttnn: $(WITH_TEST)
@@ -119,9 +134,8 @@ check-ttnn: $(WITH_TEST)
 	fi
 
 lint: $(WITH_TEST) $(TYPED)
-	"$(BIN)/ruff" check --quiet .
-	"$(BIN)/ruff" format --quiet --check .
-	MYPYPATH="$(TYPED):." "$(BIN)/mypy" "$(TYPED)/tilewright" bench demo
+	$(RUFF)
+	$(MYPY)
 
 # The import package as one folder, of links: mypy does not read setuptools' package-dir.
 $(TYPED): $(MADE)

@@ -80,8 +80,8 @@ def test_ci_runs_the_tests() -> None:
 def test_make_without_a_target_explains_itself() -> None:
     done = run_make()
     assert done.returncode == 0
-    assert "make demo" in done.stdout
-    assert "make test" in done.stdout
+    for target in ("demo", "test", "test-gpu", "test-slow"):
+        assert f"make {target} " in done.stdout
 
 
 @needs_make
@@ -99,6 +99,29 @@ def test_make_spares_a_folder_that_is_no_environment(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "is no virtual environment" in done.stderr
     assert (tmp_path / "thesis.txt").exists()
+
+
+@needs_make
+def test_make_test_fails_where_types_or_tests_do(tmp_path: Path) -> None:
+    """Both run beside each other, and what mypy says is there in the end."""
+    (tmp_path / "bin").mkdir()
+    for stamp in (".made", ".torch", ".demo", ".test"):
+        (tmp_path / stamp).write_text(sys.executable)
+    os.utime(tmp_path / ".made", (0, 0))
+
+    def tool(name: str, code: int) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text(
+            f'#!/bin/sh\n[ "$1" = -c ] && echo 1 && exit 0\necho {name} says\nexit {code}\n'
+        )
+        path.chmod(0o755)
+
+    for types, tests in ((0, 0), (1, 0), (0, 1)):
+        for name, code in (("ruff", 0), ("mypy", types), ("python", tests)):
+            tool(name, code)
+        done = run_make("test", f"VENV={tmp_path}", cwd=ROOT)
+        assert "mypy: mypy says" in done.stdout, done.stderr
+        assert (done.returncode == 0) is (types == tests == 0)
 
 
 @needs_make
