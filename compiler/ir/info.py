@@ -19,11 +19,13 @@ INPUT, WEIGHT, CONSTANT, STATE, COMPUTE = "input", "weight", "constant", "state"
 @dataclass(frozen=True, slots=True)
 class EdgeFormats:
     """The data formats asked for of a product's operands: of its input, ``in0``, and of its weight,
-    ``in1``, where it has one.
+    ``in1``, where it has one; and of its result, ``out``, before it is added to the residual stream
+    (``mixed``: whatever the target has).
     """
 
     in0: str = "fp32"
     in1: str | None = None
+    out: str = "mixed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.runner import PassContext, numerics_changing_pass
-from tilewright.compiler.precision import ALWAYS_HIGH, OP_GROUP_OF
+from tilewright.compiler.precision import ALWAYS_HIGH, BLOCK_OUTPUTS, OP_GROUP_OF
 
 
 @numerics_changing_pass
@@ -60,6 +60,9 @@ def _assign_compute(node: Node, ctx: PassContext) -> None:
             f"module {facts.fqn!r} is of tensor group {facts.tensor_group!r}, which has no products"
         )
     activation = ctx.precision.format("activation", layer=facts.layer, fqn=facts.fqn)
+    output = "mixed"
+    if group in BLOCK_OUTPUTS:
+        output = ctx.precision.format("block_output", layer=facts.layer, fqn=facts.fqn)
     second = ctx.precision.format(group, layer=facts.layer, fqn=facts.fqn)
     by_phase = {
         phase: highest or ctx.precision.fidelity(op_group, phase, layer=facts.layer, fqn=facts.fqn)
@@ -68,7 +71,7 @@ def _assign_compute(node: Node, ctx: PassContext) -> None:
     updated = dataclasses.replace(
         facts,
         op_group=op_group,
-        formats=EdgeFormats(in0=activation, in1=second),
+        formats=EdgeFormats(in0=activation, in1=second, out=output),
         compute=Compute(**by_phase),
     )
     set_info(node, updated)

@@ -1,5 +1,6 @@
-"""Activations in a block format are rounded where a product reads them, for targets that compute
-in float; what such a target does not round to stays a matter of its contract.
+"""Activations in a block format are rounded where a product reads them, and where a block gives them
+to the residual stream, for targets that compute in float; what such a target does not round to stays
+a matter of its contract.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ ROUNDED: Mapping[str, ops.Operator] = {"q80": ops.round_q80}
 
 @numerics_changing_pass
 def round_activations(graph_module: GraphModule, ctx: PassContext) -> int:
-    """``linear(x, w)`` reads ``round_q80(x)``; products of one x share it.
+    """``linear(x, w)`` reads ``round_q80(x)``, products of one x share it; what wo and down give is
+    rounded before anything reads it, where ``block_output`` says so.
 
     A router's input stays as it is, as dllama has it: which experts are used must not change.
     """
-    rounded: dict[tuple[Node, str], Node] = {}
     count = 0
+    for node in find_calls(graph_module.graph, ops.linear, ops.expert_linear):
+        count += _round_output(node)
+    rounded: dict[tuple[Node, str], Node] = {}
     for node in find_calls(graph_module.graph, ops.linear):
         facts, x = info(node), node.args[0]
         wanted = facts.formats.in0 if facts.formats is not None else ""
@@ -34,8 +38,24 @@ def round_activations(graph_module: GraphModule, ctx: PassContext) -> int:
         if x.target is ROUNDED[wanted].overload:
             continue
         if (x, wanted) not in rounded:
-            own = NodeInfo(fqn=facts.fqn, layer=facts.layer)
-            rounded[x, wanted] = emit(node, ROUNDED[wanted], (x,), facts=own)
+            rounded[x, wanted] = emit(node, ROUNDED[wanted], (x,), facts=_place(node))
         node.update_arg(0, rounded[x, wanted])
         count += 1
     return count
+
+
+def _round_output(node: Node) -> int:
+    """Let the product's users read it rounded; how many products that were: 0 or 1."""
+    formats = info(node).formats
+    if formats is None or formats.out not in ROUNDED:
+        return 0
+    operator = ROUNDED[formats.out]
+    if all(user.target is operator.overload for user in node.users):
+        return 0
+    rounded = emit(node.next, operator, (node,), facts=_place(node))
+    node.replace_all_uses_with(rounded, delete_user_cb=lambda user: user is not rounded)
+    return 1
+
+
+def _place(node: Node) -> NodeInfo:
+    return NodeInfo(fqn=info(node).fqn, layer=info(node).layer)

@@ -7,6 +7,7 @@ from tilewright.compiler.precision.fragment import Fragment, LayerRule
 from tilewright.compiler.precision.hits import GroupedModule
 from tilewright.compiler.precision.names import (
     ALWAYS_HIGH,
+    BLOCK_OUTPUTS,
     EXPERT_GROUPS,
     FOLLOWS,
     MIXED,
@@ -30,6 +31,7 @@ from tilewright.compiler.precision.resolve import (
 
 __all__ = [
     "ALWAYS_HIGH",
+    "BLOCK_OUTPUTS",
     "EXPERT_GROUPS",
     "FOLLOWS",
     "MIXED",

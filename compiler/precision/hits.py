@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.precision.fragment import Fragment, LayerRule
-from tilewright.compiler.precision.names import ALWAYS_HIGH, FOLLOWS, OP_GROUP_OF
+from tilewright.compiler.precision.names import ALWAYS_HIGH, BLOCK_OUTPUTS, FOLLOWS, OP_GROUP_OF
 from tilewright.compiler.precision.phases import fold_phases, stored_op_groups
 
 _NUM_EXAMPLES = 3
@@ -48,6 +48,8 @@ def reached_keys(modules: Iterable[GroupedModule], apart: Collection[str]) -> se
             keys.add(FOLLOWS[group])
         if group in OP_GROUP_OF or group in ALWAYS_HIGH:
             keys.add("activation")
+        if group in BLOCK_OUTPUTS:
+            keys.add("block_output")
         keys.update(stored_op_groups(OP_GROUP_OF.get(group, "")))
     return keys
 

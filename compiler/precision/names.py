@@ -29,6 +29,7 @@ OUR_TENSOR_GROUPS = (
     "delta_out",
     "delta_gates",
     "router",
+    "block_output",
 )
 TENSOR_GROUPS = SEED_TENSOR_GROUPS + OUR_TENSOR_GROUPS
 
@@ -45,6 +46,13 @@ FOLLOWS = MappingProxyType(
         "delta_gates": "router",
     }
 )
+
+# What a group is where nobody sets it; the base does not. What a block adds to the residual stream
+# is then as its target has it.
+UNSET = MappingProxyType({"block_output": "mixed"})
+
+# The products whose result is such an output.
+BLOCK_OUTPUTS = frozenset({"wo", "ff2", "delta_out", "experts_ff2", "shared_ff2"})
 
 # The weights of which a token reads only those of the experts that it chose.
 EXPERT_GROUPS = frozenset({"experts_ff1_3", "experts_ff2"})
@@ -132,6 +140,7 @@ ALLOWED_FORMATS = MappingProxyType(
         # they stay high, as the norms do.
         "router": ("fp32", "bf16", "fp16"),
         "delta_gates": ("fp32", "bf16", "fp16"),
+        "block_output": ("q80", MIXED),
     }
 )
 

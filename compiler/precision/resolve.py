@@ -33,6 +33,7 @@ from tilewright.compiler.precision.names import (
     REFINED_OP_GROUPS,
     STORED_OP_GROUPS,
     TENSOR_GROUPS,
+    UNSET,
     Phase,
     normalise_model_name,
     output_format,
@@ -94,7 +95,8 @@ class ResolvedPrecision:
 
         A group of ``FOLLOWS`` that nobody set is as the one it follows: experts and shared experts
         as dense blocks, Gated DeltaNet's products as attention's, its gates as the router.
-        ``activation`` may be ``mixed``: see :meth:`activation_format`.
+        ``activation`` may be ``mixed``: see :meth:`activation_format`. ``block_output`` is
+        ``mixed`` where nobody set it.
         """
         assert group in TENSOR_GROUPS, f"no tensor group {group!r}"
         follows = group in FOLLOWS and group not in self.settings
@@ -156,7 +158,7 @@ class ResolvedPrecision:
             assert 0 <= layer < self.num_layers, f"layer {layer} of {self.num_layers}"
             if keys[0] in self.layers[layer]:
                 return self.layers[layer][keys[0]]
-        return self.settings[keys[-1]]
+        return self.settings.get(keys[-1]) or UNSET[keys[-1]]
 
     def _layer_rules(self) -> Iterator[LayerRule]:
         def differences(layer: int) -> dict[str, str]:
@@ -199,7 +201,8 @@ def resolve_fragments(
     table: dict[str, _Set] = {}
     for scope in scopes:
         table |= {key: _Set(value, scope.source) for key, value in scope.settings.items()}
-    assert all(key in table for key in _KEYS if key not in FOLLOWS), "the base is incomplete"
+    optional = {*FOLLOWS, *UNSET}
+    assert all(key in table for key in _KEYS if key not in optional), "the base is incomplete"
     overrides = _index_overrides(scopes, num_layers)
     in_layers = by_layer(modules)
     if in_layers:
@@ -285,7 +288,7 @@ def _layer_table(table: Mapping[str, _Set], override: Mapping[str, _Set]) -> dic
     values = {key: merged[key].value for key in _LAYER_KEYS if key in merged}
     for follower, leader in FOLLOWS.items():
         values.setdefault(follower, values[leader])
-    return values
+    return UNSET | values
 
 
 def _kept(
@@ -295,7 +298,9 @@ def _kept(
     *,
     has_patterns: bool,
 ) -> tuple[str, ...]:
-    """The groups in layers that have settings of their own: all but those that follow another."""
+    """The groups in layers that have settings of their own: all but those that follow another, or
+    are as they are where nobody sets them.
+    """
 
     def follows(follower: str, leader: str) -> bool:
         if follower not in table and not any(follower in override for override in overrides):
@@ -303,8 +308,9 @@ def _kept(
         # Set, but to the same: no difference, unless a pattern moves the leader alone.
         return not has_patterns and all(layer[follower] == layer[leader] for layer in layers)
 
-    following = {each for each, leader in FOLLOWS.items() if follows(each, leader)}
-    return tuple(key for key in _LAYER_KEYS if key not in following)
+    left = {each for each, leader in FOLLOWS.items() if follows(each, leader)}
+    left |= {key for key, unset in UNSET.items() if all(each[key] == unset for each in layers)}
+    return tuple(key for key in _LAYER_KEYS if key not in left)
 
 
 def _most_common(values: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from tilewright.compiler import ops
 from tilewright.compiler.ir.info import NodeInfo, info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ir.state import PER_TOKEN
-from tilewright.compiler.precision import effective_id
+from tilewright.compiler.precision import MIXED, effective_id
 
 HONOURED, EMULATED, NOT_HONOURED = "honoured", "emulated", "not honoured"
 
@@ -24,6 +24,10 @@ class Meaning:
 
     status: str
     effective: str
+
+
+_AS_IT_IS = Meaning(NOT_HONOURED, "not rounded")
+"""What a block adds to the residual stream, where a target does nothing to it on its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class Meanings:
     attention: Callable[[str, str], Meaning]
     kv_cache: Callable[[str], Meaning]
     activation: Callable[[str], Meaning]
+    block_output: Callable[[str], Meaning] = lambda name: _AS_IT_IS
     together: Callable[[Sequence[Meaning]], Meaning] | None = None
 
 
@@ -101,7 +106,8 @@ def build_contract(graph_module: GraphModule, meanings: Meanings) -> NumericCont
     everywhere = {layer for found in layers.values() for layer in found if layer is not None}
     used: dict[tuple[str, str], set[int | None]] = defaultdict(set)
     for (field, _, meaning), found in layers.items():
-        used[field, meaning.effective] |= found
+        if meaning != _AS_IT_IS:  # which comes to what not asking for it comes to
+            used[field, meaning.effective] |= found
     return NumericContract(
         tuple(
             ContractEntry(field, _spell(found, everywhere), requested, meaning)
@@ -134,6 +140,9 @@ def _add_product(
         layers[f"{facts.op_group} {phase}", fidelity, answer].add(facts.layer)
     activation = facts.formats.in0
     layers["activation", activation, meanings.activation(activation)].add(facts.layer)
+    output = facts.formats.out
+    if output != MIXED:
+        layers["block_output", output, meanings.block_output(output)].add(facts.layer)
 
 
 def _fidelity_of(weight: NodeInfo, meanings: Meanings, phase: str) -> Meaning:

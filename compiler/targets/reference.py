@@ -60,13 +60,14 @@ _MEANINGS = Meanings(
     activation=lambda name: (
         Meaning(HONOURED, f"{name} into products") if name in ROUNDED else _FLOAT
     ),
+    block_output=lambda name: Meaning(HONOURED, name),
 )
 
 
 class ReferenceTarget(Target):
     """No fusions: what the passes made of the model is run as it stands.
 
-    Activations are fp32, or q80 where a product reads them.
+    Activations are fp32, or q80 where a product reads them or a block gives them.
     """
 
     name = "reference"

@@ -54,6 +54,28 @@ def test_every_product_reads_rounded_values_and_shares_them() -> None:
     assert round_activations(graph_module, ctx) == 0
 
 
+def test_what_wo_and_down_give_is_rounded_where_a_configuration_says_so() -> None:
+    """In one layer of two, whatever products read; once."""
+    outputs = precision_of(
+        "q40", kv_cache="fp32", activation="fp32", layers="1: {block_output: q80}"
+    )
+    graph_module, ctx = lowered(
+        tiny_model(num_layers=NUM_LAYERS),
+        until="round_activations",
+        target="reference",
+        precision=outputs,
+    )
+    assert round_activations(graph_module, ctx) == 2
+    rounded = find_calls(graph_module.graph, ops.round_q80)
+    assert [info(node).fqn for node in rounded] == [
+        "model.layers.1.self_attn.o_proj",
+        "model.layers.1.mlp.down_proj",
+    ]
+    assert {user.target for node in rounded for user in node.users} == {torch.ops.aten.add.Tensor}
+    assert all(set(node.args[0].users) == {node} for node in rounded)  # type: ignore[union-attr]
+    assert round_activations(graph_module, ctx) == 0
+
+
 @pytest.mark.parametrize("activation", ["mixed", "fp32", "bf16", "bfp8"])
 def test_other_formats_are_left_alone(activation: str) -> None:
     graph_module, ctx = lowered(
@@ -97,8 +119,11 @@ def test_layers_and_routers_that_are_to_stay_as_they_are() -> None:
     assert routed.args[0] not in rounded
 
 
-def test_the_numbers_are_those_of_the_format() -> None:
-    """By hand: the same graph, in which each product's input is rounded as ggml's Q8_0."""
+@pytest.mark.parametrize("outputs", [{}, {"block_output": "q80"}])
+def test_the_numbers_are_those_of_the_format(outputs: dict[str, str]) -> None:
+    """By hand: the same graph, in which each product's input is rounded as ggml's Q8_0, and what
+    wo and down give, too.
+    """
     model = tiny_model(std=0.2, hidden_size=40, intermediate_size=56)
     inputs = step_inputs(9)
     plain, _ = lowered(model, target="reference", precision=precision("fp32"))
@@ -107,8 +132,14 @@ def test_the_numbers_are_those_of_the_format() -> None:
         with plain.graph.inserting_before(node):
             by_hand = plain.graph.call_function(get_format("q80").round_trip, (node.args[0],))
         node.update_arg(0, by_hand)
+        if outputs and info(node).tensor_group in ("wo", "ff2"):
+            with plain.graph.inserting_after(node):
+                given = plain.graph.call_function(get_format("q80").round_trip, (node,))
+            node.replace_all_uses_with(
+                given, delete_user_cb=lambda user, own=given: user is not own
+            )
     by_hand = run_graph(plain, model, **inputs)
-    rounded, _ = lowered(model, target="reference", precision=precision())
+    rounded, _ = lowered(model, target="reference", precision=precision(**outputs))
     found = run_graph(rounded, model, **inputs)
     assert torch.equal(found, by_hand)
     assert 1e-4 < (found - expected).abs().max() < 0.05 * expected.abs().max()
@@ -119,14 +150,20 @@ def test_the_numbers_are_those_of_the_format() -> None:
     [
         ("reference", "activation: q80: honoured (q80 into products)"),
         ("cpu", "activation: q80: not honoured (fp32)"),
+        ("reference", "block_output: q80: honoured"),
+        ("cpu", "block_output: q80: not honoured (not rounded)"),
     ],
 )
 def test_targets_say_what_they_make_of_it(target: str, line: str) -> None:
     """A target without the pass runs the configuration, and says with which activations."""
-    graph_module, _ = lowered(tiny_model(), target=target, precision=precision())
+    outputs = precision(block_output="q80")
+    graph_module, _ = lowered(tiny_model(), target=target, precision=outputs)
     options = CompileOptions(max_batch=1, max_context=32, compute="exact")
     found = get_target(target).contract(graph_module, options)
     assert line in [str(entry) for entry in found.entries]
+    without, _ = lowered(tiny_model(), target=target, precision=precision())
+    same = get_target(target).contract(without, options).effective_id == found.effective_id
+    assert same is (target == "cpu"), "what is not honoured makes no other numbers"
 
 
 def test_the_golden_text() -> None:

@@ -77,7 +77,7 @@ def test_a_name_is_a_container_of_no_longer_name() -> None:
             "*.down_proj: {ff1_3: bf16}",
             "heading: layers.*.down_proj: ff1_3 has no effect on this model's modules there (ff1_3"
             " is of layers.0.mlp.gate_proj, layers.0.mlp.up_proj, layers.1.mlp.gate_proj, ...);"
-            " allowed: activation, ff2, li_ff2",
+            " allowed: activation, block_output, ff2, li_ff2",
         ),
         (LLAMA, "lm_head: {ff2: bf16}", "allowed: activation, li_lm_head, lm_head"),
         (LLAMA, "*.mlp: {ff2: bf16, wqkv: bf16}", "layers.*.mlp: wqkv has no effect"),

@@ -296,3 +296,22 @@ def test_explain_tells_what_follows_at_a_layer(tmp_path: Path) -> None:
     ]
     for scope, group, value, _ in rows:
         assert resolved.format(group, layer=int(scope.removeprefix("layer "))) == value
+
+
+def test_what_blocks_give_is_as_it_is_until_somebody_sets_it() -> None:
+    """A configuration that does not speak of it is the one it was; the heading parses back."""
+    plain = load_precision("base").resolve(4)
+    assert plain.format("block_output", layer=0) == "mixed"
+    same = parse_heading("precision_cfg = {block_output: mixed}").resolve(4)
+    assert (same.id, same.heading()) == (plain.id, plain.heading())
+    assert "block_output" not in plain.heading()
+    found = parse_heading("layer_cfg = {1: {block_output: q80}, *.o_proj: {block_output: q80}}")
+    resolved = found.resolve(4)
+    names = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj")
+    assert [resolved.format("block_output", layer=0, fqn=name) for name in names] == [
+        "q80",
+        "mixed",
+    ]
+    assert resolved.format("block_output", layer=1) == "q80" and resolved.id != plain.id
+    assert parse_heading(resolved.heading()).resolve(4).id == resolved.id
+    assert load_precision("dllama").resolve(4).format("block_output", layer=3) == "q80"
