@@ -1,6 +1,6 @@
-"""Activations in a block format are rounded where a product reads them, and where a block gives them
-to the residual stream, for targets that compute in float; what such a target does not round to stays
-a matter of its contract.
+"""Activations in a block format are rounded where a product reads them, and where a block gives
+them to the residual stream, for targets that compute in float; what such a target does not round
+to stays a matter of its contract.
 """
 
 from __future__ import annotations
