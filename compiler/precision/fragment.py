@@ -69,13 +69,18 @@ class LayerRule:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """What one source says. ``models`` holds its exceptions by normalised model name."""
+    """What one source says. ``models`` holds its exceptions by normalised model name.
+
+    ``is_table``: its rules for layers name the same groups in every layer, whether or not a model
+    has them there; else each of a rule's settings must have an effect in one of its layers.
+    """
 
     source: str
     settings: Settings = field(default_factory=lambda: NO_SETTINGS)
     rules: tuple[LayerRule, ...] = ()
     models: Mapping[str, Fragment] = field(default_factory=lambda: MappingProxyType({}))
     block_axis: str | None = None
+    is_table: bool = False
 
 
 def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:

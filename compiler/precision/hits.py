@@ -57,9 +57,8 @@ def reached_keys(modules: Iterable[GroupedModule], apart: Collection[str]) -> se
 def check_indexed_rules(scopes: Iterable[Fragment], layers: Layers, num_layers: int) -> None:
     """Refuse rules for layers by index that reach nothing of the model.
 
-    The rules of one source are a table, whose rows may name a group that only other rows have
-    (per-decoder files name every group in every row): each rule must reach something, and each
-    setting must do so in one of the source's rules.
+    Each setting of a rule must have an effect in one of its layers; of a source that is a table, in
+    a layer of one of its rules.
 
     Raises:
         ConfigError: naming the source, the rule, the setting, and where that would have an effect.
@@ -74,17 +73,10 @@ def check_indexed_rules(scopes: Iterable[Fragment], layers: Layers, num_layers: 
                 stated[layer] |= rule.settings.keys()
         reached = [reached_keys(layers.get(n, ()), known | stated[n]) for n in range(num_layers)]
         hits = [set[str]().union(*(reached[layer] for layer in rule.indices)) for rule in rules]
-        of_source = {
-            key
-            for rule, keys in zip(rules, hits, strict=True)
-            for key in rule.settings
-            if key in keys
-        }
+        everywhere = set[str]().union(*hits) if scope.is_table else set[str]()
         for rule, keys in zip(rules, hits, strict=True):
-            if without := [key for key in rule.settings if key not in of_source]:
+            if without := [key for key in rule.settings if key not in keys | everywhere]:
                 _refuse(scope.source, rule, without, keys, layers)
-            if rule.settings and not rule.settings.keys() & keys:
-                _refuse(scope.source, rule, list(rule.settings), keys, layers)
 
 
 def check_pattern(source: str, rule: LayerRule, layers: Layers, apart: Collection[str]) -> None:

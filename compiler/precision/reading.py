@@ -189,7 +189,7 @@ def _read_decoders(raw: Mapping[str, object], *, source: str) -> Fragment:
             "fidelity": _plain(settings.get("fidelity_cfg"), where=where),
         }
         rules.append(read_rule(index, nested, where=f"{source}: decoders"))
-    return Fragment(source=source, rules=tuple(rules))
+    return Fragment(source=source, rules=tuple(rules), is_table=True)
 
 
 def _plain(raw: object, *, where: str) -> dict[str, object]:

@@ -6,7 +6,7 @@ Knows groups and formats, and nothing of what a choice costs.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tilewright.compiler.errors import ConfigError, allowed
@@ -135,7 +135,7 @@ def assign(
                 "precision": kept | {group: level.format for group, level in chosen.items()},
                 "fidelity": fidelities_in(usual, chosen, layer, groups),
             }
-    fragment = read_fragment({**maps, "layers": layers}, source=name)
+    fragment = replace(read_fragment({**maps, "layers": layers}, source=name), is_table=True)
     text = ", ".join(f"{part} {level}" for part, level in choices.items())
     description = f"{base.name}, with {text}" if len(text) < 200 else f"{base.name}, changed"
     return PrecisionConfig(name, description, base.name, (*base.fragments, fragment))
@@ -174,9 +174,9 @@ def fidelities_in(
 def _kept_formats(
     usual: ResolvedPrecision, chosen: Mapping[str, Level], layer: int, groups: Places
 ) -> dict[str, str]:
-    """Of the model's groups that would follow a chosen one: what they have in the base."""
+    """Of the groups in a layer that would follow a chosen one: what they have in the base."""
     return {
         follower: usual.format(follower, layer=layer)
         for follower, leader in FOLLOWS.items()
-        if follower in groups and leader in chosen and follower not in chosen
+        if layer in groups.get(follower, ()) and leader in chosen and follower not in chosen
     }

@@ -89,6 +89,7 @@ def test_a_name_is_a_container_of_no_longer_name() -> None:
         (LLAMA, "0: {ff2: bf16}, 1: {delta_in: bf16}", "layers.1: delta_in has no effect"),
         (HYBRID, "0-2: {kv_cache: bf16}", "(kv_cache is of layers.3.self_attn)"),
         (HYBRID, "0-1: {kv_cache: bf16}, 3: {kv_cache: bf16}", "layers.0-1: kv_cache"),
+        (HYBRID, "1: {ff2: bf16, kv_cache: bf16}, 3: {kv_cache: bf16}", "layers.1: kv_cache"),
         (HYBRID, "*.self_attn: {delta_in: bf16}", "layers.*.self_attn: delta_in has no"),
         (SPARSE, "*.mlp: {ff1_3: bf16, experts_ff1_3: bf16}", "layers.*.mlp: ff1_3 has no effect"),
         (SPARSE, "2: {ff1_3: bf16, experts_ff1_3: bf16}", "layers.2: ff1_3 has no effect"),
@@ -146,7 +147,7 @@ def test_a_table_of_all_groups_may_name_those_of_other_layers(tmp_path: Path) ->
         ("0-3: {kv_cache: bf16, ff2: bf16}", "3: {kv_cache: bf16}, 0-3: {ff2: bf16}"),
         ("1-3: {kv_cache: bf16, ff2: bfp4}", "3: {kv_cache: bf16}, 1-3: {ff2: bfp4}"),
         ("0: {wqkv: bfp4}, 2-3: {wqkv: bfp4, delta_out: bf16}", None),
-        ("0-2: {ff2: bf16, kv_cache: bf16}, 3: {wqkv: bf16, kv_cache: bf16}", None),
+        ("0-2: {ff2: bf16}, 2-3: {kv_cache: bf16, activation: bf16}", None),
     ],
 )
 def test_what_has_no_effect_changes_neither_id_nor_heading(layers: str, same: str | None) -> None:
