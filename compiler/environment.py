@@ -18,6 +18,7 @@ from pathlib import Path
 PACKAGES = ("tilewright", "torch", "onnx", "onnxruntime", "numpy", "tokenizers", "triton")
 _CHECKOUT = Path(__file__).resolve().parents[1]
 _GIT_SECONDS = 10
+_SOURCES = (".py", ".yaml", ".toml", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,7 +61,8 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
 
 
 def commit(checkout: Path = _CHECKOUT) -> str | None:
-    """The commit of a checkout, ``-dirty`` appended where files differ from it.
+    """The commit of a checkout, ``-dirty`` appended where files differ from it, or where sources
+    lie there that git neither tracks nor ignores.
 
     None where git is missing or the folder is not the top of a checkout: an installed copy may lie
     inside some other repository, whose commit would say nothing.
@@ -73,8 +75,14 @@ def commit(checkout: Path = _CHECKOUT) -> str | None:
         return None
     # measuring writes these two; they do not change what is measured
     outputs = (":!results", ":!PERF.md")
-    status = _git(checkout, "status", "--porcelain", "--untracked-files=no", "--", ".", *outputs)
-    return f"{head}-dirty" if status or status is None else head
+    status = _git(checkout, "status", "--porcelain", "--untracked-files=all", "--", ".", *outputs)
+    is_clean = status is not None and not any(map(_is_change, status.splitlines()))
+    return head if is_clean else f"{head}-dirty"
+
+
+def _is_change(line: str) -> bool:
+    """Whether a line of git's status is of what code is made of: of untracked files, sources."""
+    return not line.startswith("??") or line.rstrip('"').endswith(_SOURCES)
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from bench.cuda.measure import Bench, Figures
-    from tilewright.compiler.bench.roofline import Ceilings
+    from tilewright.compiler.bench.record import Ceilings
 
 REPEATS = 5
 QUICK_REPEATS, QUICK_TOKENS = 2, 40

@@ -25,9 +25,8 @@ from bench.cuda.rows import (
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.cases import CASES, TABLE_PROMPT_LENGTH, Case
 from tilewright.compiler.bench.child import PYTHON, Child
-from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.record import Ceilings, Result
 from tilewright.compiler.bench.roofline import (
-    Ceilings,
     Work,
     decode_work,
     limit_seconds,

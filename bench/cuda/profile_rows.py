@@ -18,8 +18,8 @@ from bench.cuda.kernel_profile import (
 )
 from bench.cuda.measure import Bench
 from bench.cuda.rows import DECODE, DECODE_SHARE, Row
-from tilewright.compiler.bench.record import RANDOM_WEIGHTS
-from tilewright.compiler.bench.roofline import STATE, Ceilings, Work, product_groups
+from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Ceilings
+from tilewright.compiler.bench.roofline import STATE, Work, product_groups
 from tilewright.compiler.commands.console import print_table
 
 if TYPE_CHECKING:

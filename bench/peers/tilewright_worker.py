@@ -58,11 +58,10 @@ class Tilewright:
         )
 
     def loaded(self) -> Loaded:
-        """The weights as the target holds them; a step reads them in their formats' own size."""
-        from tilewright.compiler.ir.cost import step_costs
+        """The weights as the target holds them, all of them and those that a step reads."""
+        from tilewright.compiler.bench.roofline import compiled_weight_bytes
 
-        costs = step_costs(self._compiled.graph(), num_tokens=1, context=1)
-        step_bytes = int(sum(cost.weight_bytes for cost in costs))
+        step_bytes = int(sum(compiled_weight_bytes(self._compiled).values()))
         return Loaded(self._compiled.executable.memory().weights, step_bytes)
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:

@@ -6,19 +6,23 @@ argmax is the reference's first guess; top-5: it is among the reference's five.
 
 from __future__ import annotations
 
+import hashlib
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tilewright.compiler.artifacts.digests import sources_digest
 from tilewright.compiler.artifacts.places import cache_dir
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
 from tilewright.compiler.bench.record import Accuracy, Paired, pack_hits
 from tilewright.compiler.bench.reference import Reference, write_cache
+from tilewright.compiler.bench.stats import mean_and_error
+from tilewright.compiler.environment import versions
+from tilewright.compiler.errors import CompileError
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import Executable
 
@@ -47,6 +51,9 @@ def teacher_force(
     """Feed the reference's text through prefill and decode steps; collect every prediction.
 
     ``logits``: the reference's own ``[predictions, vocab]``, for KL.
+
+    Raises:
+        CompileError: where the executable's logits are no numbers.
     """
     engine = Engine(executable)
     tokens = torch.tensor(reference.tokens)
@@ -57,6 +64,7 @@ def teacher_force(
         if step:
             at = reference.prefill + step - 1
             rows = [engine.decode([0], tokens[at : at + 1])[0]]
+        check_logits(rows[0], step)
         guesses.append(int(rows[0].argmax()))
         if logits is not None:
             kl.append(divergence(logits[step], rows[0]))
@@ -66,10 +74,24 @@ def teacher_force(
 
 
 def divergence(reference_V: Tensor, logits_V: Tensor) -> float:
-    """KL(softmax(reference) || softmax(logits)) in nats, in float64."""
+    """KL(softmax(reference) || softmax(logits)) in nats, in float64; NaN where a logit is one."""
     wanted = reference_V.double().log_softmax(-1)
     found = logits_V.double().log_softmax(-1)
-    return max(0.0, float((wanted.exp() * (wanted - found)).sum()))
+    divergence = float((wanted.exp() * (wanted - found)).sum())
+    return 0.0 if divergence < 0 else divergence  # rounding; max() would make 0 of a NaN
+
+
+def check_logits(rows: Tensor, step: int) -> None:
+    """Refuse logits ``[sequences, vocab]`` that are no numbers: they have no likeliest token.
+
+    Raises:
+        CompileError: naming the predicted position, counted from 0.
+    """
+    if not bool(rows.isfinite().all()):
+        raise CompileError(
+            f"logits of predicted position {step} are not finite (NaN or infinite), so that there "
+            "is no accuracy to tell; allowed: a model and a configuration with finite logits"
+        )
 
 
 def score(
@@ -89,32 +111,29 @@ def score(
     ]
     paired = None
     if base is not None:
-        pairs = list(zip(_right(base, reference), right, strict=True))
-        paired = Paired.from_counts(
-            BASE,
-            b=sum(one and not other for one, other in pairs),
-            c=sum(other and not one for one, other in pairs),
-        )
+        paired = Paired.from_hits(BASE, theirs=_right(base, reference), ours=right)
+    kl_mean, kl_error = mean_and_error(predictions.kl) if predictions.kl else (None, None)
     return Accuracy.from_counts(
         reference.id,
         num_positions=len(right),
         num_top1=sum(right),
         num_top5=sum(among),
-        kl_mean=sum(predictions.kl) / len(predictions.kl) if predictions.kl else None,
+        kl_mean=kl_mean,
         paired=paired,
         hits=pack_hits(right),
-        kl_error=standard_error(predictions.kl),
+        kl_error=kl_error,
         text=text,
     )
 
 
-def standard_error(values: Sequence[float]) -> float | None:
-    """Of the mean of ``values``, taken as independent; None for fewer than two."""
-    count = len(values)
-    if count < 2:
-        return None
-    mean = math.fsum(values) / count
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+def predictions_key(executable: Executable, *, target: str, compute: str, precision_id: str) -> str:
+    """What predictions depend on besides the reference: target, arithmetic, configuration, the
+    device, our own code and the libraries. Predictions under another key are not comparable.
+    """
+    device = f"{executable.device_name} {executable.device_detail}"
+    parts = [device, sources_digest(), *sorted(map("=".join, versions().items()))]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return f"{target}-{compute}-{precision_id}-{digest}"
 
 
 def remember(predictions: Predictions, reference: Reference, key: str) -> None:

@@ -250,6 +250,35 @@ class ContractLine:
     layers: str = ""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What a device was measured to do at best: samples of bytes read and of operations, a second.
+
+    ``products``: two operations a multiply and add, of large dense products in ``product_type``.
+    """
+
+    device: str
+    reads: tuple[float, ...]
+    products: tuple[float, ...]
+    product_type: str
+
+    def __post_init__(self) -> None:
+        for name in ("reads", "products"):
+            values = getattr(self, name)
+            if not values or not all(0 < value <= _LARGEST for value in values):
+                raise ConfigError(f"ceilings: {name} {values!r:.60}; allowed: finite and above 0")
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The median of the reads, in bytes a second."""
+        return stats.median(self.reads)
+
+    @property
+    def flops_per_s(self) -> float:
+        """The median of the products, in floating-point operations a second."""
+        return stats.median(self.products)
+
+
 _LARGEST = 1e18
 HEADING_FORM = "precision_cfg = {...}, fidelity_cfg = {...}"
 
@@ -264,8 +293,9 @@ class Result:
     Lengths are in tokens per user, memory in bytes, times in ms, rates in tokens per second,
     spreads as fractions. `decode_error`, `ttft_error`: of a predicted figure, the fraction of it
     that nine of ten such predictions err by at most. `batch` is per data-parallel group; `mesh` is
-    rows x columns of devices in one group. `timestamp` is ISO 8601 with an offset; `environment`
-    makes one.
+    rows x columns of devices in one group. `sampling` says how tokens were chosen, and is empty
+    where each was the likeliest. `ceilings` are those of the device in the same run. `timestamp` is
+    ISO 8601 with an offset; `environment` makes one.
 
     Raises:
         ConfigError: on a value outside its range, naming the field.
@@ -314,6 +344,8 @@ class Result:
     resident_bytes: int | None = None
     cache_bytes: int | None = None
     accuracy: Accuracy | None = None
+    sampling: str = dataclasses.field(default="", metadata=ADDED_LATER)
+    ceilings: Ceilings | None = dataclasses.field(default=None, metadata=ADDED_LATER)
     contract: tuple[ContractLine, ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     commit: str | None = None

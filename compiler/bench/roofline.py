@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.record import Ceilings
 from tilewright.compiler.driver import Compiled
 from tilewright.compiler.ir.cost import rows_read, step_costs
 from tilewright.compiler.ir.info import CONSTANT, WEIGHT, NodeInfo, info, product_info
@@ -31,29 +31,6 @@ _FP32_BYTES = 4
 
 _MANY_POSITIONS = 1 << 16
 """State is kept in whole pages: over so many positions their rounding does not count."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """What a device was measured to do: samples of bytes read and of operations, a second each.
-
-    ``products``: two operations a multiply and add, of large dense products in ``product_type``.
-    """
-
-    device: str
-    reads: tuple[float, ...]
-    products: tuple[float, ...]
-    product_type: str
-
-    @property
-    def bytes_per_s(self) -> float:
-        """The middle of the reads."""
-        return stats.median(self.reads)
-
-    @property
-    def flops_per_s(self) -> float:
-        """The middle of the products."""
-        return stats.median(self.products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +52,6 @@ class Work:
 def limit_seconds(work: Work, ceilings: Ceilings) -> float:
     """The least time a step can take: the longer of reading and computing, fully overlapped."""
     return max(work.num_bytes / ceilings.bytes_per_s, work.flops / ceilings.flops_per_s)
-
-
-def fraction(work: Work, ceilings: Ceilings, seconds: float) -> float:
-    """The limit over a measured time: 1 is as fast as the device was measured to be."""
-    return limit_seconds(work, ceilings) / seconds
 
 
 def decode_work(compiled: Compiled, *, batch: int, context: float) -> Work:
@@ -138,6 +110,16 @@ def step_work(
     parts = weight_bytes(graph_module, num_tokens=num_tokens, target=target, compute=compute)
     parts[STATE] = batch * _sequence_bytes(graph_module, context, state_bytes)
     return Work(parts, sum(cost.flops for cost in costs))
+
+
+def compiled_weight_bytes(compiled: Compiled, *, num_tokens: int = 1) -> dict[str, float]:
+    """Bytes of the weights that a step of so many tokens reads, by part; see `weight_bytes`."""
+    return weight_bytes(
+        compiled.graph(),
+        num_tokens=num_tokens,
+        target=get_target(compiled.target),
+        compute=compiled.compute,
+    )
 
 
 def weight_bytes(

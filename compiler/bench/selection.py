@@ -6,7 +6,8 @@ Knows nothing of how a table looks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 
 from tilewright.compiler.bench.cases import (
     ACCURACY_TEXT,
@@ -58,11 +59,52 @@ def unplaced(results: Iterable[Result]) -> list[Result]:
 
 
 def group_results(results: list[Result]) -> list[Group]:
-    """Current results by what they come to, in the order of rows."""
+    """Current results by what they come to, in the order of rows; see `told_apart`."""
     found: dict[tuple[object, ...], list[Result]] = {}
-    for result in _current(results):
+    for result in _current(told_apart(results)):
         found.setdefault((*_place(result), result.effective_id), []).append(result)
     return sorted((Group(tuple(members)) for members in found.values()), key=row_order)
+
+
+def told_apart(results: list[Result]) -> list[Result]:
+    """The results, where those timed on another machine, or with other threads, are of a device of
+    their own: ``CPU [a processor, 1 threads]``. So no foreign figure takes the place of another.
+
+    The machine that a device's bare name stands for is the one with the most rows of it; of several
+    the one measured last. Accuracies are the same on all of them, and stay.
+    """
+    rows: dict[tuple[str, str], dict[_Machine, set[object]]] = {}
+    last: dict[_Machine, datetime] = {}
+    timed = [r for r in results if r.kind == "measured" and _is_speed(r)]
+    for r in timed:
+        machines = rows.setdefault((r.device, r.target), {})
+        machines.setdefault(_machine(r), set()).add(_row(r))
+        last[_machine(r)] = max(r.when, last.get(_machine(r), r.when))
+    homes = {
+        device: max(machines, key=lambda machine: (len(machines[machine]), last[machine]))
+        for device, machines in rows.items()
+    }
+    elsewhere = {id(r) for r in timed if _machine(r) != homes[r.device, r.target]}
+    return [
+        replace(r, device=f"{r.device} [{_machine_text(r, homes[r.device, r.target])}]")
+        if id(r) in elsewhere
+        else r
+        for r in results
+    ]
+
+
+_Machine = tuple[str, str]
+
+
+def _machine(result: Result) -> _Machine:
+    return result.host, result.device_detail
+
+
+def _machine_text(result: Result, home: _Machine) -> str:
+    """What tells a machine from the one that is meant without a word."""
+    host = "" if result.host == home[0] else f", host {result.host[:6]}"
+    text = f"{result.device_detail}{host}".translate(str.maketrans("()|", "   "))
+    return " ".join(text.split()).strip(", ") or "elsewhere"
 
 
 def _current(results: list[Result]) -> list[Result]:
@@ -99,10 +141,13 @@ def _configuration(result: Result) -> tuple[object, ...]:
 
 
 def _measurement(result: Result) -> tuple[object, ...]:
-    r = result
-    lengths = r.batch, r.prompt_length, r.num_generated
-    text = r.accuracy.text if r.accuracy else None
-    return *_configuration(r), r.case, *lengths, text
+    text = result.accuracy.text if result.accuracy else None
+    return *_row(result), result.case, text
+
+
+def _row(result: Result) -> tuple[object, ...]:
+    lengths = result.batch, result.prompt_length, result.num_generated
+    return *_configuration(result), *lengths, result.sampling
 
 
 def _place(result: Result) -> tuple[object, ...]:
@@ -125,8 +170,11 @@ def is_placed(result: Result) -> bool:
     """Whether a result belongs to some table."""
     if result.target in UNPRINTED_TARGETS or result.compute != "fast":
         return False
-    is_speed = is_short(result) or is_batch_32(result) or context_k(result) is not None
-    return is_speed or _has_accuracy(result)
+    return _is_speed(result) or _has_accuracy(result)
+
+
+def _is_speed(result: Result) -> bool:
+    return is_short(result) or is_batch_32(result) or context_k(result) is not None
 
 
 def _has_accuracy(result: Result) -> bool:
@@ -168,4 +216,7 @@ def has_context(result: Result, *, k: int) -> bool:
 
 
 def _has_speed(result: Result) -> bool:
+    """Tables are of the likeliest tokens: choosing among others takes time of its own."""
+    if result.sampling:
+        return False
     return result.decode_tsu is not None or result.ttft_ms is not None

@@ -36,6 +36,13 @@ class Run:
     finish_reasons: tuple[str, ...]
 
 
+def sampling_text(sampling: SamplingParams) -> str:
+    """How tokens are chosen, as a record says it; empty where each is the likeliest one."""
+    if sampling.temperature <= 0:
+        return ""
+    return f"temperature {sampling.temperature:g}, top-k {sampling.top_k}, top-p {sampling.top_p:g}"
+
+
 def time_jobs(
     executable: Executable,
     jobs: Sequence[Job],

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.compiler.bench.accuracy import Predictions, divergence
+from tilewright.compiler.bench.accuracy import Predictions, check_logits, divergence
 from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.compiler.bench.prompts import bench_text
 from tilewright.compiler.bench.reference import Reference, Subject, build_reference, text_hash
@@ -121,8 +121,7 @@ def _force_group(
     for step in range(len(group[0].reference.guesses)):
         if step:
             rows = engine.decode(ids, tokens[:, prefill + step - 1])
-        # a NaN would be counted as no divergence
-        assert bool(rows.isfinite().all()), f"logits that are no numbers, {step} steps on"
+        check_logits(rows, step)
         for index, window in enumerate(group):
             guesses[index].append(int(rows[index].argmax()))
             kl[index].append(divergence(window.logits[step], rows[index]))

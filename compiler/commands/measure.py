@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from tilewright.compiler.bench.accuracy import BASE, recall, remember, score, teacher_force
+from tilewright.compiler.bench.accuracy import (
+    BASE,
+    predictions_key,
+    recall,
+    remember,
+    score,
+    teacher_force,
+)
 from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, check_case
 from tilewright.compiler.bench.prompts import AccuracyText, accuracy_text, cut_prompts
 from tilewright.compiler.bench.record import Accuracy, ContractLine, Result, medians
@@ -30,17 +37,16 @@ from tilewright.compiler.bench.reference import (
     text_tokens,
     write_cache,
 )
-from tilewright.compiler.bench.timing import Job, Run
+from tilewright.compiler.bench.timing import Job, Run, sampling_text
 from tilewright.compiler.commands.byte_plan import print_byte_plan
 from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.commands.source import Source, compile_source
 from tilewright.compiler.devices import DEVICES, describe_cpu
 from tilewright.compiler.driver import Compiled, compile_model
 from tilewright.compiler.environment import environment
-from tilewright.compiler.environment import versions as installed_versions
 from tilewright.compiler.errors import ConfigError, RequestError
 from tilewright.compiler.files import cache_dir
-from tilewright.compiler.precision import PrecisionSummary, effective_id, load_precision
+from tilewright.compiler.precision import PrecisionSummary, load_precision
 from tilewright.compiler.runtime.request import SamplingParams
 from tilewright.compiler.targets.base import CompileOptions, Executable, Progress
 from tilewright.compiler.targets.contract import NumericContract
@@ -179,9 +185,12 @@ def measure_accuracy(
 
 
 def _predictions_key(compiled: Compiled, precision_id: str) -> str:
-    """What predictions depend on besides the reference: another key is another arithmetic."""
-    versions = effective_id(installed_versions())
-    return f"{compiled.target}-{compiled.compute}-{precision_id}-{versions}"
+    return predictions_key(
+        compiled.executable,
+        target=compiled.target,
+        compute=compiled.compute,
+        precision_id=precision_id,
+    )
 
 
 def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:
@@ -325,6 +334,7 @@ def describe(
         precision_id=precision.id,
         heading=precision.heading,
         effective_id=contract.effective_id,
+        sampling=sampling_text(plan.jobs[0].sampling),
         contract=contract_lines(contract),
         **asdict(environment(hash_host=True)),
         **figures,

@@ -15,8 +15,8 @@ from tilewright.compiler.errors import ConfigError
 _BLOCK = "results"
 RECORDED = "results/cpu.jsonl"
 """The lines kept with the repository; a user's own runs are recorded elsewhere."""
-_BESIDE = ("h200.jsonl", "boards.jsonl")
-"""Lines of other machines, in files beside the recorded one: PERF.md has all of them."""
+_RECORDED_NAMES = ("cpu.jsonl", "h200.jsonl", "boards.jsonl")
+"""Files that lie side by side, one a kind of machine: PERF.md has the lines of all of them."""
 
 
 def main(argv: list[str]) -> int:
@@ -34,10 +34,10 @@ def main(argv: list[str]) -> int:
 
 
 def read_beside(path: Path) -> list[Result]:
-    """What other machines recorded beside ``path``, where that is the recorded file."""
-    if path.name != Path(RECORDED).name:
+    """What other machines recorded beside ``path``, where that is one of the recorded files."""
+    if path.name not in _RECORDED_NAMES:
         return []
-    found = [path.with_name(name) for name in _BESIDE]
+    found = [path.with_name(name) for name in _RECORDED_NAMES if name != path.name]
     return [result for each in found if each.exists() for result in read(each)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,19 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
+from tilewright.compiler.bench import accuracy
 from tilewright.compiler.bench.accuracy import (
     BASE,
     Predictions,
     divergence,
+    predictions_key,
     recall,
     remember,
     score,
-    standard_error,
     teacher_force,
 )
 from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
 from tilewright.compiler.bench.reference import Reference, Subject, build_reference
 from tilewright.compiler.bench.stats import mcnemar, wilson_interval
+from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Executable
 
 SUBJECT = Subject("tiny", "m", "t", "x")
@@ -55,11 +58,6 @@ def test_counts_by_hand() -> None:
 def test_without_reference_logits_there_is_no_kl() -> None:
     found = score(Predictions((1, 6, 3, 2), ()), reference_of(*FIVES))
     assert found.kl_mean is None and found.kl_error is None
-
-
-def test_one_value_shows_no_error() -> None:
-    assert standard_error([0.5]) is None
-    assert standard_error([0.5, 0.5]) == 0.0
 
 
 def test_the_paired_comparison_counts_the_positions_only_one_got_right() -> None:
@@ -101,6 +99,42 @@ def test_divergence_by_hand() -> None:
     half, quarter = torch.tensor([0.0, 0.0]), torch.tensor([0.0, math.log(3)])
     assert divergence(half, quarter) == pytest.approx(0.5 * math.log(4 / 3))
     assert divergence(quarter, half) == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+
+
+def test_nan_is_no_agreement() -> None:
+    row = torch.tensor([0.0, 1.0])
+    assert math.isnan(divergence(row, torch.tensor([0.0, math.nan])))
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_are_refused(odd: float) -> None:
+    made = compiled(tiny_model())
+    step, reference = made.step, reference_of(*FIVES)
+
+    def broken(inputs: object) -> object:
+        output = step(inputs)  # type: ignore[arg-type]
+        assert output.logits is not None
+        output.logits[0, 7] = odd
+        return output
+
+    made.step = broken  # type: ignore[method-assign,assignment]
+    with pytest.raises(CompileError, match="predicted position 0 are not finite"):
+        teacher_force(made, reference)
+
+
+def test_predictions_of_other_code_or_another_device_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one, other = (SimpleNamespace(device_name="H200", device_detail=d) for d in ("a", "b"))
+    of = {"target": "cuda", "compute": "fast", "precision_id": "p"}
+
+    def key(executable: object) -> str:
+        return predictions_key(executable, **of)  # type: ignore[arg-type]
+
+    known = key(one)
+    assert known == key(one) != key(other)
+    monkeypatch.setattr(accuracy, "sources_digest", lambda: "other code")
+    assert key(one) != known
 
 
 @pytest.fixture

@@ -125,6 +125,35 @@ def test_the_newest_result_counts_whatever_the_order() -> None:
     assert row.speed == 4.0
 
 
+def test_a_foreign_record_replaces_no_figure() -> None:
+    """Of another machine, of other threads, or of tokens that were sampled."""
+    home = [make(name, decode_tsu=46.4, host="a") for name in ("performance", "accuracy")]
+    (row,) = rows([*home, make(day=2, decode_tsu=1.0, sampling="temperature 1")], "performance")
+    assert row.speed == 46.4
+    for changes, device in (
+        ({"host": "b" * 12}, "CPU [a processor 2 threads, host bbbbbb]"),
+        ({"host": "a", "device_detail": "a processor, 1 threads"}, "CPU [a processor, 1 threads]"),
+    ):
+        foreign = make(day=2, decode_tsu=1.0, effective_id="other", **changes)
+        for results in ([*home, foreign], [foreign, *home]):
+            found = {row.device: row.speed for row in rows(results, "performance")}
+            assert found == {"CPU": 46.4, device: 1.0}
+            (row,) = rows(results, "accuracy")
+            assert (row.device, row.speed) == ("CPU", 46.4)
+
+
+def test_a_machine_that_measured_all_rows_again_takes_the_name() -> None:
+    old = [make(name, host="a", decode_tsu=1.0) for name in ("performance", "accuracy")]
+    new = [make(name, host="b", decode_tsu=2.0, day=2) for name in ("performance", "accuracy")]
+    found = {row.device: row.speed for row in rows([*new, *old], "performance")}
+    assert found == {"CPU": 2.0, "CPU [a processor 2 threads, host a]": 1.0}
+
+
+def test_an_accuracy_is_of_no_machine() -> None:
+    (row,) = rows([make(host="a"), measured_accuracy(host="b")], "performance")
+    assert (row.device, row.top1, row.speed) == ("CPU", 91.8, 120.0)
+
+
 def test_a_speed_run_does_not_hide_an_accuracy_of_the_same_lengths() -> None:
     both = make(accuracy=accuracy(), decode_tsu=1.0)
     (row,) = rows([both, make(day=2)], "performance")

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.bench import results
-from tilewright.compiler.bench.record import pack_hits, unpack_hits
+from tilewright.compiler.bench.record import Ceilings, pack_hits, unpack_hits
 from tilewright.compiler.bench.results import Accuracy, ContractLine, Paired, Repeat, Result
 from tilewright.compiler.environment import commit
 from tilewright.compiler.errors import ConfigError, TilewrightError
@@ -264,6 +264,18 @@ def test_hits_of_other_characters_are_refused(text: str) -> None:
         unpack_hits(text, 8)
 
 
+def test_a_record_holds_the_ceilings_of_its_run() -> None:
+    ceilings = Ceilings("H200", (4e12, 4.1e12), (7e14,), "bf16")
+    result = make(ceilings=ceilings, sampling="temperature 1")
+    assert results.loads(results.dumps(result)) == result
+    for broken in ((), (0.0,), (float("nan"),)):
+        with pytest.raises(ConfigError, match="ceilings: reads"):
+            Ceilings("H200", broken, (1.0,), "bf16")
+    old = make().to_dict()
+    del old["ceilings"], old["sampling"]
+    assert results.loads(json.dumps(old)) == make()
+
+
 LATER = ("hits", "kl_error", "text")
 
 
@@ -344,6 +356,13 @@ def test_commit_of_a_checkout_alone(tmp_path: Path) -> None:
     git("commit", "-q", "-m", "one", "--no-gpg-sign")
     head = git("rev-parse", "HEAD")
     assert commit(tmp_path) == head
+    (tmp_path / "notes.txt").write_text("no source")
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "tool.py").write_text("what measuring wrote")
+    assert commit(tmp_path) == head
+    (tmp_path / "pass.py").write_text("a source that git does not track")
+    assert commit(tmp_path) == f"{head}-dirty"
+    (tmp_path / "pass.py").unlink()
     (tmp_path / "file").write_text("b")
     assert commit(tmp_path) == f"{head}-dirty"
     (tmp_path / "inside").mkdir()

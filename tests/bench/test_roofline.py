@@ -10,14 +10,13 @@ import pytest
 
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.tiny import lowered, precision_of, tiny_model
+from tilewright.compiler.bench.record import Ceilings
 from tilewright.compiler.bench.roofline import (
     EMBEDDING,
     OTHER,
     STATE,
-    Ceilings,
     Work,
     decode_work,
-    fraction,
     limit_seconds,
     prefill_work,
     product_groups,
@@ -55,7 +54,6 @@ def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
     reads, computes = Work({"ff2": 150.0, "wo": 50.0}, 100.0), Work({"ff2": 50.0}, 3000.0)
     assert limit_seconds(reads, CEILINGS) == 2.0
     assert limit_seconds(computes, CEILINGS) == 3.0
-    assert fraction(reads, CEILINGS, 4.0) == 0.5
 
 
 @pytest.mark.parametrize("target", ["cpu", "reference"])
@@ -185,3 +183,17 @@ def test_experts_count_as_chosen_and_memories_twice() -> None:
 def test_products_in_their_order() -> None:
     graph, _ = lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))
     assert product_groups(graph) == ["wqkv", "wo", "ff1_3", "ff2"] * 2 + ["lm_head"]
+
+
+def test_peers_count_the_bytes_of_a_step_as_the_roofline_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not in the formats' own sizes: the target holds blocks of 16 in another layout."""
+    from bench.peers import tilewright_worker
+
+    made = compiled("cpu", "bfp8")
+    worker = object.__new__(tilewright_worker.Tilewright)
+    monkeypatch.setattr(worker, "_compiled", made, raising=False)
+    parts = decode_work(made, batch=1, context=1).bytes_by_part
+    read = sum(size for part, size in parts.items() if part != STATE)
+    assert worker.loaded().step_bytes == int(read)

@@ -37,11 +37,12 @@ def test_results_become_a_table(
 
 def test_what_other_machines_recorded_beside_it_is_rendered_too(tmp_path: Path) -> None:
     repeats = (Repeat(ttft_ms=5.0, prefill_tps=2560.0, decode_tsu=777.0, tps=777.0),)
-    append(tmp_path / "cpu.jsonl", make())
+    append(tmp_path / "cpu.jsonl", make(decode_tsu=5.0))
     append(tmp_path / "h200.jsonl", make(device="H200", repeats=repeats, **medians(repeats)))
     output = tmp_path / "PERF.md"
-    assert main(["perf", "--results", str(tmp_path / "cpu.jsonl"), "--output", str(output)]) == 0
-    assert "777.0" in output.read_text()
+    for name in ("cpu.jsonl", "h200.jsonl"):
+        assert main(["perf", "--results", str(tmp_path / name), "--output", str(output)]) == 0
+        assert "777.0" in output.read_text() and "CPU" in output.read_text()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\n\n", b"{}\n", b"nonsense\n{}\n", b"\xff\n"])

@@ -38,9 +38,9 @@ from bench.cuda.rows import (
 )
 from tilewright.compiler.bench.perf_md import parse
 from tilewright.compiler.bench.perf_tables import render_results
-from tilewright.compiler.bench.record import Repeat
+from tilewright.compiler.bench.record import Ceilings, Repeat
 from tilewright.compiler.bench.results import read
-from tilewright.compiler.bench.roofline import Ceilings, Work
+from tilewright.compiler.bench.roofline import Work
 from tilewright.compiler.bench.selection import context_k, is_batch_32, is_short
 from tilewright.compiler.bench.timing import Run
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
