@@ -11,7 +11,7 @@ import re
 import types
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal
 
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
@@ -55,47 +55,20 @@ class Repeat:
         _check_numbers(self)
 
 
-class Medians(TypedDict):
-    """What `medians` adds to a Result: each field's median over repeats, and two spreads."""
-
-    ttft_ms: float | None
-    prefill_tps: float | None
-    decode_tsu: float | None
-    tps: float | None
-    ttft_first_ms: float | None
-    ttft_median_ms: float | None
-    ttft_last_ms: float | None
-    spread: float | None
-    ttft_spread: float | None
-
-
-def medians(repeats: Sequence[Repeat]) -> Medians:
+def medians(repeats: Sequence[Repeat]) -> dict[str, Any]:
     """The fields of a Result that follow from its repeats: ``Result(..., **medians(repeats))``.
 
     A field that no repeat has is None; so is a spread over fewer than two repeats, because one
     measurement shows none. Spreads are fractions, (max - min) / median.
     """
-
-    def values(name: str) -> list[float]:
-        return [value for each in repeats if (value := getattr(each, name)) is not None]
-
-    def middle(name: str) -> float | None:
-        return stats.median(found) if (found := values(name)) else None
-
-    def spread(name: str) -> float | None:
-        return stats.spread(found) if len(found := values(name)) > 1 else None
-
-    return Medians(
-        ttft_ms=middle("ttft_ms"),
-        prefill_tps=middle("prefill_tps"),
-        decode_tsu=middle("decode_tsu"),
-        tps=middle("tps"),
-        ttft_first_ms=middle("ttft_first_ms"),
-        ttft_median_ms=middle("ttft_median_ms"),
-        ttft_last_ms=middle("ttft_last_ms"),
-        spread=spread("decode_tsu"),
-        ttft_spread=spread("ttft_ms"),
-    )
+    values = {
+        field.name: [value for each in repeats if (value := getattr(each, field.name)) is not None]
+        for field in dataclasses.fields(Repeat)
+    }
+    found = {name: stats.median(each) if each else None for name, each in values.items()}
+    for name, field in (("spread", "decode_tsu"), ("ttft_spread", "ttft_ms")):
+        found[name] = stats.spread(values[field]) if len(values[field]) > 1 else None
+    return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -214,13 +187,9 @@ class Accuracy:
         num_positions: int,
         num_top1: int,
         num_top5: int,
-        kl_mean: float | None = None,
-        paired: Paired | None = None,
-        hits: str | None = None,
-        kl_error: float | None = None,
-        text: str = ACCURACY_TEXT,
+        **others: Any,
     ) -> Accuracy:
-        """The record with its two intervals computed."""
+        """The record with its two intervals computed; ``others`` are its further fields."""
         return cls(
             reference_id=reference_id,
             num_positions=num_positions,
@@ -228,11 +197,7 @@ class Accuracy:
             num_top5=num_top5,
             top1_interval=stats.wilson_interval(num_top1, num_positions),
             top5_interval=stats.wilson_interval(num_top5, num_positions),
-            kl_mean=kl_mean,
-            paired=paired,
-            hits=hits,
-            kl_error=kl_error,
-            text=text,
+            **others,
         )
 
 
