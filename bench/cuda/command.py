@@ -4,7 +4,6 @@ what the device was measured to do in the same run.
 
 from __future__ import annotations
 
-import argparse
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.cuda.rows import DECODE, METRICS, START, Row, find_rows
+from tilewright.compiler.bench.display import decimal, percent, span
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
 from tilewright.compiler.bench.results import append, check_writable
-from tilewright.compiler.commands.arguments import Parser, integer
+from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.commands.console import err, out, print_table
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import CheckpointError, TilewrightError, one_line
@@ -54,40 +54,40 @@ class Choices:
     target: str = _TARGET
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of ``demo/bench_cuda.py``."""
-    found = Parser(
-        prog="tilewright bench-cuda",
-        description="Measure decoding, prompts and starts with random weights on a GPU.",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    rows: tuple[str, ...] = option("some rows; 8b-* fits", default=(), metavar="NAME")
+    list: bool = option("list the rows", default=False)
+    results: Path | None = option("append records, as JSON lines", metavar="FILE", type=Path)
+    profile: bool = option("show where steps go, by kernel", default=False)
+    repeats: int | None = option(f"of every row ({REPEATS})", type=integer(1, 1000))
+    quick: bool = option(
+        f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens: no figures for a table", default=False
     )
-    found.add_argument("--rows", nargs="+", default=[], metavar="NAME", help="some rows; 8b-* fits")
-    found.add_argument("--list", action="store_true", help="list the rows")
-    found.add_argument("--results", metavar="FILE", help="append records, as JSON lines (none)")
-    found.add_argument("--profile", action="store_true", help="show where steps go, by kernel")
-    found.add_argument("--repeats", type=integer(1, 1000), help=f"of every row ({REPEATS})")
-    quick = f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens: no figures for a table"
-    found.add_argument("--quick", action="store_true", help=quick)
-    return found
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script; 0 where every row that can be made was measured, whatever it came to.
+    """Run the command; 0 where every row that can be made was measured, whatever it came to.
 
     Raises:
         TilewrightError: for a mistake in the arguments, or where there is no GPU.
     """
-    arguments = parser().parse_args(list(argv))
-    rows = find_rows(arguments.rows)
-    if arguments.list:
+    asked = parse(
+        _Asked,
+        argv,
+        prog="tilewright bench-cuda",
+        description="Measure decoding, prompts and starts with random weights on a GPU.",
+    )
+    rows = find_rows(asked.rows)
+    if asked.list:
         _print_list(rows)
         return 0
-    if arguments.quick:
+    if asked.quick:
         rows = tuple(replace(row, num_generated=QUICK_TOKENS) for row in rows)
-    results = None if arguments.results is None else Path(arguments.results)
-    if results is not None:
-        check_writable(results)
-    repeats = arguments.repeats or (QUICK_REPEATS if arguments.quick else REPEATS)
-    return bench(Choices(rows, repeats, results, arguments.profile))
+    if asked.results is not None:
+        check_writable(asked.results)
+    repeats = asked.repeats or (QUICK_REPEATS if asked.quick else REPEATS)
+    return bench(Choices(rows, repeats, asked.results, asked.profile))
 
 
 def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
@@ -200,13 +200,11 @@ def cells(found: Figures) -> tuple[str, ...]:
     """A row of the table."""
     row, metric = found.row, METRICS[found.row.metric]
 
-    def text(value: float | None) -> str:
-        return "-" if value is None else f"{value:,.{metric.digits}f}"
-
+    text = partial(decimal, digits=metric.digits, none="-", grouped=True)
     value, limit = found.value, found.limit
     share = "-"
     if limit:
-        share = f"{100 * (limit / value if metric.is_most else value / limit):.1f} %"
+        share = f"{percent(limit / value if metric.is_most else value / limit)} %"
     return (
         row.name,
         f"{metric.short}, {metric.unit}",
@@ -254,22 +252,16 @@ def _print_report(screen: Console, rows: Sequence[Row], report: Report) -> None:
 
 
 def _print_ceilings(screen: Console, ceilings: Ceilings) -> None:
-    reads = [each / 1e12 for each in ceilings.reads]
-    products = [each / 1e12 for each in ceilings.products]
+    rates = (
+        ("reads (TB/s)", ceilings.bytes_per_s, ceilings.reads),
+        (f"{ceilings.product_type} products (TFLOP/s)", ceilings.flops_per_s, ceilings.products),
+    )
     rows = [
-        ("reads (TB/s)", f"{ceilings.bytes_per_s / 1e12:.3f}", _span(reads)),
-        (
-            f"{ceilings.product_type} products (TFLOP/s)",
-            f"{ceilings.flops_per_s / 1e12:.3f}",
-            _span(products),
-        ),
+        (name, decimal(each / 1e12, 3), span(min(found) / 1e12, max(found) / 1e12, 3))
+        for name, each, found in rates
     ]
     title = f"measured on {ceilings.device}"
     print_table(screen, title, ("ceiling", "median", "min-max"), rows, numbers=True)
-
-
-def _span(values: Sequence[float]) -> str:
-    return f"{min(values):.3f}-{max(values):.3f}"
 
 
 def _print_list(rows: Sequence[Row]) -> None:

@@ -5,11 +5,10 @@ Runs made on another machine are joined by their lines (``--merge``).
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ from bench.targets.target_runs import (
     EXACT_RUN,
     VERSION,
     Compared,
-    Placed,
     TargetRun,
     append_run,
     check_same,
@@ -27,8 +25,9 @@ from bench.targets.target_runs import (
     latest,
     read_runs,
 )
-from tilewright.compiler.bench.json_lines import check_writable
-from tilewright.compiler.commands.arguments import Parser, integer
+from tilewright.compiler.bench.display import percent
+from tilewright.compiler.bench.json_lines import Located, check_writable
+from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError, allowed
@@ -36,10 +35,9 @@ from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.models import find_model
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tilewright.compiler.bench.accuracy import Predictions
     from tilewright.compiler.bench.record import Paired
+    from tilewright.compiler.bench.stats import Ratio
     from tilewright.compiler.bench.windows import Window
     from tilewright.compiler.commands.source import Source
     from tilewright.compiler.driver import Compiled
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
 TARGETS = ("cpu", "cuda", "reference")
 _PRECISIONS = ("bf16", "accuracy", "performance")
 _LEAST_SHOWN = 0.001
+_Run = Located[TargetRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,78 +57,63 @@ class Choice:
     compute: str
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """A checked command line."""
-
-    model: str | None
-    precisions: tuple[PrecisionConfig, ...]
-    choices: tuple[Choice, ...]
-    num_windows: int
-    batch: int
-    threads: int | None
-    out_path: Path | None
-    merge_paths: tuple[Path, ...]
-
-
-def parser() -> argparse.ArgumentParser:
-    """The script's options."""
-    found = Parser(
-        prog="tilewright compare-targets",
-        description="Compare targets with the fp32 reference and with each other, position by "
-        "position: 512 teacher-forced predictions a window.",
-    )
-    found.add_argument("--model", metavar="PATH", help="as of tilewright run (default: smollm2)")
-    found.add_argument("--precision", nargs="+", metavar="NAME", default=list(_PRECISIONS))
-    found.add_argument(
-        "--runs",
-        nargs="+",
-        metavar="TARGET[:exact]",
-        default=[],
-        help=f"of {', '.join(TARGETS)}; others are compared with {BASE_RUN} and {EXACT_RUN}",
-    )
-    found.add_argument("--windows", type=integer(1), default=8, help="default: 8")
-    found.add_argument(
-        "--batch", type=integer(1, 1024), default=1, help="windows run side by side (default: 1)"
-    )
-    found.add_argument("--threads", type=integer(1, 1024), help="CPU threads (default: all cores)")
-    found.add_argument("--out", metavar="FILE", help="add a line for every run to this file")
-    found.add_argument(
-        "--merge", nargs="+", metavar="FILE", default=[], help="show the runs of these files too"
-    )
-    return found
-
-
-def read_options(argv: Sequence[str]) -> Options:
-    """The checked command line. Raises TilewrightError."""
-    arguments = parser().parse_args(list(argv))
-    choices = tuple(dict.fromkeys(_choice(text) for text in arguments.runs))
-    if not choices and not arguments.merge:
-        raise ConfigError("nothing to compare; allowed: --runs, --merge, or both")
-    if any(choice.target == "cuda" for choice in choices):
-        check_gpu()
-    if arguments.out is not None:
-        check_writable(arguments.out, "runs file")
-        if not choices:
-            raise ConfigError(f"--out {arguments.out} without --runs; allowed: both, or neither")
-    return Options(
-        model=arguments.model,
-        precisions=tuple(load_precision(name) for name in dict.fromkeys(arguments.precision)),
-        choices=choices,
-        num_windows=arguments.windows,
-        batch=min(arguments.batch, arguments.windows),
-        threads=arguments.threads,
-        out_path=None if arguments.out is None else Path(arguments.out),
-        merge_paths=tuple(Path(name) for name in arguments.merge),
-    )
-
-
 def _choice(text: str) -> Choice:
     target, separator, compute = text.partition(":")
     if target not in TARGETS or (separator and compute != "exact"):
         names = [name for target in TARGETS for name in (target, f"{target}:exact")]
         raise ConfigError(f"--runs {text!r}; {allowed(names)}")
     return Choice(target, compute or "fast")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The command line of ``tilewright compare-targets``."""
+
+    model: str | None = option("as of tilewright run (default: smollm2)", metavar="PATH")
+    precision: tuple[PrecisionConfig, ...] = option(
+        f"of every run ({' '.join(_PRECISIONS)})",
+        default=tuple(map(load_precision, _PRECISIONS)),
+        metavar="NAME",
+        type=load_precision,
+    )
+    runs: tuple[Choice, ...] = option(
+        f"of {', '.join(TARGETS)}; others are compared with {BASE_RUN} and {EXACT_RUN}",
+        default=(),
+        metavar="TARGET[:exact]",
+        type=_choice,
+    )
+    windows: int = option("default: 8", default=8, type=integer(1))
+    batch: int = option("windows run side by side (default: 1)", default=1, type=integer(1, 1024))
+    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
+    out: Path | None = option("add a line for every run to this file", metavar="FILE", type=Path)
+    merge: tuple[Path, ...] = option(
+        "show the runs of these files too", default=(), metavar="FILE", type=Path
+    )
+
+
+def read_options(argv: Sequence[str]) -> Options:
+    """The checked command line, no choice in it twice. Raises TilewrightError."""
+    found = parse(
+        Options,
+        argv,
+        prog="tilewright compare-targets",
+        description="Compare targets with the fp32 reference and with each other, position by "
+        "position: 512 teacher-forced predictions a window.",
+    )
+    if not found.runs and not found.merge:
+        raise ConfigError("nothing to compare; allowed: --runs, --merge, or both")
+    if any(choice.target == "cuda" for choice in found.runs):
+        check_gpu()
+    if found.out is not None:
+        check_writable(found.out, "runs file")
+        if not found.runs:
+            raise ConfigError(f"--out {found.out} without --runs; allowed: both, or neither")
+    return replace(
+        found,
+        precision=tuple({each.name: each for each in found.precision}.values()),
+        runs=tuple(dict.fromkeys(found.runs)),
+        batch=min(found.batch, found.windows),
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -139,19 +123,14 @@ def main(argv: list[str]) -> int:
         TilewrightError: as every command.
     """
     options = read_options(argv)
-    placed = [each for path in options.merge_paths for each in read_runs(path)]
-    if options.choices:
-        placed += _measure_all(options, placed)
-    if not placed:
-        raise ConfigError(f"{options.merge_paths[0]}: holds no run; allowed: one or more")
-    first = placed[0]
-    check_same(
-        placed,
-        model_hash=first.run.model_hash,
-        text_hash=first.run.text_hash,
-        what=first.place,
-    )
-    _print(compare_runs(latest(placed)))
+    located = [each for path in options.merge for each in read_runs(path)]
+    if options.runs:
+        located += _measure_all(options, located)
+    if not located:
+        raise ConfigError(f"{options.merge[0]}: holds no run; allowed: one or more")
+    place, run = located[0].place, located[0].record
+    check_same(located, model_hash=run.model_hash, text_hash=run.text_hash, what=place)
+    _print(compare_runs(latest(located)))
     return 0
 
 
@@ -165,40 +144,33 @@ class _Work:
     windows: Sequence[Window]
 
 
-def _measure_all(options: Options, merged: Sequence[Placed]) -> list[Placed]:
+def _measure_all(options: Options, merged: Sequence[_Run]) -> list[_Run]:
     """Our own runs, one after another, each recorded when it is done."""
     from tilewright.compiler.commands.console import compile_progress, err
 
     screen, found = err(), []
-    clock = _Clock(screen)
+    started = time.perf_counter()
+
+    def tell(what: str) -> None:
+        nonlocal started
+        now = time.perf_counter()
+        screen.print(f"{what}: {now - started:.0f} s", style="dim")
+        started = now
+
     with compile_progress(screen) as progress:
         work = _prepare(options, merged, progress)
-        clock.tell("fp32 reference")
-        for precision in options.precisions:
-            for choice in options.choices:
+        tell("fp32 reference")
+        for precision in options.precision:
+            for choice in options.runs:
                 run = _measure(work, precision, choice=choice, progress=progress)
-                found.append(Placed("a run made now", run))
-                if options.out_path is not None:
-                    append_run(options.out_path, run)
-                clock.tell(f"{run.precision} on {run.run}")
+                found.append(Located("a run made now", run))
+                if options.out is not None:
+                    append_run(options.out, run)
+                tell(f"{run.precision} on {run.run}")
     return found
 
 
-class _Clock:
-    """Says how long each thing took."""
-
-    def __init__(self, screen: Console) -> None:
-        self._screen = screen
-        self._started = time.perf_counter()
-
-    def tell(self, what: str) -> None:
-        """This has just been done, and nothing else since the last one."""
-        now = time.perf_counter()
-        self._screen.print(f"{what}: {now - self._started:.0f} s", style="dim")
-        self._started = now
-
-
-def _prepare(options: Options, merged: Sequence[Placed], progress: Progress) -> _Work:
+def _prepare(options: Options, merged: Sequence[_Run], progress: Progress) -> _Work:
     """The model, the windows, and the fp32 model on them.
 
     Raises:
@@ -210,7 +182,7 @@ def _prepare(options: Options, merged: Sequence[Placed], progress: Progress) -> 
 
     source = open_source(find_model(options.model))
     subject, _ = subject_of(source)
-    tokens = cut_windows(source.tokenizer.encode, options.num_windows)
+    tokens = cut_windows(source.tokenizer.encode, options.windows)
     text_hash = windows_hash(tokens)
     check_same(
         merged, model_hash=source.content_hash, text_hash=text_hash, what="what is to be run"
@@ -319,8 +291,8 @@ def figure_cells(row: Compared) -> tuple[str, ...]:
     return (
         run.precision,
         run.run,
-        f"{100 * row.num_top1 / run.num_positions:.2f}",
-        f"{100 * run.num_top5 / run.num_positions:.2f}",
+        percent(row.num_top1 / run.num_positions, 2),
+        percent(run.num_top5 / run.num_positions, 2),
         f"{1e5 * run.kl_mean:,.2f} ± {1e5 * run.kl_error:,.2f}",
     )
 
@@ -331,10 +303,15 @@ def paired_cells(row: Compared) -> tuple[str, ...]:
     return (
         row.run.precision,
         row.run.run,
-        "-" if ratio is None else f"{ratio.ratio:.3f} ± {ratio.half:.3f}",
+        "-" if ratio is None else _ratio_cell(ratio),
         _mcnemar_cell(row.paired),
         _mcnemar_cell(row.paired_exact),
     )
+
+
+def _ratio_cell(ratio: Ratio) -> str:
+    assert ratio.interval is not None
+    return f"{ratio.ratio:.3f} ± {ratio.interval[1] - ratio.ratio:.3f}"
 
 
 def _mcnemar_cell(pair: Paired | None) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from tilewright.compiler.bench.json_lines import append_lines, read_lines
+from tilewright.compiler.bench.json_lines import Located, append_lines, read_records
 from tilewright.compiler.bench.record import Paired, pack_hits, unpack_hits
-from tilewright.compiler.bench.stats import Z_95
-from tilewright.compiler.errors import ConfigError, one_line
+from tilewright.compiler.bench.stats import Ratio, mean_and_error, mean_ratio
+from tilewright.compiler.errors import ConfigError
 
 VERSION = 1
 BASE_RUN = "cpu"
@@ -104,22 +104,6 @@ class TargetRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A run and where it was read; ``place`` is for messages."""
-
-    place: str
-    run: TargetRun
-
-
-@dataclass(frozen=True, slots=True)
-class MeanRatio:
-    """One mean over another's; its 95 % interval is ``ratio`` - and + ``half``."""
-
-    ratio: float
-    half: float
-
-
-@dataclass(frozen=True, slots=True)
 class Compared:
     """A run beside the others of its precision; None where there is none to compare with.
 
@@ -132,20 +116,7 @@ class Compared:
     num_unlike: int
     paired: Paired | None
     paired_exact: Paired | None
-    kl_ratio: MeanRatio | None
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of two values or more, and its standard error, taken as independent."""
-    count = len(values)
-    mean = math.fsum(values) / count
-    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
-    return mean, math.sqrt(variance / count)
-
-
-def rounded(kl: Sequence[float]) -> tuple[float, ...]:
-    """Values with the digits a line keeps."""
-    return tuple(float(f"{value:.{_DIGITS}g}") for value in kl)
+    kl_ratio: Ratio | None
 
 
 def figures(
@@ -155,7 +126,7 @@ def figures(
 
     ``fives``: the reference's five likeliest ids at each.
     """
-    kept = rounded(kl)
+    kept = tuple(float(f"{value:.{_DIGITS}g}") for value in kl)
     mean, error = mean_and_error(kept)
     among = [guess in five for guess, five in zip(guesses, fives, strict=True)]
     expected = tuple(five[0] for five in fives)
@@ -177,26 +148,21 @@ def append_run(path: Path, run: TargetRun) -> None:
     append_lines(path, msgspec.json.encode(run) + b"\n", _WHAT)
 
 
-def read_runs(path: Path) -> list[Placed]:
+def read_runs(path: Path) -> list[Located[TargetRun]]:
     """Every run of a file; a last line cut short by a crash is dropped with a warning.
 
     Raises:
         ConfigError: naming file and line, for any other line that is no run.
     """
-    found = []
-    for number, line in read_lines(path, _WHAT):
-        place = f"{path}:{number}"
-        try:
-            found.append(Placed(place, _DECODER.decode(line)))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigError) as error:
-            raise ConfigError(f"{place}: not a run: {one_line(error)}") from None
-    return found
+    return read_records(path, _DECODER.decode, _WHAT, expected="not a run")
 
 
 _DECODER: msgspec.json.Decoder[TargetRun] = msgspec.json.Decoder(TargetRun)
 
 
-def check_same(placed: Sequence[Placed], *, model_hash: str, text_hash: str, what: str) -> None:
+def check_same(
+    located: Sequence[Located[TargetRun]], *, model_hash: str, text_hash: str, what: str
+) -> None:
     """Only runs of one model over the same windows can be paired.
 
     ``what`` says whose the two hashes are.
@@ -204,25 +170,23 @@ def check_same(placed: Sequence[Placed], *, model_hash: str, text_hash: str, wha
     Raises:
         ConfigError: naming the first run that is of something else.
     """
-    for each in placed:
-        pairs = (
-            ("model", each.run.model_hash, model_hash),
-            ("text", each.run.text_hash, text_hash),
-        )
-        for name, found, wanted in pairs:
+    for each in located:
+        run = each.record
+        for name, found, wanted in (
+            ("model", run.model_hash, model_hash),
+            ("text", run.text_hash, text_hash),
+        ):
             if found != wanted:
                 raise ConfigError(
                     f"{each.place}: is of another {name}, {found[:12]!r} in "
-                    f"{each.run.num_windows} windows; allowed: {wanted[:12]!r}, as {what}"
+                    f"{run.num_windows} windows; allowed: {wanted[:12]!r}, as {what}"
                 )
 
 
-def latest(placed: Sequence[Placed]) -> list[TargetRun]:
+def latest(located: Sequence[Located[TargetRun]]) -> list[TargetRun]:
     """The runs in order, where one was made more than once the last of them."""
-    found: dict[tuple[str, str], TargetRun] = {}
-    for each in placed:
-        found[each.run.precision_id, each.run.run] = each.run
-    return list(found.values())
+    runs = [each.record for each in located]
+    return list({(run.precision_id, run.run): run for run in runs}.values())
 
 
 def compare_runs(runs: Sequence[TargetRun]) -> list[Compared]:
@@ -235,58 +199,23 @@ def compare_runs(runs: Sequence[TargetRun]) -> list[Compared]:
         ConfigError: where a reference differs by more than ties can make it.
     """
     by_name = {(run.precision_id, run.run): run for run in runs}
-    return [
-        _compared(
-            run,
-            runs[0].expected,
-            base=by_name.get((run.precision_id, BASE_RUN)),
-            exact=by_name.get((run.precision_id, EXACT_RUN)),
+    found, expected = [], runs[0].expected
+    for run in runs:
+        num_unlike = sum(one != other for one, other in zip(run.expected, expected, strict=True))
+        if num_unlike > _MOST_UNLIKE * len(expected):
+            raise ConfigError(
+                f"{run.precision} on {run.run}: its fp32 reference guesses otherwise at "
+                f"{num_unlike} of {len(expected)} positions; allowed: {100 * _MOST_UNLIKE:g} % of "
+                "them"
+            )
+        hits = run.hits(expected)
+        base, exact = (by_name.get((run.precision_id, name)) for name in (BASE_RUN, EXACT_RUN))
+        paired, paired_exact = (
+            None
+            if other is None or other is run
+            else Paired.from_hits(other.run, theirs=other.hits(expected), ours=hits)
+            for other in (base, exact)
         )
-        for run in runs
-    ]
-
-
-def _compared(
-    run: TargetRun, expected: Sequence[int], *, base: TargetRun | None, exact: TargetRun | None
-) -> Compared:
-    num_unlike = sum(one != other for one, other in zip(run.expected, expected, strict=True))
-    if num_unlike > _MOST_UNLIKE * len(expected):
-        raise ConfigError(
-            f"{run.precision} on {run.run}: its fp32 reference guesses otherwise at {num_unlike} "
-            f"of {len(expected)} positions; allowed: {100 * _MOST_UNLIKE:g} % of them"
-        )
-    hits = run.hits(expected)
-    return Compared(
-        run=run,
-        num_top1=sum(hits),
-        num_unlike=num_unlike,
-        paired=_paired(run, base, expected),
-        paired_exact=_paired(run, exact, expected),
-        kl_ratio=None if exact is None or exact is run else mean_ratio(run.kl, exact.kl),
-    )
-
-
-def _paired(run: TargetRun, base: TargetRun | None, expected: Sequence[int]) -> Paired | None:
-    if base is None or base is run:
-        return None
-    pairs = list(zip(base.hits(expected), run.hits(expected), strict=True))
-    return Paired.from_counts(
-        base.run,
-        b=sum(one and not other for one, other in pairs),
-        c=sum(other and not one for one, other in pairs),
-    )
-
-
-def mean_ratio(ours: Sequence[float], theirs: Sequence[float]) -> MeanRatio | None:
-    """The ratio of two means over the same positions; None where the second mean is 0.
-
-    Source: W. G. Cochran, "Sampling Techniques" (1977), chapter 6: the large-sample variance of a
-    ratio of paired means, positions taken as independent.
-    """
-    count = len(ours)
-    mean = math.fsum(theirs) / count
-    if mean == 0:
-        return None
-    ratio = math.fsum(ours) / count / mean
-    rests = [(one - ratio * other) / mean for one, other in zip(ours, theirs, strict=True)]
-    return MeanRatio(ratio, Z_95 * mean_and_error(rests)[1])
+        ratio = None if exact is None or exact is run else mean_ratio(run.kl, exact.kl)
+        found.append(Compared(run, sum(hits), num_unlike, paired, paired_exact, ratio))
+    return found

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.targets.command import figure_cells, paired_cells
-from bench.targets.target_runs import Compared, MeanRatio, compare_runs, latest, read_runs
+from bench.targets.target_runs import Compared, compare_runs, latest, read_runs
 from tilewright.compiler.bench.record import Paired
+from tilewright.compiler.bench.stats import Ratio
 from tilewright.compiler.cli import main
 
 
@@ -42,7 +43,7 @@ def said_of(capfd: pytest.CaptureFixture[str], argv: list[str]) -> str:
 
 
 def test_lines_are_complete(made: Path) -> None:
-    first, second = (each.run for each in read_runs(made))
+    first, second = (each.record for each in read_runs(made))
     assert (first.run, second.run) == ("cpu", "cpu:exact")
     for run in (first, second):
         assert (run.num_windows, run.num_positions, run.batch) == (2, 1024, 1)
@@ -61,7 +62,7 @@ def test_other_runs_are_joined_with_ours(
     assert script([*argv, "--merge", str(made)]) == 0
     shown = capfd.readouterr()
     (ours,) = read_runs(path)
-    assert (ours.run.run, ours.run.batch) == ("reference", 2)
+    assert (ours.record.run, ours.record.batch) == ("reference", 2)
     rows = compare_runs(latest([*read_runs(made), ours]))
     for row in rows:
         for cell in (*figure_cells(row), *paired_cells(row)):
@@ -79,10 +80,10 @@ def test_side_by_side_or_not_a_run_is_the_same(made: Path, tiny_gguf: Path, tmp_
     argv = [*of(tiny_gguf), "--runs", "cpu:exact", "--batch", "8", "--out", str(path)]
     assert script(argv) == 0
     (again,), known = read_runs(path), read_runs(made)[1]
-    assert again.run.batch == 2, "no more than there are windows"
-    assert again.run.guesses == known.run.guesses
+    assert again.record.batch == 2, "no more than there are windows"
+    assert again.record.guesses == known.record.guesses
     # products of another number of rows are added up in another order
-    assert again.run.kl == pytest.approx(known.run.kl, rel=1e-4)
+    assert again.record.kl == pytest.approx(known.record.kl, rel=1e-4)
 
 
 def test_other_windows_are_refused_before_anything_is_run(
@@ -174,12 +175,12 @@ def test_an_interruption_ends_it_quietly(
 
 def test_cells_by_hand(made: Path) -> None:
     row = Compared(
-        run=read_runs(made)[0].run,
+        run=read_runs(made)[0].record,
         num_top1=512,
         num_unlike=0,
         paired=None,
         paired_exact=Paired("cpu:exact", b=31, c=68, p=0.00025),
-        kl_ratio=MeanRatio(1.0234, 0.0358),
+        kl_ratio=Ratio(1.0234, (0.9876, 1.0592), 1024, False),
     )
     assert figure_cells(row)[:3] == ("all-bfp4", "cpu", "50.00")
     assert paired_cells(row)[2:] == ("1.023 ± 0.036", "-", "-31 +68 p<0.001")
