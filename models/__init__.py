@@ -30,6 +30,7 @@ __all__ = [
     "LoadedModel",
     "ShapeName",
     "Weights",
+    "check_header",
     "find_model",
     "find_model_or_shape",
     "load_model",
@@ -118,6 +119,22 @@ def find_model(path: str | Path | None = None) -> Path:
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckpointError(f"{str(path)[:200]!r}: {reason}; {_ACCEPTED}") from None
     return found
+
+
+def check_header(found: FoundModel) -> None:
+    """Refuse a file or folder that `find_model` found by what stands before its weights.
+
+    It takes a fraction of a second and does not import torch, so commands call it first; a shape
+    has no header. `load_model` checks the rest.
+
+    Raises:
+        CheckpointError: a header that is cut short, corrupt, or of a kind that is not read.
+    """
+    if isinstance(found, ShapeName):
+        return
+    from tilewright.models.checkpoints.headers import check_header as check
+
+    check(found)
 
 
 def load_model(path: str | FoundModel | None = None) -> LoadedModel:

@@ -14,7 +14,7 @@ from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.precision import PrecisionConfig, load_precision
-from tilewright.models import FoundModel, find_model_or_shape
+from tilewright.models import FoundModel, check_header, find_model_or_shape
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
 _OPTION = "option"
@@ -202,11 +202,11 @@ class ModelOptions:
 def read_model_options(
     arguments: ModelArguments | argparse.Namespace, default_precision: str
 ) -> ModelOptions:
-    """Check them without the model; a hub name is fetched.
+    """Check them with no more of the model than its header; a hub name is fetched.
 
     Raises:
         TilewrightError: an unknown target or configuration, a target that this machine cannot
-            run, no model, or choices that a compiled folder has already made.
+            run, no model or a damaged one, or choices that a compiled folder has already made.
     """
     target = arguments.target or "cpu"
     if target not in _TARGETS:
@@ -224,8 +224,10 @@ def read_model_options(
         return ModelOptions(path, target, "fast", precision=None, dump_dir=None)
     precision = load_precision(arguments.precision or default_precision)
     dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
+    found = find_model_or_shape(arguments.model)
+    check_header(found)
     return ModelOptions(
-        path=find_model_or_shape(arguments.model),
+        path=found,
         target=target,
         compute=arguments.compute or "fast",
         precision=precision,

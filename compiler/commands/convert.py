@@ -21,7 +21,7 @@ from tilewright.compiler.commands.arguments import (
     take_checkpoint,
 )
 from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
-from tilewright.models import find_model
+from tilewright.models import check_header, find_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,6 +68,7 @@ def main(argv: list[str]) -> int:
 def _to_dllama(arguments: argparse.Namespace) -> int:
     output = output_folder(arguments.output)
     path = find_model(arguments.model)
+    check_header(path)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
     from tilewright.compiler.commands.console import compile_progress, err, out

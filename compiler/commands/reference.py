@@ -10,9 +10,10 @@ def main(argv: list[str]) -> int:
     parser = Parser(prog="tilewright reference", description="Write a fp32 reference file.")
     parser.add_argument("--model", metavar="PATH", help="as for tilewright run")
     arguments = parser.parse_args(argv)
-    from tilewright.models import find_model
+    from tilewright.models import check_header, find_model
 
     path = find_model(arguments.model)
+    check_header(path)
     from tilewright.compiler.bench.reference import build_reference, reference_path, save_reference
     from tilewright.compiler.commands.console import compile_progress, err
     from tilewright.compiler.commands.measure import compile_reference, subject_of

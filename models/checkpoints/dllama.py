@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import math
-import mmap
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError
-from tilewright.compiler.files import open_regular
 from tilewright.models.architectures.table import architecture_of, check_model_type
 from tilewright.models.checkpoints.base import (
     TensorMeta,
@@ -35,6 +33,7 @@ from tilewright.models.checkpoints.dllama_header import (
     tensors,
 )
 from tilewright.models.checkpoints.gguf_blocks import Bytes, dequantise
+from tilewright.models.checkpoints.mapped_file import map_file, release
 from tilewright.models.config import ModelConfig, RopeConfig
 
 TOKENIZER_SUFFIX = ".t"
@@ -52,7 +51,7 @@ class DllamaCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map = map_file(path)
         self.header, self._header_bytes = read_header(memoryview(self._map), path)
         self._tensors = self._place(self._header_bytes)
         self.names: Mapping[str, TensorMeta] = {
@@ -109,7 +108,7 @@ class DllamaCheckpoint:
         order = _file_rows(tensor)
         taken: Bytes = table[first:stop].copy() if order is None else table[order[first:stop]]
         del table
-        self._release(start, tensor.nbytes)
+        release(self._map, start, tensor.nbytes)
         return tensor.dtype, taken
 
     def content_hash(self) -> str:
@@ -118,7 +117,7 @@ class DllamaCheckpoint:
             for name, (start, tensor) in self._tensors.items()
         ]
         digest = content_hash([(len(self._map), self._map[: self._header_bytes])], parts)
-        self._release(0, len(self._map))
+        release(self._map, 0, len(self._map))
         return digest
 
     def _bytes(self, at: int, low: int, high: int) -> bytes:
@@ -143,13 +142,6 @@ class DllamaCheckpoint:
                 f"{list(tensor.shape)} ({tensor.dtype}); allowed: none"
             )
         return placed
-
-    def _release(self, start: int, nbytes: int) -> None:
-        """Let the kernel drop these pages: what was read has been copied, so it need not stay."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        start -= start % mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, start, min(nbytes, len(self._map) - start))
 
 
 def config_of(header: DllamaHeader, path: Path) -> ModelConfig:
@@ -190,12 +182,3 @@ def _file_rows(tensor: DllamaTensor) -> npt.NDArray[np.int64] | None:
         return None
     file_rows = np.arange(tensor.shape[0], dtype=np.int64).reshape(tensor.num_heads, -1, 2)
     return file_rows.swapaxes(1, 2).reshape(-1)
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with open_regular(path) as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is empty"
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from None

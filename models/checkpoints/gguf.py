@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import mmap
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError
-from tilewright.compiler.files import open_regular
 from tilewright.models.architectures.table import architecture_of, find_gguf_type
 from tilewright.models.checkpoints.base import (
     TensorMeta,
@@ -41,6 +39,7 @@ from tilewright.models.checkpoints.gguf_hybrid import (
     tiled_rows,
 )
 from tilewright.models.checkpoints.keys import Keys
+from tilewright.models.checkpoints.mapped_file import map_file, release
 from tilewright.models.checkpoints.pieces import Piece, View, expert_views, merged_type
 from tilewright.models.checkpoints.rope import gguf_longrope
 from tilewright.models.config import ModelConfig
@@ -82,7 +81,7 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map = map_file(path)
         header = read_header(memoryview(self._map), path)
         self._metadata = header.metadata
         name = header.metadata.get("general.architecture")
@@ -146,7 +145,7 @@ class GGUFCheckpoint:
             for name, tensor in self._tensors.items()
         ]
         digest = content_hash([(len(self._map), self._map[: self._header_bytes])], tensors)
-        self._release(0, len(self._map))
+        release(self._map, 0, len(self._map))
         return digest
 
     def _stored(self, at: int, low: int, high: int) -> bytes:
@@ -320,15 +319,8 @@ class GGUFCheckpoint:
         table = stored.reshape(num_rows, tensor.nbytes // num_rows)
         taken: Bytes = table[which].copy() if isinstance(which, slice) else table[which]
         del stored, table
-        self._release(tensor.start, tensor.nbytes)
+        release(self._map, tensor.start, tensor.nbytes)
         return taken
-
-    def _release(self, start: int, nbytes: int) -> None:
-        """Let the kernel drop these pages: what was read has been copied, so it need not stay."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        start -= start % mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, start, min(nbytes, len(self._map) - start))
 
 
 def hf_name(name: str, layer_names: Mapping[str, str] = _PER_LAYER) -> str:
@@ -357,12 +349,3 @@ def _row_bytes(tensor: GGUFTensor) -> int:
 
 def _as_int(value: object) -> int:
     return value if isinstance(value, int) else 0
-
-
-def _map_file(path: Path) -> mmap.mmap:
-    try:
-        with open_regular(path) as file:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is empty"
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
