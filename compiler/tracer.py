@@ -30,8 +30,8 @@ _EXAMPLE_LENGTH = 7  # above 1, or torch.export would make the length a constant
 
 
 class TensorSource(Protocol):
-    """``rows`` (half-open; None: all) of a checkpoint's ``tensor``, with ``offset`` added; rows are
-    counted over all axes but the last.
+    """Where a parameter's values stand in a checkpoint: in ``rows`` (half-open; None: all) of a
+    ``tensor``, counted over all axes but the last; ``offset`` is added to them.
     """
 
     @property
@@ -43,11 +43,11 @@ class TensorSource(Protocol):
 
 
 class TraceableModel(Protocol):
-    """What the compiler asks of a model: an ``nn.Module`` on the meta device that
+    """What the compiler asks of a model, an ``nn.Module`` on the meta device.
 
-    maps ``tokens [T]`` and ``positions [T]`` to ``logits [T, vocab]``; ``tensor_groups`` maps globs
-    of module paths to tensor groups; ``sources()`` says where parameters stand in checkpoints that
-    have no tensor of their own there, by the sources of each from its first row on;
+    It maps ``tokens [T]`` and ``positions [T]`` to ``logits [T, vocab]``. Its ``tensor_groups`` map
+    globs of module paths to tensor groups; ``sources()`` says where parameters stand in checkpoints
+    that have no tensor of their own there, by the sources of each from its first row on;
     ``constants(max_context)`` gives the values of its buffers, for sequences up to so long (None:
     as long as the model allows).
     """
@@ -75,7 +75,7 @@ def trace(module: TraceableModel) -> fx.GraphModule:
 
 
 def grouped_modules(module: TraceableModel) -> tuple[GroupedModule, ...]:
-    """The modules that belong to a tensor group, in the model's order; what :func:`trace` puts on
+    """The modules that belong to a tensor group, in the model's order: what :func:`trace` puts on
     their nodes, told without tracing.
     """
     assert isinstance(module, nn.Module)

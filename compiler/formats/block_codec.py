@@ -23,7 +23,8 @@ RowEncoder = Callable[[torch.Tensor, int], "tuple[torch.Tensor, torch.Tensor]"]
 
 
 def encode_host(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One chunk, K a multiple of 16: exponents uint8 ``[R, K/16]``, mantissas int8 ``[R, K]``.
+    """Encodes one chunk as the host does: exponents uint8 ``[R, K/16]``, mantissas int8 ``[R, K]``,
+    K being a multiple of 16.
 
     The shared exponent is the largest of the block and is never raised; bits shifted out in the
     alignment are lost before rounding to nearest even; saturates; denormals become +0.
@@ -59,7 +60,8 @@ def _encode_plain(
 
 
 def encode_device(x_RK: torch.Tensor, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`encode_host`, rounded as a Wormhole packer does on its way out of Dst.
+    """Encodes one chunk, K a multiple of 16, as a Wormhole packer rounds on its way out of Dst:
+    exponents and mantissas as :func:`encode_host` returns them.
 
     Twice: to bf16 less one bit, ties away from zero, where NaN counts as inf; then, aligned to the
     block exponent, to a 7-bit magnitude, half away again; narrower formats truncate that magnitude.

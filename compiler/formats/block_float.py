@@ -69,7 +69,7 @@ class BlockFloat(DataFormat):
         return self._round_trip(x, axis, block_codec.encode_host)
 
     def device_round_trip(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """As :meth:`round_trip`, with the rounding of a Wormhole packer (kernel outputs)."""
+        """Encodes and decodes with a Wormhole packer's rounding, which outputs of kernels have."""
         from tilewright.compiler.formats import block_codec
 
         return self._round_trip(x, axis, block_codec.encode_device)

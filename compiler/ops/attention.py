@@ -141,12 +141,14 @@ class RopeAttentionArguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
-        """Those of a call, however few it gives: ``RopeAttentionArguments.of(node.args)``."""
+        """The arguments of a call by name, those it leaves out with their defaults:
+        ``RopeAttentionArguments.of(node.args)``.
+        """
         return cls(*args)
 
     def given(self) -> tuple[Any, ...]:
-        """What to call the op with: without the last ones that have their defaults, but through
-        ``interleaved`` in any case.
+        """The positional arguments of a call: all but the last ones that have their defaults,
+        and those up to ``interleaved`` in any case.
         """
         args: tuple[Any, ...] = tuple(self)
         defaults = tuple(self._field_defaults.get(name) for name in self._fields)
@@ -168,7 +170,7 @@ def _rope_step_cost(
     num_heads: int,
     *_: object,
 ) -> Cost:
-    """As :func:`_step_cost`; ``q`` may hold keys and values as well, which attend to nothing."""
+    """The same bound for flat projections; keys and values in ``q`` attend to nothing."""
     attending = q.shape[0] * num_heads * kv_cache.shape[-1]
     flops = 4.0 * attending * kv_cache.shape[2]
     return Cost(flops, q.numel() + kv_cache[0].numel(), attending)

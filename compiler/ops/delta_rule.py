@@ -21,7 +21,7 @@ _EPS = 1e-6
 
 
 def pieces(cu_seqlens: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
-    """The tokens of each of a step's sequences, and the slot of its state."""
+    """Yields the range of tokens of each of a step's sequences, and the slot of its state."""
     bounds = cu_seqlens.tolist()
     for sequence, slot in enumerate(slots.tolist()):
         yield slice(bounds[sequence], bounds[sequence + 1]), slot
@@ -45,7 +45,7 @@ def _conv_cost(x: Tensor, weight: Tensor, *_: object) -> Cost:
 
 @operator(fake=lambda x, weight: torch.empty_like(x), cost=_conv_cost)
 def causal_conv1d(x: Tensor, weight: Tensor) -> Tensor:
-    """silu of a convolution along one sequence ``x [T, C]``, each channel by itself: ``[T, C]``.
+    """SiLU of a convolution along one sequence ``x [T, C]``, each channel by itself: ``[T, C]``.
 
     ``weight [C, 1, W]``: the last one is the token's own; before the first token lie zeros.
     """
@@ -187,7 +187,7 @@ def _rule_cost(
     key_dim: int,
     *_: object,
 ) -> Cost:
-    """Of the recurrent form; the state of one sequence is read and written once."""
+    """The cost of the recurrent form; the state of one sequence is read and written once."""
     num_tokens, num_heads = a.shape
     state = num_heads * key_dim * _value_dim(qkv, a, num_key_heads, key_dim)
     written = num_tokens * num_heads * _value_dim(qkv, a, num_key_heads, key_dim) + state

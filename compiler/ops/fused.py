@@ -35,7 +35,9 @@ class FusedArguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
-        """Those of a call of either op, however few it gives: ``FusedArguments.of(node.args)``."""
+        """The arguments of a call of ``linear`` or of ``fused_linear`` by name, those it leaves out
+        with their defaults: ``FusedArguments.of(node.args)``.
+        """
         return cls(*args)
 
 
@@ -97,7 +99,9 @@ class FusedExpertArguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Iterable[Any]) -> Self:
-        """Those of a call of either op, however few it gives."""
+        """The arguments of a call of ``expert_linear`` or of ``fused_expert_linear`` by name, those
+        it leaves out with their defaults.
+        """
         return cls(*args)
 
 

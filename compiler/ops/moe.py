@@ -13,7 +13,9 @@ from tilewright.compiler.ops.library import Cost, operator
 
 
 def expected_experts(num_experts: int, num_tokens: int, top_k: int) -> float:
-    """How many different experts so many tokens choose, were all equally likely."""
+    """The number of different experts that so many tokens are expected to choose, were all equally
+    likely.
+    """
     missed: float = (1.0 - top_k / num_experts) ** num_tokens
     return num_experts * (1.0 - missed)
 

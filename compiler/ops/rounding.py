@@ -16,5 +16,7 @@ def _cost(x: Tensor) -> Cost:
 
 @operator(fake=lambda x: torch.empty_like(x), cost=_cost)
 def round_q80(x: Tensor) -> Tensor:
-    """``x [..., C]`` as q80 holds it: integers times one float16 scale a block of 32 along C."""
+    """Rounds ``x [..., C]`` to what q80 holds: integers times one float16 scale a block of 32 along
+    C. Returns the rounded values in the shape and type of ``x``.
+    """
     return get_format("q80").round_trip(x).to(x.dtype)

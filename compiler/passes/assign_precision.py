@@ -17,7 +17,7 @@ from tilewright.compiler.precision import ALWAYS_HIGH, BLOCK_OUTPUTS, OP_GROUP_O
 
 @numerics_changing_pass
 def assign_precision(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Formats go to weights (one copy, whatever the phase), fidelity to (node, phase).
+    """Gives formats to weights (one copy, whatever the phase), fidelity to (node, phase).
 
     Norms, biases and constants stay fp32. A product whose module no tensor group names is an error.
     """

@@ -11,7 +11,8 @@ DUMP_VARIABLE = "TILEWRIGHT_DUMP"
 
 
 def dump_folder(named: Path | None = None) -> Path | None:
-    """The folder ``named``, else the one that ``TILEWRIGHT_DUMP`` names, created; None for neither.
+    """Returns the folder ``named``, or else the one that ``TILEWRIGHT_DUMP`` names, and makes it;
+    None where neither names one.
 
     Raises:
         ConfigError: when it is no folder that can be made.

@@ -15,7 +15,9 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def fuse_add_rms_norm(graph_module: GraphModule, ctx: PassContext) -> int:
-    """The sum stays available to its other readers as the op's second result."""
+    """Replaces a norm of a sum and that sum by one ``add_rms_norm``, whose second result is the sum
+    for its other readers. Returns the number of norms.
+    """
     count = 0
     for norm in find_calls(graph_module.graph, ops.rms_norm):
         total, weight, eps = norm.args

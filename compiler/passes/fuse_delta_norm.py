@@ -21,7 +21,9 @@ _PATTERN = Call(aten.flatten.using_ints, _GATED, -2)
 
 @graph_pass
 def fuse_delta_norm(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Where nobody else reads the rule or its norm."""
+    """Moves the gated norm behind a delta rule into the rule, where nobody else reads the rule or
+    its norm. Returns the number of rules.
+    """
 
     def build(root: Node, found: Bindings) -> Node | None:
         rule, swiglu = found["rule"], root.all_input_nodes[0]

@@ -16,7 +16,9 @@ _PRODUCTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
 
 @graph_pass
 def fuse_expert_sum(graph_module: GraphModule, ctx: PassContext) -> int:
-    """One rewrite an add; where nobody else reads what is added to. The product keeps its facts."""
+    """Moves each add that alone reads a sum over experts into the product that makes the sum, which
+    keeps its facts. Returns the number of adds.
+    """
     count = 0
     for total in find_calls(graph_module.graph, _ADD):
         fused = _with_shared(total) or _with_residual(total)

@@ -27,8 +27,10 @@ _PATTERN = Call(ops.expert_linear.overload, _INNER, Var("down"), _EXPERTS, _WEIG
 
 @graph_pass
 def fuse_experts(graph_module: GraphModule, ctx: PassContext) -> int:
-    """What is known of each product (op group, formats, fidelity) goes to the weight it reads,
-    since the block makes three of them.
+    """Replaces a router, its products and their sum by one ``experts``.
+
+    What is known of each product (op group, formats, fidelity) goes to the weight it reads, since
+    the block makes three of them.
     """
 
     def build(root: Node, found: Bindings) -> Node:

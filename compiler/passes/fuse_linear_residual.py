@@ -15,7 +15,9 @@ _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
 
 @graph_pass
 def fuse_linear_residual(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Where nobody else reads the product; it keeps its facts. Of two, the second operand's."""
+    """Moves each add into the product that it alone reads, which keeps its facts; where both
+    operands are such products, into the second one. Returns the number of adds.
+    """
     count = 0
     for total in find_calls(graph_module.graph, torch.ops.aten.add.Tensor):
         found = _product_and_residual(total)

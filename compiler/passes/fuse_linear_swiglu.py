@@ -12,7 +12,9 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def fuse_linear_swiglu(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Where nobody else reads the product; it keeps its facts."""
+    """Moves each ``swiglu_packed`` into the product that it alone reads, which keeps its facts.
+    Returns their number.
+    """
     count = 0
     for node in find_calls(graph_module.graph, ops.swiglu_packed):
         product = node.args[0]

@@ -16,7 +16,8 @@ _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
 
 @graph_pass
 def fuse_norm_linear(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Only where products are all its readers, or it would be computed and stored besides.
+    """Moves a norm into its readers where all are products, or it would be computed and stored
+    besides. Returns the number of products.
 
     Products that were not merged get one copy each. They keep their facts.
     """

@@ -45,7 +45,8 @@ def _pattern(*, normed: bool) -> Call:
 
 @graph_pass
 def fuse_rope_attention(graph_module: GraphModule, ctx: PassContext) -> int:
-    """q, k and v cut from one merged product are read from it; others are read one by one.
+    """Replaces attention over rotated heads by one ``rope_attention_step``. q, k and v that are cut
+    from one merged product are read from it, others one by one.
 
     Norms of the heads of q and k, both or none, move inside as well.
     """

@@ -20,7 +20,9 @@ _PATTERN = Call(
 
 @graph_pass
 def fuse_swiglu_packed(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Fires where gate and up were merged; unmerged ones keep swiglu."""
+    """Replaces a ``swiglu`` whose operands are the halves of one product by a ``swiglu_packed`` of
+    the product; where gate and up were not merged, ``swiglu`` stays.
+    """
 
     def build(root: Node, found: Bindings) -> Node | None:
         if len(found["sizes"]) != 2 or found["sizes"][0] != found["sizes"][1]:

@@ -17,7 +17,9 @@ _PATTERN = Call(_GATHER, _NORM, 0, Var("rows"))
 
 @graph_pass
 def gather_before_norm(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Where nobody else reads the norm, whose rows are then computed only if asked for."""
+    """Puts the pick of rows before a norm that nothing else reads, so that only the rows that are
+    asked for are normed.
+    """
 
     def build(root: Node, found: Bindings) -> Node | None:
         norm = root.args[0]

@@ -13,7 +13,8 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def gather_logit_rows(graph_module: GraphModule, ctx: PassContext) -> int:
-    """A new input ``logit_rows [R]`` picks rows of the hidden states before the last product.
+    """Adds an input ``logit_rows [R]``, which picks rows of the hidden states before the last
+    product.
 
     What is done to the logits after it, value by value, is done to those rows.
     """

@@ -19,8 +19,8 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def insert_state(graph_module: GraphModule, ctx: PassContext) -> int:
-    """``attention`` becomes ``attention_step``, and so with the other ops that remember; the new
-    inputs carry their :class:`StateSpec`.
+    """Replaces ``attention`` by ``attention_step``, and the other ops that remember likewise; the
+    inputs that are added carry their :class:`StateSpec`.
 
     ``cu_seqlens [N + 1]`` cuts the step's tokens into sequences, ``slots [N]`` says where each
     keeps its state.

@@ -22,7 +22,9 @@ _SHARE = Call(aten.div.Tensor, Var("weights"), _SUM)
 
 @graph_pass
 def match_router(graph_module: GraphModule, ctx: PassContext) -> int:
-    """One rewrite a choice of experts, whose weights may be divided by their sum."""
+    """Replaces each choice of experts (softmax and top-k, with or without the division of the
+    chosen weights by their sum) by one ``router``. Returns their number.
+    """
     count = 0
     for node in find_calls(graph_module.graph, aten.topk.default):
         found = match(_CHOSEN, node)

@@ -19,7 +19,11 @@ _PATTERN = Call(
 
 @graph_pass
 def match_sigmoid_gate(graph_module: GraphModule, ctx: PassContext) -> int:
-    """One rewrite a gate, as wide as what it lets through or one column for all of it."""
+    """Replaces ``x * sigmoid(gate)`` where the gate is as wide as ``x``, or one column for all of
+    it.
+
+    Returns the number of gates.
+    """
 
     def build(root: Node, found: Bindings) -> Node | None:
         x, gate = (tuple(found[name].meta["val"].shape) for name in ("x", "gate"))

@@ -17,7 +17,7 @@ _PATTERN = Call(aten.mul.Tensor, Call(aten.silu.default, Var("gate")), Var("up")
 
 @graph_pass
 def match_swiglu(graph_module: GraphModule, ctx: PassContext) -> int:
-    """One rewrite a gated feed-forward block, whose two sides are of one shape."""
+    """Replaces ``silu(gate) * up`` where both are of one shape; returns the number of blocks."""
 
     def build(root: Node, found: Bindings) -> Node | None:
         if found["gate"].meta["val"].shape != found["up"].meta["val"].shape:

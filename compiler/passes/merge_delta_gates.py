@@ -15,8 +15,9 @@ _GROUPS = ("delta_in", "delta_gates")
 
 @graph_pass
 def merge_delta_gates(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Where their formats and fidelities are equal, which most configurations do not want: no note
-    says that they differ. What is merged counts as ``delta_in``.
+    """Merges the gates into the product where their formats and fidelities are equal; what is
+    merged counts as ``delta_in``. Most configurations want them unequal, so no note says that they
+    are.
     """
     count = 0
     for product in find_calls(graph_module.graph, ops.linear):

@@ -23,7 +23,8 @@ _PATTERN = Call(ops.swiglu.overload, _product("gate"), _product("up"))
 
 @graph_pass
 def merge_expert_linears(graph_module: GraphModule, ctx: PassContext) -> int:
-    """The merged weight has an expert's gate rows above its up rows, and keeps its segments.
+    """Replaces gate, up and swiglu of experts by one product whose weight has each expert's gate
+    rows above its up rows, and keeps its segments.
 
     Unequal formats or fidelities, and products that others read too, stay apart, with a note.
     """

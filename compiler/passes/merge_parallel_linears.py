@@ -19,14 +19,18 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def merge_parallel_linears(graph_module: GraphModule, ctx: PassContext) -> int:
-    """Merged recipes keep their segments. Unequal formats or fidelities stay apart, with a note."""
+    """Stacks the weights of products of one input and one tensor group; their recipes keep their
+    segments. Products of unequal formats or fidelities stay apart, which a note says.
+    """
     return merge_families(graph_module, ctx)
 
 
 def merge_families(
     graph_module: GraphModule, ctx: PassContext, groups: tuple[str, ...] = ()
 ) -> int:
-    """Merge what can be, of these tensor groups alone where some are named."""
+    """Merges the parallel products that can be merged, of these tensor groups alone where some are
+    named. Returns the number of merged products.
+    """
     families: dict[tuple[Node, str | None], list[Node]] = defaultdict(list)
     for node in find_calls(graph_module.graph, ops.linear):
         source = node.args[0]
@@ -48,7 +52,7 @@ def merge_families(
 
 
 def why_apart(family: list[Node]) -> str:
-    """Why these products cannot be one; empty when they can."""
+    """Says why these products cannot be one; empty when they can."""
     facts = [info(node) for node in family]
     found = [info(_weight(node)).recipe for node in family]
     recipes = [recipe for recipe in found if recipe is not None]

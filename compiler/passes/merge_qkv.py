@@ -10,5 +10,5 @@ from tilewright.compiler.passes.runner import PassContext, graph_pass
 
 @graph_pass
 def merge_qkv(graph_module: GraphModule, ctx: PassContext) -> int:
-    """As ``merge_parallel_linears``, for the tensor group ``wqkv`` alone."""
+    """Merges the parallel products of tensor group ``wqkv``, and leaves all others apart."""
     return merge_families(graph_module, ctx, ("wqkv",))

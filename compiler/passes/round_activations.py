@@ -20,8 +20,8 @@ ROUNDED: Mapping[str, ops.Operator] = {"q80": ops.round_q80}
 
 @numerics_changing_pass
 def round_activations(graph_module: GraphModule, ctx: PassContext) -> int:
-    """``linear(x, w)`` reads ``round_q80(x)``, products of one x share it; what wo and down give is
-    rounded before anything reads it, where ``block_output`` says so.
+    """Makes ``linear(x, w)`` read ``round_q80(x)``, which the products of one ``x`` share, and
+    rounds what wo and down give before anything reads it, where ``block_output`` says so.
 
     A router's input stays as it is, as dllama has it: which experts are used must not change.
     """

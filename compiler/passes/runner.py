@@ -18,7 +18,9 @@ from tilewright.compiler.precision import ResolvedPrecision
 
 @dataclass(slots=True)
 class PassContext:
-    """What passes may ask and tell: the precision asked for, and notes for the user."""
+    """What passes may ask and tell: the precision asked for, notes for the user, a report of each
+    pass that ran, and the folder that graphs are dumped to (None: nowhere).
+    """
 
     precision: ResolvedPrecision
     notes: list[str] = field(default_factory=list)
@@ -38,24 +40,26 @@ class PassReport:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A named graph rewrite. ``changes_numerics``: checked against a format, not for equality."""
+    """A named graph rewrite. Where it ``changes_numerics`` its results are checked against a
+    format, and not for equality.
+    """
 
     name: str
     function: Callable[[GraphModule, PassContext], int]
     changes_numerics: bool = False
 
     def __call__(self, graph_module: GraphModule, ctx: PassContext) -> int:
-        """Rewrite in place; returns how many places were rewritten."""
+        """Rewrites the graph in place; returns how many places were rewritten."""
         return self.function(graph_module, ctx)
 
 
 def graph_pass(function: Callable[[GraphModule, PassContext], int]) -> Pass:
-    """Declare a numerics-preserving pass."""
+    """Declares a pass of the function's name that preserves numerics."""
     return Pass(function.__name__, function)
 
 
 def numerics_changing_pass(function: Callable[[GraphModule, PassContext], int]) -> Pass:
-    """Declare a pass that changes results (a format is assigned)."""
+    """Declares a pass of the function's name that changes results, as one that assigns formats."""
     return Pass(function.__name__, function, changes_numerics=True)
 
 
@@ -66,7 +70,11 @@ def run_passes(
     *,
     verify: Callable[[GraphModule], None] | None = None,
 ) -> None:
-    """Run one stage's passes in order, then its verification; reports are added to ``ctx``."""
+    """Runs one stage's passes in order, then its verification; reports are added to ``ctx``.
+
+    Raises:
+        ConfigError: where a graph cannot be dumped.
+    """
     for current in passes:
         before = _op_counts(graph_module)
         started = time.perf_counter()

@@ -84,7 +84,8 @@ class Fragment:
 
 
 def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
-    """A fragment from a parsed file or heading: ``precision``, ``fidelity``, ``layers`` ...
+    """Reads the maps of a parsed file or heading (``precision``, ``fidelity``, ``layers``,
+    ``models``, ``block_axis``).
 
     Raises:
         ConfigError: for a key, value, selector or model name that is not allowed.
@@ -121,7 +122,7 @@ def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
 
 
 def read_settings(raw: object, *, groups: Iterable[str], where: str) -> Settings:
-    """A flat map of groups to values in canonical spelling, phases expanded.
+    """Reads a flat map of groups to values: canonical spelling, one entry a phase.
 
     Raises:
         ConfigError: for an unknown group, a value it cannot have, or a group given twice.
@@ -142,7 +143,7 @@ def read_settings(raw: object, *, groups: Iterable[str], where: str) -> Settings
 
 
 def read_rule(selector: object, raw: object, *, where: str) -> LayerRule:
-    """One entry of ``layers``: ``31``, ``0-3`` or a glob, with settings nested or flat.
+    """Reads one entry of ``layers``: ``31``, ``0-3`` or a glob, with settings nested or flat.
 
     Raises:
         ConfigError: for a selector that is none of these, or bad settings.
@@ -187,7 +188,7 @@ def check_keys(raw: Mapping[str, object], known: Iterable[str], *, where: str) -
 
 
 def as_map(raw: object, *, where: str) -> Mapping[str, object]:
-    """``raw`` if it maps names to things; an empty value counts as an empty map.
+    """Returns ``raw`` if it maps names to things; an empty value counts as an empty map.
 
     Raises:
         ConfigError: for anything else.

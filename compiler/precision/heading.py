@@ -46,7 +46,8 @@ def looks_like_heading(text: str) -> bool:
 def render_heading(
     settings: Settings, base: Settings, *, rules: Iterable[LayerRule], block_axis: str | None
 ) -> str:
-    """The canonical line; ours appear only where they differ from ``base``.
+    """Renders the canonical line; the groups that are ours appear only where they differ from
+    ``base``.
 
     ``block_axis`` is None where it is the base's.
     """

@@ -147,7 +147,7 @@ ALLOWED_FORMATS = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    """The format of an op's output by phase under ``mixed``.
+    """The format that an op's output has under ``mixed``, by phase.
 
     ``follows`` tells whether a plain ``activation`` setting replaces both; an op that does not
     follow is replaced by a wider format only.

@@ -26,7 +26,7 @@ class Piece:
 def build_step(
     pieces: Sequence[Piece], *, sampling: SamplingBatch | None = None, want_logits: bool = False
 ) -> StepInput:
-    """One step over ``pieces``; logits of the last token of each piece that wants them."""
+    """Builds one step over ``pieces``, with the last token's logits of those that want them."""
     bounds = [0, *accumulate(len(piece.tokens) for piece in pieces)]
     ends = zip(pieces, bounds[1:], strict=True)
     positions = [p.position + i for p in pieces for i in range(len(p.tokens))]
@@ -58,7 +58,9 @@ def sampling_batch(requests: Sequence[Request]) -> SamplingBatch:
 
 
 def split_by_capability(pieces: Sequence[Piece], capabilities: Capabilities) -> list[list[Piece]]:
-    """Groups that can each be one step: phases apart and prefills few, unless steps may mix."""
+    """Splits pieces into groups that can each be one step: phases apart and prefills few, unless
+    the executable's steps may mix them.
+    """
     if capabilities.mixed_steps:
         return [list(pieces)] if pieces else []
     decodes = [piece for piece in pieces if len(piece.tokens) == 1]

@@ -15,14 +15,14 @@ from tilewright.compiler.targets.base import Executable, StateHandle
 
 
 class UnknownRequestError(RequestError, KeyError):
-    """An id that no prefill made, or that was removed."""
+    """A request id that no prefill made, or that was removed."""
 
     def __str__(self) -> str:
         return str(self.args[0])
 
 
 class DuplicateRequestError(RequestError, ValueError):
-    """The same id twice in one call."""
+    """One request id is named twice in one call."""
 
 
 class Engine:
@@ -39,11 +39,11 @@ class Engine:
 
     @property
     def request_ids(self) -> tuple[int, ...]:
-        """The live requests."""
+        """The ids of the live requests, in the order they were prefilled."""
         return tuple(self._states)
 
     def state(self, request_id: int) -> StateHandle:
-        """Where the executable keeps a live request."""
+        """The handle of the state that the executable keeps for a live request."""
         return self._states[request_id]
 
     def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:

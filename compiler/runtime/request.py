@@ -61,7 +61,7 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """The number of tokens in its prompt and its output so far."""
         return len(self.prompt) + len(self.output)
 
     @property
@@ -83,7 +83,11 @@ class Request:
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Refuse ids that are not in the vocabulary; RequestError names the first."""
+    """Refuse ids that are not in the vocabulary.
+
+    Raises:
+        RequestError: naming the first such id.
+    """
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise RequestError(f"token {token}; allowed: 0 to {vocab_size - 1}")

@@ -15,7 +15,7 @@ PREFILL_CHUNK = 512
 
 
 def prefill_chunk_of(capabilities: Capabilities, wanted: int | None = None) -> int:
-    """Tokens of a prompt in one step: as ``wanted``, else as the executable likes it."""
+    """The tokens of a prompt in one step: ``wanted``, or else as many as the executable likes."""
     chosen = wanted if wanted is not None else capabilities.prefill_chunk
     chunk = PREFILL_CHUNK if chosen is None else chosen
     assert chunk > 0
@@ -107,7 +107,7 @@ class Scheduler:
         return chunk or decodes
 
     def finish(self, request: Request) -> None:
-        """The request has ended: its state is free for the next one."""
+        """Takes a request that has ended out of the queue or the batch; its state is released."""
         if request in self.running:
             self.running.remove(request)
             self._release(request)
