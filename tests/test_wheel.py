@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.conftest import tiny_gguf
+
+__all__ = ["tiny_gguf"]
+
 ROOT = Path(__file__).resolve().parents[1]
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist", "results")
 
@@ -52,6 +56,38 @@ def run_installed(installed: Path, code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+ONLY_WHAT_RUNNING_NEEDS = """
+import importlib.machinery, importlib.metadata as metadata, re, sys
+
+def name_of(requirement):
+    return re.match("[A-Za-z0-9_.-]+", requirement)[0].lower().replace("_", "-")
+
+needed, waiting = set(), ["tilewright"]
+while waiting:
+    name = waiting.pop()
+    if name not in needed:
+        needed.add(name)
+        try:
+            found = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        waiting += [name_of(each) for each in found if "extra ==" not in each]
+hidden = {
+    package
+    for package, owners in metadata.packages_distributions().items()
+    if not needed & {name_of(owner) for owner in owners}
+}
+assert {"pytest", "hypothesis", "transformers", "triton"} <= hidden, hidden
+
+class Needed(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Needed
+"""
 
 
 def in_clone(*patterns: str) -> set[str]:
@@ -120,3 +156,15 @@ def test_installed_command_prints_its_version(wheel: Path, installed: Path) -> N
     assert wheel.name.split("-")[1] in run_installed(installed, code)
     scripts = (next(installed.glob("*.dist-info")) / "entry_points.txt").read_text()
     assert "tilewright = tilewright.compiler.cli:main" in scripts
+
+
+def test_a_model_runs_where_only_its_dependencies_are(installed: Path, tiny_gguf: Path) -> None:
+    """As `make demo` installs them: what else the tests' environment holds cannot be imported."""
+    argv = ["run", "--model", str(tiny_gguf), "--prompt", "hello", "--no-results"]
+    argv += ["--max-generated-tokens", "2", "--repeat-batches", "1"]
+    code = "from tilewright.compiler.cli import main\n"
+    code += f"print(main.__code__.co_filename)\ncode = main({argv})\n"
+    code += "assert not hidden & {*sys.modules}, hidden & {*sys.modules}\nraise SystemExit(code)"
+    location, *out = run_installed(installed, ONLY_WHAT_RUNNING_NEEDS + code).splitlines()
+    assert Path(location).is_relative_to(installed)
+    assert any("decode (t/s/u)" in line for line in out)
