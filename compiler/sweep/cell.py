@@ -71,7 +71,12 @@ class Cell:
     @property
     def configuration(self) -> tuple[str, ...]:
         """What is equal for all cells that sum up to one row."""
-        return self.model_hash, self.target, self.device, self.compute, self.precision_id
+        return *self.place, self.precision_id
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """What is equal for all configurations of one model on one device."""
+        return self.model_hash, self.target, self.device, self.compute
 
     def title(self, name: str = "") -> str:
         """``bf16 performance-ci-1 round 2``, with ``name`` in place of the configuration's."""

@@ -133,8 +133,7 @@ class _Hunt:
 
     def _here(self, found: Sequence[Row]) -> list[Row]:
         """Of this model on this target: another sweep may hold more."""
-        place = self.base.cell.configuration[:-1]
-        return [row for row in found if row.cell.configuration[:-1] == place]
+        return [row for row in found if row.cell.place == self.base.cell.place]
 
     def _path(self) -> Path:
         parts = single_parts(self.subject.model)

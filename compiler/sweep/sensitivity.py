@@ -108,7 +108,7 @@ def sensitivities(state: SweepState) -> list[Sensitivity]:
     """
     places: dict[tuple[str, ...], list[Row]] = {}
     for row in rows(state):
-        places.setdefault(row.cell.configuration[:-1], []).append(row)
+        places.setdefault(row.cell.place, []).append(row)
     found = []
     for members in places.values():
         base = next((row for row in members if state.planned.is_base(row.cell)), None)

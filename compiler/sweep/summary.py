@@ -102,17 +102,16 @@ def rows(state: SweepState) -> list[Row]:
     for each in state.cells.values():
         grouped.setdefault(each.cell.configuration, []).append(each)
     found = [_row(states) for states in grouped.values()]
-    bases = {_place(row): row for row in found if state.planned.is_base(row.cell)}
-    return [_with_pairs(row, bases.get(_place(row))) for row in found]
+    bases = {row.cell.place: row for row in found if state.planned.is_base(row.cell)}
+    return [_with_pairs(row, bases.get(row.cell.place)) for row in found]
 
 
 def merge_equal(found: Sequence[Row]) -> list[Row]:
     """Rows that come to the same numbers on their target as one row with all their names."""
     groups: dict[object, list[Row]] = {}
     for index, row in enumerate(found):
-        cell, effective = row.cell, row.effective_id
-        place = cell.model_hash, cell.target, cell.device, cell.compute
-        groups.setdefault((*place, effective) if effective else index, []).append(row)
+        key = (*row.cell.place, row.effective_id) if row.effective_id else index
+        groups.setdefault(key, []).append(row)
     return [_merged(members) if len(members) > 1 else members[0] for members in groups.values()]
 
 
@@ -213,10 +212,6 @@ def with_repeats(result: Result, members: Sequence[Result]) -> Result:
     """The repeats of all members as its own; a predicted figure has none, and stays."""
     repeats = tuple(repeat for member in members for repeat in member.repeats)
     return replace(result, repeats=repeats, **medians(repeats)) if repeats else result
-
-
-def _place(row: Row) -> tuple[str, ...]:
-    return row.cell.configuration[:-1]
 
 
 def _with_pairs(row: Row, base: Row | None) -> Row:

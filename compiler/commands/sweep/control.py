@@ -1,4 +1,4 @@
-"""``tilewright sweep status``, ``cancel``, ``restart``, ``log``: look at a sweep, and steer it.
+"""``tilewright sweep status``, ``show``, ``log``, ``cancel``, ``restart``: see and steer a sweep.
 
 Runs nothing: a running sweep, or the next one that goes on with the file, does what is asked.
 """
@@ -9,11 +9,10 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tilewright.compiler.commands.arguments import Parser
 from tilewright.compiler.commands.sweep import tables
 from tilewright.compiler.commands.sweep.files import open_sweep, torn_lines_said
 from tilewright.compiler.commands.sweep.layout import Table, plain_line, plain_text
@@ -24,47 +23,17 @@ from tilewright.compiler.sweep.journal import FAILURES, Asked, CellState, Journa
 
 What = Literal["cancel", "restart"]
 
-_LEGEND = (
-    "KL in nats; t/s/u: tokens per second and user, the median of all rounds; Spr%: (highest - "
-    "lowest) / median; TTFT in ms; MB: the weights as held. Front: 'tied' is below a better "
-    "point, but inside the noise."
-)
 _MAX_LOG_BYTES = 1 << 24
 
 
-def main(verb: str, argv: list[str]) -> int:
-    """Run one of the verbs; returns the exit code."""
-    verbs: dict[str, Callable[[list[str]], int]] = {
-        "status": _status,
-        "cancel": lambda rest: _steer("cancel", rest),
-        "restart": lambda rest: _steer("restart", rest),
-        "log": _log,
-    }
-    return verbs[verb](argv)
-
-
-def _status(argv: list[str]) -> int:
-    parser = Parser(
-        prog="tilewright sweep status",
-        description="A table of a sweep, running or finished.",
-        epilog=_LEGEND,
-    )
-    parser.add_argument("file", metavar="FILE", help="the sweep's file")
-    lines = parser.add_mutually_exclusive_group()
-    lines.add_argument("--cells", action="store_true", help="a line a cell, not a configuration")
-    lines.add_argument("--pareto", action="store_true", help="the front, and what is not proven")
-    parser.add_argument("--sort", metavar="COLUMN", help="any of the columns' keys in --json")
-    parser.add_argument("--reverse", action="store_true", help="the other way round")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="one object, figures as they are")
-    form.add_argument("--markdown", action="store_true", help="the same table as Markdown")
-    arguments = parser.parse_args(argv)
-    journal = open_sweep(arguments.file)
+def status(given: argparse.Namespace) -> int:
+    """Print the table; returns the exit code."""
+    journal = open_sweep(given.file)
     is_held = journal.is_held()
-    table = _table(arguments, journal, is_held=is_held)
-    if arguments.json:
+    table = _table(given, journal, is_held=is_held)
+    if given.json:
         print(json.dumps(_values(table, journal, is_held=is_held), allow_nan=False))
-    elif arguments.markdown:
+    elif given.markdown:
         print(table.markdown(), end="")
     else:
         print("\n".join(tables.headline(journal, is_held=is_held)), end="\n\n")
@@ -72,14 +41,14 @@ def _status(argv: list[str]) -> int:
     return 0
 
 
-def _table(arguments: argparse.Namespace, journal: Journal, *, is_held: bool) -> Table:
+def _table(given: argparse.Namespace, journal: Journal, *, is_held: bool) -> Table:
     make = tables.configurations
-    if arguments.cells:
+    if given.cells:
         make = tables.cells
-    elif arguments.pareto:
+    elif given.pareto:
         make = tables.front_table
     table = make(journal.state, is_held=is_held)
-    return table.sorted_by(arguments.sort, is_reversed=arguments.reverse)
+    return table.sorted_by(given.sort, is_reversed=given.reverse)
 
 
 def _values(table: Table, journal: Journal, *, is_held: bool) -> dict[str, Any]:
@@ -115,27 +84,24 @@ def table_lines(table: Table, room: int | None = None) -> list[str]:
     return [line.rstrip() for line in found + notes]
 
 
-def _steer(what: What, argv: list[str]) -> int:
-    text = {"cancel": "Cancel cells, queued or running.", "restart": "Run cells again."}[what]
-    parser = Parser(prog=f"tilewright sweep {what}", description=text)
-    parser.add_argument("file", metavar="FILE", help="the sweep's file")
-    parser.add_argument(
-        "cells",
-        nargs="*",
-        metavar="CELL",
-        help="a cell's id or how it begins (see status --cells), or a configuration's name",
-    )
-    if what == "restart":
-        parser.add_argument("--failed", action="store_true", help="every cell that has failed")
-    arguments = parser.parse_intermixed_args(argv)
-    is_failed = what == "restart" and arguments.failed
-    if bool(arguments.cells) is is_failed:
+def cancel(given: argparse.Namespace) -> int:
+    """Ask for cells to be cancelled; returns the exit code."""
+    return _steer("cancel", given, is_failed=False)
+
+
+def restart(given: argparse.Namespace) -> int:
+    """Ask for cells to be run again; returns the exit code."""
+    return _steer("restart", given, is_failed=given.failed)
+
+
+def _steer(what: What, given: argparse.Namespace, *, is_failed: bool) -> int:
+    if bool(given.cells) is is_failed:
         which = "CELL..., or --failed" if what == "restart" else "CELL..."
         raise ConfigError(f"sweep {what}: {'both' if is_failed else 'no cell'}; allowed: {which}")
-    journal = open_sweep(arguments.file)
+    journal = open_sweep(given.file)
     found = {
         each.cell.id: each
-        for argument in arguments.cells
+        for argument in given.cells
         for each in tables.find_cells(journal.state, argument)
     }
     if is_failed:
@@ -160,35 +126,30 @@ def ask(journal: Journal, states: Sequence[CellState], what: What) -> list[str]:
     left = len(states) - len(chosen)
     why = "ended, or cancelled, already" if what == "cancel" else "to be run, already"
     if not chosen:
-        return [f"nothing to {what}: {f'{_cells(left)} {why}' if left else 'no cell has failed'}"]
+        reason = f"{cells_text(left)} {why}" if left else "no cell has failed"
+        return [f"nothing to {what}: {reason}"]
     was_running = any(each.status == "running" for each in chosen)
     names = [f"  {tables.describe(each)}" for each in chosen]
     is_held = journal.is_held()
     journal.append(*(Asked(each.cell.id, what) for each in chosen))
-    found = f"asked to {what} {_cells(len(chosen))}"
+    found = f"asked to {what} {cells_text(len(chosen))}"
     if what == "restart":
         taken = "the running sweep" if is_held else "the next --resume"
         found += f"; {taken} takes {'it' if len(chosen) == 1 else 'them'} up"
     elif was_running:
         found += "; the running sweep stops it" if is_held else "; it does not run now"
-    return [f"{found} ({_cells(left)} {why})" if left else found, *names]
+    return [f"{found} ({cells_text(left)} {why})" if left else found, *names]
 
 
-def _cells(count: int) -> str:
+def cells_text(count: int) -> str:
+    """``1 cell``, ``2 cells``."""
     return "1 cell" if count == 1 else f"{count} cells"
 
 
-def _log(argv: list[str]) -> int:
-    parser = Parser(prog="tilewright sweep log", description="What a cell said, and its outcome.")
-    parser.add_argument("file", metavar="FILE", help="the sweep's file")
-    parser.add_argument(
-        "cell",
-        metavar="CELL",
-        help="a cell's id or how it begins, or a configuration's name: its newest cell",
-    )
-    arguments = parser.parse_args(argv)
-    journal = open_sweep(arguments.file)
-    state = newest(tables.find_cells(journal.state, arguments.cell))
+def log(given: argparse.Namespace) -> int:
+    """Print what a cell said; returns the exit code."""
+    journal = open_sweep(given.file)
+    state = newest(tables.find_cells(journal.state, given.cell))
     print(log_text(journal, state, is_held=journal.is_held()))
     return 0
 
@@ -223,3 +184,23 @@ def _read_log(path: Path, max_bytes: int) -> str:
         return f"no log: {path}: {one_line(error)}"
     cut = f"(the last {max_bytes} of {size} bytes of {path})\n" if size > max_bytes else ""
     return cut + (plain_text(text).rstrip("\n") or "(the log is empty)")
+
+
+def show(given: argparse.Namespace) -> int:
+    """Show the view until it is closed; returns the exit code."""
+    journal = open_sweep(given.file)
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigError(
+            "sweep show: standard input and output are no terminal; allowed: a terminal, or "
+            "tilewright sweep status"
+        )
+    try:
+        from tilewright.compiler.commands.sweep.show_app import SweepApp
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "textual":
+            raise
+        message = "sweep show needs textual; allowed: pip install tilewright[show]"
+        raise ConfigError(message) from None
+    app = SweepApp(journal)
+    app.run()
+    return app.return_code or 0

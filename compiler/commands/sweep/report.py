@@ -15,7 +15,6 @@ from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import append, read
 from tilewright.compiler.commands import perf
-from tilewright.compiler.commands.arguments import Parser
 from tilewright.compiler.commands.sweep.files import open_sweep
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import replace_file
@@ -34,22 +33,8 @@ _STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _LINKED_FOLDER = "precision_cfgs"
 
 
-def main(verb: str, argv: list[str]) -> int:
-    """Run ``export`` or ``plot``; returns the exit code."""
-    assert verb in ("export", "plot"), verb
-    return _export(argv) if verb == "export" else _plot(argv)
-
-
-def _export(argv: list[str]) -> int:
-    parser = Parser(prog="tilewright sweep export", description="Tables of sweeps.")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="what tilewright sweep wrote")
-    parser.add_argument("--markdown", metavar="OUT", help="a document; - for standard output")
-    parser.add_argument("--csv", metavar="OUT", help="a comma-separated table; - as above")
-    parser.add_argument("--perf-md", metavar="FILE", help="render this file's tables (PERF.md)")
-    parser.add_argument(
-        "--results", metavar="FILE", help=f"what --perf-md adds to, and renders ({perf.RECORDED})"
-    )
-    given = parser.parse_args(argv)
+def export(given: argparse.Namespace) -> int:
+    """Write the tables; returns the exit code."""
     _check_outputs(given)
     states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}
     if given.perf_md is not None:
@@ -164,12 +149,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _plot(argv: list[str]) -> int:
-    parser = Parser(prog="tilewright sweep plot", description="Figures of sweeps: SVG and PNG.")
-    parser.add_argument("files", nargs="+", metavar="FILE", help="what tilewright sweep wrote")
-    parser.add_argument("-o", "--output", metavar="DIR", default="docs", help="default: docs")
-    parser.add_argument("--name", metavar="STEM", help="of the files' names (default: front)")
-    given = parser.parse_args(argv)
+def plot(given: argparse.Namespace) -> int:
+    """Draw the figures; returns the exit code."""
     if given.name is not None and not _STEM.fullmatch(given.name):
         raise ConfigError(f"--name {given.name[:60]!r}; allowed: letters, digits, '-', '_', '.'")
     states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}

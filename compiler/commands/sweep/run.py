@@ -97,7 +97,7 @@ def planned(options: SweepOptions, cells: Sequence[Cell]) -> Planned:
     surroundings = environment(hash_host=True)
     bases: dict[tuple[str, ...], str] = {}
     for cell in cells:  # by place, not by name: all headings have the same one
-        bases.setdefault(cell.configuration[:-1], cell.precision_id)
+        bases.setdefault(cell.place, cell.precision_id)
     return Planned(
         version=VERSION,
         plan=options.plan,

@@ -23,6 +23,7 @@ from tilewright.compiler.commands.sweep.control import (
     What,
     affected,
     ask,
+    cells_text,
     log_text,
     newest,
     table_lines,
@@ -225,8 +226,7 @@ class SweepScreen(Screen[None]):
         if not chosen:
             self._ask(line, what, is_sure=True)  # which says why there is nothing to ask for
             return
-        count = "1 cell" if len(chosen) == 1 else f"{len(chosen)} cells"
-        text = f"{what.capitalize()} {count} of {line.name}?"
+        text = f"{what.capitalize()} {cells_text(len(chosen))} of {line.name}?"
         if num_done := sum(state.status == "done" for state in chosen):
             text += f" The figures of {num_done} will be replaced."
         question = Question(text)

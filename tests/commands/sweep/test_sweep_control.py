@@ -21,7 +21,8 @@ from tests.commands.sweep.journals import (
 from tilewright.compiler.bench.markdown import TableBlock as MarkdownTable
 from tilewright.compiler.bench.markdown import parse_blocks
 from tilewright.compiler.cli import main as cli
-from tilewright.compiler.commands.sweep import control, tables
+from tilewright.compiler.commands.sweep import tables
+from tilewright.compiler.commands.sweep.main import main
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.journal import Added, Journal
 
@@ -36,7 +37,7 @@ def journal(tmp_path: Path) -> Journal:
 
 def run(capsys: pytest.CaptureFixture[str], verb: str, *argv: object) -> str:
     """What a verb prints; all is well with it."""
-    assert control.main(verb, [str(each) for each in argv]) == 0
+    assert main([verb, *map(str, argv)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out
@@ -304,7 +305,7 @@ def test_every_kind_of_failure_is_restarted(
         ("log", ["nothing"], "no cell or configuration 'nothing'; allowed: "),
         ("cancel", [], "sweep cancel: no cell; allowed: CELL..."),
         ("restart", [], "sweep restart: no cell; allowed: CELL..., or --failed"),
-        ("restart", ["--failed", "a"], "sweep restart: both; allowed: CELL..., or --failed"),
+        ("restart", ["a", "--failed"], "sweep restart: both; allowed: CELL..., or --failed"),
         ("status", ["--sort", "size"], "no column 'size' to sort by; allowed: name, done, top1, "),
         ("status", ["--cells", "--sort", "mb"], "no column 'mb' to sort by; allowed: cell, name"),
         ("status", ["--cells", "--pareto"], "argument --pareto: not allowed with"),
@@ -314,7 +315,7 @@ def test_every_kind_of_failure_is_restarted(
 def test_what_is_refused(verb: str, argv: list[str], message: str, journal: Journal) -> None:
     before = journal.path.read_bytes()
     with pytest.raises(ConfigError) as caught:
-        control.main(verb, [str(journal.path), *argv])
+        main([verb, str(journal.path), *argv])
     assert str(caught.value).startswith(message) and "\n" not in str(caught.value)
     assert journal.path.read_bytes() == before
 
@@ -325,7 +326,7 @@ def test_an_ambiguous_id_lists_its_cells(tmp_path: Path) -> None:
     first = next(each[0] for each in ids if sum(other[0] == each[0] for other in ids) > 1)
     begun = [each for each in ids if each.startswith(first)]
     with pytest.raises(ConfigError, match=rf"'{first}': {len(begun)} ids begin so; allowed: ") as e:
-        control.main("cancel", [str(journal.path), first])
+        main(["cancel", str(journal.path), first])
     assert begun[0] in str(e.value)
 
 
@@ -333,18 +334,18 @@ def test_an_ambiguous_id_lists_its_cells(tmp_path: Path) -> None:
 def test_what_is_no_sweep_is_refused(verb: str, tmp_path: Path) -> None:
     rest = [] if verb == "status" else ["a"]
     with pytest.raises(ConfigError, match="No such file"):
-        control.main(verb, [str(tmp_path / "none.jsonl"), *rest])
+        main([verb, str(tmp_path / "none.jsonl"), *rest])
     other = tmp_path / "other.jsonl"
     other.write_text('{"schema": 1}\n')
     with pytest.raises(ConfigError, match="no event of a sweep"):
-        control.main(verb, [str(other), *rest])
+        main([verb, str(other), *rest])
     assert sorted(tmp_path.iterdir()) == [other]
 
 
 def test_a_torn_last_line_is_said(journal: Journal, capsys: pytest.CaptureFixture[str]) -> None:
     with journal.path.open("a") as file:
         file.write('{"event": "star')
-    assert control.main("status", [str(journal.path)]) == 0
+    assert main(["status", str(journal.path)]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("pareto.jsonl: plan pareto")
     assert captured.err.startswith("tilewright: ") and captured.err.count("\n") == 1
@@ -353,8 +354,8 @@ def test_a_torn_last_line_is_said(journal: Journal, capsys: pytest.CaptureFixtur
 
 def test_the_command_is_a_process_without_torch(journal: Journal) -> None:
     code = (
-        "import sys; from tilewright.compiler.commands.sweep import control; "
-        f"control.main('status', [{str(journal.path)!r}]); "
+        "import sys; from tilewright.compiler.commands.sweep.main import main; "
+        f"main(['status', {str(journal.path)!r}]); "
         "assert not {'torch', 'textual', 'numpy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=False)

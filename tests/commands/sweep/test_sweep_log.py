@@ -8,6 +8,7 @@ import pytest
 
 from tests.commands.sweep.journals import FOUR, cells, four, start
 from tilewright.compiler.commands.sweep import control
+from tilewright.compiler.commands.sweep.main import main
 from tilewright.compiler.sweep.journal import Asked, Journal
 
 
@@ -17,7 +18,7 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def log(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert control.main("log", [str(each) for each in argv]) == 0
+    assert main(["log", *map(str, argv)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return captured.out

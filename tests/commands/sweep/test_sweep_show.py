@@ -18,7 +18,7 @@ from tests.commands.sweep.journals import (
     twelve,
 )
 from tilewright.compiler.cli import main as cli
-from tilewright.compiler.commands.sweep import show
+from tilewright.compiler.commands.sweep.main import main
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.journal import Journal
 
@@ -246,7 +246,7 @@ def test_keys_that_quit(key: str, journal: Journal) -> None:
 
 def refuse(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        show.main("show", list(argv))
+        main(["show", *argv])
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
