@@ -1,4 +1,4 @@
-"""``tilewright sweep status``, ``show``, ``log``, ``cancel``, ``restart``: see and steer a sweep.
+"""``tilewright sweep status``, ``cancel``, ``restart``, ``log``: look at a sweep, and steer it.
 
 Runs nothing: a running sweep, or the next one that goes on with the file, does what is asked.
 """
@@ -184,23 +184,3 @@ def _read_log(path: Path, max_bytes: int) -> str:
         return f"no log: {path}: {one_line(error)}"
     cut = f"(the last {max_bytes} of {size} bytes of {path})\n" if size > max_bytes else ""
     return cut + (plain_text(text).rstrip("\n") or "(the log is empty)")
-
-
-def show(given: argparse.Namespace) -> int:
-    """Show the view until it is closed; returns the exit code."""
-    journal = open_sweep(given.file)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError(
-            "sweep show: standard input and output are no terminal; allowed: a terminal, or "
-            "tilewright sweep status"
-        )
-    try:
-        from tilewright.compiler.commands.sweep.show_app import SweepApp
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "textual":
-            raise
-        message = "sweep show needs textual; allowed: pip install tilewright[show]"
-        raise ConfigError(message) from None
-    app = SweepApp(journal)
-    app.run()
-    return app.return_code or 0

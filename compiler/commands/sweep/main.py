@@ -13,7 +13,7 @@ EXIT_USER_ERROR = 2
 _PACKAGE = "tilewright.compiler.commands.sweep"
 _VERBS = {
     "status": ("control", "a table of a sweep, running or finished"),
-    "show": ("control", "the same as a terminal view, with keys"),
+    "show": ("show", "the same as a terminal view, with keys"),
     "export": ("report", "Markdown, CSV, PERF.md"),
     "plot": ("report", "SVG and PNG: the front, the sensitivities"),
     "cancel": ("control", "cancel cells, queued or running"),
