@@ -8,22 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from tilewright.compiler.bench import row
 from tilewright.compiler.bench.perf_md import (
     BOARDS_TITLE,
-    DEVICE,
     EMULATED_TOP1,
     EMULATED_TOP5,
-    MODEL,
-    POSITIONS,
-    PRECISION,
     PREDICTED_SPEED,
     PREDICTED_TTFT,
     PUBLISHED_SPEED,
     PUBLISHED_TOP1,
     PUBLISHED_TTFT,
-    PerfRow,
 )
+from tilewright.compiler.bench.published import published_row
 from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.row import Row
 from tilewright.compiler.bench.selection import (
     Group,
     context_k,
@@ -32,18 +30,25 @@ from tilewright.compiler.bench.selection import (
     is_batch_32,
     is_short,
 )
+from tilewright.compiler.bench.table import Table
 
-EMULATED_INTERVAL, EMULATED_KL = "Emulated top-1 95 % CI", "Emulated KL"
-EMULATED_PAIRED = "Emulated vs base"
-SPEED_ERROR, TTFT_ERROR, LENGTHS = "Speed error (%)", "TTFT error (%)", "Batch x prompt"
+__all__ = ["BOARDS_TITLE", "INTRO", "board_table"]
 
-Cells = tuple[str, ...]
-COLUMNS = (
-    *(MODEL, DEVICE, PRECISION, LENGTHS),
-    *(EMULATED_TOP1, EMULATED_TOP5, EMULATED_INTERVAL, POSITIONS, EMULATED_KL, EMULATED_PAIRED),
-    *(PREDICTED_SPEED, SPEED_ERROR, PREDICTED_TTFT, TTFT_ERROR),
-    *(PUBLISHED_SPEED, PUBLISHED_TTFT, PUBLISHED_TOP1),
-)
+_FIGURES = {
+    **{name: name for name in (row.MODEL, row.DEVICE, row.PRECISION, row.LENGTHS)},
+    EMULATED_TOP1: row.TOP1,
+    EMULATED_TOP5: row.TOP5,
+    "Emulated top-1 95 % CI": row.TOP1_INTERVAL,
+    row.POSITIONS: row.POSITIONS,
+    "Emulated KL": row.KL,
+    "Emulated vs base": row.PAIRED,
+    PREDICTED_SPEED: row.SPEED,
+    row.SPEED_ERROR: row.SPEED_ERROR,
+    PREDICTED_TTFT: row.TTFT,
+    row.TTFT_ERROR: row.TTFT_ERROR,
+}
+"""What each column is called here, and what it is called where figures are measured."""
+_PUBLISHED = {PUBLISHED_SPEED: "speed", PUBLISHED_TTFT: "ttft", PUBLISHED_TOP1: "top1"}
 
 INTRO = """\
 No board was there. Top-1, top-5 and KL are **emulated**: the board's formats and the arithmetic of
@@ -57,26 +62,16 @@ measured, in whole percents, where it lists the model on the device. No figure o
 measured here."""
 
 
-def board_rows(
-    results: Sequence[Result],
-    published: Callable[[Result], PerfRow | None],
-    cells_of: Callable[[Group], tuple[Cells, Cells]],
-) -> list[Cells]:
-    """A row for every group, batch and prompt length; accuracy stands in the first of a group.
-
-    ``cells_of``: a group's names (model, device, precision) and its accuracy's six cells.
-    """
+def board_table(results: Sequence[Result]) -> Table:
+    """A row for every group, batch and prompt length; accuracy stands in the first of a group."""
     # kinds are told apart by their columns, so that both stand in one row
     rows = []
     for group in group_results(list(results)):
-        names, accuracy = cells_of(group)
-        blank = ("",) * len(accuracy)
-        speeds = list(_speeds(group))
-        for index, found in enumerate(speeds or [None]):
-            figures = _figures(found, published) if found is not None else ("",) * 7
-            lengths = "" if found is None else f"{found.batch} x {found.prompt_length}"
-            rows.append((*names, lengths, *(blank if index else accuracy), *figures))
-    return rows
+        for index, found in enumerate([*_speeds(group)] or [None]):
+            accuracy = None if index else group.accuracy
+            figures = Row.of(found, accuracy, of=group.any, names=group.names)
+            rows.append((*row.cells(figures, _FIGURES.values()), *_published(found)))
+    return Table.of((*_FIGURES, *_PUBLISHED), rows)
 
 
 def _speeds(group: Group) -> Iterable[Result]:
@@ -86,29 +81,7 @@ def _speeds(group: Group) -> Iterable[Result]:
     return (found for each in wanted if (found := group.speed(each)) is not None)
 
 
-def _figures(result: Result, published: Callable[[Result], PerfRow | None]) -> Cells:
-    known = published(result)
-    return (
-        _decimal(result.decode_tsu),
-        _percent(result.decode_error),
-        _decimal(result.ttft_ms),
-        _percent(result.ttft_error),
-        "" if known is None else _plain(known.speed),
-        "" if known is None else _plain(known.ttft),
-        "" if known is None else _plain(known.top1),
-    )
-
-
-def _decimal(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.0f}"
-
-
-def _plain(value: float | None) -> str:
-    return "" if value is None else f"{value:g}"
-
-
-__all__ = ["BOARDS_TITLE", "COLUMNS", "INTRO", "board_rows"]
+def _published(result: Result | None) -> Iterable[str]:
+    known = None if result is None else published_row(result)
+    figures = (getattr(known, field, None) for field in _PUBLISHED.values())
+    return ("" if figure is None else f"{figure:g}" for figure in figures)

@@ -25,6 +25,24 @@ from tilewright.compiler.bench.markdown import (
     parse_blocks,
 )
 from tilewright.compiler.bench.record import HEADING_FORM, KINDS, RANDOM_WEIGHTS, Kind, is_heading
+from tilewright.compiler.bench.row import (
+    AVG_TTFT,
+    DEVICE,
+    FIRST_TTFT,
+    KL,
+    LAST_TTFT,
+    MEDIAN_TTFT,
+    MODEL,
+    PEAK,
+    POSITIONS,
+    PRECISION,
+    SPEED,
+    SPREAD,
+    TOP1,
+    TOP5,
+    TOTAL,
+    TTFT,
+)
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.files import read_regular, replace_file
 
@@ -44,14 +62,6 @@ SectionKind = Literal[
     "performance", "accuracy", "long_context", "batch_32", "precision", "boards", "other"
 ]
 
-MODEL, DEVICE, PRECISION = "Model", "Device", "Precision"
-TOP1, TOP5, SPEED = "Top-1 (%)", "Top-5 (%)", "Speed (t/s/u)"
-TTFT, AVG_TTFT = "TTFT (ms)", "avg TTFT (ms)"
-TOTAL = "Total (t/s)"
-FIRST_TTFT, MEDIAN_TTFT, LAST_TTFT = "first TTFT (ms)", "median TTFT (ms)", "last TTFT (ms)"
-TOP1_INTERVAL, TOP5_INTERVAL = "Top-1 95 % CI", "Top-5 95 % CI"
-POSITIONS, KL, PAIRED, SPREAD, PEAK = "Positions", "KL", "vs base", "Spread (%)", "Peak (MB)"
-
 EMULATED_TOP1, EMULATED_TOP5 = "Emulated top-1 (%)", "Emulated top-5 (%)"
 PREDICTED_SPEED, PREDICTED_TTFT = "Predicted speed (t/s/u)", "Predicted TTFT (ms)"
 PUBLISHED_TOP1, PUBLISHED_SPEED = "Published top-1 (%)", "Published speed (t/s/u)"
@@ -64,18 +74,8 @@ _BOARD_NUMBERS = {EMULATED_TOP1, EMULATED_TOP5, PREDICTED_SPEED, PREDICTED_TTFT}
 _BOARD_NUMBERS |= {PUBLISHED_TOP1, PUBLISHED_SPEED, PUBLISHED_TTFT}
 
 _PERCENT = {TOP1, TOP5, EMULATED_TOP1, EMULATED_TOP5, PUBLISHED_TOP1}
-_NUMERIC = _BOARD_NUMBERS | {
-    TOP1,
-    TOP5,
-    SPEED,
-    TTFT,
-    AVG_TTFT,
-    TOTAL,
-    FIRST_TTFT,
-    MEDIAN_TTFT,
-    LAST_TTFT,
-}
-_NUMERIC |= {POSITIONS, KL, SPREAD, PEAK}
+_NUMERIC = _BOARD_NUMBERS | {TOP1, TOP5, SPEED, TTFT, AVG_TTFT, TOTAL, POSITIONS, KL, SPREAD, PEAK}
+_NUMERIC |= {FIRST_TTFT, MEDIAN_TTFT, LAST_TTFT}
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 _LONG_CONTEXT = re.compile(r"long-context \(([1-9][0-9]{0,5})k tokens\)")

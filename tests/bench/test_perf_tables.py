@@ -335,8 +335,8 @@ def test_what_is_rendered_reads_back(results: list[Result]) -> None:
         assert (section.kind != "other") == is_typed
         if is_typed:
             cells = [tuple(row.cells.values()) for row in section.rows]
-            assert cells == list(plan.rows)
-            assert all(tuple(row.cells) == plan.columns for row in section.rows)
+            assert plan.table is not None and cells == list(plan.table.rows)
+            assert all(tuple(row.cells) == plan.table.columns for row in section.rows)
 
 
 @given(any_results())
