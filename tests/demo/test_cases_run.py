@@ -1,7 +1,7 @@
-"""Every named case of the demo, run on the default model through the same command.
+"""Every named case of the demo, run through the same command with a few tokens and one repeat.
 
-With a few tokens and one repeat; the expensive ones are `slow`. What a model or device cannot run
-must be refused with that very reason.
+On a tiny model, the expensive ones marked `slow`; whole and on the default model, all `slow`. What
+a model or device cannot run must be refused with that very reason.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands.conftest import CONTEXT, tiny_gguf
 from tilewright.compiler.bench.cases import CASES, Case, check_case
 from tilewright.compiler.bench.results import loads, read
 from tilewright.compiler.cli import main
@@ -17,7 +18,7 @@ from tilewright.compiler.commands.options import read_options
 from tilewright.compiler.errors import ConfigError
 from tilewright.models import load_model
 
-pytestmark = pytest.mark.weights
+__all__ = ["tiny_gguf"]
 
 NUM_TOKENS = 4
 QUICK_BATCH = 4
@@ -82,19 +83,16 @@ def check(case: Case, argv: list[str], results: Path, *, max_context: int) -> No
 
 @pytest.mark.parametrize("name", cases(whole=False))
 def test_a_case_runs(
-    name: str,
-    smollm2_path: Path,
-    max_context: int,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    name: str, tiny_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     case, results = CASES[name], tmp_path / "results.jsonl"
     smaller = ["--batch-size", str(QUICK_BATCH)] if case.batch_size >= _MANY else []
-    argv = run(case, smollm2_path, results, "--json", *smaller)
-    check(case, argv, results, max_context=max_context)
+    argv = run(case, tiny_gguf, results, "--json", *smaller)
+    check(case, argv, results, max_context=CONTEXT)
     assert loads(capfd.readouterr().out) == read(results)[0]
 
 
+@pytest.mark.weights
 @pytest.mark.parametrize("name", cases(whole=True))
 def test_a_case_runs_with_all_its_users(
     name: str, smollm2_path: Path, max_context: int, tmp_path: Path
@@ -103,6 +101,7 @@ def test_a_case_runs_with_all_its_users(
     check(case, run(case, smollm2_path, results), results, max_context=max_context)
 
 
+@pytest.mark.weights
 def test_answers_are_streamed_and_rotation_is_checked(
     smollm2_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
