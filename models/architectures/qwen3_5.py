@@ -55,7 +55,7 @@ class HybridLayer(nn.Module):
 
 
 class HybridModel(LlamaModel):
-    """Llama's with layers of two kinds."""
+    """Llama's embedding and norm around layers of two kinds, attention and Gated DeltaNet."""
 
     @staticmethod
     def make_layer(config: HybridConfig, layer: int) -> HybridLayer:
@@ -63,7 +63,7 @@ class HybridModel(LlamaModel):
 
 
 class Qwen35ForCausalLM(LlamaForCausalLM):
-    """Checkpoints have, head by head, the rows of a query above those of its gate."""
+    """Qwen3.5 with its head; checkpoints have a query's rows above its gate's, head by head."""
 
     config: HybridConfig
     model_class = HybridModel
@@ -118,7 +118,7 @@ DEFAULTS = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-"""What transformers takes where config.json is silent."""
+"""The values that transformers takes for keys which config.json leaves out."""
 
 GGUF_NAMES = {
     "attn_q_norm": "self_attn.q_norm",
@@ -134,7 +134,7 @@ GGUF_NAMES = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-"""As llama.cpp's converter calls what a layer has besides Llama's."""
+"""Hugging Face's names, by GGUF's, of the tensors that a layer has besides Llama's."""
 
 ARCHITECTURE = Architecture(
     Qwen35ForCausalLM,

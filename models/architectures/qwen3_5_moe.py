@@ -26,7 +26,7 @@ from tilewright.models.sources import Sources
 
 
 class SparseHybridModel(HybridModel):
-    """With experts."""
+    """Layers of attention and Gated DeltaNet whose feed-forward blocks have experts."""
 
     @staticmethod
     def make_layer(config: HybridConfig, layer: int) -> HybridLayer:
@@ -34,7 +34,7 @@ class SparseHybridModel(HybridModel):
 
 
 class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
-    """Checkpoints have all experts of a layer in one tensor."""
+    """Qwen3.5's mixture with its head; checkpoints have a layer's experts in one tensor."""
 
     model_class = SparseHybridModel
     tensor_groups: Mapping[str, str] = {**Qwen35ForCausalLM.tensor_groups, **TENSOR_GROUPS}
@@ -44,16 +44,20 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
 
 
 def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The kinds of layers and the experts, whose weights always add up to one.
+    """As `read_hf_sparse`; the weights of the chosen experts must be said to add up to one.
 
     Raises:
-        CheckpointError: as :func:`read_hf_sparse`, or weights that do not.
+        CheckpointError: as `read_hf_sparse` does, or for weights that do not add up to one.
     """
     return _renormalised(keys, "norm_topk_prob", read_hf_sparse(keys, config))
 
 
 def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The same of GGUF's keys."""
+    """As `read_gguf_sparse`; the weights of the chosen experts must be said to add up to one.
+
+    Raises:
+        CheckpointError: as `read_gguf_sparse` does, or for weights that do not add up to one.
+    """
     return _renormalised(keys, "expert_weights_norm", read_gguf_sparse(keys, config))
 
 
@@ -64,13 +68,21 @@ def _renormalised(keys: Keys, key: str, config: HybridConfig) -> HybridConfig:
 
 
 def read_hf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The kinds of layers and the experts, whose weights need not add up to one."""
+    """``config`` with the kinds of layers and the sizes of experts that config.json says.
+
+    Raises:
+        CheckpointError: a key that is missing, out of range, or of a kind that is not read.
+    """
     found: HybridConfig = hf_experts(keys, hf_delta(keys, config))
     return found
 
 
 def read_gguf_sparse(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The same of GGUF's keys."""
+    """``config`` with the kinds of layers and the sizes of experts that GGUF metadata says.
+
+    Raises:
+        CheckpointError: a key that is missing, out of range, or of a kind that is not read.
+    """
     found: HybridConfig = gguf_experts(keys, gguf_delta(keys, config))
     return found
 

@@ -20,7 +20,7 @@ from tilewright.models.sources import Sources
 
 
 class Qwen3MoeModel(LlamaModel):
-    """Llama's with experts."""
+    """Llama's embedding and norm around layers whose feed-forward blocks have experts."""
 
     @staticmethod
     def make_layer(config: MoeConfig, layer: int) -> DecoderLayer:
@@ -28,7 +28,7 @@ class Qwen3MoeModel(LlamaModel):
 
 
 class Qwen3MoeForCausalLM(LlamaForCausalLM):
-    """Checkpoints have a tensor for each product of each expert."""
+    """Qwen3's mixture with its head; checkpoints have a tensor a product of each expert."""
 
     config: MoeConfig
     model_class = Qwen3MoeModel

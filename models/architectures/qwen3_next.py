@@ -22,8 +22,8 @@ from tilewright.models.sources import Sources, cut_rows
 
 
 class Qwen3NextForCausalLM(Qwen35MoeForCausalLM):
-    """Checkpoints have a tensor for each product of each expert; and, key head by key head, the
-    rows of what Gated DeltaNet's products share.
+    """Qwen3-Next with its head; checkpoints have a tensor for each product of each expert and, key
+    head by key head, the rows of what Gated DeltaNet's products share.
     """
 
     def sources(self) -> Sources:
@@ -60,7 +60,8 @@ def _by_key_head(path: str, config: HybridConfig) -> dict[str, Any]:
 def gguf_views(
     config: HybridConfig, stored: Mapping[str, tuple[int, ...]], path: Path
 ) -> dict[str, View]:
-    """q, k, v and z of every key head below one another, where a file has all of a kind together.
+    """The tensors that have q, k, v and z of every key head below one another, in files that have
+    all of a kind together.
 
     Raises:
         CheckpointError: naming ``path``, where it has not all of them.

@@ -25,7 +25,7 @@ HASH_WHOLE = HASH_WINDOW * HASH_NUM_WINDOWS
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Shape (Hugging Face's, rows first), the type as stored, and its bytes in the file."""
+    """A tensor's shape (Hugging Face's, rows first), its stored type, and its bytes in the file."""
 
     shape: tuple[int, ...]
     dtype: str

@@ -22,7 +22,7 @@ _LAYERS_A_FULL_ONE = 4
 
 
 def hf_delta(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The kinds of layers and the sizes of Gated DeltaNet.
+    """``config`` with the kinds of layers and the sizes of Gated DeltaNet that config.json says.
 
     Raises:
         CheckpointError: a kind of layer that is not read, or heads that do not divide.
@@ -59,7 +59,7 @@ def _check_heads(keys: Keys, key: str, delta: DeltaShape) -> None:
 
 
 def gguf_delta(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """The same of GGUF's keys.
+    """``config`` with the kinds of layers and the sizes of Gated DeltaNet that GGUF metadata says.
 
     Raises:
         CheckpointError: heads that do not divide, or kinds that are not said of every layer.

@@ -10,7 +10,11 @@ from tilewright.models.config import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH
 
 
 def hf_experts(keys: Keys, config: Any) -> Any:
-    """The sizes of experts, and which layers have them."""
+    """``config`` with the sizes of experts that config.json says, and which layers have them.
+
+    Raises:
+        CheckpointError: a key that is missing or out of range, or layers that the model lacks.
+    """
     key = "num_experts" if keys.get("num_experts") is not None else "num_local_experts"
     count = keys.integer(key, 2, MAX_EXPERTS)
     if keys.integer("num_local_experts", 2, MAX_EXPERTS, default=count) != count:
@@ -35,7 +39,11 @@ def hf_experts(keys: Keys, config: Any) -> Any:
 
 
 def gguf_experts(keys: Keys, config: Any) -> Any:
-    """The same of GGUF's keys; every layer has experts."""
+    """``config`` with the sizes of experts that GGUF metadata says; every layer has experts.
+
+    Raises:
+        CheckpointError: a key that is missing or out of range.
+    """
     count = keys.integer("expert_count", 2, MAX_EXPERTS)
     return dataclasses.replace(
         config,

@@ -152,7 +152,7 @@ class GGUFCheckpoint:
         return self._map[at + low : at + high]
 
     def _is_draft(self, name: str) -> bool:
-        """Whether it belongs to the layers after the last, which draft tokens."""
+        """Whether tensor ``name`` is of the layers after the last, which draft tokens."""
         match = _LAYER_NAME.fullmatch(name) or _DRAFT_NAME.fullmatch(name)
         last = self._metadata.get(f"{self._metadata['general.architecture']}.block_count")
         return match is not None and self.config.num_layers <= int(match[1]) < _as_int(last)
@@ -343,7 +343,7 @@ def hf_name(name: str, layer_names: Mapping[str, str] = _PER_LAYER) -> str:
 
 
 def _row_bytes(tensor: GGUFTensor) -> int:
-    """Of a row, counted over all axes but the last."""
+    """The stored bytes of a row, where rows are counted over all axes but the last."""
     return tensor.nbytes // math.prod(tensor.shape[:-1])
 
 

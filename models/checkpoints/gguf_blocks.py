@@ -23,7 +23,7 @@ Decoder = Callable[[Bytes], Floats]
 
 
 def dequantise(stored: Bytes, dtype: str) -> Tensor:
-    """Bytes of whole blocks to a flat tensor: floats as they are stored, the rest as float32."""
+    """The flat tensor of the bytes of whole blocks: floats as they are stored, else float32."""
     flat = stored.reshape(-1)
     if dtype == "F32":
         return torch.from_numpy(flat.view("<f4"))

@@ -41,11 +41,12 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "residual_scale": (0.0, 1.0),
     "logit_scale": (0.0, 1.0),
 }
-"""The same of GGUF's keys."""
+"""Keys of GGUF metadata that change the arithmetic, with the values that leave it as it is: others
+are refused where the architecture does not read the key."""
 
 
 def config_of_gguf(metadata: Mapping[str, object], *, where: Path | str) -> ModelConfig:
-    """From the key-value part of the GGUF file at ``where``.
+    """The configuration in the key-value part of the GGUF file at ``where``.
 
     Tied embeddings, biases and frequency factors are tensors in a GGUF file, so the reader
     fills them in; here the embeddings are taken as tied, and only fixed biases are there.
@@ -94,6 +95,6 @@ def config_of_gguf(metadata: Mapping[str, object], *, where: Path | str) -> Mode
 
 
 def _num_layers(keys: Keys) -> int:
-    """Without those at the end that draft tokens, which change nothing of the others."""
+    """How many layers there are without those at the end that only draft tokens."""
     count = keys.integer("block_count", 1, MAX_LAYERS)
     return count - keys.integer("nextn_predict_layers", 0, count - 1, default=0)

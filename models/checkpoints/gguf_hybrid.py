@@ -54,7 +54,9 @@ def tiled_rows(name: str, delta: DeltaShape) -> Order | None:
 
 
 def tiled_columns(name: str, delta: DeltaShape) -> Order | None:
-    """The same of columns."""
+    """Which column of the file each Hugging Face column is, where value heads are tiled; None where
+    they agree.
+    """
     is_product = name.endswith("linear_attn.out_proj.weight")
     return _grouped(delta, delta.value_dim) if is_product else None
 
@@ -68,7 +70,7 @@ def _grouped(delta: DeltaShape, width: int) -> Order:
 
 
 def log_decay(values: Tensor, name: str, path: Path) -> Tensor:
-    """A_log of the stored -exp(A_log).
+    """Hugging Face's ``A_log``, of the -exp(A_log) that a GGUF file stores.
 
     Raises:
         CheckpointError: for a value that is not below 0.

@@ -56,7 +56,7 @@ are refused where the architecture does not read the key. Null leaves it as it i
 
 
 def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelConfig:
-    """From the contents of a Hugging Face ``config.json`` at ``where``.
+    """The configuration in ``values``, the contents of a Hugging Face ``config.json`` at ``where``.
 
     Raises:
         CheckpointError: a key that is missing, out of range, or of a kind that is not read.
@@ -108,7 +108,7 @@ def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelCon
 def _text_values(
     values: Mapping[str, object], model_type: str, where: Path | str
 ) -> Mapping[str, object]:
-    """The keys of the text model, wherever they are; what is said of the whole holds for it.
+    """The keys of the text model, in ``text_config`` or beside it; those of the whole hold for it.
 
     Raises:
         CheckpointError: a text model of another kind, or what the two say differently.
@@ -145,7 +145,7 @@ def _refuse_quantised(keys: Keys) -> None:
 
 
 def _refuse_hf_extras(keys: Keys) -> None:
-    """What nobody has read and would change the arithmetic."""
+    """Refuse keys that nobody has read and that would change the arithmetic."""
     keys.refuse_unread(_NEUTRAL)
     kinds = keys.unread("layer_types")
     if isinstance(kinds, list) and any(kind != FULL for kind in kinds):

@@ -11,7 +11,7 @@ from tilewright.compiler.files import read_regular
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """The JSON object that the file at ``path`` holds.
 
     Raises:
         CheckpointError: the file is missing, is not JSON, or holds something other than an object.

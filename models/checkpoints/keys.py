@@ -22,6 +22,7 @@ class Keys:
         self._asked: set[str] = set()
 
     def get(self, key: str) -> object:
+        """The value of a key as it is, None where it is missing; the key counts as asked for."""
         self._asked.add(key)
         return self.values.get(self.prefix + key)
 
@@ -51,6 +52,7 @@ class Keys:
                 raise self.error(key, value, "allowed: keys " + ", ".join(sorted(self._asked)))
 
     def error(self, key: str, value: object, tail: str) -> CheckpointError:
+        """The error that refuses a key's value; ``tail`` says what is allowed."""
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         return CheckpointError(f"{self.where}: {self.prefix}{key} = {shown} is not read; {tail}")
@@ -59,6 +61,11 @@ class Keys:
         return CheckpointError(f"{self.where}: {self.prefix}{key} is missing; {tail}")
 
     def integer(self, key: str, low: int, high: int, *, default: int | None = None) -> int:
+        """A whole number in [low, high]; ``default`` where the key is missing or null.
+
+        Raises:
+            CheckpointError: another value, or none without a default.
+        """
         tail = f"allowed: a whole number from {low} to {high}"
         value = self.get(key)
         if value is None:
@@ -70,7 +77,11 @@ class Keys:
         return int(value)
 
     def real(self, key: str, low: float, high: float, *, default: float | None = None) -> float:
-        """A number in [low, high], 0 excluded."""
+        """A number in [low, high], 0 excluded; ``default`` where the key is missing or null.
+
+        Raises:
+            CheckpointError: another value, or none without a default.
+        """
         tail = f"allowed: a number above 0, from {low:g} to {high:g}"
         value = self.get(key)
         if value is None:
@@ -84,7 +95,11 @@ class Keys:
         return float(value)
 
     def reals(self, key: str, count: int) -> tuple[float, ...]:
-        """So many numbers above 0."""
+        """A list of ``count`` finite numbers above 0.
+
+        Raises:
+            CheckpointError: another value, or none.
+        """
         value = self.get(key)
         tail = f"allowed: a list of {count} numbers above 0"
         if value is None:
@@ -98,10 +113,15 @@ class Keys:
         return tuple(map(float, value))
 
     def optional_real(self, key: str, low: float, high: float) -> float | None:
-        """:meth:`real`, None where the key is missing or null."""
+        """A number as `real` reads it, None where the key is missing or null."""
         return None if self.get(key) is None else self.real(key, low, high)
 
     def boolean(self, key: str, *, default: bool) -> bool:
+        """True or false; ``default`` where the key is missing or null.
+
+        Raises:
+            CheckpointError: another value.
+        """
         value = self.get(key)
         if value is None:
             return default
@@ -110,6 +130,11 @@ class Keys:
         return value
 
     def choice(self, key: str, choices: tuple[str, ...], *, default: str) -> str:
+        """One of ``choices``; ``default`` where the key is missing or null.
+
+        Raises:
+            CheckpointError: another value.
+        """
         value = self.get(key)
         if value is None:
             return default
@@ -119,6 +144,11 @@ class Keys:
 
 
 def read_kv_heads(keys: Keys, key: str, num_heads: int) -> int:
+    """The number of key/value heads under ``key``: as many as query heads where it is missing.
+
+    Raises:
+        CheckpointError: a number that does not divide ``num_heads``.
+    """
     num_kv_heads = keys.integer(key, 1, num_heads, default=num_heads)
     if num_heads % num_kv_heads:
         raise keys.error(key, num_kv_heads, f"allowed: a divisor of the {num_heads} heads")
@@ -126,6 +156,11 @@ def read_kv_heads(keys: Keys, key: str, num_heads: int) -> int:
 
 
 def read_head_dim(keys: Keys, key: str, hidden: int, num_heads: int) -> int:
+    """The channels of a head under ``key``: the hidden size over the heads where it is missing.
+
+    Raises:
+        CheckpointError: an odd number, or none where the heads do not divide the hidden size.
+    """
     if keys.get(key) is None and hidden % num_heads:
         raise CheckpointError(
             f"{keys.where}: {keys.prefix}{key} is missing and the hidden size {hidden} "

@@ -10,7 +10,7 @@ from tilewright.compiler.files import open_regular
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """The bytes of a regular file, read where they are looked at.
+    """The bytes of a regular file, which are read from the disk where they are looked at.
 
     Raises:
         CheckpointError: a file that cannot be opened, or is empty.

@@ -22,8 +22,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows ``[first, stop)`` of the container's ``tensor``: of one ``expert``'s, where it has three
-    axes.
+    """Rows ``[first, stop)`` of a container's ``tensor``; where that has three axes, of the share
+    of one ``expert``.
     """
 
     tensor: str
@@ -34,8 +34,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor ``shape``, made of ``pieces`` below one another; rows are counted over all axes but
-    the last.
+    """A tensor of ``shape``, made of ``pieces`` below one another; rows are counted over all axes
+    but the last.
     """
 
     shape: Shape

@@ -55,7 +55,7 @@ class RandomCheckpoint:
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """Nothing that can be read: `tokenizer.byte_tokenizer` makes the tokenizer."""
+        """A source that cannot be read: `byte_tokenizer` makes the tokenizer of such a model."""
         return TokenizerSource(self.path)
 
     def get(self, name: str, rows: slice | None = None) -> Tensor:
@@ -78,7 +78,7 @@ class RandomCheckpoint:
         return values[start:stop].clone()
 
     def content_hash(self) -> str:
-        """Identity of the shape, the same on every device."""
+        """An identity of the shape, 64 hexadecimal digits, the same on every device."""
         body = [str(self._shape), dict(SHAPES[self._shape.name])]
         digest = hashlib.sha256(b"tilewright random weights 1\n")
         digest.update(json.dumps(body, sort_keys=True).encode())

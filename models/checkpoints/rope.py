@@ -32,7 +32,8 @@ def hf_rope(
     mrope: bool = False,
     layers: str | None = None,
 ) -> RopeConfig:
-    """Transformers 5 writes ``rope_parameters``, older files ``rope_theta``, ``rope_scaling``.
+    """The rotation that config.json says: in ``rope_parameters`` since transformers 5, in
+    ``rope_theta`` and ``rope_scaling`` before.
 
     ``partial``: whether the architecture reads ``partial_rotary_factor``. ``mrope``: whether there
     may be sections for images. ``layers``: the type of layer whose section is read, where
@@ -147,8 +148,8 @@ def longrope_attention_factor(factor: float, original_max_positions: int) -> flo
 def gguf_rope(
     keys: Keys, head_dim: int, *, partial: bool = False, mrope: bool = False
 ) -> RopeConfig:
-    """From GGUF's keys; factors by frequency are tensors, which the file's reader adds. See
-    `hf_rope` for ``partial`` and ``mrope``.
+    """The rotation that GGUF metadata says; factors by frequency are tensors, which the file's
+    reader adds. `hf_rope` explains ``partial`` and ``mrope``.
 
     Raises:
         CheckpointError: a scaling, or a number of rotated channels, that is not read.

@@ -35,12 +35,12 @@ _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
 _TEXT_PREFIX = "model.language_model."
 _OTHER_PARTS = ("model.visual.", "mtp.")
-"""Of models of several kinds of input: the tower for images, and the layer that drafts tokens."""
+"""What tensors beside the text model's begin with: the tower for images, the layer that drafts."""
 _COMPARED_ROWS = 4096
 
 
 class SafetensorsCheckpoint:
-    """An opened folder; see `tilewright.models.checkpoints.base.Checkpoint`.
+    """An opened Hugging Face folder; see `tilewright.models.checkpoints.base.Checkpoint`.
 
     Raises:
         CheckpointError: a file that is missing, cut short or corrupt, or of a kind not read.

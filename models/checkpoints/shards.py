@@ -12,7 +12,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def find_shards(path: Path) -> tuple[list[str], dict[str, str]]:
-    """Shard file names, and which shard the index says each tensor is in (empty without index).
+    """The names of shard files, and the shard of each tensor by the index (empty without one).
 
     Raises:
         CheckpointError: no weights, several files without an index, or an index that is not one.

@@ -33,14 +33,14 @@ def hf_windows_of_upper(keys: Keys, config: ModelConfig) -> ModelConfig:
 
 
 def windows_of_all(keys: Keys, num_layers: int, max_positions: int) -> tuple[int, ...]:
-    """``sliding_window`` for every layer; none where it is null."""
+    """``sliding_window`` for every layer; empty where it is null."""
     if keys.get("sliding_window") is None:
         return ()
     return windows_by_type(keys, [SLIDING] * num_layers, max_positions)
 
 
 def windows_of_upper(keys: Keys, num_layers: int, max_positions: int) -> tuple[int, ...]:
-    """For layers from ``max_window_layers`` on, where ``use_sliding_window`` says so."""
+    """The windows of layers from ``max_window_layers`` on, where ``use_sliding_window`` is true."""
     first = keys.integer("max_window_layers", 0, MAX_POSITIONS, default=28)
     kinds = keys.get("layer_types")
     if kinds is not None:  # whatever the switch says: another kind of layer has other weights
@@ -53,7 +53,7 @@ def windows_of_upper(keys: Keys, num_layers: int, max_positions: int) -> tuple[i
 
 
 def checked_types(keys: Keys, kinds: object, num_layers: int) -> list[str]:
-    """``layer_types``, one for each layer.
+    """``kinds``, the value of ``layer_types``, if it names a type that is read for each layer.
 
     Raises:
         CheckpointError: a list of another length, or another type of layer.

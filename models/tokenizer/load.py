@@ -19,7 +19,11 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
 
 
 def read_vocabulary(source: TokenizerSource) -> Vocabulary:
-    """What `load_tokenizer` makes a tokenizer of; raises as it does."""
+    """The parts of a checkpoint's tokenizer, of which `load_tokenizer` makes one.
+
+    Raises:
+        CheckpointError: files or metadata that are missing, corrupt or of a kind not read.
+    """
     if source.metadata is not None:
         return read_metadata(source.metadata, source.path)
     if source.path.suffix == ".t" and not source.path.is_dir():

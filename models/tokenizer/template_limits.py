@@ -52,7 +52,7 @@ _PERCENT_WIDTH = re.compile(r"%\([^()]*\(|%(?:\([^()]*\))?[^a-zA-Z%(]*(?:\d{5}|\
 
 
 class TooCostlyError(SecurityError):
-    """A template asks for more text or time than templates get."""
+    """The error for a template that asks for more text or time than templates get."""
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The parts of a tokenizer.
+    """The parts that a tokenizer is made of.
 
     ``add_bos`` and ``add_eos`` None leave special tokens to the backend's own post-processor.
     ``special_tokens`` are the named ones (``bos_token`` ...) that chat templates may write.
@@ -59,7 +59,7 @@ def library_errors(kind: type[TilewrightError], where: str) -> Iterator[None]:
 
 
 def read_folder(folder: Path) -> Vocabulary:
-    """From ``tokenizer.json`` and the files beside it that transformers reads.
+    """The tokenizer in a folder: ``tokenizer.json`` and what transformers reads beside it.
 
     Raises:
         CheckpointError: a file that is missing, corrupt or contradicts another.
@@ -233,7 +233,7 @@ def _folder_eos(folder: Path) -> list[int]:
 
 
 def _flag(config: Mapping[str, Any], key: str, other: str) -> bool | None:
-    """Transformers rebuilds the post-processor as soon as either flag is written down."""
+    """One of the flags that, once written down, make transformers rebuild the post-processor."""
     if config.get(key) is None and config.get(other) is None:
         return None
     return bool(config.get(key, False))

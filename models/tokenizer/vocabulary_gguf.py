@@ -77,7 +77,7 @@ PRE_TOKENIZERS: Mapping[str, Callable[[tokenizers.Tokenizer], None]] = {
 
 
 def read_metadata(metadata: Mapping[str, object], where: Path) -> Vocabulary:
-    """From the ``tokenizer.*`` keys of the GGUF file at ``where``.
+    """The tokenizer that the ``tokenizer.*`` keys of the GGUF file at ``where`` describe.
 
     Raises:
         CheckpointError: keys that are missing, contradict each other, or of a kind not read.
@@ -225,7 +225,7 @@ def _sentencepiece(keys: _Metadata) -> tokenizers.Tokenizer:
 
 
 def recover_merges(keys: _Metadata) -> list[tuple[str, str]]:
-    """SentencePiece keeps scores, not merges: every cut of a piece into two pieces is one.
+    """The merges of SentencePiece, which keeps scores alone: every cut of a piece into two pieces.
 
     The order is transformers': best score first, then longer parts, then (within a piece) ids.
     """

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tilewright.compiler.errors import CheckpointError
 from tilewright.models import find_model, load_model, model_types
+from tilewright.models.architectures import table as architectures
 from tilewright.models.architectures.table import architecture_of
 
 
@@ -148,8 +149,10 @@ def test_missing_default_model_gives_the_command(monkeypatch: pytest.MonkeyPatch
         find_model()
 
 
-def test_every_registered_architecture_exists() -> None:
-    assert {"llama", "mistral", "qwen2", "qwen3", "phi3"} <= set(model_types())
+def test_every_architecture_has_its_line_and_every_line_its_architecture() -> None:
+    files = Path(architectures.__file__).parent.glob("*.py")
+    found = {file.stem for file in files if "\nARCHITECTURE = " in file.read_text("utf-8")}
+    assert found == set(model_types())
     for model_type in model_types():
         assert issubclass(architecture_of(model_type).model, torch.nn.Module)
 
