@@ -21,6 +21,7 @@ import msgspec
 from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.files import read_regular
 
+S = TypeVar("S")
 T = TypeVar("T")
 _CHUNK = 1 << 16
 _MAX_REASON = 1000  # characters: a line may hold values of any length
@@ -129,9 +130,13 @@ def read_records(
 
 
 def decode_record(
-    line: bytes, decode: Callable[[bytes], T], *, place: str, expected: str = "not a record"
+    line: S, decode: Callable[[S], T], *, place: str, expected: str = "not a record"
 ) -> T:
-    """One line's record. Raises ConfigError, naming ``place``, on a line that is none."""
+    """The record of one line, or of what was read of it already.
+
+    Raises:
+        ConfigError: naming ``place``, on what ``decode`` refuses.
+    """
     try:
         return decode(line)
     except (ConfigError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -318,9 +318,7 @@ class Result:
     timestamp: str
 
     def __post_init__(self) -> None:
-        _check_choice("kind", self.kind, choices=KINDS)
-        _check_choice("weights", self.weights, choices=WEIGHTS)
-        _check_choice("compute", self.compute, choices=COMPUTES)
+        check_choices({name: getattr(self, name) for name in _CHOICES})
         for name in _PLAIN:
             check_plain(name, getattr(self, name))
         if self.model.endswith(RANDOM_WEIGHTS) or "(" in self.device or ")" in self.device:
@@ -375,9 +373,18 @@ def _check_numbers(record: Repeat | Paired | Accuracy | Result, *, signed: str =
             raise ConfigError(f"result: {field.name} {str(value)[:40]}; allowed: finite and >= 0")
 
 
-def _check_choice(name: str, value: str, *, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ConfigError(f"result: {name} {value!r}; {allowed(choices)}")
+_CHOICES: dict[str, Sequence[str]] = {"kind": KINDS, "weights": WEIGHTS, "compute": COMPUTES}
+
+
+def check_choices(values: dict[str, Any]) -> None:
+    """Refuse values of a result's fields that have a few allowed ones only.
+
+    Raises:
+        ConfigError: naming the field, its value and what is allowed.
+    """
+    for name, choices in _CHOICES.items():
+        if isinstance(value := values.get(name, choices[0]), str) and value not in choices:
+            raise ConfigError(f"result: {name} {value[:40]!r}; {allowed(choices)}")
 
 
 def check_plain(name: str, value: str) -> None:

@@ -6,28 +6,32 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
-import types
-import typing
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
 
 from tilewright.compiler.bench.json_lines import (
     TornLineWarning,
     append_lines,
     check_writable,
-    read_lines,
+    decode_record,
+    read_records,
 )
 from tilewright.compiler.bench.record import (
     KINDS,
     SCHEMA,
     Accuracy,
+    Ceilings,
     ContractLine,
     Kind,
     Paired,
     Repeat,
     Result,
+    check_choices,
     medians,
 )
 from tilewright.compiler.environment import Environment, environment
@@ -54,12 +58,18 @@ __all__ = [
     "read",
 ]
 
-
-_MAX_REASON = 1000  # characters: a line may hold values of any length
-
-
-class _MalformedError(Exception):
-    """Why a line is not a result; its reader adds the file and the line."""
+_WHAT = "not a result"
+_DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
+_PARTS: Mapping[str, type] = MappingProxyType(
+    {
+        "repeats": Repeat,
+        "accuracy": Accuracy,
+        "paired": Paired,
+        "contract": ContractLine,
+        "ceilings": Ceilings,
+    }
+)
+"""Fields that hold records, or lists of them."""
 
 
 def dumps(result: Result) -> str:
@@ -67,16 +77,14 @@ def dumps(result: Result) -> str:
     return json.dumps(result.to_dict(), allow_nan=False, separators=(",", ":"))
 
 
-def loads(line: str, *, place: str = "result") -> Result:
+def loads(line: str | bytes, *, place: str = "result") -> Result:
     """The Result of one line.
 
     Raises:
         ConfigError: naming ``place`` and the field, on anything but a line of this schema.
     """
-    try:
-        return _from_json(line)
-    except (_MalformedError, ConfigError) as error:
-        raise ConfigError(f"{place}: {str(error)[:_MAX_REASON]}") from None
+    data = line if isinstance(line, bytes) else line.encode()
+    return decode_record(data, _decode, place=place, expected=_WHAT)
 
 
 def append(path: str | os.PathLike[str], result: Result) -> None:
@@ -96,14 +104,7 @@ def read(path: str | os.PathLike[str]) -> list[Result]:
     Raises:
         ConfigError: naming file and line, on any other line that is not a result.
     """
-    found = []
-    for number, line in read_lines(path):
-        place = f"{path}:{number}"
-        try:
-            found.append(loads(line.decode("utf-8"), place=place))
-        except UnicodeDecodeError:
-            raise ConfigError(f"{place}: is not UTF-8 text") from None
-    return found
+    return [each.record for each in read_records(path, _decode, expected=_WHAT)]
 
 
 def from_values(values: dict[str, Any], *, place: str = "result") -> Result:
@@ -112,94 +113,43 @@ def from_values(values: dict[str, Any], *, place: str = "result") -> Result:
     Raises:
         ConfigError: naming ``place`` and the field, on anything else.
     """
-    try:
-        return _from_values(values)
-    except (_MalformedError, ConfigError) as error:
-        raise ConfigError(f"{place}: {str(error)[:_MAX_REASON]}") from None
+    return decode_record(values, _from_values, place=place, expected=_WHAT)
 
 
-def _from_json(line: str) -> Result:
-    try:
-        values = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise _MalformedError(f"not JSON: {str(error).splitlines()[0][:120]}") from None
-    if not isinstance(values, dict):
-        raise _MalformedError("not a JSON object")
-    return _from_values(values)
+def _decode(line: bytes) -> Result:
+    return _from_values(_DECODER.decode(line))
 
 
 def _from_values(values: dict[str, Any]) -> Result:
     values = dict(values)
     schema = values.pop("schema", None)
     names = {field.name for field in dataclasses.fields(Result)}
-    unknown = ", ".join(sorted(map(repr, values.keys() - names))) or "none"
     if schema != SCHEMA or isinstance(schema, bool):
-        raise _MalformedError(f"schema {schema!r}; allowed: {SCHEMA} (unknown fields: {unknown})")
-    return typing.cast(Result, _record(Result, values, place=""))
+        unknown = ", ".join(sorted(map(repr, values.keys() - names))) or "none"
+        raise ConfigError(f"schema {schema!r}; allowed: {SCHEMA} (unknown fields: {unknown})")
+    _check_fields(Result, values)
+    check_choices(values)
+    return msgspec.convert(values, Result)
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number that is allowed")
-
-
-@functools.cache
-def _hints(kind: type) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
-
-
-def _record(kind: type, values: dict[str, Any], *, place: str) -> object:
-    """A dataclass from its fields and no others, each checked against its annotation.
-
-    Only a field that was added later may be missing: older lines have it not.
+def _check_fields(kind: type, values: dict[str, Any], prefix: str = "") -> None:
+    """A record has its fields and no others; only one that was added later may be missing, because
+    older lines have it not.
     """
-    fields = dataclasses.fields(kind)
-    names = [field.name for field in fields]
-    prefix = f"{place}." if place else ""
-    if unknown := sorted(values.keys() - set(names)):
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if unknown := sorted(values.keys() - fields.keys()):
         listed = ", ".join(repr(prefix + name) for name in unknown)
-        raise _MalformedError(f"unknown field {listed}; {allowed(names)}")
-    required = [field.name for field in fields if not field.metadata.get("added_later")]
-    if missing := [name for name in required if name not in values]:
-        raise _MalformedError(f"missing field {', '.join(repr(prefix + name) for name in missing)}")
-    hints = _hints(kind)
-    return kind(
-        **{name: _value(hints[name], each, place=prefix + name) for name, each in values.items()}
-    )
+        raise ConfigError(f"unknown field {listed}; {allowed(fields)}")
+    required = [name for name in fields if not fields[name].metadata.get("added_later")]
+    if missing := [repr(prefix + name) for name in required if name not in values]:
+        raise ConfigError(f"missing field {', '.join(missing)}")
+    for name in values.keys() & _PARTS.keys():
+        part = values[name]
+        several = {f"{name}[{i}]": each for i, each in enumerate(part)} if _is_list(part) else {}
+        for place, each in (several or {name: part}).items():
+            if isinstance(each, dict):
+                _check_fields(_PARTS[name], each, f"{prefix}{place}.")
 
 
-def _value(hint: Any, value: Any, *, place: str) -> Any:
-    """One JSON value as its annotation wants it; the hints are only those of record.py."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is types.UnionType:
-        if value is None:
-            return None
-        (hint,) = (each for each in arguments if each is not types.NoneType)
-        return _value(hint, value, place=place)
-    if dataclasses.is_dataclass(hint) and isinstance(value, dict):
-        return _record(typing.cast(type, hint), value, place=place)
-    if origin is Literal and isinstance(value, str):
-        return value
-    if origin is tuple and isinstance(value, list):
-        return _tuple(arguments, value, place=place)
-    if origin is dict and isinstance(value, dict):
-        return {key: _value(str, each, place=f"{place}.{key}") for key, each in value.items()}
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and is_number and abs(value) <= 1e300:
-        return float(value)
-    if hint in (int, str) and type(value) is hint:
-        return value
-    wanted = getattr(hint, "__name__", str(hint)) if origin is None else str(hint)
-    raise _MalformedError(f"field {place!r} is {str(value)[:60]!r}; allowed: {wanted}")
-
-
-def _tuple(arguments: tuple[Any, ...], values: list[Any], *, place: str) -> tuple[Any, ...]:
-    if arguments[-1] is Ellipsis:
-        arguments = (arguments[0],) * len(values)
-    if len(arguments) != len(values):
-        raise _MalformedError(
-            f"field {place!r} has {len(values)} values; allowed: {len(arguments)}"
-        )
-    pairs = zip(arguments, values, strict=True)
-    return tuple(
-        _value(hint, value, place=f"{place}[{i}]") for i, (hint, value) in enumerate(pairs)
-    )
+def _is_list(value: object) -> bool:
+    return isinstance(value, list | tuple)
