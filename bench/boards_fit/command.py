@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.boards_fit.programs import READINGS, Programs
 from bench.boards_fit.report import Study, study_report, study_rows
 from bench.boards_fit.rows import read_rows
 from tilewright.compiler.bench import perf_md
-from tilewright.compiler.commands.arguments import Parser
+from tilewright.compiler.commands.arguments import option, parse
 from tilewright.compiler.commands.console import err, out
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import replace_file
@@ -27,26 +28,31 @@ _TOLERANCE = 2e-3
 EXIT_STALE = 1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    speeds: str = option(SPEEDS, default=str(_ROOT / SPEEDS), metavar="FILE")
+    write: bool = option(f"constants, and {DOCUMENT}", default=False)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the script; 1 where the constants kept are not those that the fit gives.
 
     Raises:
         TilewrightError: for a mistake in the arguments, or a file that cannot be read or written.
     """
-    parser = Parser(
+    options = parse(
+        _Options,
+        argv,
         prog="tilewright fit-perf-model",
         description="Fit the performance model of Tenstorrent boards to published speeds.",
     )
-    parser.add_argument("--speeds", default=str(_ROOT / SPEEDS), metavar="FILE", help=SPEEDS)
-    parser.add_argument("--write", action="store_true", help=f"constants, and {DOCUMENT}")
-    arguments = parser.parse_args(list(argv))
-    document = perf_md.load(arguments.speeds)
+    document = perf_md.load(options.speeds)
     programs = Programs()
     studies = [study_rows(each, read_rows(document, programs, each)) for each in READINGS]
     report = study_report(studies)
     out().print(report, soft_wrap=True, markup=False, highlight=False)
     used = studies[0]
-    if arguments.write:
+    if options.write:
         write_constants(Path(perf_constants.__file__), used)
         perf_md.update(_ROOT / DOCUMENT, _BLOCK, report)
     elif not is_kept(used):

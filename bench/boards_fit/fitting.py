@@ -106,18 +106,11 @@ def fit(samples: Sequence[Sample], names: Sequence[str], start: Constants = STAR
 
 
 def held_out(
-    samples: Sequence[Sample],
-    names: Sequence[str],
-    key: Callable[[Sample], Hashable],
-    *,
-    extra: Sequence[Sample] = (),
+    samples: Sequence[Sample], names: Sequence[str], key: Callable[[Sample], Hashable]
 ) -> list[float]:
-    """The error of each sample by constants fitted without those of its key.
-
-    ``extra`` samples take part in fits and are held out alike; their errors are not returned.
-    """
+    """The error of each sample by constants fitted without those of its key."""
     fitted = {
-        left: fit([s for s in (*samples, *extra) if key(s) != left], names)
+        left: fit([sample for sample in samples if key(sample) != left], names)
         for left in {key(sample) for sample in samples}
     }
     return [sample.error(fitted[key(sample)]) for sample in samples]

@@ -18,6 +18,7 @@ from bench.boards_fit.fitting import (
 )
 from bench.boards_fit.programs import PUBLISHED
 from bench.boards_fit.rows import Row, galaxy, judged
+from tilewright.compiler.bench.display import percent
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
 
@@ -149,32 +150,29 @@ def _is_fitted(row: Row) -> bool:
 
 
 def _summary(study: Study) -> str:
-    rows = []
+    rows: list[tuple[str, ...]] = []
+
+    def add(what: str, left_out: str, errors: Sequence[float]) -> None:
+        if len(errors):
+            rows.append((what, left_out, str(len(errors)), *_median_worst(errors)))
+
     for what, residuals in (("decode step", study.decode), ("prompt (TTFT)", study.prefill)):
-        for name in ("fitted", "model", "family", "board"):
-            errors = [getattr(each, name) for each in residuals]
-            rows.append((what, _LEFT_OUT[name], str(len(errors)), *_median_worst(errors)))
+        for name, text in _LEFT_OUT.items():
+            add(what, text, [getattr(each, name) for each in residuals])
         for board in _BOARDS:
-            errors = [each.board for each in residuals if each.sample.device == board]
-            if errors:
-                rows.append((what, f"board {board}", str(len(errors)), *_median_worst(errors)))
-    errors = list(study.alone)
-    rows.append(("decode step, no Galaxy", "model", str(len(errors)), *_median_worst(errors)))
-    errors = [each.model for each in study.galaxy]
-    rows.append(("Galaxy's step", "model", str(len(errors)), *_median_worst(errors)))
-    errors = [each.board for each in study.galaxy]
-    rows.append(("Galaxy's step", "board TG", str(len(errors)), *_median_worst(errors)))
+            of_board = [each.board for each in residuals if each.sample.device == board]
+            add(what, f"board {board}", of_board)
+    add("decode step, no Galaxy", "model", study.alone)
+    add("Galaxy's step", "model", [each.model for each in study.galaxy])
+    add("Galaxy's step", "board TG", [each.board for each in study.galaxy])
     for name, kinds, dp, _ in _UNSEEN:
-        for what in ("decode", "prefill"):
-            errors = _unseen_errors(study, what, kinds, dp)
-            if errors:
-                of = "step" if what == "decode" else "prompt"
-                cells = (f"{name}: {of}", "never fitted", str(len(errors)))
-                rows.append((*cells, *_median_worst(errors)))
-    table = Table.of(("figure", "left out", "rows", "median (%)", "worst (%)"), rows).markdown()
+        for what, of in (("decode", "step"), ("prefill", "prompt")):
+            add(f"{name}: {of}", "never fitted", _unseen_errors(study, what, kinds, dp))
+    columns = ("figure", "left out", "rows", "median (%)", "worst (%)")
+    table = Table.of(columns, rows).markdown()
     rank = f"Rank correlation of the precision rows' speeds: {study.rank():.3f}."
     bars = "; ".join(
-        f"{name} {100 * step:.0f} % of t/s/u, {100 * prompt:.0f} % of TTFT"
+        f"{name} {percent(step, 0)} % of t/s/u, {percent(prompt, 0)} % of TTFT"
         for name, (step, prompt) in study.bars().items()
     )
     return f"{table}\n{rank}\nError bars of predictions: {bars}."

@@ -119,7 +119,8 @@ class Bench:
             self._measured[key] = self._run(row)
         measured = self._measured[key]
         values, limit, detail = _figure(row, measured.runs, self.works(row), ceilings)
-        return Figures(row, values, limit, detail, None if is_known else measured.result)
+        result = None if is_known else replace(measured.result, ceilings=ceilings)
+        return Figures(row, values, limit, detail, result)
 
     def works(self, row: Row) -> tuple[Work, Work]:
         """The row's prompt, and its decode step in the middle of the measured ones."""

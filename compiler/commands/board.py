@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright.compiler.bench.display import decimal, percent
 from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.row import model_text
 from tilewright.compiler.commands import measure
 from tilewright.compiler.commands.console import (
     RANDOM_NOTE,
@@ -17,7 +19,6 @@ from tilewright.compiler.commands.console import (
     compile_progress,
     err,
     keep_results,
-    model_title,
     print_table,
 )
 from tilewright.compiler.commands.options import RunOptions
@@ -63,7 +64,7 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
         for title, columns, rows in board.time_tables():
             print_table(screen, title, columns, rows, numbers=True)
     last = records[-1]
-    title = f"{last.case}: {model_title(last)} on {last.device}, {last.precision_name}"
+    title = f"{last.case}: {model_text(last)} on {last.device}, {last.precision_name}"
     rows = [row for record in records for row in _rows(record)]
     print_table(screen, title, ("", "figure"), rows, numbers=True)
     screen.print(f"{last.device_detail}; {last.heading}", style="dim")
@@ -210,21 +211,19 @@ def _rows(record: Result) -> list[tuple[str, str]]:
     """The figures of one kind, each named by it."""
     if record.kind == "emulated":
         return [(f"{name}, emulated", text) for name, text in accuracy_rows(record.accuracy)]
+    weights, cache = record.resident_bytes or 0, record.cache_bytes or 0
     return [
         ("TTFT (ms), predicted", _with_error(record.ttft_ms, record.ttft_error)),
         ("decode (t/s/u), predicted", _with_error(record.decode_tsu, record.decode_error)),
-        ("all users (t/s), predicted", f"{record.tps or 0:,.1f}"),
-        ("weights, all chips (MB)", f"{(record.resident_bytes or 0) / 1e6:,.0f}"),
-        ("cache, all chips (MB)", f"{(record.cache_bytes or 0) / 1e6:,.0f}"),
+        ("all users (t/s), predicted", decimal(record.tps or 0, grouped=True)),
+        ("weights, all chips (MB)", decimal(weights / 1e6, 0, grouped=True)),
+        ("cache, all chips (MB)", decimal(cache / 1e6, 0, grouped=True)),
     ]
 
 
 def _with_error(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
-    bar = (
-        "extrapolated: no model fitted is as small"
-        if error is None
-        else f"error {100 * error:.0f} %"
-    )
-    return f"{value:,.1f}  ({bar})"
+    bar = "extrapolated: no model fitted is as small"
+    bar = bar if error is None else f"error {percent(error, 0)} %"
+    return f"{decimal(value, grouped=True)}  ({bar})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
@@ -12,7 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
-from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Accuracy, Repeat, Result
+from tilewright.compiler.bench.display import decimal, percent, span
+from tilewright.compiler.bench.record import Accuracy, Repeat, Result
 from tilewright.compiler.bench.results import append, dumps
 
 if TYPE_CHECKING:
@@ -76,11 +78,6 @@ def print_table(
     console.print(table)
 
 
-def model_title(result: Result) -> str:
-    """The model's name, marked where its weights are random."""
-    return f"{result.model} {RANDOM_WEIGHTS}" if result.weights == "random" else result.model
-
-
 def keep_results(screen: Console, options: RunOptions, results: Sequence[Result]) -> None:
     """Record results, and print them as JSON, where a run was asked to."""
     for result in results:
@@ -114,42 +111,39 @@ def accuracy_rows(accuracy: Accuracy | None) -> list[tuple[str, str]]:
     """The agreement with the reference, as name and text; none where it was not measured."""
     if accuracy is None:
         return []
-    rows = []
-    if accuracy.text != ACCURACY_TEXT:
-        rows.append(("accuracy on", accuracy.text))
-    rows += [
-        ("top-1", _share(accuracy.num_top1, accuracy.num_positions, accuracy.top1_interval)),
-        ("top-5", _share(accuracy.num_top5, accuracy.num_positions, accuracy.top5_interval)),
-    ]
+    rows = [("accuracy on", accuracy.text)] if accuracy.text != ACCURACY_TEXT else []
+    total = accuracy.num_positions
+    for name, count, interval in (
+        ("top-1", accuracy.num_top1, accuracy.top1_interval),
+        ("top-5", accuracy.num_top5, accuracy.top5_interval),
+    ):
+        between = span(100 * interval[0], 100 * interval[1], joint=" to ")
+        rows.append((name, f"{percent(count / total)} %  ({count} of {total}; 95 %: {between})"))
     if accuracy.kl_mean is not None:
-        error = "" if accuracy.kl_error is None else f"  (standard error {accuracy.kl_error:.5f})"
-        rows.append(("KL to fp32", f"{accuracy.kl_mean:.5f}{error}"))
+        error = decimal(accuracy.kl_error, 5)
+        rows.append(
+            ("KL to fp32", decimal(accuracy.kl_mean, 5) + (error and f"  (standard error {error})"))
+        )
     if accuracy.paired is not None:
         pair = accuracy.paired
         rows.append((f"against {pair.base}", f"-{pair.b} +{pair.c} positions, p = {pair.p:.3f}"))
     return rows
 
 
-def repeat_rows(repeats: Sequence[Repeat]) -> list[tuple[str, str, str, str]]:
+def repeat_rows(repeats: Sequence[Repeat]) -> list[tuple[str, ...]]:
     """One row a repeat: TTFT, prefill, decode."""
     return [
-        (str(number), _number(r.ttft_ms), _number(r.prefill_tps), _number(r.decode_tsu))
-        for number, r in enumerate(repeats, start=1)
+        (str(number), *map(_number, (each.ttft_ms, each.prefill_tps, each.decode_tsu)))
+        for number, each in enumerate(repeats, start=1)
     ]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
+_number = partial(decimal, none="-", grouped=True)
 
 
 def _with_spread(value: float | None, spread: float | None) -> str:
-    return _number(value) + ("" if spread is None else f"  (spread {100 * spread:.1f} %)")
+    return _number(value) + ("" if spread is None else f"  (spread {percent(spread)} %)")
 
 
-def _megabytes(value: int | None) -> str:
-    return "-" if value is None else f"{value / 1e6:,.0f}"
-
-
-def _share(count: int, total: int, interval: tuple[float, float]) -> str:
-    low, high = (100 * bound for bound in interval)
-    return f"{100 * count / total:.1f} %  ({count} of {total}; 95 %: {low:.1f} to {high:.1f})"
+def _megabytes(num_bytes: int | None) -> str:
+    return decimal(None if num_bytes is None else num_bytes / 1e6, 0, none="-", grouped=True)

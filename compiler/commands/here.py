@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.row import model_text
 from tilewright.compiler.bench.timing import Run, time_jobs
 from tilewright.compiler.commands import measure
 from tilewright.compiler.commands.console import (
@@ -14,7 +15,6 @@ from tilewright.compiler.commands.console import (
     compile_progress,
     err,
     keep_results,
-    model_title,
     print_table,
     repeat_rows,
     result_rows,
@@ -71,7 +71,7 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
 
 
 def _print_result(screen: Console, result: Result) -> None:
-    title = f"{result.case}: {model_title(result)} on {result.target}, {result.precision_name}"
+    title = f"{result.case}: {model_text(result)} on {result.target}, {result.precision_name}"
     print_table(screen, title, ("", "median"), result_rows(result), numbers=True)
     if len(result.repeats) > 1:
         columns = ("repeat", "TTFT (ms)", "prefill (t/s)", "decode (t/s/u)")

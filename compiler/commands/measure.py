@@ -292,6 +292,8 @@ def make_result(
     """The record of a run that has just been timed, without its accuracy."""
     repeats = tuple(run.repeat for run in runs)
     device, detail = device_of(compiled, options.threads)
+    # every job's positions as they are kept, at the fullest
+    positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in plan.jobs)
     return describe(
         source,
         options,
@@ -306,7 +308,7 @@ def make_result(
         repeats=repeats,
         peak_memory_bytes=peak_memory_bytes(),
         resident_bytes=compiled.executable.memory().weights,
-        cache_bytes=cache_bytes(compiled, plan),
+        cache_bytes=compiled.executable.state_bytes(positions, len(plan.jobs)),
         **medians(repeats),
     )
 
@@ -335,23 +337,18 @@ def describe(
         heading=precision.heading,
         effective_id=contract.effective_id,
         sampling=sampling_text(plan.jobs[0].sampling),
-        contract=contract_lines(contract),
+        contract=tuple(
+            ContractLine(
+                field=entry.field,
+                requested=entry.requested,
+                status=entry.meaning.status,
+                effective=entry.meaning.effective,
+                layers=entry.layers,
+            )
+            for entry in contract.entries
+        ),
         **asdict(environment(hash_host=True)),
         **figures,
-    )
-
-
-def contract_lines(contract: NumericContract) -> tuple[ContractLine, ...]:
-    """A numeric contract as a record keeps it."""
-    return tuple(
-        ContractLine(
-            field=entry.field,
-            requested=entry.requested,
-            status=entry.meaning.status,
-            effective=entry.meaning.effective,
-            layers=entry.layers,
-        )
-        for entry in contract.entries
     )
 
 
@@ -368,9 +365,3 @@ def device_of(compiled: Compiled, threads: int | None) -> tuple[str, str]:
     cpu = describe_cpu()
     words = f"{cpu.model_name}, {threads or cpu.num_cores} threads"
     return plain.strip() or "unknown", executable.device_detail or words
-
-
-def cache_bytes(compiled: Compiled, plan: Plan) -> int:
-    """Bytes of state the run needed at its fullest: every job's positions, as they are kept."""
-    positions = sum(len(job.prompt) + job.sampling.max_tokens - 1 for job in plan.jobs)
-    return compiled.executable.state_bytes(positions, len(plan.jobs))

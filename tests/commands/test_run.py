@@ -111,12 +111,14 @@ def outputs(run: Run, *argv: str) -> str:
     return out.partition("performance-batch-1")[0]
 
 
-def test_a_text_is_the_same_again_and_another_with_another_seed(run: Run) -> None:
+def test_a_text_is_the_same_again_and_another_with_another_seed(run: Run, results: Path) -> None:
     greedy = ("--prompt", "hello", "--no-stop-at-eos")
     sampled = (*greedy, "--temperature", "1.5", "--top-p", "0.95", "--top-k", "200")
     assert outputs(run, *greedy) == outputs(run, *greedy, "--seed", "5")
     assert outputs(run, *sampled) == outputs(run, *sampled)
     assert outputs(run, *sampled) != outputs(run, *sampled, "--seed", "5")
+    said = [result.sampling for result in read(results)]
+    assert said == 2 * [""] + 4 * ["temperature 1.5, top-k 200, top-p 0.95"]
 
 
 def test_exact_compute_of_the_cpu_gives_the_reference_s_text(run: Run) -> None:

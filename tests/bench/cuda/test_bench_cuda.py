@@ -218,6 +218,7 @@ def test_rows_are_measured_printed_and_kept(
     assert all(result.weights == "random" and len(result.repeats) == 2 for result in found)
     assert all(result.peak_memory_bytes is None and result.accuracy is None for result in found)
     assert (one.context, long.context) == (328, 2248)
+    assert all(result.ceilings == CEILINGS for result in found), "of the very run"
     sections = parse(render_results([*found])).sections
     assert {"batch_32", "long_context"} <= {s.kind for s in sections if s.rows}
     assert all(row.random for section in sections for row in section.rows)
