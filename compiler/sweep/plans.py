@@ -6,14 +6,15 @@ what the machine does meanwhile meets all of them. Runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from tilewright.compiler.bench.cases import CASES, PRECISIONS, check_case
 from tilewright.compiler.bench.record import check_plain
 from tilewright.compiler.devices import BOARDS, DEVICES
 from tilewright.compiler.errors import ConfigError, allowed
-from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.levels import Level, Part, assign
 from tilewright.compiler.sweep.model import SweptModel, experts_share, step_bytes, total_bytes
@@ -23,6 +24,11 @@ PUBLISHED = (
     *(f"wo-bfp4-activation-{activation}" for activation in ("bf16", "bfp8", "mixed")),
 )
 """The twelve settings published for Tenstorrent's boards."""
+
+NAMED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"table": tuple(PRECISIONS), "pareto": PUBLISHED, "grid": ()}
+)
+"""The configurations that a plan has of its own, besides the base."""
 
 SPEED_CASE, ACCURACY_CASE = "performance-ci-1", "performance-top-1"
 BATCH_CASE = "performance-ci-32"
@@ -98,16 +104,6 @@ def entries(
         if not devices or device in devices
         for precision in precisions
     ]
-
-
-def table_precisions() -> list[PrecisionConfig]:
-    """``performance`` and ``accuracy``."""
-    return [load_precision(name) for name in PRECISIONS]
-
-
-def published_precisions() -> list[PrecisionConfig]:
-    """The twelve published settings."""
-    return [load_precision(name) for name in PUBLISHED]
 
 
 def sensitivity_entries(

@@ -258,8 +258,8 @@ def test_the_published_settings_are_the_published_headings() -> None:
     ours = [load_precision(name).resolve(32) for name in plans.PUBLISHED]
     assert {each.heading() for each in ours} == set(published)
     assert len({each.id for each in ours}) == len(ours) == len(published) == 12
-    assert [each.name for each in plans.published_precisions()][-12:] == list(plans.PUBLISHED)
-    assert {"performance", "accuracy"} <= {each.name for each in plans.table_precisions()}
+    assert plans.NAMED["pareto"] == plans.PUBLISHED
+    assert {"performance", "accuracy"} <= set(plans.NAMED["table"])
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Opening a sweep's file for a command: what was cut short is said, and nothing else is printed."""
+"""Opening a sweep's file for a command, where what was cut short is said, and writing others."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.commands.sweep.layout import plain_line
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.files import replace_file
 from tilewright.compiler.sweep.journal import Journal
 
 
@@ -21,6 +23,20 @@ def torn_lines_said() -> Iterator[None]:
         yield
     for each in caught:
         print(f"tilewright: {plain_line(str(each.message))}", file=sys.stderr)
+
+
+def write_text(output: str | Path, text: str) -> None:
+    """Write a file in one step, its folder too.
+
+    Raises:
+        ConfigError: where it cannot be written; what was there is then unchanged.
+    """
+    try:
+        path = Path(output).resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def open_sweep(path: str | Path) -> Journal:

@@ -220,6 +220,8 @@ def _checked(plan: str, given: Mapping[str, Any]) -> SweepOptions:
 
 
 def _check_asked(plan: str, found: Mapping[str, Any]) -> None:
+    if plan != "search" and found["other_code"] is not None:
+        raise ConfigError("--other-code without --resume; allowed: both, or neither")
     if plan == "grid" and not found["precisions"]:
         raise ConfigError("a grid without --precisions; allowed: one or more, as tilewright run")
     if plan == "search" and all(found[name] is None for name in BOUNDS):

@@ -15,9 +15,8 @@ from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import append, read
 from tilewright.compiler.commands import perf
-from tilewright.compiler.commands.sweep.files import open_sweep
+from tilewright.compiler.commands.sweep.files import open_sweep, write_text
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.files import replace_file
 from tilewright.compiler.sweep import summary
 from tilewright.compiler.sweep.export import csv_text, markdown, to_results
 from tilewright.compiler.sweep.journal import Planned, SweepState
@@ -128,20 +127,10 @@ def _merge(states: dict[str, SweepState], output: str, path: Path) -> None:
 
 
 def _write(output: str, text: str) -> None:
-    """A file in one step, or standard output.
-
-    Raises:
-        ConfigError: where it cannot be written; what was there is then unchanged.
-    """
     if output == _STDOUT:
         print(text, end="")
         return
-    try:
-        path = Path(output).resolve()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{output}: {getattr(error, 'strerror', None) or error}") from None
+    write_text(output, text)
     _say(f"{output}: {len(text.splitlines())} lines")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ from tilewright.compiler.commands.sweep.options import SweepOptions, read_option
 from tilewright.compiler.commands.sweep.progress import sweep_progress
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep import estimate
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.code_version import cells_of_others, difference
@@ -194,12 +194,11 @@ def _entries(options: SweepOptions) -> list[Entry]:
 
     models = swept_models(options)
     base = load_precision(options.base)
-    grid: Callable[..., list[Entry]] = plans.entries
     if options.plan == "sensitivity":
         level = options.levels[0]
         if len(options.levels) > 1:
             raise ConfigError(f"{len(options.levels)} levels; allowed in a sensitivity plan: one")
-        places = grid(models, options.targets, options.devices, [base])
+        places = plans.entries(models, options.targets, options.devices, [base])
         return [
             entry
             for place in places
@@ -207,13 +206,9 @@ def _entries(options: SweepOptions) -> list[Entry]:
                 place.model, place.target, place.device, base=base, level=level
             )
         ]
-    chosen = {
-        "table": plans.table_precisions,
-        "pareto": plans.published_precisions,
-        "grid": list[PrecisionConfig],
-    }[options.plan]()
-    chosen = [base, *chosen, *map(load_precision, options.precisions)]
-    return grid(models, options.targets, options.devices, chosen)
+    names = (*plans.NAMED[options.plan], *options.precisions)
+    chosen = [base, *map(load_precision, names)]
+    return plans.entries(models, options.targets, options.devices, chosen)
 
 
 def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:

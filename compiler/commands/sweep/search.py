@@ -16,7 +16,7 @@ from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES
 from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import accuracy_text
 from tilewright.compiler.commands.console import err, out, print_table
-from tilewright.compiler.commands.sweep.files import open_sweep
+from tilewright.compiler.commands.sweep.files import open_sweep, write_text
 from tilewright.compiler.commands.sweep.options import (
     DEFAULT_FOLDER,
     LISTS,
@@ -36,7 +36,6 @@ from tilewright.compiler.commands.sweep.run import (
 )
 from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.files import replace_file
 from tilewright.compiler.sweep.journal import Journal
 
 if TYPE_CHECKING:
@@ -117,11 +116,7 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
         err().print(said, style="red", soft_wrap=True)
         return EXIT_NOTHING_FOUND
     path = _output(options)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, found.yaml.encode())
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
+    write_text(path, found.yaml)
     out().print(f"written: {path}", soft_wrap=True)
     return 0
 

@@ -28,9 +28,9 @@ from tilewright.compiler.commands.sweep.control import (
     newest,
     table_lines,
 )
+from tilewright.compiler.commands.sweep.files import write_text
 from tilewright.compiler.commands.sweep.layout import Line, Table, plain_line
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.files import replace_file
 from tilewright.compiler.sweep.journal import Journal
 
 LOOK_SECONDS = 1.0
@@ -296,10 +296,10 @@ class MarkdownScreen(TextScreen):
     def action_write(self) -> None:
         """Write it beside the sweep."""
         try:
-            replace_file(self.path, self.source().encode())
+            write_text(self.path, self.source())
             said = f"written to {self.path}"
-        except OSError as error:
-            said = f"{self.path}: {error.strerror}"
+        except ConfigError as error:
+            said = str(error)
         self.query_one("#said", Static).update(plain_line(said))
 
 

@@ -87,6 +87,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             ["a search on n150", "allowed there: the plans pareto"],
         ),
         (["search", "--max-kl", "1", "--resume"], ["search.jsonl", "No such file"]),
+        (["pareto", "--other-code", "keep"], ["--other-code without --resume"]),
         (["search", "--max-kl", "1", "--rounds", "10000"], ["50005 cells", "--yes"]),
         (["nosuch.yaml"], ["nosuch.yaml", "No such file"]),
         (["status"], ["FILE", "required"]),
