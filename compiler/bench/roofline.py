@@ -7,19 +7,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
-from tilewright.compiler import ops
 from tilewright.compiler.bench.record import Ceilings
 from tilewright.compiler.driver import Compiled
 from tilewright.compiler.ir.cost import rows_read, step_costs
-from tilewright.compiler.ir.info import CONSTANT, WEIGHT, NodeInfo, info, product_info
+from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.targets.base import Target
+from tilewright.compiler.targets.holdings import weight_uses
 from tilewright.compiler.targets.table import get_target
 
 EMBEDDING, OTHER, STATE = "embedding", "other", "state"
@@ -132,70 +132,21 @@ def weight_bytes(
     """
     parts: dict[str, float] = defaultdict(float)
     seen: set[WeightRecipe] = set()
-    for node, part, facts, recipe in _reads(graph_module):
+    for use in weight_uses(graph_module):
+        part, recipe = use.facts.tensor_group or OTHER, use.recipe
         if part != EMBEDDING and recipe in seen:
             continue
-        assert recipe.format is not None
-        holding = target.holding(
-            recipe.shape,
-            recipe.format,
-            block_axis=recipe.block_axis,
-            group="" if part == OTHER else part,
-            compute=compute,
-            fidelities=_fidelities(facts),
-            block=_block(node, recipe),
-        )
-        share = min(1.0, rows_read(node, recipe, num_tokens) / recipe.shape[0])
+        share = min(1.0, rows_read(use.node, recipe, num_tokens) / recipe.shape[0])
         if part != EMBEDDING:
             seen.add(recipe)
-        parts[part] += share * holding.num_bytes
+        parts[part] += share * use.held_by(target, compute).num_bytes
     return dict(parts)
-
-
-def _fidelities(facts: NodeInfo) -> tuple[str, str]:
-    """Of a product, in prefill and decode; the highest where there is none."""
-    if facts.compute is None:
-        return "hifi4", "hifi4"
-    return facts.compute.prefill, facts.compute.decode
-
-
-def _block(node: Node, own: WeightRecipe) -> tuple[tuple[str, tuple[str, str]], ...]:
-    """Formats and fidelities of the other products of a node that runs a block of experts."""
-    if node.target is not ops.experts.overload:
-        return ()
-    return tuple(
-        (recipe.format, _fidelities(facts))
-        for _, facts, recipe in _reads_of(node)
-        if recipe != own and recipe.format is not None
-    )
 
 
 def product_groups(graph_module: GraphModule) -> list[str]:
     """The tensor groups of the graph's products, in the order in which they run."""
-    found = []
-    for node in graph_module.graph.nodes:
-        reads = [part for part, _, _ in _reads_of(node)]
-        found += [part for part in reads if part not in (EMBEDDING, OTHER)]
-    return found
-
-
-def _reads(graph_module: GraphModule) -> Iterator[tuple[Node, str, NodeInfo, WeightRecipe]]:
-    for node in graph_module.graph.nodes:
-        for part, facts, recipe in _reads_of(node):
-            yield node, part, facts, recipe
-
-
-def _reads_of(node: Node) -> Iterator[tuple[str, NodeInfo, WeightRecipe]]:
-    """The weights that a node reads, each with its part of a step and what its product is."""
-    if node.op != "call_function":
-        return
-    for argument in node.all_input_nodes:
-        held = info(argument)
-        if held.role not in (WEIGHT, CONSTANT) or held.recipe is None:
-            continue
-        is_matrix = held.role == WEIGHT and len(held.recipe.shape) > 1
-        facts = product_info(node, argument)
-        yield (facts.tensor_group if is_matrix else None) or OTHER, facts, held.recipe
+    groups = [use.facts.tensor_group for use in weight_uses(graph_module)]
+    return [group for group in groups if group is not None and group != EMBEDDING]
 
 
 def _sequence_bytes(

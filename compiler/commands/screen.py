@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tilewright.compiler.bench.roofline import weight_bytes
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.ir.cost import step_costs
 from tilewright.compiler.precision import PrecisionSummary
+from tilewright.compiler.targets.table import get_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,13 +74,15 @@ def explain_contract(screen: Console, contract: NumericContract) -> None:
 
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
     """Bytes and operations of a decode step, by tensor group."""
-    costs = step_costs(compiled.graph(), num_tokens=1, context=context)
+    graph_module, target = compiled.graph(), get_target(compiled.target)
+    costs = step_costs(graph_module, num_tokens=1, context=context)
+    read = weight_bytes(graph_module, num_tokens=1, target=target, compute=compiled.compute)
     rows = [
         (
             cost.group,
             ", ".join(cost.formats),
             f"{cost.num_weights / 1e6:,.2f}",
-            f"{cost.weight_bytes / 1e6:,.2f}",
+            f"{read.get(cost.group, 0.0) / 1e6:,.2f}",
             f"{cost.flops / 1e6:,.1f}",
         )
         for cost in costs

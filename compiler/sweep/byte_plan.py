@@ -6,25 +6,21 @@ It is told before anything is compiled: no weight is read, and nothing is measur
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.compiler.driver import CompilableModel
+from tilewright.compiler.ir.cost import rows_read
+from tilewright.compiler.ir.info import CONSTANT, info
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import PER_TOKEN
 from tilewright.compiler.precision import EXPERT_GROUPS, ResolvedPrecision
-from tilewright.compiler.sweep.model import (
-    Weight,
-    blocks_of,
-    experts_share,
-    holding_of,
-    layer_of,
-    weights_of,
-)
-from tilewright.compiler.targets.base import Target
+from tilewright.compiler.sweep.outline import Outline, lower_outline
+from tilewright.compiler.targets.base import Holding, Target
+from tilewright.compiler.targets.holdings import weight_uses
 
-EMBEDDING, OTHER, CACHE, MEMORY = "embedding", "other", "kv_cache", "memory"
-"""A table; norms and other vectors; keys and values; what a sequence keeps of any length."""
-
-_NO_PRODUCT = ("hifi4", "hifi4")
+OTHER, CACHE, MEMORY = "other", "kv_cache", "memory"
+"""Norms and other vectors; keys and values; what a sequence keeps of any length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +76,13 @@ def byte_plan(
     Raises:
         CompileError: for a weight this target cannot hold.
     """
-    experts, grouped = experts_share(model, batch), weights_of(model)
+    outline = lower_outline(model, precision, target)
+    position, memory = _of_state(outline, target, compute, context=context)
     parts = [
-        *_of_groups(grouped, precision, target, compute, experts=experts, batch=batch),
-        *_of_others(model, grouped, target, compute),
+        *_of_weights(outline, target, compute, batch=batch),
+        *(_times(each, batch * context) for each in position),
+        *(_times(each, batch) for each in memory),
     ]
-    position = list(_of_positions(model, precision, target, compute))
-    memory = list(_of_sequences(model, target, compute))
-    parts += [_times(each, batch * context) for each in position]
-    parts += [_times(each, batch) for each in memory]
     names = dict.fromkeys(part.group for part in parts)
     return BytePlan(
         shares=tuple(_joined(name, [p for p in parts if p.group == name]) for name in names),
@@ -96,71 +90,56 @@ def byte_plan(
         context=context,
         position_bytes=int(sum(each.held for each in position)),
         memory_bytes=int(sum(each.held for each in memory)),
-        experts_read=experts if getattr(model.config, "num_experts", 0) else None,
+        experts_read=_experts_read(outline, batch),
     )
 
 
-def _of_groups(
-    weights: tuple[Weight, ...],
-    precision: ResolvedPrecision,
-    target: Target,
-    compute: str,
-    *,
-    experts: float,
-    batch: int,
-) -> Iterator[Share]:
-    blocks = blocks_of(weights)
-    for weight in weights:
-        others = blocks.get(weight, ())
-        held = holding_of(weight, precision, target, compute, others=others)
-        wanted = precision.format(weight.group, layer=weight.layer, fqn=weight.fqn)
-        read = 1.0
-        if weight.group == EMBEDDING:
-            read = min(1.0, batch / weight.shape[0])
-        elif weight.group in EXPERT_GROUPS:
-            read = experts
-        size = held.num_bytes
-        count = math.prod(weight.shape)
-        yield Share(weight.group, (wanted,), (held.kind,), count, size, size * read)
+def _of_weights(outline: Outline, target: Target, compute: str, *, batch: int) -> Iterator[Share]:
+    """One share a use, of what is no constant; two uses of one copy are held by the first alone."""
+    seen: set[tuple[WeightRecipe, Holding]] = set()
+    for use in weight_uses(outline.graph):
+        if use.facts.role == CONSTANT:
+            continue
+        recipe, held = use.recipe, use.held_by(target, compute)
+        is_new = (recipe, held) not in seen
+        seen.add((recipe, held))
+        assert recipe.format is not None
+        count = outline.count(use.facts.layer)
+        read = min(1.0, rows_read(use.node, recipe, batch) / recipe.shape[0])
+        yield Share(
+            use.facts.tensor_group or OTHER,
+            (recipe.format,),
+            (held.kind,),
+            count * math.prod(recipe.shape),
+            count * held.num_bytes if is_new else 0,
+            count * held.num_bytes * read,
+        )
 
 
-def _of_others(
-    model: CompilableModel, grouped: tuple[Weight, ...], target: Target, compute: str
-) -> Iterator[Share]:
-    """Parameters that belong to no group, in float32 as every target has them."""
-    known = {f"{weight.fqn}.weight" for weight in grouped}
-    for name, parameter in model.module.named_parameters():
-        if name not in known:
-            shape = tuple(parameter.shape)
-            held = target.holding(
-                shape,
-                "fp32",
-                block_axis="in",
-                group="",
-                compute=compute,
-                fidelities=_NO_PRODUCT,
-            )
-            size = held.num_bytes
-            yield Share(OTHER, ("fp32",), (held.kind,), math.prod(shape), size, size)
+def _of_state(
+    outline: Outline, target: Target, compute: str, *, context: int
+) -> tuple[list[Share], list[Share]]:
+    """Of one position, and of one sequence whatever its length. A window bounds what is read."""
+    position, memory = [], []
+    for node in outline.graph.graph.nodes:
+        spec = info(node).state
+        if spec is None:
+            continue
+        held, count = target.state_holding(spec, compute=compute), outline.count(info(node).layer)
+        size, asked = count * held.num_bytes, (spec.format,)
+        if spec.kind == PER_TOKEN:
+            read = min(context, spec.window) / context if spec.window else 1.0
+            position.append(Share(CACHE, asked, (held.kind,), 0, size, size * read))
+        else:
+            memory.append(Share(MEMORY, asked, (held.kind,), 0, size, 2 * size))
+    return position, memory
 
 
-def _of_positions(
-    model: CompilableModel, precision: ResolvedPrecision, target: Target, compute: str
-) -> Iterator[Share]:
-    """The keys and values of one position, layer by layer."""
-    shapes: Mapping[str, tuple[int, ...]] = model.module.cache_shapes()
-    for fqn, shape in shapes.items():
-        wanted = precision.format(CACHE, layer=layer_of(fqn), fqn=fqn)
-        held = target.cache_holding(shape, wanted, compute=compute)
-        yield Share(CACHE, (wanted,), (held.kind,), 0, held.num_bytes, held.num_bytes)
-
-
-def _of_sequences(model: CompilableModel, target: Target, compute: str) -> Iterator[Share]:
-    """What one sequence keeps besides, layer by layer."""
-    sizes: Mapping[str, int] = model.module.memory_sizes()
-    for count in sizes.values():
-        held = target.cache_holding((count,), "fp32", compute=compute)
-        yield Share(MEMORY, ("fp32",), (held.kind,), 0, held.num_bytes, 2 * held.num_bytes)
+def _experts_read(outline: Outline, batch: int) -> float | None:
+    for use in weight_uses(outline.graph):
+        if use.facts.tensor_group in EXPERT_GROUPS:
+            return rows_read(use.node, use.recipe, batch) / use.recipe.shape[0]
+    return None
 
 
 def _times(share: Share, count: int) -> Share:

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from tilewright.compiler.driver import CompilableModel, resolve_precision
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import Compute, NodeInfo
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.ops.moe import expected_experts
 from tilewright.compiler.precision import (
+    ALWAYS_HIGH,
     EXPERT_GROUPS,
     OP_GROUP_OF,
+    PHASES,
     PrecisionConfig,
     ResolvedPrecision,
 )
@@ -142,16 +147,26 @@ def holding_of(
     Raises:
         CompileError: for a weight this target cannot hold.
     """
-    held = target.holding(
-        weight.shape[-2:],
-        _format(precision, weight),
-        block_axis=precision.block_axis,
-        group=weight.group,
-        compute=compute,
-        fidelities=_fidelities(precision, weight),
-        block=tuple((_format(precision, each), _fidelities(precision, each)) for each in others),
-    )
-    return Holding(held.kind, held.num_bytes * math.prod(weight.shape[:-2]))
+    recipe, facts = _asked(precision, weight)
+    block = [_asked(precision, each) for each in others]
+    return target.holding(recipe, facts, compute=compute, block=block)
+
+
+def _asked(precision: ResolvedPrecision, weight: Weight) -> tuple[WeightRecipe, NodeInfo]:
+    """A weight as passes leave it: its recipe, and what is known of the product that reads it."""
+    group, layer, fqn = weight.group, weight.layer, weight.fqn
+    name = precision.format(group, layer=layer, fqn=fqn)
+    axis = precision.block_axis if get_format(name).block > 1 else "in"
+    segment = Segment(f"{fqn}.weight", math.prod(weight.shape[:-1]))
+    family, highest = ALWAYS_HIGH.get(group, (OP_GROUP_OF.get(group), None))
+    compute = None
+    if family is not None:
+        prefill, decode = (
+            highest or precision.fidelity(family, phase, layer=layer, fqn=fqn) for phase in PHASES
+        )
+        compute = Compute(prefill, decode)
+    facts = NodeInfo(fqn=fqn, layer=layer, tensor_group=group, op_group=family, compute=compute)
+    return WeightRecipe((segment,), weight.shape, name, axis), facts
 
 
 def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
@@ -164,22 +179,6 @@ def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
         weights=weights_of(loaded),
         loaded=loaded,
     )
-
-
-def _format(precision: ResolvedPrecision, weight: Weight) -> str:
-    return precision.format(weight.group, layer=weight.layer, fqn=weight.fqn)
-
-
-def _fidelities(precision: ResolvedPrecision, weight: Weight) -> tuple[str, str]:
-    """Of the products with a weight, in prefill and decode; an embedding has none: the highest."""
-    family = OP_GROUP_OF.get(weight.group)
-    if family is None:
-        return "hifi4", "hifi4"
-    found = [
-        precision.fidelity(family, phase, layer=weight.layer, fqn=weight.fqn)
-        for phase in ("prefill", "decode")
-    ]
-    return found[0], found[1]
 
 
 def layer_of(fqn: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +13,9 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.errors import NoRoomError
 from tilewright.compiler.formats import get_format
+from tilewright.compiler.ir.info import NodeInfo
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.passes.runner import Pass
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.step import StateHandle, StepInput, StepOutput, finish_step
@@ -134,11 +137,12 @@ class Stage:
 @dataclass(frozen=True, slots=True)
 class Holding:
     """How a target keeps one weight: ``kind`` names the representation (``float32``, ``bfp8
-    blocks``), ``num_bytes`` its size.
+    blocks``), ``num_bytes`` its size; ``order`` tells copies apart that differ in nothing else.
     """
 
     kind: str
     num_bytes: int
+    order: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,34 +176,31 @@ class Target(ABC):
 
     def holding(
         self,
-        shape: tuple[int, ...],
-        format: str,
+        recipe: WeightRecipe,
+        facts: NodeInfo,
         *,
-        block_axis: str,
-        group: str,
         compute: str,
-        fidelities: tuple[str, str],
-        block: tuple[tuple[str, tuple[str, str]], ...] = (),
+        block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """What :meth:`build` makes of one weight, without building: here, the format as packed.
+        """What :meth:`build` makes of one weight, without building: here, its format as packed.
 
-        ``shape``: rows (out) first. ``group``: the tensor group, empty for what has none (norms,
-        biases). ``fidelities``: of its products, in prefill and in decode. A weight of two uses
-        (tied embeddings) is asked for once a use, since each may have its own format.
-        ``block``: of experts, the formats and fidelities of the other products of their block, for
-        targets that run them as one; empty where they are as this one.
+        ``recipe``: the weight's, with its format. ``facts``: of the product or look-up that reads
+        it; vectors and constants, which no tensor group names, have their own. A weight of two uses
+        (tied embeddings) is asked for once a use; equal answers for equal recipes are one copy.
+        ``block``: of experts, the other weights of their block, for targets that run it as one.
 
         Raises:
             CompileError: for a weight this target cannot hold.
         """
-        axis = 0 if block_axis == "out" and len(shape) > 1 else -1
-        return Holding(format, get_format(format).nbytes(shape, axis=axis))
+        assert recipe.format is not None
+        axis = 0 if recipe.block_axis == "out" and len(recipe.shape) > 1 else -1
+        return Holding(recipe.format, get_format(recipe.format).nbytes(recipe.shape, axis=axis))
 
-    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
-        """The same of state: of the keys and values ``[2, heads, head size]`` of one position, or
-        of what a sequence keeps in ``fp32`` whatever its length. Here, the format as packed.
+    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+        """What is held of one piece of state, for one position or for one sequence as its kind
+        says: here, its format as packed.
         """
-        return Holding(format, get_format(format).nbytes(shape))
+        return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
 
     @abstractmethod
     def build(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.ir.info import NodeInfo
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
@@ -58,19 +61,16 @@ class NullTarget(Target):
 
     def holding(
         self,
-        shape: tuple[int, ...],
-        format: str,
+        recipe: WeightRecipe,
+        facts: NodeInfo,
         *,
-        block_axis: str,
-        group: str,
         compute: str,
-        fidelities: tuple[str, str],
-        block: tuple[tuple[str, tuple[str, str]], ...] = (),
+        block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
         """Nothing of any weight."""
         return Holding("nothing", 0)
 
-    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
+    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
         """Nothing."""
         return Holding("nothing", 0)
 

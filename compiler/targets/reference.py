@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tilewright.compiler.errors import CheckpointError
-from tilewright.compiler.ir.info import INPUT, info
+from tilewright.compiler.ir.info import INPUT, NodeInfo, info
 from tilewright.compiler.ir.recipe import WeightRecipe, load_values
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.passes.round_activations import ROUNDED, round_activations
@@ -80,21 +80,18 @@ class ReferenceTarget(Target):
 
     def holding(
         self,
-        shape: tuple[int, ...],
-        format: str,
+        recipe: WeightRecipe,
+        facts: NodeInfo,
         *,
-        block_axis: str,
-        group: str,
         compute: str,
-        fidelities: tuple[str, str],
-        block: tuple[tuple[str, tuple[str, str]], ...] = (),
+        block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
         """The format's values in float32; two uses of one weight in one format share them."""
-        return Holding("float32", 4 * math.prod(shape))
+        return Holding("float32", 4 * math.prod(recipe.shape))
 
-    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
+    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
         """In float32."""
-        return Holding("float32", 4 * math.prod(shape))
+        return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(
         self,

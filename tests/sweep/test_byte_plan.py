@@ -11,6 +11,7 @@ from tilewright.compiler.driver import compile_model, resolve_precision
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep.byte_plan import BytePlan, byte_plan
 from tilewright.compiler.sweep.model import experts_share, step_bytes, swept_model
+from tilewright.compiler.sweep.outline import lower_outline
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
 from tilewright.models import load_model
@@ -54,14 +55,41 @@ def test_every_weight_and_all_state_is_in_it() -> None:
 @pytest.mark.parametrize("target", ["reference", "cpu"])
 @pytest.mark.parametrize("shape", ["tiny", "tiny-moe"])
 def test_what_is_compiled_takes_what_was_told(shape: str, target: str) -> None:
+    """To the byte, but for what the reference has besides: the frequencies of rotary embedding."""
     options = CompileOptions(max_batch=2, max_context=64)
-    compiled = compile_model(
-        load_model(f"shape:{shape}"), load_precision("bf16"), target=target, options=options
-    )
-    plan = plan_of(shape, "bf16", target=target, batch=2, context=64)
-    held = sum(share.held for share in plan.shares if share.group != "kv_cache")
-    assert compiled.executable.memory().weights == pytest.approx(held, rel=0.02)
+    precision = load_precision("precision_cfg = {ff2: bfp8}, layer_cfg = {1: {ff2: bf16}}")
+    model: Any = load_model(f"shape:{shape}")
+    compiled = compile_model(model, precision, target=target, options=options)
+    held, state = compiled.executable.memory().weights, compiled.executable.state_bytes(64, 2)
+    read = weight_bytes(compiled.graph(), num_tokens=2, target=get_target(target), compute="fast")
     compiled.executable.close()
+    resolved = resolve_precision(model, precision)
+    plan = byte_plan(model, resolved, get_target(target), batch=2, context=64, compute="fast")
+    shares = {share.group: share for share in plan.shares}
+    cache = shares.pop("kv_cache").held
+    constants = 4 * model.config.head_dim // 2 if target == "reference" else 0
+    assert held == sum(share.held for share in shares.values()) + constants
+    assert cache == (state if target == "reference" else 2 * state), "the cpu's is of 64 in all"
+    for group, share in shares.items():
+        if group != "other":  # a step reads constants as well
+            assert read[group] == pytest.approx(share.moved)
+
+
+def test_layers_that_differ_are_lowered_each_and_the_others_once() -> None:
+    model: Any = load_model("shape:tiny-hybrid")
+    precision = resolve_precision(model, load_precision("bf16"))
+    outline = lower_outline(model, precision, get_target("cpu"))
+    assert sum(outline.counts.values()) == model.config.num_layers > len(outline.counts)
+    assert len(model.module.model.layers) == model.config.num_layers, "the model is as it was"
+    rule = "precision_cfg = {}, layer_cfg = {1: {experts_ff2: fp32}}"
+    changed = resolve_precision(model, load_precision(rule))
+    assert lower_outline(model, changed, get_target("cpu")).counts[1] == 1
+
+
+def test_a_large_model_is_told_at_once() -> None:
+    plan = plan_of("llama-3.1-70b", "bf16", target="cuda", context=8)
+    assert plan.total.num_weights == pytest.approx(70.55e9, rel=1e-3)
+    assert plan.position_bytes == 80 * 2 * 8 * 128 * 2
 
 
 HALF = "fidelity_cfg = {li_ff1_3: hifi4, li_ff2: lofi}"
@@ -116,7 +144,7 @@ def test_what_holds_nothing_is_told_so() -> None:
     assert plan.total.held == 0 and plan.total.num_weights > 0
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16, 64])
+@pytest.mark.parametrize("batch", [1, 64])
 def test_a_decode_step_of_a_published_mixture(batch: int) -> None:
     """At bf16: 3.88 GB that every token needs, and 6.29 MB of each expert that is chosen."""
     experts = 256 * (1 - (1 - 8 / 256) ** batch)

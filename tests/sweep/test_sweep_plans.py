@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.targets.test_holding import ask_for
 from tests.tiny import GOLDENS, compiled, precision_of, tiny_model
 from tilewright.compiler.devices import DEVICES
 from tilewright.compiler.errors import CompileError, ConfigError
@@ -23,7 +24,6 @@ from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, rank
 from tilewright.compiler.sweep.model import SweptModel, step_bytes, swept_model, total_bytes
 from tilewright.compiler.sweep.plans import ACCURACY_CASE, BATCH_CASE, SPEED_CASE, Entry, Measures
-from tilewright.compiler.targets.table import get_target
 from tilewright.models import load_model
 
 BASE = load_precision("bf16")
@@ -89,18 +89,8 @@ def test_held_bytes_add_up_from_the_target_s_own() -> None:
     held = model.held_bytes(model.resolve(precision_of("bfp8", "hifi2")), "cpu")
 
     def bytes_of(shape: tuple[int, int], group: str) -> int:
-        return (
-            get_target("cpu")
-            .holding(
-                shape,
-                "bfp8",
-                block_axis="in",
-                group=group,
-                compute="fast",
-                fidelities=("hifi2", "hifi2"),
-            )
-            .num_bytes
-        )
+        phases = ("hifi2", "hifi2")
+        return ask_for("cpu", shape, "bfp8", group=group, fidelities=phases).num_bytes
 
     assert held["ff2", 0, "bfp8 blocks"] == bytes_of((32, 48), "ff2")
     assert held["ff1_3", 1, "bfp8 blocks"] == 2 * bytes_of((48, 32), "ff1_3")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +16,12 @@ from tests.models.test_qwen3_moe import make as make_sparse
 from tests.tiny import QWEN2, compiled, lowered, precision_of, tiny_model
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import FORMATS
-from tilewright.compiler.precision import OP_GROUP_OF, PrecisionConfig, ResolvedPrecision
+from tilewright.compiler.ir.info import CONSTANT, Compute, NodeInfo
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Holding, Target
 from tilewright.compiler.targets.cpu.weights import block_codes
+from tilewright.compiler.targets.holdings import weight_uses
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
 from tilewright.compiler.targets.tenstorrent.program import tile_bytes
@@ -47,39 +48,37 @@ CONFIGURATIONS = {
 }
 
 
-def weights_of(
-    model: SimpleNamespace, precision: ResolvedPrecision
-) -> Iterator[tuple[tuple[int, ...], str, dict[str, Any]]]:
-    """Shape, format and the rest of a question, for every use of every weight.
-
-    Norms and biases have no group and stay float32.
-    """
-    for name, weight in model.module.named_parameters(remove_duplicate=False):
-        shape, fqn = tuple(weight.shape), name.rpartition(".")[0]
-        groups = model.module.tensor_groups.items()
-        group = next((group for glob, group in groups if fnmatchcase(fqn, glob)), "")
-        if len(shape) == 1:
-            group = ""
-        found = re.search(r"layers\.(\d+)\.", fqn)
-        layer = int(found[1]) if found else None
-        form = precision.format(group, layer=layer, fqn=fqn) if group else "fp32"
-        fidelities = ("hifi4", "hifi4")
-        if op_group := OP_GROUP_OF.get(group):
-            prefill = precision.fidelity(op_group, "prefill", layer=layer, fqn=fqn)
-            fidelities = prefill, precision.fidelity(op_group, "decode", layer=layer, fqn=fqn)
-        axis = precision.block_axis
-        yield shape, form, {"block_axis": axis, "group": group, "fidelities": fidelities}
-
-
 def held(
     model: SimpleNamespace, target: str, precision: PrecisionConfig, compute: str
 ) -> list[Holding]:
-    resolved = precision.resolve(model.config.num_layers, model.name)
-    backend = get_target(target)
-    return [
-        backend.holding(shape, form, compute=compute, **rest)
-        for shape, form, rest in weights_of(model, resolved)
-    ]
+    """Every copy that a target says it holds of the graph that is lowered for it."""
+    graph_module, _ = lowered(model, target=target, precision=precision)
+    copies = {
+        (use.recipe, use.held_by(get_target(target), compute)): use.facts.role
+        for use in weight_uses(graph_module)
+    }
+    return [holding for (_, holding), role in copies.items() if role != CONSTANT]
+
+
+def ask_for(
+    target: str,
+    shape: tuple[int, ...],
+    form: str,
+    *,
+    block_axis: str = "in",
+    group: str = "ff2",
+    compute: str = "fast",
+    fidelities: tuple[str, str] = ("lofi", "lofi"),
+    block: tuple[tuple[str, tuple[str, str]], ...] = (),
+) -> Holding:
+    """What a target holds of a weight by itself; ``group`` is empty for vectors."""
+
+    def asked(name: str, phases: tuple[str, str]) -> tuple[WeightRecipe, NodeInfo]:
+        recipe = WeightRecipe((Segment("w", shape[0]),), shape, name, block_axis)
+        return recipe, NodeInfo(tensor_group=group or None, compute=Compute(*phases))
+
+    others = [asked(*each) for each in block]
+    return get_target(target).holding(*asked(form, fidelities), compute=compute, block=others)
 
 
 @pytest.mark.parametrize("compute", ["fast", "exact"])
@@ -137,10 +136,13 @@ def test_the_reference_holds_float32(name: str) -> None:
 def test_the_reference_keeps_a_tied_weight_once_where_its_formats_are_equal() -> None:
     model = tiny_model()
     table = 4 * model.config.vocab_size * model.config.hidden_size
-    for precision, shared in ((precision_of("bfp8"), table), (precision_of(lm_head="bf16"), 0)):
-        found = sum(each.num_bytes for each in held(model, "reference", precision, "fast"))
-        memory = compiled(model, precision=precision).memory().weights
-        assert found - shared + 4 * model.config.head_dim // 2 == memory
+    once, twice = (
+        sum(each.num_bytes for each in held(model, "reference", precision, "fast"))
+        for precision in (precision_of("bfp8"), precision_of("bfp8", lm_head="bf16"))
+    )
+    assert twice - once == table
+    memory = compiled(model, precision=precision_of("bfp8")).memory().weights
+    assert once + 4 * model.config.head_dim // 2 == memory
 
 
 def test_a_board_holds_tiles() -> None:
@@ -167,8 +169,7 @@ def test_the_null_target_holds_nothing() -> None:
 
 
 def ask(target: str, form: str, **changes: Any) -> Holding:
-    usual = {"block_axis": "in", "group": "ff2", "compute": "fast", "fidelities": ("lofi", "lofi")}
-    return get_target(target).holding((3, 40), form, **{**usual, **changes})
+    return ask_for(target, (3, 40), form, **changes)
 
 
 def test_the_cpu_s_kinds_by_hand() -> None:
@@ -176,12 +177,12 @@ def test_the_cpu_s_kinds_by_hand() -> None:
     assert ask("cpu", "bfp4") == Holding("bfp4 blocks", 3 * 3 * (8 + 4))
     assert ask("cpu", "q80") == Holding("q80 blocks", 3 * 2 * (32 + 4))
     assert ask("cpu", "q40") == Holding("q40 blocks", 3 * 2 * (16 + 4))
-    dense = Holding("float32", 480)
+    dense = Holding("float32", 480, "[in, out]")
     assert ask("cpu", "bfp2") == ask("cpu", "bf16") == dense
     assert ask("cpu", "bfp8", compute="exact") == dense
     assert ask("cpu", "bfp8", block_axis="out") == dense
     assert ask("cpu", "bfp8", fidelities=("hifi3", "hifi4")) == dense
-    assert ask("cpu", "bfp8", group="embedding") == dense
+    assert ask("cpu", "bfp8", group="embedding") == Holding("float32", 480)
     for compute in ("fast", "exact"):
         assert ask("cpu", "bf16", group="embedding", compute=compute) == Holding("bfloat16", 240)
 
@@ -198,7 +199,7 @@ def test_the_cpu_holds_a_block_of_experts_alike_by_hand() -> None:
     assert out("q40", "q40", "bfp4") == Holding("4-bit blocks of 16", 3 * 3 * (8 + 4))
     assert out("q80", "bfp4", "bfp4") == Holding("8-bit blocks of 16", 3 * 3 * (16 + 4))
     assert out("bfp8", "bfp4", "bfp4") == Holding("bfp8 blocks", 3 * 3 * (16 + 4))
-    dense = Holding("float32", 480)
+    dense = Holding("float32", 480, "[in, out]")
     assert out("bfp4", "bfp4", "bf16") == out("bfp4", "bfp4", asked="hifi4") == dense
     assert out("bfp4", "bfp8", compute="exact") == out("bfp4", "bfp8", block_axis="out") == dense
     into = {"group": "experts_ff1_3", "block": (("bfp8", ("lofi", "lofi")),)}
@@ -222,14 +223,7 @@ def test_phases_the_cpu_cannot_both_hold_are_refused() -> None:
 @given(st.sampled_from(["bfp8", "bfp4", "q80", "q40"]), st.integers(1, 9), st.integers(1, 80))
 def test_blocks_are_as_many_bytes_as_are_written(name: str, rows: int, columns: int) -> None:
     codes, scales = block_codes(torch.ones(rows, columns), name)
-    found = get_target("cpu").holding(
-        (rows, columns),
-        name,
-        block_axis="in",
-        group="wo",
-        compute="fast",
-        fidelities=("hifi2", "hifi2"),
-    )
+    found = ask_for("cpu", (rows, columns), name, group="wo", fidelities=("hifi2", "hifi2"))
     assert found.num_bytes == codes.nbytes + scales.nbytes
 
 
@@ -237,8 +231,8 @@ def test_blocks_are_as_many_bytes_as_are_written(name: str, rows: int, columns: 
 def test_a_target_that_says_nothing_packs_the_format(name: str) -> None:
     """`Target`'s own answer, which device targets begin with."""
     target: Any = None
-    rest = {"group": "wo", "compute": "fast", "fidelities": ("lofi", "lofi")}
     for shape, axis in (((5, 48), "in"), ((5, 48), "out"), ((48,), "out")):
-        found = Target.holding(target, shape, name, block_axis=axis, **rest)  # type: ignore[arg-type]
+        recipe = WeightRecipe((Segment("w", shape[0]),), shape, name, axis)
+        found = Target.holding(target, recipe, NodeInfo(tensor_group="wo"), compute="fast")
         at = 0 if axis == "out" and len(shape) == 2 else -1
         assert found == Holding(name, FORMATS[name].nbytes(shape, axis=at))

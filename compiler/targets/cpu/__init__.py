@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.ir.info import NodeInfo
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.passes.fuse_add_rms_norm import fuse_add_rms_norm
 from tilewright.compiler.passes.fuse_experts import fuse_experts
 from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
@@ -47,29 +50,18 @@ class CpuTarget(Target):
 
     def holding(
         self,
-        shape: tuple[int, ...],
-        format: str,
+        recipe: WeightRecipe,
+        facts: NodeInfo,
         *,
-        block_axis: str,
-        group: str,
         compute: str,
-        fidelities: tuple[str, str],
-        block: tuple[tuple[str, tuple[str, str]], ...] = (),
+        block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
         """Blocks where products take int8 activations, bfloat16 tables, else float32 values."""
-        return holding(
-            shape,
-            format,
-            block_axis=block_axis,
-            group=group,
-            exact=compute == "exact",
-            fidelities=fidelities,
-            block=block,
-        )
+        return holding(recipe, facts, exact=compute == "exact", block=block)
 
-    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
+    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
         """ONNX Runtime keeps floats."""
-        return Holding("float32", 4 * math.prod(shape))
+        return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(
         self,

@@ -4,6 +4,7 @@ how weights are held for it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,11 +108,6 @@ def expert_layout(weights: Sequence[NodeInfo], *, exact: bool) -> ExpertLayout |
         recipe, compute = weight.recipe, weight.compute
         assert recipe is not None and recipe.format is not None and compute is not None
         products.append((recipe.format, recipe.block_axis, compute.decode))
-    return _shared_layout(products, exact=exact)
-
-
-def _shared_layout(products: Sequence[tuple[str, str, str]], *, exact: bool) -> ExpertLayout | None:
-    """Of products given by their weights' formats, their block axes and their fidelities."""
     if not all(is_native(name, axis, asked, exact=exact) for name, axis, asked in products):
         return None
     return ExpertLayout(
@@ -161,37 +157,37 @@ def _why_not_held(fidelities: tuple[str, str]) -> str:
 
 
 def holding(
-    shape: tuple[int, ...],
-    format_name: str,
+    recipe: WeightRecipe,
+    facts: NodeInfo,
     *,
-    block_axis: str,
-    group: str,
     exact: bool,
-    fidelities: tuple[str, str],
-    block: Sequence[tuple[str, tuple[str, str]]] = (),
+    block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
 ) -> Holding:
     """What the emitter makes of a weight: blocks, a table in bfloat16, or float32 values.
 
-    ``block``: formats and fidelities of the other weights of a block of experts, which are held
-    alike; without them as if all three were of this format and fidelity.
+    ``block``: the other weights of a block of experts, which are held alike; without them as if
+    all three were as this one.
 
     Raises:
         CompileError: where the phases' fidelities ask for different arithmetic.
     """
-    num_elements = math.prod(shape)
-    if group == EMBEDDING and is_bfloat16_table(format_name):
+    group, name, num_elements = facts.tensor_group, recipe.format, math.prod(recipe.shape)
+    assert name is not None
+    if group == EMBEDDING and is_bfloat16_table(name):
         return Holding("bfloat16", 2 * num_elements)
-    if group in ("", EMBEDDING):
+    if group is None or group == EMBEDDING:
         return Holding("float32", 4 * num_elements)
-    if phases_differ(format_name, block_axis, fidelities, exact=exact):
+    assert facts.compute is not None
+    fidelities = facts.compute.prefill, facts.compute.decode
+    if phases_differ(name, recipe.block_axis, fidelities, exact=exact):
         raise CompileError(f"{group} is {_why_not_held(fidelities)}")
-    products = [(format_name, fidelities), *block]
-    shared = _shared_layout([(name, block_axis, asked[1]) for name, asked in products], exact=exact)
+    products = [dataclasses.replace(asked, recipe=own) for own, asked in ((recipe, facts), *block)]
+    shared = expert_layout(products, exact=exact)
     if shared is None:
-        return Holding("float32", 4 * num_elements)
-    layout = _blocks(_held_shape(shape, shared, group), shared.bits, shared.block)
-    is_own = shared == ExpertLayout(NATIVE_BITS[format_name], get_format(format_name).block)
-    kind = f"{format_name} blocks" if is_own else f"{shared.bits}-bit blocks of {shared.block}"
+        return Holding("float32", 4 * num_elements, "[in, out]")
+    layout = _blocks(_held_shape(recipe.shape, shared, group), shared.bits, shared.block)
+    is_own = shared == ExpertLayout(NATIVE_BITS[name], get_format(name).block)
+    kind = f"{name} blocks" if is_own else f"{shared.bits}-bit blocks of {shared.block}"
     return Holding(kind, layout.num_bytes)
 
 

@@ -6,12 +6,17 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.ir.info import NodeInfo
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
 from tilewright.compiler.passes.fuse_delta_norm import fuse_delta_norm
 from tilewright.compiler.passes.fuse_expert_sum import fuse_expert_sum
 from tilewright.compiler.passes.fuse_linear_residual import fuse_linear_residual
@@ -71,23 +76,21 @@ class CudaTarget(Target):
 
     def holding(
         self,
-        shape: tuple[int, ...],
-        format: str,
+        recipe: WeightRecipe,
+        facts: NodeInfo,
         *,
-        block_axis: str,
-        group: str,
         compute: str,
-        fidelities: tuple[str, str],
-        block: tuple[tuple[str, tuple[str, str]], ...] = (),
+        block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
         """Whole tiles of 16 rows x 128 columns, in blocks or in bfloat16."""
-        return holding(shape, format, block_axis=block_axis, group=group)
+        return holding(recipe, facts.tensor_group)
 
-    def cache_holding(self, shape: tuple[int, ...], format: str, *, compute: str) -> Holding:
-        """As asked where a kernel reads it; what a sequence keeps whole is float32."""
-        if len(shape) > 1:
-            format = cache_kind(format, exact=compute == "exact")
-        return super().cache_holding(shape, format, compute=compute)
+    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+        """Keys and values as asked where a kernel reads them so, and float32 of each sequence."""
+        if spec.kind == PER_TOKEN:
+            kind = cache_kind(spec.format, exact=compute == "exact")
+            return super().state_holding(replace(spec, format=kind), compute=compute)
+        return Holding("fp32", 4 * math.prod(spec.shape))
 
     def build(
         self,

@@ -10,7 +10,7 @@ from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.experts import held_sizes
 from tilewright.compiler.targets.cuda.instructions import OPERAND, Plan
-from tilewright.compiler.targets.cuda.numerics import cache_kind, holding
+from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
@@ -91,9 +91,7 @@ def weight_bytes(plan: Plan) -> int:
         if wanted.kind == "fp32":
             total += 4 * torch.Size(recipe.shape).numel()
         else:
-            num_experts, *size = held_sizes(recipe, paired=wanted.is_paired)
-            one = holding(tuple(size), wanted.kind, block_axis="in", group="held")
-            total += num_experts * one.num_bytes
+            total += tiles(wanted.kind, held_sizes(recipe, paired=wanted.is_paired)).num_bytes
     return total
 
 

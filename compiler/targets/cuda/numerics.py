@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilewright.compiler.errors import CompileError, allowed
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.base import Holding
 from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
@@ -46,19 +46,23 @@ def cache_kind(format_name: str, *, exact: bool) -> str:
     return format_name if format_name in CACHE_KINDS else "bf16"
 
 
-def holding(shape: tuple[int, ...], format_name: str, *, block_axis: str, group: str) -> Holding:
-    """Bytes of a weight as `packing` lays it out, each expert's for itself; norms and biases are
-    float32.
+def holding(recipe: WeightRecipe, group: str | None) -> Holding:
+    """Bytes of a weight as `packing` lays it out, each expert's for itself; what is of no tensor
+    group (norms, biases, constants) is float32.
 
     Raises:
         CompileError: for a format whose values bfloat16 cannot hold.
     """
-    if not group:
-        return Holding("float32", 4 * math.prod(shape))
-    *experts, num_rows, num_columns = shape
-    recipe = WeightRecipe((Segment(group, num_rows),), shape, format_name, block_axis)
-    kind = held_kind(recipe, group)
-    num_tiles = math.prod(experts) * -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)
+    if group is None:
+        return Holding("float32", 4 * math.prod(recipe.shape))
+    *experts, num_rows, num_columns = recipe.shape
+    return tiles(held_kind(recipe, group), (math.prod(experts), num_rows, num_columns))
+
+
+def tiles(kind: str, sizes: tuple[int, int, int]) -> Holding:
+    """Whole tiles of so many weights ``[rows, columns]`` of one kind, each for itself."""
+    count, num_rows, num_columns = sizes
+    num_tiles = count * -(-num_rows // TILE_ROWS) * -(-num_columns // TILE_COLUMNS)
     if kind == "bf16":
         return Holding("bfloat16", 2 * num_tiles * TILE_ROWS * TILE_COLUMNS)
     return Holding(f"{kind} blocks", num_tiles * TILE_BYTES[kind])

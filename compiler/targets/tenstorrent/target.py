@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,8 @@ from tilewright.compiler.errors import (
     one_line,
 )
 from tilewright.compiler.formats.block_float import TILE
+from tilewright.compiler.ir.info import NodeInfo
+from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.passes.fuse_rope_attention import fuse_rope_attention
 from tilewright.compiler.passes.gather_before_norm import gather_before_norm
 from tilewright.compiler.passes.merge_qkv import merge_qkv
@@ -112,24 +114,25 @@ class BoardTarget(Target):
 
     def holding(
         self,
-        shape: tuple[int, ...],
-        format: str,
+        recipe: WeightRecipe,
+        facts: NodeInfo,
         *,
-        block_axis: str,
-        group: str,
         compute: str,
-        fidelities: tuple[str, str],
-        block: tuple[tuple[str, tuple[str, str]], ...] = (),
+        block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
         """One copy in tiles of 32 x 32, without those that fill a product up to all banks; vectors
         and the table in bfloat16.
         """
-        if group in ("", "embedding"):
-            format = "bf16"
+        form, group, is_product = recipe.format, facts.tensor_group, False
+        assert form is not None
+        if group is None or group == "embedding":
+            form = "bf16"
         else:
-            check_weight_format(group, format)
-        tiles = math.prod(-(-size // TILE) for size in shape)
-        return Holding(f"{format} tiles", tiles * tile_bytes(format))
+            check_weight_format(group, form)
+            is_product = True
+        *experts, rows, columns = (1, *recipe.shape)[-max(2, len(recipe.shape)) :]
+        tiles = math.prod(experts) * -(-rows // TILE) * -(-columns // TILE)
+        return Holding(f"{form} tiles", tiles * tile_bytes(form), "[in, out]" if is_product else "")
 
     def programs(
         self,

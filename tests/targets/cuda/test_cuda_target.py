@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.targets.test_holding import ask_for
 from tests.tiny import (
     FakeCheckpoint,
     pipeline,
@@ -23,7 +24,6 @@ from tilewright.compiler.cli import main
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.targets.base import CompileOptions, Holding
-from tilewright.compiler.targets.table import get_target
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)
 BFP8 = precision_of("bfp8", "hifi2")
@@ -182,7 +182,5 @@ def test_the_command_compiles_without_a_gpu(
 
 
 def test_the_target_holds_what_it_says_without_its_libraries() -> None:
-    found = get_target("cuda").holding(
-        (64, 128), "bfp4", block_axis="in", group="wo", compute="fast", fidelities=("lofi", "lofi")
-    )
+    found = ask_for("cuda", (64, 128), "bfp4", group="wo")
     assert found == Holding("bfp4 blocks", 4 * 1152)

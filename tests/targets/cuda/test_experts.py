@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.models import test_qwen3_5_moe, test_qwen3_moe
+from tests.targets.test_holding import ask_for
 from tests.tiny import lowered, precision_of
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError
@@ -16,7 +17,6 @@ from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.device import weight_bytes
 from tilewright.compiler.targets.cuda.experts import place_experts
 from tilewright.compiler.targets.cuda.instructions import ExpertLinear, ExpertSum
-from tilewright.compiler.targets.cuda.numerics import holding
 from tilewright.compiler.targets.cuda.packing import unpack
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.weights import (
@@ -108,8 +108,8 @@ def test_an_expert_that_kernels_do_not_take_is_named() -> None:
 
 def test_bytes_are_told_without_building() -> None:
     """Each expert's rows are whole tiles."""
-    assert holding((3, 24, 32), "bf16", block_axis="in", group="experts_ff2").num_bytes == (
+    assert ask_for("cuda", (3, 24, 32), "bf16", group="experts_ff2").num_bytes == (
         3 * 2 * 16 * 128 * 2
     )
-    held = holding((3, 24, 32), "bfp4", block_axis="in", group="experts_ff2")
+    held = ask_for("cuda", (3, 24, 32), "bfp4", group="experts_ff2")
     assert held.num_bytes == 3 * 2 * 1152

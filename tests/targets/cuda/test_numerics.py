@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.targets.test_holding import ask_for
 from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
@@ -56,14 +57,7 @@ def test_other_formats_are_refused_wherever_they_are_asked_for(name: str) -> Non
 
 def test_bytes_of_a_weight_by_hand() -> None:
     def ask(form: str, group: str = "ff2", axis: str = "in", shape: tuple[int, ...] = (33, 129)):
-        return get_target("cuda").holding(
-            shape,
-            form,
-            block_axis=axis,
-            group=group,
-            compute="fast",
-            fidelities=("lofi", "lofi"),
-        )
+        return ask_for("cuda", shape, form, block_axis=axis, group=group)
 
     assert ask("bf16") == Holding("bfloat16", 2 * 48 * 256)
     assert ask("bfp8") == Holding("bfp8 blocks", 3 * 2 * (16 * 128 + 128))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.fx import GraphModule
 
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, emulated, programs
+from tests.targets.test_holding import ask_for
 from tests.tiny import lowered, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
@@ -199,19 +200,12 @@ def test_the_contract_says_what_is_refused(group: str) -> None:
 
 
 def ask(shape: tuple[int, ...], form: str, group: str = "ff2") -> Holding:
-    return get_target("n150").holding(
-        shape,
-        form,
-        block_axis="out",
-        group=group,
-        compute="fast",
-        fidelities=("lofi", "lofi"),
-    )
+    return ask_for("n150", shape, form, block_axis="out", group=group)
 
 
 def test_holdings_by_hand() -> None:
-    assert ask((33, 40), "bfp8") == Holding("bfp8 tiles", 4 * 1088)
-    assert ask((385, 32), "bfp4") == Holding("bfp4 tiles", 13 * 576)
+    assert ask((33, 40), "bfp8") == Holding("bfp8 tiles", 4 * 1088, "[in, out]")
+    assert ask((385, 32), "bfp4") == Holding("bfp4 tiles", 13 * 576, "[in, out]")
     assert ask((61, 40), "bf16", "embedding") == Holding("bf16 tiles", 4 * 2048)
     assert ask((40,), "fp32", "") == Holding("bf16 tiles", 2 * 2048)
     with pytest.raises(CompileError, match="ff2: weights in q40"):
