@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,22 +55,38 @@ def teacher_force(
     Raises:
         CompileError: where the executable's logits are no numbers.
     """
-    engine = Engine(executable)
-    tokens = torch.tensor(reference.tokens)
-    rows = [engine.prefill([0], [tokens[: reference.prefill]])[0]]
-    guesses, kl = [], []
-    num_predictions = len(reference.guesses)
-    for step in range(num_predictions):
+    total = len(reference.guesses)
+    group = [(reference, logits)]
+    (found,) = force_group(Engine(executable), group, lambda done: on_step(done, total))
+    return found
+
+
+def force_group(
+    engine: Engine,
+    group: Sequence[tuple[Reference, Tensor | None]],
+    report: Callable[[int], None],
+) -> list[Predictions]:
+    """References of equal lengths with their logits, side by side; see `teacher_force`.
+
+    ``report`` hears after every step how many there were.
+    """
+    ids = list(range(len(group)))
+    tokens = torch.tensor([reference.tokens for reference, _ in group])
+    prefill = group[0][0].prefill
+    guesses: list[list[int]] = [[] for _ in group]
+    kl: list[list[float]] = [[] for _ in group]
+    rows = engine.prefill(ids, list(tokens[:, :prefill]))
+    for step in range(len(group[0][0].guesses)):
         if step:
-            at = reference.prefill + step - 1
-            rows = [engine.decode([0], tokens[at : at + 1])[0]]
-        check_logits(rows[0], step)
-        guesses.append(int(rows[0].argmax()))
-        if logits is not None:
-            kl.append(divergence(logits[step], rows[0]))
-        on_step(step + 1, num_predictions)
-    engine.remove([0])
-    return Predictions(tuple(guesses), tuple(kl))
+            rows = engine.decode(ids, tokens[:, prefill + step - 1])
+        check_logits(rows, step)
+        for index, (_, logits) in enumerate(group):
+            guesses[index].append(int(rows[index].argmax()))
+            if logits is not None:
+                kl[index].append(divergence(logits[step], rows[index]))
+        report(step + 1)
+    engine.remove(ids)
+    return [Predictions(tuple(g), tuple(k)) for g, k in zip(guesses, kl, strict=True)]
 
 
 def divergence(reference_V: Tensor, logits_V: Tensor) -> float:

@@ -6,7 +6,9 @@ Knows nothing of models, tokenizers or targets.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.registry import Registry
@@ -125,136 +127,71 @@ def check_case(case: Case, *, max_context: int, max_data_parallel: int) -> None:
         )
 
 
+_Setting = dict[str, Any]
+_LONG: _Setting = {"prompts": "long.txt", "stop_at_eos": False}
+_TABLE: _Setting = {**_LONG, "prompt_length": TABLE_PROMPT_LENGTH}
+_ACCURACY: _Setting = {
+    "prompts": f"{ACCURACY_TEXT}.txt",
+    "prompt_length": ACCURACY_PREFILL,
+    "stop_at_eos": False,
+    "token_accuracy": True,
+}
+
+
+def _long_context(k: int) -> tuple[str, _Setting]:
+    length = k * 1024
+    description = f"one user, a prompt of {length:,} tokens"
+    repeats = {} if k == 2 else {"num_repeats": 2}
+    return description, {**_LONG, "prompt_length": length, **repeats}
+
+
 # Each stands once for every precision of `PRECISIONS`, which completes its name.
-_TEMPLATES = (
-    Case(
-        name="batch-1",
-        description="one user, one question",
+_TEMPLATES: Mapping[str, tuple[str, _Setting]] = {
+    "batch-1": ("one user, one question", {}),
+    "batch-32": ("32 users, 32 questions", {"batch_size": 32}),
+    **{f"long-context-{k}k": _long_context(k) for k in (2, 16, 32, 64)},
+    "reasoning": (
+        "one user, a puzzle, a long answer",
+        {"prompts": "reasoning.json", "max_generated_tokens": 4096, "num_repeats": 1},
     ),
-    Case(
-        name="batch-32",
-        description="32 users, 32 questions",
-        batch_size=32,
+    "ci-1": ("one user, 128 tokens in and 200 out: the Performance table", _TABLE),
+    "ci-32": (
+        "32 users, 128 tokens in and 200 out: the Batch-32 table",
+        {**_TABLE, "batch_size": 32},
     ),
-    Case(
-        name="long-context-2k",
-        description="one user, a prompt of 2,048 tokens",
-        prompts="long.txt",
-        prompt_length=2 * 1024,
-        stop_at_eos=False,
+    **{
+        f"dp-{count}": (
+            f"{count} replicas, one user each, 128 tokens in and 200 out",
+            {**_TABLE, "data_parallel": count},
+        )
+        for count in (4, 8)
+    },
+    "stress": (
+        "32 users, long answers, many repeats: memory and stability",
+        {**_TABLE, "batch_size": 32, "max_generated_tokens": 500, "num_repeats": 10},
     ),
-    Case(
-        name="long-context-16k",
-        description="one user, a prompt of 16,384 tokens",
-        prompts="long.txt",
-        prompt_length=16 * 1024,
-        stop_at_eos=False,
-        num_repeats=2,
+    "token-matching": (
+        "512 tokens in, 512 predictions against the reference: top-1 and top-5",
+        {**_ACCURACY, "max_generated_tokens": ACCURACY_CONTEXT - ACCURACY_PREFILL},
     ),
-    Case(
-        name="long-context-32k",
-        description="one user, a prompt of 32,768 tokens",
-        prompts="long.txt",
-        prompt_length=32 * 1024,
-        stop_at_eos=False,
-        num_repeats=2,
+    "top-1": (
+        "512 predictions against the reference and nothing else: what a sweep measures",
+        {**_ACCURACY, "max_generated_tokens": 1, "num_repeats": 1},
     ),
-    Case(
-        name="long-context-64k",
-        description="one user, a prompt of 65,536 tokens",
-        prompts="long.txt",
-        prompt_length=64 * 1024,
-        stop_at_eos=False,
-        num_repeats=2,
+    "eval-repeat": (
+        "32 users, prompts rotated between them: the text of each stays the same",
+        {"batch_size": 32, "max_generated_tokens": 100, "rotate_prompts": True},
     ),
-    Case(
-        name="reasoning",
-        description="one user, a puzzle, a long answer",
-        prompts="reasoning.json",
-        max_generated_tokens=4096,
-        num_repeats=1,
+    "device-perf": (
+        "one user, ten steps: short enough for a profiler",
+        {**_TABLE, "max_generated_tokens": 10, "num_repeats": 1},
     ),
-    Case(
-        name="ci-1",
-        description="one user, 128 tokens in and 200 out: the Performance table",
-        prompts="long.txt",
-        prompt_length=TABLE_PROMPT_LENGTH,
-        stop_at_eos=False,
-    ),
-    Case(
-        name="ci-32",
-        description="32 users, 128 tokens in and 200 out: the Batch-32 table",
-        batch_size=32,
-        prompts="long.txt",
-        prompt_length=TABLE_PROMPT_LENGTH,
-        stop_at_eos=False,
-    ),
-    Case(
-        name="dp-4",
-        description="4 replicas, one user each, 128 tokens in and 200 out",
-        data_parallel=4,
-        prompts="long.txt",
-        prompt_length=TABLE_PROMPT_LENGTH,
-        stop_at_eos=False,
-    ),
-    Case(
-        name="dp-8",
-        description="8 replicas, one user each, 128 tokens in and 200 out",
-        data_parallel=8,
-        prompts="long.txt",
-        prompt_length=TABLE_PROMPT_LENGTH,
-        stop_at_eos=False,
-    ),
-    Case(
-        name="stress",
-        description="32 users, long answers, many repeats: memory and stability",
-        batch_size=32,
-        max_generated_tokens=500,
-        num_repeats=10,
-        prompts="long.txt",
-        prompt_length=TABLE_PROMPT_LENGTH,
-        stop_at_eos=False,
-    ),
-    Case(
-        name="token-matching",
-        description="512 tokens in, 512 predictions against the reference: top-1 and top-5",
-        prompts=f"{ACCURACY_TEXT}.txt",
-        prompt_length=ACCURACY_PREFILL,
-        max_generated_tokens=ACCURACY_CONTEXT - ACCURACY_PREFILL,
-        stop_at_eos=False,
-        token_accuracy=True,
-    ),
-    Case(
-        name="top-1",
-        description="512 predictions against the reference and nothing else: what a sweep measures",
-        prompts=f"{ACCURACY_TEXT}.txt",
-        prompt_length=ACCURACY_PREFILL,
-        max_generated_tokens=1,
-        num_repeats=1,
-        stop_at_eos=False,
-        token_accuracy=True,
-    ),
-    Case(
-        name="eval-repeat",
-        description="32 users, prompts rotated between them: the text of each stays the same",
-        batch_size=32,
-        max_generated_tokens=100,
-        rotate_prompts=True,
-    ),
-    Case(
-        name="device-perf",
-        description="one user, ten steps: short enough for a profiler",
-        max_generated_tokens=10,
-        num_repeats=1,
-        prompts="long.txt",
-        prompt_length=TABLE_PROMPT_LENGTH,
-        stop_at_eos=False,
-    ),
-)
+}
 
 CASES: Registry[Case] = Registry("case")
 
 for _precision in PRECISIONS:
-    for _template in _TEMPLATES:
-        _name = f"{_precision}-{_template.name}"
-        CASES.register(_name, replace(_template, name=_name, precision=_precision))
+    for _kind, (_description, _setting) in _TEMPLATES.items():
+        _name = f"{_precision}-{_kind}"
+        _case = Case(name=_name, description=_description, precision=_precision, **_setting)
+        CASES.register(_name, _case)

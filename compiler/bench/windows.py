@@ -10,10 +10,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from tilewright.compiler.bench.accuracy import Predictions, check_logits, divergence
+from tilewright.compiler.bench.accuracy import Predictions, force_group
 from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.compiler.bench.prompts import bench_text
 from tilewright.compiler.bench.reference import Reference, Subject, build_reference, text_hash
@@ -102,29 +101,7 @@ def force_windows(
         def report(steps: int, done: int = done, width: int = len(group)) -> None:
             on_step(done + steps * width, total)
 
-        for found in _force_group(engine, group, report):
+        for found in force_group(engine, [(each.reference, each.logits) for each in group], report):
             guesses += found.guesses
             kl += found.kl
     return Predictions(tuple(guesses), tuple(kl))
-
-
-def _force_group(
-    engine: Engine, group: Sequence[Window], report: Callable[[int], None]
-) -> list[Predictions]:
-    """Windows of equal lengths, side by side."""
-    ids = list(range(len(group)))
-    tokens = torch.tensor([window.reference.tokens for window in group])
-    prefill = group[0].reference.prefill
-    guesses: list[list[int]] = [[] for _ in group]
-    kl: list[list[float]] = [[] for _ in group]
-    rows = engine.prefill(ids, list(tokens[:, :prefill]))
-    for step in range(len(group[0].reference.guesses)):
-        if step:
-            rows = engine.decode(ids, tokens[:, prefill + step - 1])
-        check_logits(rows, step)
-        for index, window in enumerate(group):
-            guesses[index].append(int(rows[index].argmax()))
-            kl[index].append(divergence(window.logits[step], rows[index]))
-        report(step + 1)
-    engine.remove(ids)
-    return [Predictions(tuple(g), tuple(k)) for g, k in zip(guesses, kl, strict=True)]
