@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.bench.roofline import weight_bytes
+from tilewright.compiler.bench.roofline import compiled_weight_bytes
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.ir.cost import step_costs
 from tilewright.compiler.precision import PrecisionSummary
-from tilewright.compiler.targets.table import get_target
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -74,9 +73,8 @@ def explain_contract(screen: Console, contract: NumericContract) -> None:
 
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
     """Bytes and operations of a decode step, by tensor group."""
-    graph_module, target = compiled.graph(), get_target(compiled.target)
-    costs = step_costs(graph_module, num_tokens=1, context=context)
-    read = weight_bytes(graph_module, num_tokens=1, target=target, compute=compiled.compute)
+    costs = step_costs(compiled.graph(), num_tokens=1, context=context)
+    read = compiled_weight_bytes(compiled)
     rows = [
         (
             cost.group,

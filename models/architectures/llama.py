@@ -89,17 +89,5 @@ class LlamaForCausalLM(nn.Module):
         inv_freq = inverse_frequencies(config.rope, config.head_dim, longest)
         return {"model.rotary.inv_freq": torch.tensor(inv_freq, dtype=torch.float32)}
 
-    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of a position's keys and values, ``[2, heads, head size]``, by the module that
-        keeps them.
-        """
-        config = self.config
-        shape = 2, config.num_kv_heads, config.head_dim
-        return {f"model.layers.{layer}.self_attn": shape for layer in range(config.num_layers)}
-
-    def memory_sizes(self) -> dict[str, int]:
-        """How many float32 numbers a sequence of any length keeps, by the module."""
-        return {}
-
 
 ARCHITECTURE = Architecture(LlamaForCausalLM, gguf_pairs_adjacent=True)

@@ -83,19 +83,6 @@ class Qwen35ForCausalLM(LlamaForCausalLM):
                 found |= _query_and_gate(f"model.layers.{layer}.self_attn", config)
         return found
 
-    def cache_shapes(self) -> dict[str, tuple[int, ...]]:
-        linear = self.config.linear_layers
-        shapes = zip(linear, super().cache_shapes().items(), strict=True)
-        return {name: shape for is_linear, (name, shape) in shapes if not is_linear}
-
-    def memory_sizes(self) -> dict[str, int]:
-        linear, delta = enumerate(self.config.linear_layers), self.config.delta
-        window = delta.qkv_width * (delta.conv_width - 1)
-        size = window + delta.num_value_heads * delta.key_dim * delta.value_dim
-        return {
-            f"model.layers.{layer}.linear_attn": size for layer, is_linear in linear if is_linear
-        }
-
 
 def _query_and_gate(path: str, config: HybridConfig) -> dict[str, Any]:
     head_dim, hidden = config.head_dim, config.hidden_size

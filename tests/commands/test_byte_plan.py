@@ -74,3 +74,18 @@ def test_layers_of_their_own(compute: str, capfd: pytest.CaptureFixture[str]) ->
     out = " ".join(said([*argv, "--precision", precision, *RUN], capfd).split())
     assert "│ experts_ff1_3 │ q40, bf16 │" in out and "│ experts_ff2 │ bf16 │" in out
     assert "│ shared_ff2 │ fp32 │" in out and "│ delta_in │ q80 │" in out
+
+
+def test_both_tables_of_an_explained_run_agree(capfd: pytest.CaptureFixture[str]) -> None:
+    """What a step reads of products is told before and after compiling, as the target holds it."""
+    argv = ["run", "--model", "shape:tiny", "--target", "cpu", "--explain", *RUN]
+    assert main([*argv, "--precision", "performance"]) == 0
+    out, err = capfd.readouterr()
+
+    def read(text: str, column: int) -> dict[str, str]:
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+        groups = ("wqkv", "wo", "ff1_3", "ff2", "lm_head")
+        return {row[0]: row[column] for row in rows if len(row) > 4 and row[0] in groups}
+
+    before, after = read(err, 5), read(out[out.index("one decode step") :], 3)
+    assert before == after and len(before) == 5
