@@ -147,7 +147,8 @@ def load_model(path: str | FoundModel | None = None) -> LoadedModel:
     found = find_model_or_shape(path)
     if isinstance(found, ShapeName):
         return _random_model(found)
-    from tilewright.models.checkpoints import check_tensors, open_checkpoint
+    from tilewright.models.checkpoints.base import check_tensors
+    from tilewright.models.checkpoints.containers import open_checkpoint
     from tilewright.models.sources import stored_shapes
     from tilewright.models.tokenizer.load import load_tokenizer
 

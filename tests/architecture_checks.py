@@ -23,7 +23,8 @@ from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import Executable
 from tilewright.models.architectures.table import architecture_of
-from tilewright.models.checkpoints import Checkpoint, check_tensors, open_checkpoint
+from tilewright.models.checkpoints.base import Checkpoint, check_tensors
+from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.sources import stored_shapes
 
 TARGETS = ("reference", "cpu")

@@ -31,6 +31,9 @@ WITHOUT_TORCH = (
     "tilewright.compiler.commands.sweep.run",
     "tilewright.compiler.commands.sweep.show",
     "tilewright.compiler.commands.compile",
+    "tilewright.models",
+    "tilewright.models.config",
+    "tilewright.models.checkpoints.headers",
     "bench.peers.command",
     "tilewright.compiler.cli",
 )

@@ -14,8 +14,8 @@ from tilewright.compiler.bench.prompts import read_prompts
 from tilewright.compiler.bench.reference import Subject, load_reference
 from tilewright.compiler.precision import load_precision
 from tilewright.models import load_model
-from tilewright.models.checkpoints import open_checkpoint
 from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 from tilewright.models.checkpoints.json_file import read_json
 from tilewright.models.tokenizer.load import load_tokenizer

@@ -33,8 +33,8 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.models import load_model
 from tilewright.models.architectures.rope import inverse_frequencies
-from tilewright.models.checkpoints import Checkpoint, open_checkpoint
-from tilewright.models.checkpoints.base import TensorMeta
+from tilewright.models.checkpoints.base import Checkpoint, TensorMeta
+from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.dllama import DllamaCheckpoint
 from tilewright.models.checkpoints.dllama_header import read_header
 from tilewright.models.checkpoints.dllama_writer import write_model, write_tensors

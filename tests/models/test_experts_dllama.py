@@ -34,7 +34,8 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.models import load_model
-from tilewright.models.checkpoints import Checkpoint, check_tensors, open_checkpoint
+from tilewright.models.checkpoints.base import Checkpoint, check_tensors
+from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.dllama import DllamaCheckpoint
 from tilewright.models.checkpoints.dllama_writer import write_model
 from tilewright.models.config import MoeConfig

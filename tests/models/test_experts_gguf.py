@@ -20,7 +20,8 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.recipe import load_dense
-from tilewright.models.checkpoints import check_tensors, open_checkpoint
+from tilewright.models.checkpoints.base import check_tensors
+from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 from tilewright.models.sources import stored_shapes
 

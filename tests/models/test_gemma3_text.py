@@ -19,7 +19,7 @@ from tests.twins import Twin, assert_eager_equals_twin, hf_rope_parameters, twin
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import WEIGHT, info
 from tilewright.models.architectures.gemma3_text import Gemma3Config
-from tilewright.models.checkpoints import open_checkpoint
+from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.hf_config import config_of_hf
 from tilewright.models.config import LinearScaling, RopeConfig
 

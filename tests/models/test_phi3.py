@@ -21,7 +21,8 @@ from tilewright.compiler.driver import compile_model
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import WEIGHT, info
 from tilewright.compiler.targets.base import CompileOptions
-from tilewright.models.checkpoints import check_tensors, open_checkpoint
+from tilewright.models.checkpoints.base import check_tensors
+from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.rope import longrope_attention_factor
 from tilewright.models.config import LongRopeScaling, RopeConfig
 from tilewright.models.sources import stored_shapes

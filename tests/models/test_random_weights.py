@@ -7,7 +7,7 @@ import torch
 
 from tilewright.compiler.errors import CheckpointError
 from tilewright.models import load_model
-from tilewright.models.checkpoints import check_tensors
+from tilewright.models.checkpoints.base import check_tensors
 from tilewright.models.checkpoints.random_weights import STD
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"

@@ -1,0 +1,26 @@
+"""Checkpoint containers: which one a path holds, and opening it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tilewright.models.checkpoints.base import Checkpoint
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a ``.gguf`` or ``.m`` file or a Hugging Face folder, as `find_model` returns it.
+
+    Raises:
+        CheckpointError: files that are missing, cut short, corrupt or of a kind that is not read.
+    """
+    if path.is_dir():
+        from tilewright.models.checkpoints.safetensors import SafetensorsCheckpoint
+
+        return SafetensorsCheckpoint(path)
+    if path.suffix.lower() == ".m":
+        from tilewright.models.checkpoints.dllama import DllamaCheckpoint
+
+        return DllamaCheckpoint(path)
+    from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+
+    return GGUFCheckpoint(path)
