@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.grids import grid
 from tests.tiny import QWEN2, compiled, precision_of, prefill, random_tokens, step, tiny_model
 from tests.twins import twin_of
 from tilewright.compiler.targets.base import Executable
@@ -34,6 +35,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 FORMATS = ("fp32", "bf16", "bfp8", "bfp4")
+HELD = [*((name, "in") for name in FORMATS), ("bfp8", "out"), ("bfp4", "out")]
+"""Formats, and the axis along which their blocks lie."""
 
 
 def shaped(name: str) -> SimpleNamespace:
@@ -50,11 +53,9 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, within: float = 1e-4)
     torch.testing.assert_close(got, expected, atol=within, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "axis"), [*((name, "in") for name in FORMATS), ("bfp8", "out"), ("bfp4", "out")]
-)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_cpu_exact_is_the_reference(shape: str, name: str, axis: str) -> None:
+@pytest.mark.parametrize(("shape", "held"), grid([(each,) for each in SHAPES], HELD))
+def test_cpu_exact_is_the_reference(shape: str, held: tuple[str, str]) -> None:
+    name, axis = held
     model = shaped(shape)
     tokens = tokens_of(model, 19)
     precision = precision_of(name, block_axis=axis)

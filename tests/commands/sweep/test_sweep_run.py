@@ -104,7 +104,10 @@ def test_a_restarted_cell_is_run_again_and_no_other(
     assert "1 cells" in out and "all-q80" in out and "all-bfp8" not in out
     assert main(argv) == 0
     progress, end = capfd.readouterr().err.splitlines()
-    assert progress.startswith("[2/2] all-q80 speed round 1: done in ") and "t/s/u" in progress
+    assert (
+        progress.startswith("[2/2] all-q80 performance-device-perf round 1: done in ")
+        and "t/s/u" in progress
+    )
     assert "2 of 2 cells done" in end
     added = [json.loads(line) for line in swept.path.read_bytes().splitlines()[before:]]
     assert [each["event"] for each in added] == ["asked", "started", "finished"]
