@@ -26,7 +26,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.models import load_model
-from tilewright.models.checkpoints.base import dllama_writer
+from tilewright.models.checkpoints import dllama_writer
 
 SCRIPT = Path(__file__).resolve().parents[2] / "demo" / "convert.py"
 BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.models.conftest import add_tokenizer, to_gguf_name
 from tilewright.models import load_model
-from tilewright.models.checkpoints.base import gguf_blocks
+from tilewright.models.checkpoints import gguf_blocks
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 from tilewright.models.checkpoints.gguf_blocks import DECODERS, dequantise
 from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
