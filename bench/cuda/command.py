@@ -95,7 +95,7 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
     if choices.target == _TARGET:
         check_gpu()
     warnings.filterwarnings("ignore", module="torch")
-    from tilewright.compiler.bench.ceilings import measure_ceilings
+    from bench.ceilings import measure_ceilings
 
     screen = _screen()
     ceilings = measured or measure_ceilings(choices.target)

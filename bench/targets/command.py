@@ -35,10 +35,10 @@ from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.models import find_model
 
 if TYPE_CHECKING:
+    from bench.targets.windows import Window
     from tilewright.compiler.bench.accuracy import Predictions
     from tilewright.compiler.bench.record import Paired
     from tilewright.compiler.bench.stats import Ratio
-    from tilewright.compiler.bench.windows import Window
     from tilewright.compiler.commands.source import Source
     from tilewright.compiler.driver import Compiled
     from tilewright.compiler.targets.base import Progress
@@ -176,7 +176,7 @@ def _prepare(options: Options, merged: Sequence[_Run], progress: Progress) -> _W
     Raises:
         ConfigError: for runs to merge with that are of something else, before time is spent.
     """
-    from tilewright.compiler.bench.windows import build_windows, cut_windows, windows_hash
+    from bench.targets.windows import build_windows, cut_windows, windows_hash
     from tilewright.compiler.commands.measure import compile_reference, subject_of
     from tilewright.compiler.commands.source import open_source
 
@@ -202,8 +202,8 @@ def _measure(
     work: _Work, precision: PrecisionConfig, *, choice: Choice, progress: Progress
 ) -> TargetRun:
     """Compile one precision for one target, and force all windows through it."""
+    from bench.targets.windows import force_windows
     from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
-    from tilewright.compiler.bench.windows import force_windows
     from tilewright.compiler.commands.arguments import ModelOptions
     from tilewright.compiler.commands.source import compile_source
     from tilewright.compiler.targets.base import CompileOptions

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilewright.compiler.bench.display import printable
 from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.files import replace_file
 
@@ -45,7 +46,7 @@ def settings() -> Iterator[None]:
 
 def shown(name: str, length: int = NAME_LENGTH) -> str:
     """``name`` for a figure: cut, printable, its dollars no formulas (``\\$`` is a dollar)."""
-    text = "".join(c if c.isprintable() else "\ufffd" for c in name[: length + 1])
+    text = printable(name[: length + 1])
     if len(text) > length:
         text = text[: length - 1] + "\u2026"
     return text.replace("$", "\\$")

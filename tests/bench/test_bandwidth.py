@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilewright.compiler.bench.bandwidth import read_bandwidth
+from bench.bandwidth import read_bandwidth
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])

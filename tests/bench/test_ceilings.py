@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.bench.ceilings import cpu_ceilings, measure_ceilings
+from bench.ceilings import cpu_ceilings, measure_ceilings
 from tilewright.compiler.errors import CompileError
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from tilewright.compiler.bench.bandwidth import BUFFER_BYTES, read_bandwidth
+from bench.bandwidth import BUFFER_BYTES, read_bandwidth
 from tilewright.compiler.bench.record import Ceilings
 from tilewright.compiler.devices import describe_cpu
 

@@ -7,12 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.tiny import compiled, precision_of, tiny_model
-from tilewright.compiler.bench.accuracy import teacher_force
-from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
-from tilewright.compiler.bench.prompts import bench_text
-from tilewright.compiler.bench.reference import Subject, text_hash, text_tokens
-from tilewright.compiler.bench.windows import (
+from bench.targets.windows import (
     NUM_COUNTED,
     TEXTS,
     Window,
@@ -21,6 +16,11 @@ from tilewright.compiler.bench.windows import (
     force_windows,
     windows_hash,
 )
+from tests.tiny import compiled, precision_of, tiny_model
+from tilewright.compiler.bench.accuracy import teacher_force
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
+from tilewright.compiler.bench.prompts import bench_text
+from tilewright.compiler.bench.reference import Subject, text_hash, text_tokens
 from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.targets.base import Executable
 
