@@ -18,6 +18,7 @@ from bench.cuda.kernel_profile import (
 )
 from bench.cuda.measure import Bench
 from bench.cuda.rows import DECODE, DECODE_SHARE, Row
+from tilewright.compiler.bench.display import decimal, percent
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Ceilings
 from tilewright.compiler.bench.roofline import STATE, Work, product_groups
 from tilewright.compiler.commands.console import print_table
@@ -91,8 +92,9 @@ def kernel_rows(found: StepProfile) -> list[tuple[str, ...]]:
 
 
 def _cells(line: Line, step: float) -> tuple[str, ...]:
-    share = f"{100 * line.own / step:.1f} %" if step else "-"
-    return line.name, f"{line.launches:g}", f"{line.own:,.1f}", share, f"{line.durations:,.1f}"
+    share = f"{percent(line.own / step)} %" if step else "-"
+    own, durations = (decimal(each, grouped=True) for each in (line.own, line.durations))
+    return line.name, f"{line.launches:g}", own, share, durations
 
 
 def _rate(num_bytes: float, microseconds: float, ceilings: Ceilings) -> tuple[str, str, str]:
@@ -100,5 +102,5 @@ def _rate(num_bytes: float, microseconds: float, ceilings: Ceilings) -> tuple[st
     if num_bytes < 1e6 or not microseconds:
         return "", "", ""
     rate = num_bytes / (1e-6 * microseconds)
-    share = rate / ceilings.bytes_per_s
-    return f"{num_bytes / 1e6:,.1f}", f"{rate / 1e12:.2f}", f"{100 * share:.1f} %"
+    share = f"{percent(rate / ceilings.bytes_per_s)} %"
+    return decimal(num_bytes / 1e6, grouped=True), decimal(rate / 1e12, 2), share

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -206,7 +206,7 @@ class _Starts:
         if missing is not None:
             raise WorkerError(missing)
         try:
-            settings |= self._files(engine)(weights)
+            settings |= self._files(engine, weights)
         except Exception as error:  # libraries of peers raise what they like
             raise WorkerError(one_line(error)) from None
         command = (*PYTHON, "-m", _WORKER, json.dumps(settings))
@@ -214,37 +214,34 @@ class _Starts:
         environment = {"PYTHONPATH": search, "OMP_NUM_THREADS": str(self._options.num_threads)}
         return Worker(command, environment=environment, timeout_s=self._options.timeout)
 
-    @functools.cached_property
-    def _content_hash(self) -> str:
-        found: str = self._model.checkpoint.content_hash()
-        return found
+    def _files(self, engine: str, weights: str) -> dict[str, Any]:
+        """What the engine reads, made where there is none yet."""
+        source, given = self._source, self._options.onnx_genai_folder
+        is_tied = self._model.config.tie_embeddings
+        if engine == OURS:
+            return {"path": str(source), "precision": weights}
+        if engine == "onnx-genai" and given is not None:
+            return {"path": str(given), "is_tied": is_tied}
+        if engine == "onnx-genai":
+            from bench.peers.onnx_folder import cached_onnx_folder
 
-    def _files(self, engine: str) -> Callable[[str], dict[str, Any]]:
-        return {OURS: self._ours, "onnx-genai": self._onnx}.get(engine, self._gguf)
-
-    def _ours(self, precision: str) -> dict[str, Any]:
-        return {"path": str(self._source), "precision": precision}
-
-    def _gguf(self, kind: str) -> dict[str, Any]:
-        from bench.peers.gguf_copy import cached_gguf
-
-        source = self._source
+            path = cached_onnx_folder(
+                self._model, source, content_hash=self._content_hash, folder=self._folder
+            )
+            return {"path": str(path), "is_tied": is_tied}
         if source.suffix.lower() != ".gguf":
             raise ConfigError(
                 f"{source.name} is no GGUF file: convert it with llama.cpp's convert_hf_to_gguf.py"
             )
-        path = cached_gguf(source, kind, content_hash=self._content_hash, folder=self._folder)
+        from bench.peers.gguf_copy import cached_gguf
+
+        path = cached_gguf(source, weights, content_hash=self._content_hash, folder=self._folder)
         return {"path": str(path)}
 
-    def _onnx(self, weights: str) -> dict[str, Any]:
-        from bench.peers.onnx_folder import cached_onnx_folder
-
-        path = self._options.onnx_genai_folder
-        if path is None:
-            path = cached_onnx_folder(
-                self._model, self._source, content_hash=self._content_hash, folder=self._folder
-            )
-        return {"path": str(path), "is_tied": self._model.config.tie_embeddings}
+    @functools.cached_property
+    def _content_hash(self) -> str:
+        found: str = self._model.checkpoint.content_hash()
+        return found
 
 
 def _write_json(path: Path, record: dict[str, Any]) -> None:

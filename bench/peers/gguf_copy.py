@@ -5,7 +5,6 @@ Rows keep the source's order, which GGUF's readers expect; metadata and tokenize
 
 from __future__ import annotations
 
-import os
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -49,21 +48,15 @@ def write_gguf(source: Path, destination: Path, kind: str) -> None:
         for tensor in reader.tensors
     }
     _check_rows(source, reader, types)
+    file_type = int(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=destination.parent, suffix=".gguf")
-        os.close(handle)
+        with tempfile.TemporaryDirectory(dir=destination.parent) as scratch:
+            whole = Path(scratch) / destination.name
+            _write(reader, whole, types, file_type=file_type)
+            whole.replace(destination)
     except OSError as error:
         raise ConfigError(f"{destination}: cannot be written: {error.strerror}") from None
-    temporary = Path(name)
-    try:
-        _write(reader, temporary, types, file_type=int(gguf.LlamaFileType[_file_type(kind)]))
-        temporary.chmod(0o644)
-        temporary.replace(destination)
-    except OSError as error:
-        raise ConfigError(f"{destination}: cannot be written: {error.strerror}") from None
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def gguf_sizes(path: Path) -> Loaded:
@@ -122,7 +115,3 @@ def _write(
             writer.write_tensor_data(quantize(values, types[tensor.name]))
     finally:
         writer.close()
-
-
-def _file_type(kind: str) -> str:
-    return "ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"

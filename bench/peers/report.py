@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from bench.peers import PEERS
 from bench.peers.rounds import Contestant, ratios
 from tilewright.compiler.bench import stats
+from tilewright.compiler.bench.display import decimal, percent
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.environment import PACKAGES, environment
@@ -105,9 +106,9 @@ def _row(contestant: dict[str, Any], measures: Sequence[str]) -> tuple[str, ...]
     size, share = contestant["weight_bytes"], contestant["bandwidth_share"]
     return (
         f"{contestant['engine']} {contestant['weights']}",
-        "-" if size is None else f"{size / 1e6:,.0f}",
+        decimal(None if size is None else size / 1e6, 0, none="-", grouped=True),
         *(_rate(contestant["rates"].get(measure)) for measure in measures),
-        "-" if share is None else f"{100 * share:.0f} %",
+        "-" if share is None else f"{percent(share, 0)} %",
     )
 
 
@@ -120,4 +121,4 @@ def _ratio(repeats: Sequence[float] | None) -> str:
 
 
 def _with_spread(text: str, repeats: Sequence[float]) -> str:
-    return f"{text} ({100 * stats.spread(repeats):.0f} %)" if len(repeats) > 1 else text
+    return f"{text} ({percent(stats.spread(repeats), 0)} %)" if len(repeats) > 1 else text
