@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -124,30 +124,40 @@ def constants_of(model: CompilableModel, max_context: int | None = None) -> dict
     return constants
 
 
-def weight_source(
-    model: CompilableModel, max_context: int | None = None
-) -> Callable[[str], Tensor]:
-    """The model's tensors by name: its constants, else the checkpoint's, read when asked for.
+def weight_source(model: CompilableModel, max_context: int | None = None) -> ModelWeights:
+    """The model's tensors by name. ``max_context``: see `constants_of`."""
+    return ModelWeights(model, constants_of(model, max_context))
+
+
+class ModelWeights:
+    """A model's tensors by name: its constants, else the checkpoint's, read when asked for.
 
     A tensor that several parameters are rows of is kept until another such one is asked for.
-    ``max_context``: see `constants_of`.
     """
-    constants = constants_of(model, max_context)
-    parts = (source for parts in model.module.sources().values() for source in parts)
-    shared = {source.tensor for source in parts if source.rows}
-    kept: dict[str, Tensor] = {}
 
-    def get(name: str) -> Tensor:
-        if name in kept:
-            return kept[name]
-        tensor = constants[name] if name in constants else model.checkpoint.get(name)
+    def __init__(self, model: CompilableModel, constants: Mapping[str, Tensor]) -> None:
+        self._checkpoint, self._constants = model.checkpoint, constants
+        parts = (source for parts in model.module.sources().values() for source in parts)
+        self._shared = {source.tensor for source in parts if source.rows}
+        self._kept: dict[str, Tensor] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        if name in self._kept:
+            return self._kept[name]
+        is_constant = name in self._constants
+        tensor = self._constants[name] if is_constant else self._checkpoint.get(name)
         assert isinstance(tensor, Tensor)
-        if name in shared:
-            kept.clear()
-            kept[name] = tensor
+        if name in self._shared:
+            self._kept = {name: tensor}
         return tensor
 
-    return get
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows ``[first, last)`` of a tensor of two axes; only they are read, unless it is kept."""
+        if name in self._constants or name in self._shared:
+            return self(name)[first:last].clone()
+        tensor = self._checkpoint.get(name, slice(first, last))
+        assert isinstance(tensor, Tensor)
+        return tensor
 
 
 def check_options(options: CompileOptions, max_positions: int) -> None:

@@ -56,9 +56,9 @@ class FakeCheckpoint:
         self.tensors = tensors
         self.reads: list[str] = []
 
-    def get(self, name: str) -> Tensor:
+    def get(self, name: str, rows: slice | None = None) -> Tensor:
         self.reads.append(name)
-        return self.tensors[name]
+        return self.tensors[name][rows or slice(None)]
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -7,9 +7,11 @@ names of tensors, not where they are kept.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -110,11 +112,42 @@ def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     return dense.contiguous()
 
 
+@runtime_checkable
+class ReadsRows(Protocol):
+    """A source of tensors by name that reads some rows of one without the others."""
+
+    def rows(self, name: str, first: int, last: int) -> Tensor:
+        """Rows ``[first, last)`` of a tensor of two axes."""
+
+
+def load_rows(recipe: WeightRecipe, get: ReadsRows, first: int, last: int) -> Tensor:
+    """Rows ``[first, last)`` of what :func:`load_dense` makes of a recipe without padding; raises
+    as it does.
+    """
+    assert len(recipe.shape) == 2 and not recipe.pad_rows
+    parts = []
+    for segment in cut(recipe, first, last):
+        begin = segment.rows[0] if segment.rows is not None else 0
+        read = functools.partial(get.rows, first=begin, last=begin + segment.num_rows)
+        whole = dataclasses.replace(segment, rows=None)
+        shape = (segment.num_rows, recipe.shape[1])
+        part = dataclasses.replace(recipe, segments=(whole,), shape=shape)
+        parts.append(_load_segment(whole, part, read))
+    return torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].contiguous()
+
+
 def load_values(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
     """:func:`load_dense`, then the float32 values that the recipe's format has for it."""
+    return values_of(load_dense(recipe, get), recipe)
+
+
+def values_of(dense: Tensor, recipe: WeightRecipe) -> Tensor:
+    """The float32 values that the recipe's format has for what :func:`load_dense` gave, or
+    :func:`load_rows` where no block is cut.
+    """
     assert recipe.format is not None
     axis = -1 if recipe.block_axis == "in" or len(recipe.shape) == 1 else -2
-    return get_format(recipe.format).round_trip(load_dense(recipe, get), axis=axis).contiguous()
+    return get_format(recipe.format).round_trip(dense, axis=axis).contiguous()
 
 
 def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:

@@ -44,6 +44,8 @@ class RandomCheckpoint:
         offsets: Mapping[str, float] | None = None,
     ) -> None:
         self._offsets = offsets or {}
+        # all rows are drawn at once: those of a tensor read by rows stay until its last one
+        self._walked: dict[tuple[str, str], Tensor] = {}
         self._shape = shape
         self.path = Path(str(shape))
         self.files: tuple[Path, ...] = ()
@@ -67,15 +69,24 @@ class RandomCheckpoint:
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
         device = torch.get_default_device()
+        if rows is None:
+            return self._draw(name, device)
+        key = name, str(device)
+        if key not in self._walked:
+            self._walked = {key: self._draw(name, device)}
+        values = self._walked[key]
+        start, stop = row_range(rows, values.shape[0])
+        if stop == values.shape[0]:
+            self._walked = {}
+        return values[start:stop].clone()
+
+    def _draw(self, name: str, device: torch.device) -> Tensor:
         generator = torch.Generator(device)
         generator.manual_seed(self._seed(name, device.type))
         mean = 1.0 - self._offsets.get(name, 0.0) if name.endswith("norm.weight") else 0.0
         values = torch.empty(self.names[name].shape, dtype=_DTYPE, device=device)
         values.normal_(mean, STD, generator=generator)
-        if rows is None:
-            return values
-        start, stop = row_range(rows, values.shape[0])
-        return values[start:stop].clone()
+        return values
 
     def content_hash(self) -> str:
         """An identity of the shape, 64 hexadecimal digits, the same on every device."""

@@ -37,6 +37,8 @@ _TEXT_PREFIX = "model.language_model."
 _OTHER_PARTS = ("model.visual.", "mtp.")
 """What tensors beside the text model's begin with: the tower for images, the layer that drafts."""
 _COMPARED_ROWS = 4096
+_MOST_MAPPED = 1 << 26
+"""Bytes read of a shard before it is opened anew, which gives back the memory that they take."""
 
 
 class SafetensorsCheckpoint:
@@ -52,6 +54,7 @@ class SafetensorsCheckpoint:
         self.config = config_of_hf(values, where=path / "config.json")
         self._shards, expected = find_shards(path)
         self._files = {shard: _open_shard(path / shard) for shard in self._shards}
+        self._num_mapped = dict.fromkeys(self._shards, 0)
         self._shard_of: dict[str, str] = {}
         self.names: dict[str, TensorMeta] = {}
         self._stored_name: dict[str, str] = {}
@@ -95,7 +98,18 @@ class SafetensorsCheckpoint:
 
     def _read(self, name: str, start: int, stop: int, expert: int | None = None) -> Tensor:
         """Rows of a stored tensor, or of one expert's share of it; a scalar whole."""
-        file = self._files[self._shard_of[name]]
+        shard = self._shard_of[name]
+        read = self._read_mapped(shard, name, start, stop, expert)
+        self._num_mapped[shard] += read.nbytes
+        if self._num_mapped[shard] > _MOST_MAPPED:  # which stay in memory while the file is open
+            self._files[shard] = _open_shard(self.path / shard)
+            self._num_mapped[shard] = 0
+        return read
+
+    def _read_mapped(
+        self, shard: str, name: str, start: int, stop: int, expert: int | None
+    ) -> Tensor:
+        file = self._files[shard]
         try:
             view = file.get_slice(self._stored_name[name])
             if not view.get_shape():
@@ -104,7 +118,7 @@ class SafetensorsCheckpoint:
                 return _owned(view[start:stop])
             return _owned(view[expert : expert + 1, start:stop])[0]
         except (SafetensorError, OSError) as error:
-            raise _unreadable(self.path / self._shard_of[name], error) from None
+            raise _unreadable(self.path / shard, error) from None
 
     def _read_piece(self, piece: Piece) -> Tensor:
         return self._read(piece.tensor, piece.first, piece.stop, piece.expert)

@@ -15,6 +15,7 @@ from onnx import TensorProto, helper
 
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.targets.cpu import weights
 from tilewright.compiler.targets.cpu.weights import BlockWeight, WeightFile, block_codes
 
 BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
@@ -181,3 +182,40 @@ def test_tensors_start_on_pages(weight_file: WeightFile) -> None:
     ]
     assert len(offsets) == 3
     assert all(offset % 4096 == 0 for offset in offsets)
+
+
+class ByRows:
+    """Tensors that are given by rows, too; ``longest`` is the most rows asked for at once."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        self.tensors, self.longest = tensors, 0
+
+    def __call__(self, name: str) -> torch.Tensor:
+        self.longest = max(self.longest, len(self.tensors[name]))
+        return self.tensors[name]
+
+    def rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        self.longest = max(self.longest, last - first)
+        return self.tensors[name][first:last].clone()
+
+
+@pytest.mark.parametrize("axis", ["in", "out"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "bfp8", "bfp4", "q80", "q40"])
+def test_tables_written_by_rows_are_the_same(
+    name: str, axis: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two tensors one below the other, 32 rows at a time, the last few fewer."""
+    source = ByRows(w=awkward(60, 40), v=awkward(41, 40))
+    wanted = WeightRecipe((Segment("w", 60), Segment("v", 30, (3, 33))), (90, 40), name, axis)
+    found = []
+    for chunk in (1 << 20, 32 * 40):
+        monkeypatch.setattr(weights, "_CHUNK_VALUES", chunk)
+        source.longest = 0
+        file = WeightFile(tmp_path / f"{chunk}.bin", source)
+        names = [file.dense(wanted), file.dense(wanted, transposed=True), file.bfloat16(wanted)]
+        if name in BITS and axis == "in":
+            blocks = file.blocks(wanted)
+            names += [blocks.codes, blocks.scales]
+        file.close()
+        found.append((names, file.num_bytes, (tmp_path / f"{chunk}.bin").read_bytes()))
+    assert found[0] == found[1] and source.longest == 32

@@ -6,7 +6,8 @@ bit, for bfp8 and bfp4 (16 codes, a power of two) and for q80 and q40 (32 codes,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -26,10 +27,19 @@ from tilewright.compiler.formats import (
     ScaledEncoded,
     get_format,
 )
-from tilewright.compiler.ir.recipe import WeightRecipe, load_dense, load_values
+from tilewright.compiler.ir.recipe import (
+    ReadsRows,
+    WeightRecipe,
+    load_dense,
+    load_rows,
+    load_values,
+    values_of,
+)
 from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, block_layout
 
 _MAX_NAMES = 8  # experts may have a tensor each
+_CHUNK_VALUES = 1 << 23  # of a table read by rows: 32 MB, and some times that while it is packed
+_ROW_MULTIPLE = 32  # no block along the rows is cut
 _ALIGNMENT = 4096  # external data is mapped into memory page by page
 
 
@@ -74,18 +84,20 @@ class WeightFile:
         Raises:
             NoRoomError: when it cannot be.
         """
-        try:
+        with self._no_room():
             self._file.close()
-        except OSError as error:
-            raise self._no_room(error) from None
 
     def dense(self, recipe: WeightRecipe, *, transposed: bool = False) -> str:
         """The name of the recipe's values as float32, ``[out, in]`` or ``[in, out]``."""
         kind = "transposed" if transposed else "dense"
         if (recipe, kind) not in self._written:
-            values = self.values(recipe).numpy()
-            array = np.ascontiguousarray(values.T) if transposed else values
-            self._written[recipe, kind] = self._add(recipe, kind, array, onnx.TensorProto.FLOAT)
+            shape, chunks = recipe.shape, (rows.numpy() for rows in self._value_rows(recipe))
+            name, real = self._new_name(recipe, kind), onnx.TensorProto.FLOAT
+            if transposed:
+                self._write_columns(name, chunks, shape[::-1], real)
+            else:
+                self._write(name, chunks, shape, real)
+            self._written[recipe, kind] = name
         name = self._written[recipe, kind]
         assert isinstance(name, str)
         return name
@@ -93,8 +105,10 @@ class WeightFile:
     def bfloat16(self, recipe: WeightRecipe) -> str:
         """The values of a bf16 recipe in two bytes each: the initializer's name."""
         if (recipe, "bfloat16") not in self._written:
-            array = self.values(recipe).bfloat16().view(torch.int16).numpy()
-            name = self._add(recipe, "bfloat16", array, onnx.TensorProto.BFLOAT16)
+            values = self._value_rows(recipe)
+            chunks = (rows.bfloat16().view(torch.int16).numpy() for rows in values)
+            name = self._new_name(recipe, "bfloat16")
+            self._write(name, chunks, recipe.shape, onnx.TensorProto.BFLOAT16)
             self._written[recipe, "bfloat16"] = name
         name = self._written[recipe, "bfloat16"]  # type: ignore[assignment]
         assert isinstance(name, str)
@@ -104,10 +118,13 @@ class WeightFile:
         """A recipe in a native format: codes ``[out, in / block, block * bits / 8]``, scales."""
         if (recipe, "blocks") not in self._written:
             assert recipe.format is not None and recipe.block_axis == "in"
-            codes, scales = block_codes(load_dense(recipe, self._get_weight), recipe.format)
+            layout = block_layout(recipe.shape, recipe.format)
+            shape = layout.num_rows, layout.num_blocks, layout.block_bytes
+            name, scales = self._new_name(recipe, "codes"), list[np.ndarray]()
+            self._write(name, self._code_rows(recipe, scales), shape, onnx.TensorProto.UINT8)
             self._written[recipe, "blocks"] = BlockWeight(
-                self._add(recipe, "codes", codes, onnx.TensorProto.UINT8),
-                self._add(recipe, "scales", scales, onnx.TensorProto.FLOAT),
+                name,
+                self._add(recipe, "scales", np.concatenate(scales), onnx.TensorProto.FLOAT),
                 NATIVE_BITS[recipe.format],
                 get_format(recipe.format).block,
                 *recipe.shape,
@@ -151,45 +168,109 @@ class WeightFile:
 
     def table(self, name: str, array: np.ndarray) -> str:
         """A float32 constant that is no weight, kept outside the model for its size: its name."""
-        self._write(name, array, onnx.TensorProto.FLOAT)
+        self._write(name, [array], array.shape, onnx.TensorProto.FLOAT, is_weight=False)
         return name
 
     def values(self, recipe: WeightRecipe) -> Tensor:
         """The float32 values of a recipe in its format."""
         return load_values(recipe, self._get_weight)
 
+    def _dense_rows(self, recipe: WeightRecipe) -> Iterator[Tensor]:
+        """All rows of a recipe as float32, some at a time where its tensors can be read so."""
+        shape, get = recipe.shape, self._get_weight
+        step = max(1, _CHUNK_VALUES // shape[-1] // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        if len(shape) != 2 or shape[0] <= step or not isinstance(get, ReadsRows):
+            yield load_dense(recipe, get)
+            return
+        for first in range(0, shape[0], step):
+            yield load_rows(recipe, get, first, min(first + step, shape[0]))
+
+    def _value_rows(self, recipe: WeightRecipe) -> Iterator[Tensor]:
+        """The values that its format has, the same way."""
+        for rows in self._dense_rows(recipe):
+            yield values_of(rows, recipe)
+
+    def _code_rows(self, recipe: WeightRecipe, scales: list[np.ndarray]) -> Iterator[np.ndarray]:
+        """Its codes, the same way; the scales of their blocks are added to ``scales``."""
+        assert recipe.format is not None
+        for rows in self._dense_rows(recipe):
+            codes, of_rows = block_codes(rows, recipe.format)
+            scales.append(of_rows)
+            yield codes
+
     def _add(self, recipe: WeightRecipe, kind: str, array: np.ndarray, data_type: int) -> str:
+        name = self._new_name(recipe, kind)
+        self._write(name, [array], array.shape, data_type)
+        return name
+
+    def _new_name(self, recipe: WeightRecipe, kind: str) -> str:
         # numbered: other rows of the same tensor, or blocks along out, have the same names
         number = len(self.initializers)
         names = recipe.names if len(recipe.names) <= _MAX_NAMES else (recipe.names[0], "others")
-        name = f"{'+'.join(names)}.{recipe.format}.{kind}.{number}"
-        self.num_bytes += array.nbytes
-        self._write(name, array, data_type)
-        return name
+        return f"{'+'.join(names)}.{recipe.format}.{kind}.{number}"
 
-    def _write(self, name: str, array: np.ndarray, data_type: int) -> None:
+    def _write(
+        self,
+        name: str,
+        chunks: Iterable[np.ndarray],
+        shape: tuple[int, ...],
+        data_type: int,
+        *,
+        is_weight: bool = True,
+    ) -> None:
+        """A tensor of which ``chunks`` are the rows, from the first to the last."""
+        offset = self._begin()
+        for chunk in chunks:
+            with self._no_room():
+                self._file.write(chunk.data)
+        self._end(name, offset, shape, data_type, is_weight=is_weight)
+
+    def _write_columns(
+        self, name: str, chunks: Iterable[np.ndarray], shape: tuple[int, int], data_type: int
+    ) -> None:
+        """A tensor of which ``chunks``, turned, are the columns."""
+        num_columns, offset, done = shape[1], self._begin(), 0
+        for chunk in chunks:
+            turned = np.ascontiguousarray(chunk.T)
+            is_whole = turned.shape == shape
+            with self._no_room():
+                for row, part in enumerate([turned] if is_whole else turned):
+                    self._file.seek(offset + (row * num_columns + done) * part.itemsize)
+                    self._file.write(part.data)
+            done += turned.shape[1]
+        self._end(name, offset, shape, data_type, is_weight=True)
+
+    def _begin(self) -> int:
+        """Pad the file up to where the next tensor begins: its offset."""
         position = self._file.tell()
-        offset = position + -position % _ALIGNMENT
-        try:
-            self._file.write(b"\0" * (offset - position))
-            self._file.write(array.data)
-        except OSError as error:
-            raise self._no_room(error) from None
-        tensor = onnx.TensorProto(name=name, data_type=data_type, dims=array.shape)
+        with self._no_room():
+            self._file.write(bytes(-position % _ALIGNMENT))
+        return self._file.tell()
+
+    def _end(
+        self, name: str, offset: int, shape: tuple[int, ...], data_type: int, *, is_weight: bool
+    ) -> None:
+        length = self._file.tell() - offset
+        self.num_bytes += length if is_weight else 0
+        tensor = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
         tensor.data_location = onnx.TensorProto.EXTERNAL
         for key, value in (
             ("location", self.path.name),
             ("offset", str(offset)),
-            ("length", str(array.nbytes)),
+            ("length", str(length)),
         ):
             tensor.external_data.add(key=key, value=value)
         self.initializers.append(tensor)
 
-    def _no_room(self, error: OSError) -> NoRoomError:
-        return NoRoomError(
-            f"{self.path.parent}: the packed weights cannot be written ({error.strerror}); "
-            "allowed: a folder with room for them (TMPDIR, TILEWRIGHT_CACHE)"
-        )
+    @contextlib.contextmanager
+    def _no_room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise NoRoomError(
+                f"{self.path.parent}: the packed weights cannot be written ({error.strerror}); "
+                "allowed: a folder with room for them (TMPDIR, TILEWRIGHT_CACHE)"
+            ) from None
 
 
 def block_codes(dense: Tensor, format_name: str) -> tuple[np.ndarray, np.ndarray]:
