@@ -51,10 +51,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("precision", ["all-bfp8", "performance"])
-def test_a_large_vocabulary_is_never_whole_in_memory(precision: str, folder: Path) -> None:
-    """Weights as held, cache, and 700 MB, as for the default model."""
-    argv = ["--case", "performance-ci-1", "--precision", precision, "--no-results", "--json"]
+def test_a_large_vocabulary_is_never_whole_in_memory(folder: Path) -> None:
+    """Weights as held, cache, and 700 MB, as for the default model; 24 layers of it come to 650 MB
+    beyond the first two.
+    """
+    argv = ["--case", "performance-ci-1", "--precision", "all-bfp8", "--no-results", "--json"]
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", "--no-cache"]
     done = subprocess.run(
         [sys.executable, "-m", "tilewright.compiler.cli", "run", "--model", str(folder), *argv],

@@ -94,13 +94,13 @@ class WeightFile:
             shape, chunks = recipe.shape, (rows.numpy() for rows in self._value_rows(recipe))
             name, real = self._new_name(recipe, kind), onnx.TensorProto.FLOAT
             if transposed:
-                self._write_columns(name, chunks, shape[::-1], real)
+                self._write_columns(name, chunks, (shape[1], shape[0]), real)
             else:
                 self._write(name, chunks, shape, real)
             self._written[recipe, kind] = name
-        name = self._written[recipe, kind]
-        assert isinstance(name, str)
-        return name
+        found = self._written[recipe, kind]
+        assert isinstance(found, str)
+        return found
 
     def bfloat16(self, recipe: WeightRecipe) -> str:
         """The values of a bf16 recipe in two bytes each: the initializer's name."""
@@ -110,9 +110,9 @@ class WeightFile:
             name = self._new_name(recipe, "bfloat16")
             self._write(name, chunks, recipe.shape, onnx.TensorProto.BFLOAT16)
             self._written[recipe, "bfloat16"] = name
-        name = self._written[recipe, "bfloat16"]  # type: ignore[assignment]
-        assert isinstance(name, str)
-        return name
+        found = self._written[recipe, "bfloat16"]
+        assert isinstance(found, str)
+        return found
 
     def blocks(self, recipe: WeightRecipe) -> BlockWeight:
         """A recipe in a native format: codes ``[out, in / block, block * bits / 8]``, scales."""
