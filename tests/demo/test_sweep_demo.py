@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.sweep_cells import cell, done, planned, speed_result
+from tilewright.compiler.environment import environment
 from tilewright.compiler.sweep.journal import Journal
 
 SCRIPT = Path(__file__).resolve().parents[2] / "demo" / "sweep.py"
@@ -36,7 +37,9 @@ def test_a_torn_line_is_one_line_beside_the_end(tmp_path: Path) -> None:
     """As a process of its own, so that Python's own way to print a warning would be seen."""
     of = cell("a")
     journal = Journal.create(tmp_path / "sweep.jsonl", planned(), [of])
-    journal.append(done(of, speed_result(of, [100.0])))
+    now = environment()
+    same = {"commit": now.commit, "versions": now.versions}
+    journal.append(done(of, speed_result(of, [100.0], **same)))
     whole = journal.path.read_bytes()
     journal.path.write_bytes(whole + b'{"event":"star')
     found = script(tmp_path, "--resume", "--results", "sweep.jsonl")
