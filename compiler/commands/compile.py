@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,20 +20,18 @@ from tilewright.compiler.commands.arguments import (
     refuse_given,
     take_checkpoint,
 )
-from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.errors import ConfigError, allowed
 
 if TYPE_CHECKING:
-    from tilewright.compiler.artifacts.manifest import Manifest
-    from tilewright.compiler.targets.base import Progress
+    from torch.fx import GraphModule
+
+    from tilewright.compiler.targets.base import Progress, Stage, Target
     from tilewright.models import LoadedModel
 
 DEFAULT_PRECISION = "performance"
 _FLOAT = "reference"
 _DIALECTS = ("torch", "linalg")
 _CONTEXT = 2048
-_EXAMPLE = "generate.py"
-_BOARD_FILE = "model.py"
 
 
 def main(argv: list[str]) -> int:
@@ -49,6 +47,7 @@ def main(argv: list[str]) -> int:
     from tilewright.compiler.commands.console import RANDOM_NOTE, compile_progress, err, out
     from tilewright.models import load_model
 
+    _target_of(arguments.emit, options)
     with fresh_folder(output) as folder:
         model = load_model(options.path)
         if options.precision is not None and arguments.emit in ("program", "onnx"):
@@ -62,7 +61,10 @@ def main(argv: list[str]) -> int:
                 compute=options.compute,
             )
         with compile_progress(err()) as progress:
-            notes = _EMITTERS[arguments.emit](model, options, arguments, folder, progress)
+            if arguments.emit == "program":
+                notes = _write_program(model, options, folder, progress)
+            else:
+                notes = _emit(model, options, arguments, folder, progress)
     screen = out()
     for note in notes:
         screen.print(note, style="dim")
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     kind = found.add_argument_group("what is written")
     kind.add_argument(
         "--emit",
-        choices=tuple(_EMITTERS),
+        choices=tuple(_USES),
         default="program",
         help="program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
         "ttnn: one Python file for a Tenstorrent board",
@@ -117,16 +119,22 @@ def _check_emission(arguments: argparse.Namespace) -> None:
         )
     if emit != "ttnn":
         refuse_given(arguments, ("users", "context"), f"--emit {emit}; allowed: --emit ttnn")
-    elif arguments.target not in BOARDS:
-        raise ConfigError(
-            f"--emit ttnn for target {arguments.target!r}; allowed: --target {', '.join(BOARDS)}"
-        )
-    if emit == "onnx" and arguments.target not in (None, "cpu"):
-        raise ConfigError(f"--emit onnx for target {arguments.target!r}; allowed: cpu")
 
 
-def _write(model: LoadedModel, options: ModelOptions, folder: Path, progress: Progress) -> Manifest:
-    """The program and the tokenizer; the manifest is not written yet."""
+def _target_of(emit: str, options: ModelOptions) -> Target:
+    """The target that is asked to write; MLIR is the model before a target has its say."""
+    from tilewright.compiler.targets.table import get_target
+
+    target = get_target(_FLOAT if emit == "mlir" else options.target)
+    target.check_emits(emit)
+    return target
+
+
+def _write_program(
+    model: LoadedModel, options: ModelOptions, folder: Path, progress: Progress
+) -> tuple[str, ...]:
+    """A folder that ``tilewright run`` takes."""
+    from tilewright.compiler.artifacts.folder import seal_folder
     from tilewright.compiler.artifacts.program import write_program
     from tilewright.compiler.commands.source import TOKENIZER
 
@@ -141,117 +149,61 @@ def _write(model: LoadedModel, options: ModelOptions, folder: Path, progress: Pr
         dump_dir=options.dump_dir,
     )
     model.tokenizer.save(folder / TOKENIZER)
-    return manifest
-
-
-def _emit_program(
-    model: LoadedModel,
-    options: ModelOptions,
-    arguments: argparse.Namespace,
-    folder: Path,
-    progress: Progress,
-) -> tuple[str, ...]:
-    from tilewright.compiler.artifacts.folder import seal_folder
-
-    manifest = _write(model, options, folder, progress)
     seal_folder(folder, manifest, digest_memory())
     return manifest.notes
 
 
-def _emit_onnx(
+def _emit(
     model: LoadedModel,
     options: ModelOptions,
     arguments: argparse.Namespace,
     folder: Path,
     progress: Progress,
 ) -> tuple[str, ...]:
-    from tilewright.compiler.artifacts.folder import read_file, write_file
-    from tilewright.compiler.artifacts.program import GRAPH
-    from tilewright.compiler.targets.cpu import generate
-
-    manifest = _write(model, options, folder, progress)
-    (folder / GRAPH).unlink()
-    write_file(folder / _EXAMPLE, read_file(Path(generate.__file__)))
-    return manifest.notes
-
-
-def _emit_mlir(
-    model: LoadedModel,
-    options: ModelOptions,
-    arguments: argparse.Namespace,
-    folder: Path,
-    progress: Progress,
-) -> tuple[str, ...]:
+    """Any other kind, by the target that has it; the tokenizer is beside what can be run."""
     from tilewright.compiler.artifacts.folder import write_file
-    from tilewright.compiler.driver import constants_of, lower_model, resolve_precision
-    from tilewright.compiler.ir.mlir import emit_mlir
+    from tilewright.compiler.commands.source import TOKENIZER
+    from tilewright.compiler.driver import (
+        constants_of,
+        lower_model,
+        resolve_precision,
+        weight_source,
+    )
     from tilewright.compiler.precision import load_precision
-    from tilewright.compiler.targets.pipeline import MATCH
+    from tilewright.compiler.targets.base import CompileOptions, Emission
 
-    longest = model.config.max_positions
-    if arguments.length is not None and arguments.length > longest:
-        raise ConfigError(f"--length {arguments.length}; allowed by this model: 1 to {longest}")
-    precision = resolve_precision(model, load_precision(_FLOAT))
-    graph_module, _ = lower_model(model, precision, (MATCH,), progress, dump_dir=options.dump_dir)
-    emitted = emit_mlir(
-        graph_module,
-        arguments.dialect or "linalg",
-        length=arguments.length,
-        constants=constants_of(model),
+    kind, longest = arguments.emit, model.config.max_positions
+    for option in ("length", "context"):
+        if (getattr(arguments, option) or 1) > longest:
+            raise ConfigError(
+                f"--{option} {getattr(arguments, option)}; allowed by this model: 1 to {longest}"
+            )
+    precision = load_precision(_FLOAT) if options.precision is None else options.precision
+    resolved, notes = resolve_precision(model, precision), list[str]()
+
+    def lower(stages: Sequence[Stage]) -> GraphModule:
+        found, ctx = lower_model(model, resolved, stages, progress, dump_dir=options.dump_dir)
+        notes.extend(ctx.notes)
+        return found
+
+    context = arguments.context or (min(_CONTEXT, longest) if kind == "ttnn" else longest)
+    emission = Emission(
+        lower=lower,
+        get_weight=weight_source(model),
+        constants=lambda: constants_of(model),
+        write=lambda name, data: write_file(folder / name, data),
+        folder=folder,
+        options=CompileOptions(arguments.users or 1, context, options.compute),
+        title=f"{model.name}, precision {precision.name}",
+        progress=progress,
+        settings={"dialect": arguments.dialect or "linalg", "length": arguments.length},
     )
-    write_file(folder / "model.mlir", emitted.text.encode())
-    write_file(folder / "arguments.json", emitted.arguments_json().encode())
-    return ()
+    _target_of(kind, options).emit(kind, emission)
+    if kind != "mlir":
+        model.tokenizer.save(folder / TOKENIZER)
+    return tuple(notes)
 
 
-def _emit_ttnn(
-    model: LoadedModel,
-    options: ModelOptions,
-    arguments: argparse.Namespace,
-    folder: Path,
-    progress: Progress,
-) -> tuple[str, ...]:
-    from tilewright.compiler.artifacts.folder import write_file
-    from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
-    from tilewright.compiler.targets.base import CompileOptions
-    from tilewright.compiler.targets.table import get_target
-    from tilewright.compiler.targets.tenstorrent import BoardTarget
-    from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
-        emit_ttnn,
-        prompt_length,
-        write_weights,
-    )
-
-    target, precision = get_target(options.target), options.precision
-    assert isinstance(target, BoardTarget) and precision is not None
-    longest = model.config.max_positions
-    context = min(_CONTEXT, longest) if arguments.context is None else arguments.context
-    if context > longest:
-        raise ConfigError(f"--context {context}; allowed by this model: 1 to {longest}")
-    resolved = resolve_precision(model, precision)
-    graph_module, ctx = lower_model(
-        model, resolved, target.stages(), progress, dump_dir=options.dump_dir
-    )
-    choices = CompileOptions(
-        max_batch=arguments.users or 1, max_context=context, compute=options.compute
-    )
-    prefill, decode = target.programs(graph_module, choices, length=prompt_length(context))
-    title = f"{model.name}, precision {precision.name}"
-    write_file(folder / _BOARD_FILE, emit_ttnn(prefill, decode, title=title).encode())
-    write_weights(decode, weight_source(model), folder)
-    model.tokenizer.save(folder / "tokenizer")
-    return tuple(ctx.notes)
-
-
-_Emitter = Callable[
-    ["LoadedModel", ModelOptions, argparse.Namespace, Path, "Progress"], tuple[str, ...]
-]
-_EMITTERS: Mapping[str, _Emitter] = {
-    "program": _emit_program,
-    "onnx": _emit_onnx,
-    "mlir": _emit_mlir,
-    "ttnn": _emit_ttnn,
-}
 _USES = {
     "program": "run it: tilewright run --model {}",
     "onnx": 'run it without Tilewright: python {}/generate.py "Why is the sky blue?"',

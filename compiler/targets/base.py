@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.errors import NoRoomError
+from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
@@ -154,17 +155,39 @@ class Program:
     graph: Callable[[], GraphModule]
 
 
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """A model that a target is to write in another form than a program.
+
+    ``lower`` gives its graph after the stages it is told; ``constants`` the values of its buffers;
+    ``write`` puts a file into ``folder``, or raises NoRoomError. ``settings``: what a kind may be
+    told besides (see each target's).
+    """
+
+    lower: Callable[[Sequence[Stage]], GraphModule]
+    get_weight: Callable[[str], Tensor]
+    constants: Callable[[], dict[str, Tensor]]
+    write: Callable[[str, bytes], None]
+    folder: Path
+    options: CompileOptions
+    title: str
+    progress: Progress
+    settings: Mapping[str, Any]
+
+
 class Target(ABC):
     """A kind of device: which passes prepare a graph for it, and how that becomes an executable.
 
     ``is_cached``: whether building a program is so much more work than loading it that the cache
     keeps programs of this target. ``is_emulated``: whether its executables have a device's numbers
-    without the device, so that their speed says nothing of it.
+    without the device, so that their speed says nothing of it. ``emits``: the kinds that a model
+    can be written as for it; a program, which :meth:`load` runs, and those of :meth:`emit`.
     """
 
     name: str
     is_cached: bool = False
     is_emulated: bool = False
+    emits: tuple[str, ...] = ("program",)
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
@@ -220,6 +243,25 @@ class Target(ABC):
             CompileError: for a graph this target cannot run, or a folder without room.
         """
 
+    def check_emits(self, kind: str) -> None:
+        """Refuse a kind that is not one of ``emits``.
+
+        Raises:
+            ConfigError: naming those that are.
+        """
+        if kind not in self.emits:
+            raise ConfigError(f"target {self.name} emits no {kind!r}; {allowed(self.emits)}")
+
+    def emit(self, kind: str, emission: Emission) -> None:
+        """Write a model as one of ``emits`` besides a program.
+
+        Raises:
+            ConfigError: for a kind that this target has not.
+            CompileError: for a graph this target cannot write so.
+        """
+        self.check_emits(kind)
+        raise NotImplementedError(f"{self.name}: {kind}")
+
     @abstractmethod
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         """The executable of a program that :meth:`build` wrote.
@@ -258,6 +300,7 @@ def vocab_size(graph_module: GraphModule) -> int:
 __all__ = [
     "Capabilities",
     "CompileOptions",
+    "Emission",
     "Executable",
     "Holding",
     "MemoryUse",

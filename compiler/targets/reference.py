@@ -21,6 +21,7 @@ from tilewright.compiler.passes.round_activations import ROUNDED, round_activati
 from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
+    Emission,
     Executable,
     Holding,
     MemoryUse,
@@ -71,6 +72,7 @@ class ReferenceTarget(Target):
     """
 
     name = "reference"
+    emits = ("program", "mlir")
 
     def stages(self) -> tuple[Stage, ...]:
         return (MATCH, PRECISION, fuse(round_activations), lower())
@@ -107,6 +109,20 @@ class ReferenceTarget(Target):
             values[_key(done)] = load_values(recipe, get_weight)
             progress("weights", done + 1, len(recipes))
         save_tensors(values, folder / _WEIGHTS)
+
+    def emit(self, kind: str, emission: Emission) -> None:
+        """``mlir``: the matched graph through torch-mlir; ``dialect`` and ``length`` as `emit_mlir`
+        takes them.
+        """
+        self.check_emits(kind)
+        assert kind == "mlir"
+        from tilewright.compiler.ir.mlir import emit_mlir
+
+        graph_module, settings = emission.lower((MATCH,)), emission.settings
+        constants, length = emission.constants(), settings["length"]
+        emitted = emit_mlir(graph_module, settings["dialect"], length=length, constants=constants)
+        emission.write("model.mlir", emitted.text.encode())
+        emission.write("arguments.json", emitted.arguments_json().encode())
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         graph_module, path = program.graph(), program.folder / _WEIGHTS

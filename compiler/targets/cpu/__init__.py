@@ -19,6 +19,7 @@ from tilewright.compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
 from tilewright.compiler.targets.base import (
     CompileOptions,
+    Emission,
     Executable,
     Holding,
     Program,
@@ -36,6 +37,7 @@ class CpuTarget(Target):
 
     name = "cpu"
     is_cached = True
+    emits = ("program", "onnx")
 
     def stages(self) -> tuple[Stage, ...]:
         return (
@@ -75,6 +77,17 @@ class CpuTarget(Target):
 
         check_fidelities(graph_module, exact=options.compute == "exact")
         write_model(graph_module, get_weight, folder, options, progress)
+
+    def emit(self, kind: str, emission: Emission) -> None:
+        """``onnx``: the program, and a script that runs it with onnxruntime alone."""
+        self.check_emits(kind)
+        assert kind == "onnx"
+        from tilewright.compiler.targets.cpu import generate
+
+        graph_module = emission.lower(self.stages())
+        given = emission.get_weight, emission.folder, emission.options, emission.progress
+        self.build(graph_module, *given)
+        emission.write("generate.py", Path(generate.__file__).read_bytes())
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         from tilewright.compiler.targets.cpu.executable import CpuExecutable

@@ -28,6 +28,7 @@ from tilewright.compiler.passes.merge_qkv import merge_qkv
 from tilewright.compiler.precision.names import MIXED
 from tilewright.compiler.targets.base import (
     CompileOptions,
+    Emission,
     Executable,
     Holding,
     Program,
@@ -78,6 +79,7 @@ class BoardTarget(Target):
     """One board, or the mesh of chips in one box."""
 
     is_emulated = True
+    emits = ("program", "ttnn")
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -199,6 +201,24 @@ class BoardTarget(Target):
             for (row, column), part in weight.parts().items()
         }
         save_tensors(parts, folder / _WEIGHTS)
+
+    def emit(self, kind: str, emission: Emission) -> None:
+        """``ttnn``: one Python file for ``options.max_batch`` users of ``options.max_context``
+        positions, and its weights.
+        """
+        self.check_emits(kind)
+        assert kind == "ttnn"
+        from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
+            emit_ttnn,
+            prompt_length,
+            write_weights,
+        )
+
+        graph_module, options = emission.lower(self.stages()), emission.options
+        length = prompt_length(options.max_context)
+        prefill, decode = self.programs(graph_module, options, length=length)
+        emission.write("model.py", emit_ttnn(prefill, decode, title=emission.title).encode())
+        write_weights(decode, emission.get_weight, emission.folder)
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         graph_module, path = program.graph(), program.folder / _WEIGHTS
