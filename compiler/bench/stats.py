@@ -197,7 +197,7 @@ def _exp(x: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class Rank:
     """One value's place in a descending order.
 
     Attributes:
@@ -214,7 +214,7 @@ class Ranked:
     is_tied_with_next: bool
 
 
-def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Ranked]:
+def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Rank]:
     """The values in descending order, equal ones as given, with what that order rests on.
 
     Two values can be told apart if they differ by more than 1.96 standard errors of their
@@ -237,7 +237,7 @@ def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Ranked
         return values[i] - values[j] > Z_95 * math.hypot(errors[i], errors[j])
 
     return [
-        Ranked(
+        Rank(
             index=i,
             best=1 + sum(is_above(j, i) for j in order),
             worst=len(order) - sum(is_above(i, j) for j in order),

@@ -108,7 +108,7 @@ def _table(times: tuple[str, ...], parts: Sequence[Lowered]) -> str:
     return Table.of(("Part", *_COSTS, *times), lines).markdown()
 
 
-def _row(part: Lowered, rank: stats.Ranked) -> tuple[str, ...]:
+def _row(part: Lowered, rank: stats.Rank) -> tuple[str, ...]:
     sure = "" if part.is_clear else "~"
     place = str(rank.best) if rank.best == rank.worst else f"{rank.best}-{rank.worst}"
     paired = part.paired
