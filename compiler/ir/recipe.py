@@ -54,7 +54,7 @@ class WeightRecipe:
 
     @property
     def num_rows(self) -> int:
-        """Of all segments; those of a vector are its elements."""
+        """Rows of all segments together; those of a vector are its elements."""
         return math.prod(self.shape[:-1]) if len(self.shape) > 1 else self.shape[0]
 
     @property
@@ -63,7 +63,7 @@ class WeightRecipe:
         return tuple(segment.name for segment in self.segments)
 
     def with_format(self, format_name: str, block_axis: str) -> WeightRecipe:
-        """The same tensor, held in another format."""
+        """A recipe of the same tensor, held in another format."""
         return dataclasses.replace(self, format=format_name, block_axis=block_axis)
 
 

@@ -67,11 +67,11 @@ class NullTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """Nothing of any weight."""
+        """This target holds nothing of any weight."""
         return Holding("nothing", 0)
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Nothing."""
+        """This target holds nothing of any state."""
         return Holding("nothing", 0)
 
     def build(
@@ -82,7 +82,7 @@ class NullTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> None:
-        """Nothing: the graph says all there is to know."""
+        """Write nothing: the graph says all there is to know."""
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         return NullExecutable(vocab_size(program.graph()), options, program.contract)

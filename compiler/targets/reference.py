@@ -92,7 +92,7 @@ class ReferenceTarget(Target):
         return Holding("float32", 4 * math.prod(recipe.shape))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """In float32."""
+        """State is float32 on the reference, whatever format is asked for."""
         return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(
@@ -141,7 +141,7 @@ class ReferenceTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """Without the way over a folder: the values are float32, and as many bytes."""
+        """Load the values without writing them to a folder first: they would be as many bytes."""
         recipes = _recipes(graph_module)
         values = {}
         for done, recipe in enumerate(recipes):

@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def torch_threads(num_threads: int | None) -> Iterator[None]:
-    """So many threads in here; None leaves them as they are."""
+    """Let torch use so many threads inside the block; None leaves their number as it is."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads or before)
     try:

@@ -83,7 +83,7 @@ class SlotCaches:
         self._pages = _Pages(total, wanted, "sequences or positions")
 
     def bindings(self, first: int, last: int) -> list[Binding]:
-        """Of every cache tensor for the slots ``first`` to ``last - 1``."""
+        """Name, shape and address of every cache tensor for slots ``first`` to ``last - 1``."""
         bound: list[Binding] = []
         for spec, size, offsets in zip(self.specs, self._slot_bytes, self._offsets, strict=True):
             shape = (last - first, spec.num_kv_heads, self.length, spec.head_dim)
@@ -134,11 +134,11 @@ class SlotStates:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one sequence."""
+        """Bytes of the state of one sequence."""
         return sum(self._sizes)
 
     def bindings(self, first: int, last: int) -> list[Binding]:
-        """Of every piece for the slots ``first`` to ``last - 1``."""
+        """Name, shape and address of every piece for slots ``first`` to ``last - 1``."""
         return [
             (
                 f"{spec.name}{STATE_SUFFIX}",

@@ -88,7 +88,7 @@ class Emitter:
         return name
 
     def integers(self, *values: int) -> str:
-        """Such a constant: axes, sizes or a shape."""
+        """A small initializer of integers: axes, sizes or a shape."""
         name = "integers_" + "_".join(map(str, values))
         return self.constant(name, np.array(values, dtype=np.int64))
 

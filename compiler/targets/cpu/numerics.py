@@ -64,7 +64,7 @@ class BlockLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of all codes and scales."""
         return self.num_rows * self.num_blocks * (self.block_bytes + 4)
 
 
@@ -93,7 +93,7 @@ class ExpertLayout:
     block: int
 
     def padded(self, size: int) -> int:
-        """Of channels along which blocks lie."""
+        """The number of channels that ``size`` of them fill whole blocks with."""
         return -(-size // self.block) * self.block
 
 

@@ -123,7 +123,7 @@ class CudaTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """Without the way over a folder: every tensor is converted on the device."""
+        """Convert every tensor on the device, without writing it to a folder first."""
         from tilewright.compiler.targets.cuda.weights import load_weights
 
         return _place(

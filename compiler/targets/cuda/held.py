@@ -69,7 +69,7 @@ class HeldWeight:
 
     @property
     def num_row_tiles(self) -> int:
-        """Of one expert."""
+        """Rows of tiles that one expert, or the whole weight where there is one, is held in."""
         return -(-self.num_rows // TILE_ROWS)
 
     @property

@@ -185,7 +185,7 @@ class Lowering:
         self.append(Elementwise(self._places[node], function, inputs))  # type: ignore[arg-type]
 
     def role(self, node: Node) -> str:
-        """Of a value that no product writes: what reads it as it is takes operands."""
+        """The role of a value that no product writes: what reads it as it is takes operands."""
         return OPERAND if any(_reads_as_it_is(each, node) for each in node.users) else RESIDUAL
 
     def _piece(self, node: Node) -> Place:

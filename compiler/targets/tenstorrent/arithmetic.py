@@ -79,7 +79,7 @@ def attend(
     chunk = attention.k_chunk
 
     def settings(depth: int) -> MatmulSettings:
-        """Of a product whose K is one block; what leaves Dst is bfloat16."""
+        """The settings of a product whose K is one block; what leaves Dst is bfloat16."""
         return replace(
             MatmulSettings.of(
                 attention.compute.name, k_block=-(-depth // TILE) * TILE, out_format="bf16"

@@ -103,7 +103,7 @@ class EmulatedExecutable(Executable):
         return MemoryUse(self._plan.weight_bytes * chips, self._plan.cache_bytes * chips)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        """Of all chips, in whole pages."""
+        """The bytes of state on all chips together, in whole pages."""
         chips = self._decode.mesh.num_chips
         pages = sum(
             cache.num_bytes // cache.num_pages * -(-num_positions // cache.page)

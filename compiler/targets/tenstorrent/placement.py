@@ -63,13 +63,13 @@ def check_weight_format(fqn: str, format_: str | None) -> None:
 
 
 def check_cache_format(name: str, format_: str) -> None:
-    """As :func:`check_weight_format`, for keys and values."""
+    """Refuse a format of keys and values that a board has not; see :func:`check_weight_format`."""
     if format_ not in CACHE_FORMATS:
         raise CompileError(f"{name}: {format_}; on Tenstorrent boards {allowed(CACHE_FORMATS)}")
 
 
 def check_activation_format(fqn: str, format_: str) -> str:
-    """As :func:`check_weight_format`, for what an operator writes."""
+    """Refuse a format of operators' results that a board has not, as for weights."""
     if format_ not in ACTIVATION_FORMATS:
         raise CompileError(
             f"{fqn}: activations in {format_}; on Tenstorrent boards {allowed(ACTIVATION_FORMATS)}"

@@ -246,7 +246,7 @@ class BoardTarget(Target):
         options: CompileOptions,
         progress: Progress,
     ) -> Executable:
-        """Without the way over a folder."""
+        """Deal the weights to the chips without writing them to a folder first."""
         prefill, decode = self.programs(graph_module, options)
         dealt = self._load_weights(decode, get_weight, progress)
         return _executable(prefill, decode, dealt, options, self.contract(graph_module, options))
