@@ -33,6 +33,7 @@ WITH_TORCH := $(VENV)/.torch
 WITH_DEMO := $(VENV)/.demo
 WITH_TEST := $(VENV)/.test
 WITH_PEERS := $(VENV)/.peers
+WITH_DOCS := $(VENV)/.docs
 WITH_TTNN := $(VENV)/ttnn/.made
 TYPED := $(VENV)/typed
 
@@ -52,7 +53,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo perf perf-boards peers compare test lint format test-gpu test-slow check-ttnn clean
+.PHONY: help demo perf perf-boards peers compare docs test lint format test-gpu test-slow check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
@@ -61,6 +62,7 @@ help:
 	@echo "make perf-boards  emulate and predict PERF.md's rows of Tenstorrent boards"
 	@echo "make peers     install llama.cpp (built once), ONNX Runtime GenAI and OpenVINO GenAI"
 	@echo "make compare   measure the CPU target beside them"
+	@echo "make docs      the documentation as a site, in site/"
 	@echo "make test-gpu  all tests that need CUDA devices"
 	@echo "make test-slow  all slow tests, and the long campaign of the fuzz tests"
 	@echo "make check-ttnn  emitted programs and formats against ttnn, on mock boards"
@@ -115,6 +117,11 @@ peers: $(WITH_PEERS)
 compare: $(WITH_PEERS)
 	"$(BIN)/python" demo/compare_peers.py $(ARGS)
 
+# Nothing is fetched but the tools, once. A dead link, or a name that is not there, is an error.
+docs: $(WITH_DOCS) $(TYPED)
+	TILEWRIGHT_TYPED="$(TYPED)" NO_MKDOCS_2_WARNING=1 "$(BIN)/python" -m mkdocs build --quiet --clean
+	@echo "site/index.html"
+
 test-gpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -m 'gpu or multigpu' $(ARGS)
 
@@ -151,7 +158,7 @@ format: $(WITH_TEST)
 
 clean:
 	@if [ -e "$(VENV)/pyvenv.cfg" ]; then rm -rf "$(VENV)"; fi
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find tilewright compiler models bench demo tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(MADE):
@@ -184,6 +191,11 @@ $(WITH_DEMO): $(WITH_TORCH) pyproject.toml
 $(WITH_PEERS): $(WITH_DEMO)
 	@echo "installing the peers; llama.cpp is built, which takes minutes"
 	@$(PIP) --editable ".[peers]"
+	@touch "$@"
+
+$(WITH_DOCS): $(WITH_TORCH) pyproject.toml
+	@echo "installing what the documentation needs"
+	@$(PIP) --editable ".[docs]"
 	@touch "$@"
 
 $(WITH_TEST): $(WITH_TORCH) pyproject.toml

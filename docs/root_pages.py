@@ -1,0 +1,40 @@
+"""Puts PERF.md and CONTRIBUTING.md, which stay at the top of the tree, on the documentation's site.
+
+Pages link to each other and to files of the tree as they lie there. On the site a link to a page
+leads to the page; one to any other file of the tree becomes the file's name.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = ("PERF.md", "CONTRIBUTING.md")
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./|docs/)?([\w./-]+)(#[\w-]+)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages of the top of the tree to those of ``docs/``."""
+    for name in PAGES:
+        content = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """The page's text with its links as the site has them."""
+    is_of_root = page.file.src_uri in PAGES
+
+    def site_link(link: re.Match[str]) -> str:
+        text, above, path, anchor = link.groups(default="")
+        if above == "docs/" or (above == "../" and path in PAGES):
+            return f"[{text}]({path}{anchor})"
+        if above == "../" or (is_of_root and path not in PAGES):
+            return text if " " in text else f"`{path}`"
+        return link.group()
+
+    return _LINK.sub(site_link, markdown)
