@@ -37,8 +37,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("commands", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-# Of the compiler: ``files``, because a checkpoint's files are opened as carefully as all others.
-MODELS_MAY_IMPORT = ("ops", "errors", "files")
+# Of the compiler: ``files``, because a checkpoint's files are opened as carefully as all others;
+# ``formats``, because what the bytes of a stored type mean is said once.
+MODELS_MAY_IMPORT = ("ops", "errors", "files", "formats")
 SEES_MODELS = (
     "tilewright.models",
     "tilewright.compiler.commands",
@@ -262,7 +263,8 @@ def name_complaints(module: str) -> list[str]:
         ),
         ("tilewright.models.architectures.llama", "from ~ import ops", True),
         ("tilewright.models.architectures.llama", "from ~.errors import CheckpointError", True),
-        ("tilewright.models.architectures.llama", "from ~.formats import BF16", False),
+        ("tilewright.models.checkpoints.gguf", "from ~.formats import BF16", True),
+        ("tilewright.models.architectures.llama", "from ~.precision import MIXED", False),
         ("~.targets.cuda.kernels.linear", "import triton.language as tl", True),
         ("~.ops.dense", "import triton", False),
         ("~.targets.cpu.session", "from onnx import helper", True),

@@ -12,7 +12,19 @@ from tilewright.compiler.formats.base import (
 from tilewright.compiler.formats.block_float import BFP2, BFP4, BFP8, BlockFloat
 from tilewright.compiler.formats.fidelity import FIDELITIES, Fidelity
 from tilewright.compiler.formats.floats import BF16, FP16, FP32, FloatFormat
-from tilewright.compiler.formats.ggml import Q40, Q80, GgmlFormat
+from tilewright.compiler.formats.ggml import (
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    Q40,
+    Q41,
+    Q50,
+    Q51,
+    Q80,
+    STORED_NAMES,
+    GgmlFileFormat,
+    GgmlFormat,
+)
 
 __all__ = [
     "BF16",
@@ -23,20 +35,29 @@ __all__ = [
     "FORMATS",
     "FP16",
     "FP32",
+    "Q4_K",
+    "Q5_K",
+    "Q6_K",
     "Q40",
+    "Q41",
+    "Q50",
+    "Q51",
     "Q80",
+    "STORED_NAMES",
     "BlockEncoded",
     "BlockFloat",
     "DataFormat",
     "Encoded",
     "Fidelity",
     "FloatFormat",
+    "GgmlFileFormat",
     "GgmlFormat",
     "ScaledEncoded",
     "get_format",
+    "stored_format",
 ]
 
-for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80):
+for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K):
     FORMATS.register(_format.name, _format)
 
 
@@ -47,3 +68,10 @@ def get_format(name: str) -> DataFormat:
         ConfigError: for an unknown name, listing the known ones.
     """
     return FORMATS[name]
+
+
+def stored_format(stored_type: str) -> str | None:
+    """The name of the format that a checkpoint calls ``stored_type`` (``Q4_1``, ``BF16``); None of
+    what is no one format, as the tensors that a view joins (``Q4_0+Q8_0``).
+    """
+    return next((name for name, stored in STORED_NAMES.items() if stored == stored_type), None)

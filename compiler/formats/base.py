@@ -36,12 +36,14 @@ class ScaledEncoded:
     """A tensor of small integers with one float16 scale a block; the blocked axis is the last one.
 
     ``codes`` is uint8 or int8 ``[..., K]`` (which, and where zero lies, is the format's),
-    ``scales`` float16 ``[..., ceil(K / block)]``. ``axis`` is as in :class:`BlockEncoded`.
+    ``scales`` float16 ``[..., ceil(K / block)]``, and ``minimums`` alike where the format adds one
+    to every value of a block. ``axis`` is as in :class:`BlockEncoded`.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     axis: int
+    minimums: torch.Tensor | None = None
 
 
 Encoded: TypeAlias = "torch.Tensor | BlockEncoded | ScaledEncoded"
@@ -64,6 +66,11 @@ class DataFormat(ABC):
     def bits(self) -> float:
         """Bits per element, its part of the shared ones included (bfp8: 8.5)."""
         return self.element_bits + self.shared_bits / self.block
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether values can be quantised to it: not to what only files hold."""
+        return True
 
     def nbytes(self, shape: Sequence[int], *, axis: int = -1) -> int:
         """Bytes of a packed tensor; a partial block along ``axis`` counts as a whole one."""

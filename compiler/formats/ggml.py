@@ -1,40 +1,45 @@
-"""q40 and q80: ggml's Q4_0 and Q8_0 as formats, to the bit, and their bytes in a file.
+"""ggml's block formats, to the bit, and their bytes in a file: q40 is its Q4_0, q4_k its Q4_K.
 
-value = (code - zero point) * scale, one float16 scale per 32 elements. Checked against the gguf
-package; the arithmetic is ggml_codec.
+Of blocks of 32 (q40, q41, q50, q51, q80) value = (code - zero point) * scale + minimum, with one
+float16 scale, and a float16 minimum in q41 and q51. Those of 256 (q4_k, q5_k, q6_k) are only read.
+Checked against the gguf package; the arithmetic is ggml_codec and ggml_blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NoReturn
 
-from tilewright.compiler.errors import CompileError
+from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.formats.base import DataFormat, Encoded, ScaledEncoded
 
 if TYPE_CHECKING:
     import torch
 
 BLOCK_SIZE = 32
+SUPER_BLOCK_SIZE = 256
 
 
 @dataclass(frozen=True, slots=True)
 class GgmlFormat(DataFormat):
-    """A ggml block format; ``zero_point`` is the code of 0 (Q4_0: unsigned, 8; Q8_0: signed, 0).
+    """A ggml format of blocks of 32; ``zero_point`` is the code of 0 (Q4_0: unsigned, 8; Q8_0:
+    signed, 0), or of the minimum where it ``has_minimums``.
 
     A block whose scale exceeds float16, or that holds inf or NaN, is never finite: its values come
     back as inf or NaN, as ggml's do. A scale of 2**-25 or less rounds to 0, and its block with it.
     """
 
     zero_point: int = 0
+    has_minimums: bool = False
 
     @property
     def code_dtype(self) -> torch.dtype:
-        """The torch dtype of the codes: uint8 where they have a zero point, else int8."""
+        """The torch dtype of the codes: int8 of 8 bits, else uint8."""
         import torch
 
-        return torch.uint8 if self.zero_point else torch.int8
+        return torch.int8 if self.element_bits == 8 else torch.uint8
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> ScaledEncoded:
         """Encode as ggml does, blocks of 32 along ``axis`` (the last one is zero-padded)."""
@@ -42,12 +47,18 @@ class GgmlFormat(DataFormat):
         from tilewright.compiler.formats.rows import as_rows
 
         moved = x.movedim(axis, -1)
-        encoder = ggml_codec.encode_q40 if self.element_bits == 4 else ggml_codec.encode_q80
-        codes, scales = ggml_codec.encode_rows(as_rows(moved), encoder, self.code_dtype)
+        codes, scales, minimums = ggml_codec.encode_rows(
+            as_rows(moved),
+            ggml_codec.ENCODERS[self.name],
+            self.code_dtype,
+            has_minimums=self.has_minimums,
+        )
+        blocks = *moved.shape[:-1], scales.shape[-1]
         return ScaledEncoded(
             codes=codes.view(moved.shape),
-            scales=scales.view(*moved.shape[:-1], scales.shape[-1]),
+            scales=scales.view(blocks),
             axis=axis,
+            minimums=None if minimums is None else minimums.view(blocks),
         )
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
@@ -56,12 +67,17 @@ class GgmlFormat(DataFormat):
         from tilewright.compiler.formats.rows import as_rows
 
         assert isinstance(encoded, ScaledEncoded), f"{self.name} is encoded with scales"
-        codes = encoded.codes
-        values = ggml_codec.decode_rows(as_rows(codes), as_rows(encoded.scales), self.zero_point)
+        codes, minimums = encoded.codes, encoded.minimums
+        values = ggml_codec.decode_rows(
+            as_rows(codes),
+            as_rows(encoded.scales),
+            None if minimums is None else as_rows(minimums),
+            self.zero_point,
+        )
         return values.view(codes.shape).movedim(-1, encoded.axis)
 
     def scales(self, encoded: ScaledEncoded) -> torch.Tensor:
-        """float32 ``[..., ceil(K/32)]`` such that value = (code - zero point) * scale.
+        """float32 ``[..., ceil(K/32)]`` such that value = (code - zero point) * scale + minimum.
 
         Raises:
             CompileError: where a scale is inf or NaN, which a product cannot use.
@@ -74,42 +90,130 @@ class GgmlFormat(DataFormat):
         return scales
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """ggml's bytes, block after block along ``axis``: a float16 scale, then 32 codes.
+        """ggml's bytes, block after block along ``axis``: a float16 scale, the float16 minimum of
+        those that have one, the fifth bits of 5-bit codes (code i in bit i), then the codes.
 
-        Q4_0 has code j in the low nibble of byte j, and code j + 16 in the high one.
+        Codes of 4 and 5 bits have code j in the low nibble of byte j, and code j + 16 in the high.
         """
         import torch
 
-        from tilewright.compiler.formats.rows import as_rows
+        from tilewright.compiler.formats.rows import pad_blocks
 
-        encoded = self.quantise(x, axis=axis)
-        missing = -encoded.codes.shape[-1] % BLOCK_SIZE
-        codes = torch.nn.functional.pad(encoded.codes, (0, missing), value=self.zero_point)
-        blocks = codes.reshape(-1, BLOCK_SIZE)
-        if self.element_bits == 4:
+        encoded = self.quantise(pad_blocks(x.movedim(axis, -1), BLOCK_SIZE))
+        blocks = encoded.codes.reshape(-1, BLOCK_SIZE)
+        shared = (encoded.scales, encoded.minimums)
+        parts = [each.reshape(-1, 1).view(torch.uint8) for each in shared if each is not None]
+        if self.element_bits == 5:
+            bits = (blocks >> 4).view(-1, 4, 8) << torch.arange(8, device=blocks.device)
+            parts.append(bits.sum(-1).to(torch.uint8))
+        if self.element_bits < 8:
+            blocks = blocks & 0xF
             blocks = blocks[:, :16] | blocks[:, 16:] << 4
-        scales = as_rows(encoded.scales).reshape(-1, 1).view(torch.uint8)
-        return torch.cat([scales, blocks.view(torch.uint8)], dim=1).reshape(-1)
+        return torch.cat([*parts, blocks.view(torch.uint8)], dim=1).reshape(-1)
 
-    def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
-        """The inverse of :meth:`pack`, as float32; refuses data of another size."""
+    def read(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> ScaledEncoded:
+        """What the bytes that :meth:`pack` writes encode; refuses data of another size."""
         import torch
 
         self.check_nbytes(data.numel(), self.nbytes(shape, axis=axis), shape)
-        moved = torch.empty(tuple(shape), device="meta").movedim(axis, -1).shape
+        moved = _moved(shape, axis)
         num_blocks = -(-moved[-1] // BLOCK_SIZE)
         blocks = data.reshape(-1, self.nbytes((BLOCK_SIZE,)))
-        codes = blocks[:, 2:]
-        if self.element_bits == 4:
+        at = 4 if self.has_minimums else 2
+        codes = blocks[:, at + 4 if self.element_bits == 5 else at :]
+        if self.element_bits < 8:
             codes = torch.cat([codes & 0xF, codes >> 4], dim=1)
+        if self.element_bits == 5:
+            bits = blocks[:, at : at + 4, None] >> torch.arange(8, device=data.device) & 1
+            codes = codes | (bits.view(-1, BLOCK_SIZE) << 4).to(torch.uint8)
         codes = codes.contiguous().view(self.code_dtype)
-        encoded = ScaledEncoded(
+        shared = blocks[:, :at].contiguous().view(torch.float16)
+        shared = shared.view(*moved[:-1], num_blocks, at // 2)
+        return ScaledEncoded(
             codes=codes.view(*moved[:-1], num_blocks * BLOCK_SIZE)[..., : moved[-1]],
-            scales=blocks[:, :2].contiguous().view(torch.float16).view(*moved[:-1], num_blocks),
+            scales=shared[..., 0],
             axis=axis,
+            minimums=shared[..., 1] if self.has_minimums else None,
         )
-        return self.dequantise(encoded)
+
+    def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
+        """The inverse of :meth:`pack`, as float32; refuses data of another size."""
+        return self.dequantise(self.read(data, shape, axis=axis))
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlFileFormat(DataFormat):
+    """A ggml format of blocks of 256 (its K-quants), whose bytes are read and never made.
+
+    Eight or sixteen groups of a block have a scale each, small integers times the block's own.
+    """
+
+    @property
+    def is_offered(self) -> bool:
+        """False: weights of this format come from a file."""
+        return False
+
+    def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
+        """The float32 values of a file's bytes, as ``gguf`` has them; refuses data of another
+        size.
+        """
+        from tilewright.compiler.formats.ggml_blocks import dequantise
+
+        self.check_nbytes(data.numel(), self.nbytes(shape, axis=axis), shape)
+        moved = _moved(shape, axis)
+        num_blocks = -(-moved[-1] // SUPER_BLOCK_SIZE)
+        values = dequantise(data.cpu().numpy(), STORED_NAMES[self.name]).to(data.device)
+        rows = values.view(*moved[:-1], num_blocks * SUPER_BLOCK_SIZE)[..., : moved[-1]]
+        return rows.movedim(-1, axis)
+
+    def quantise(self, x: torch.Tensor, *, axis: int = -1) -> NoReturn:
+        """Not offered: raises ConfigError."""
+        self._refuse()
+
+    def dequantise(self, encoded: Encoded) -> NoReturn:
+        """Not offered: raises ConfigError; see :meth:`unpack`."""
+        self._refuse()
+
+    def pack(self, x: torch.Tensor, *, axis: int = -1) -> NoReturn:
+        """Not offered: raises ConfigError."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(
+            f"{self.name}: nothing is quantised to it; allowed: only from a file, with precision "
+            "stored"
+        )
+
+
+def _moved(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    """``shape`` with ``axis`` last."""
+    axes = list(shape)
+    axes.append(axes.pop(axis))
+    return tuple(axes)
 
 
 Q40 = GgmlFormat("q40", 4, BLOCK_SIZE, shared_bits=16, zero_point=8)
+Q41 = GgmlFormat("q41", 4, BLOCK_SIZE, shared_bits=32, has_minimums=True)
+Q50 = GgmlFormat("q50", 5, BLOCK_SIZE, shared_bits=16, zero_point=16)
+Q51 = GgmlFormat("q51", 5, BLOCK_SIZE, shared_bits=32, has_minimums=True)
 Q80 = GgmlFormat("q80", 8, BLOCK_SIZE, shared_bits=16)
+Q4_K = GgmlFileFormat("q4_k", 4, SUPER_BLOCK_SIZE, shared_bits=128)
+Q5_K = GgmlFileFormat("q5_k", 5, SUPER_BLOCK_SIZE, shared_bits=128)
+Q6_K = GgmlFileFormat("q6_k", 6, SUPER_BLOCK_SIZE, shared_bits=144)
+
+STORED_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "fp32": "F32",
+        "fp16": "F16",
+        "bf16": "BF16",
+        "q40": "Q4_0",
+        "q41": "Q4_1",
+        "q50": "Q5_0",
+        "q51": "Q5_1",
+        "q80": "Q8_0",
+        "q4_k": "Q4_K",
+        "q5_k": "Q5_K",
+        "q6_k": "Q6_K",
+    }
+)
+"""What checkpoints call the formats that their tensors are stored in: ggml's and safetensors'."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.formats.ggml_blocks import Bytes, dequantise
 from tilewright.models.architectures.table import architecture_of, check_model_type
 from tilewright.models.checkpoints.base import (
     TensorMeta,
@@ -32,7 +33,6 @@ from tilewright.models.checkpoints.dllama_header import (
     read_header,
     tensors,
 )
-from tilewright.models.checkpoints.gguf_blocks import Bytes, dequantise
 from tilewright.models.checkpoints.mapped_file import map_file, release
 from tilewright.models.config import ModelConfig, RopeConfig
 

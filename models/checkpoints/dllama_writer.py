@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.compiler.formats.ggml_blocks import Bytes
 from tilewright.models.architectures.rope import inverse_frequencies
 from tilewright.models.checkpoints.base import Checkpoint, check_tensors
 from tilewright.models.checkpoints.dllama import config_of
@@ -25,7 +26,6 @@ from tilewright.models.checkpoints.dllama_header import (
     tensors,
     write_header,
 )
-from tilewright.models.checkpoints.gguf_blocks import Bytes
 from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
 from tilewright.models.config import Llama3Scaling, ModelConfig, RopeConfig
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.formats.ggml_blocks import Bytes, dequantise
 from tilewright.models.architectures.table import architecture_of, find_gguf_type
 from tilewright.models.checkpoints.base import (
     TensorMeta,
@@ -27,7 +28,6 @@ from tilewright.models.checkpoints.base import (
     shown,
     unknown_tensor,
 )
-from tilewright.models.checkpoints.gguf_blocks import Bytes, dequantise
 from tilewright.models.checkpoints.gguf_config import config_of_gguf
 from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
 from tilewright.models.checkpoints.gguf_hybrid import (

@@ -1,4 +1,4 @@
-"""q40 and q80 against the gguf package, bit for bit, and against a slow version of their own."""
+"""ggml's blocks of 32 against the gguf package, bit for bit; some against slow versions too."""
 
 from __future__ import annotations
 
@@ -18,9 +18,17 @@ from tests.formats.slow_ggml import slow_q40, slow_q80
 from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.formats import FORMATS, GgmlFormat, ScaledEncoded
 
-KINDS = {"q40": gguf.GGMLQuantizationType.Q4_0, "q80": gguf.GGMLQuantizationType.Q8_0}
+KINDS = {
+    "q40": gguf.GGMLQuantizationType.Q4_0,
+    "q41": gguf.GGMLQuantizationType.Q4_1,
+    "q50": gguf.GGMLQuantizationType.Q5_0,
+    "q51": gguf.GGMLQuantizationType.Q5_1,
+    "q80": gguf.GGMLQuantizationType.Q8_0,
+}
 SLOW: dict[str, Callable[[list[float]], bytes]] = {"q40": slow_q40, "q80": slow_q80}
-BLOCK_BYTES = {"q40": 18, "q80": 34}
+BLOCK_BYTES = {"q40": 18, "q41": 20, "q50": 22, "q51": 24, "q80": 34}
+STEPS = {"q40": 8, "q41": 15, "q50": 16, "q51": 31, "q80": 127}
+WITH_MINIMUMS = ("q41", "q51")
 SHAPES_AND_AXES = [((4, 64), -1), ((3, 40), -1), ((40, 3), 0), ((2, 33, 7), 1), ((5,), 0)]
 
 
@@ -33,6 +41,15 @@ def ggml_format(name: str) -> GgmlFormat:
 def library_bytes(x: torch.Tensor, name: str) -> np.ndarray:
     with np.errstate(all="ignore"):
         return gguf.quants.quantize(x.numpy(), KINDS[name])
+
+
+def same_bytes(got: torch.Tensor, expected: np.ndarray, name: str) -> bool:
+    """Equal, but for signs of zeros in q41 and q51: which of 0 and -0 is least, machines differ."""
+    found = [data.reshape(-1, BLOCK_BYTES[name]).copy() for data in (got.numpy(), expected)]
+    for blocks in found if name in WITH_MINIMUMS else ():
+        for at in (0, 2):
+            blocks[(blocks[:, at] == 0) & (blocks[:, at + 1] == 0x80), at + 1] = 0
+    return np.array_equal(*found)
 
 
 def library_values(data: np.ndarray, name: str) -> torch.Tensor:
@@ -82,7 +99,7 @@ def test_bytes_and_values_are_the_librarys(name: str, kind: str) -> None:
     expected = library_bytes(x, name)
     packed = FORMATS[name].pack(x)
     assert packed.dtype == torch.uint8
-    assert np.array_equal(packed.numpy(), expected.reshape(-1))
+    assert same_bytes(packed, expected, name)
     values = library_values(expected, name)
     assert_same_bits(FORMATS[name].round_trip(x), values)
     assert_same_bits(FORMATS[name].unpack(packed, x.shape), values)
@@ -98,7 +115,7 @@ def test_odd_sizes_and_other_axes(name: str, shape: tuple[int, ...], axis: int) 
     expected = library_bytes(padded, name)
     packed = FORMATS[name].pack(x, axis=axis)
     assert packed.numel() == FORMATS[name].nbytes(shape, axis=axis)
-    assert np.array_equal(packed.numpy(), expected.reshape(-1))
+    assert same_bytes(packed, expected, name)
     values = library_values(expected, name)[..., : moved.shape[-1]].movedim(-1, axis)
     assert_same_bits(FORMATS[name].round_trip(x, axis=axis), values)
     assert_same_bits(FORMATS[name].unpack(packed, shape, axis=axis), values)
@@ -116,7 +133,7 @@ FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 NEAR = st.floats(-4, 4, width=32)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", SLOW)
 @given(block=st.one_of(*(st.lists(some, min_size=32, max_size=32) for some in (FINITE, NEAR))))
 def test_blocks_are_those_of_the_slow_version(name: str, block: list[float]) -> None:
     """Denormals and scales without a finite inverse included."""
@@ -130,23 +147,29 @@ def test_blocks_are_those_of_the_slow_version(name: str, block: list[float]) -> 
     power=st.integers(-8, 4),
 )
 def test_errors_are_within_a_step(name: str, block: list[float], power: int) -> None:
-    """A step is the scale: an eighth (a 127th) of the block's largest magnitude, plus float16's."""
-    x = torch.tensor(block) * 2.0**power
+    """A step is the scale: a share of the block's largest magnitude, or of its spread, plus what
+    float16 makes of scale and minimum.
+    """
+    x = torch.tensor(block) * 2.0 ** (power - 2 * (name in WITH_MINIMUMS))  # within float16
     error = (FORMATS[name].round_trip(x) - x).abs()
-    steps = 8 if name == "q40" else 127
     for start in range(0, len(block), 32):
-        largest = x[start : start + 32].abs().max()
-        step = largest / steps
-        # q40 has codes from -8 to 7, so the far end may miss by a whole step.
-        reach = step if name == "q40" else step / 2
-        assert error[start : start + 32].max() <= reach * 1.001 + largest * 2.0**-10 + 2.0**-17
+        part = x[start : start + 32]
+        padded = torch.nn.functional.pad(part, (0, 32 - len(part)))
+        largest = part.abs().max()
+        spread = padded.max() - padded.min() if name in WITH_MINIMUMS else largest
+        step = spread / STEPS[name]
+        # q40 has codes from -8 to 7 and q50 alike, so the far end may miss by a whole step.
+        reach = step if name in ("q40", "q50") else step / 2
+        rounding = (spread + largest * (name in WITH_MINIMUMS)) * 2.0**-10
+        assert error[start : start + 32].max() <= reach * 1.001 + rounding + 2.0**-17
 
 
 def test_sizes() -> None:
-    assert [FORMATS[name].bits for name in KINDS] == [4.5, 8.5]
+    assert [FORMATS[name].bits for name in KINDS] == [4.5, 5.0, 5.5, 6.0, 8.5]
     for name, block_bytes in BLOCK_BYTES.items():
         data_format = FORMATS[name]
-        assert (data_format.block, data_format.shared_bits) == (32, 16)
+        shared = 32 if name in WITH_MINIMUMS else 16
+        assert (data_format.block, data_format.shared_bits) == (32, shared)
         assert data_format.nbytes((32,)) == block_bytes
         assert data_format.nbytes((3, 40)) == 3 * 2 * block_bytes
         assert data_format.nbytes((40, 3), axis=0) == 3 * 2 * block_bytes
@@ -167,9 +190,12 @@ def test_what_a_target_lays_out(name: str) -> None:
     data_format = ggml_format(name)
     encoded = data_format.quantise(x, axis=0)
     assert encoded.codes.shape == (50, 6) and encoded.scales.shape == (50, 1)
-    assert encoded.codes.dtype == (torch.uint8 if name == "q40" else torch.int8)
+    assert encoded.codes.dtype == (torch.int8 if name == "q80" else torch.uint8)
     assert encoded.scales.dtype == torch.float16
     values = (encoded.codes.float() - data_format.zero_point) * data_format.scales(encoded)
+    assert (encoded.minimums is not None) == (name in WITH_MINIMUMS)
+    if encoded.minimums is not None:
+        values += encoded.minimums.float()
     assert torch.equal(values.T, data_format.round_trip(x, axis=0))
 
 

@@ -12,14 +12,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
-
 # Blocks are decoded in pieces of about this many values, so that temporaries stay in cache.
 CHUNK_VALUES = 1 << 17
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Decoder = Callable[[Bytes], Floats]
+
+SIZES: Mapping[str, tuple[int, int]] = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q5_0": (32, 22),
+    "Q5_1": (32, 24),
+    "Q8_0": (32, 34),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
+}
+"""Values and bytes of a block, by ggml's name of the type."""
 
 
 def dequantise(stored: Bytes, dtype: str) -> Tensor:
@@ -31,8 +41,7 @@ def dequantise(stored: Bytes, dtype: str) -> Tensor:
         return torch.from_numpy(flat.view("<f2"))
     if dtype == "BF16":
         return torch.from_numpy(flat.view("<i2")).view(torch.bfloat16)
-    decode = DECODERS[dtype]
-    _, block, block_bytes = TENSOR_TYPES[dtype]
+    decode, (block, block_bytes) = DECODERS[dtype], SIZES[dtype]
     blocks = flat.reshape(-1, block_bytes)
     values = np.empty((blocks.shape[0], block), np.float32)
     step = CHUNK_VALUES // block

@@ -1,0 +1,101 @@
+"""A GGUF file of mixed types: every tensor's values are the format library's, in our order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from tests.ggml_blocks import assert_same_bits, library_values, random_blocks
+from tests.models.conftest import add_tokenizer, to_gguf_name
+from tilewright.compiler.formats.ggml_blocks import SIZES
+from tilewright.models import load_model
+from tilewright.models.checkpoints.gguf import GGUFCheckpoint
+from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
+
+
+def test_the_types_are_the_librarys() -> None:
+    assert set(TENSOR_TYPES) == {*SIZES, "F32", "F16", "BF16"}
+    for name, (number, block, block_bytes) in TENSOR_TYPES.items():
+        kind = gguf.GGMLQuantizationType[name]
+        assert (kind.value, gguf.GGML_QUANT_SIZES[kind]) == (number, (block, block_bytes))
+        assert SIZES.get(name, (block, block_bytes)) == (block, block_bytes)
+
+
+HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 256, 512, 4, 2, 262
+TENSORS = {
+    "self_attn.q_proj": ("Q4_K", HIDDEN, HIDDEN),
+    "self_attn.k_proj": ("Q5_K", HIDDEN // 2, HIDDEN),
+    "self_attn.v_proj": ("Q6_K", HIDDEN // 2, HIDDEN),
+    "self_attn.o_proj": ("Q5_0", HIDDEN, HIDDEN),
+    "mlp.gate_proj": ("Q5_1", INNER, HIDDEN),
+    "mlp.up_proj": ("Q4_1", INNER, HIDDEN),
+    "mlp.down_proj": ("Q6_K", HIDDEN, INNER),
+}
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """One layer with a type of its own for every projection, of random blocks."""
+    path = tmp_path / "mixed-Q4_K_M.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    add_tokenizer(writer)
+
+    def add(name: str, dtype: str, num_rows: int, num_columns: int, seed: int) -> None:
+        blocks = random_blocks(dtype, num_rows * num_columns // TENSOR_TYPES[dtype][1], seed)
+        kind = gguf.GGMLQuantizationType[dtype]
+        writer.add_tensor(to_gguf_name(name), blocks.reshape(num_rows, -1), raw_dtype=kind)
+
+    add("model.embed_tokens.weight", "Q6_K", VOCAB, HIDDEN, seed=99)
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    for seed, (name, (dtype, num_rows, num_columns)) in enumerate(TENSORS.items()):
+        add(f"model.layers.0.{name}.weight", dtype, num_rows, num_columns, seed)
+    for norm in ("attn_norm", "ffn_norm"):
+        writer.add_tensor(f"blk.0.{norm}.weight", np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def in_hugging_face_order(rows: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rotation pairs of a head apart again: the even rows, then the odd ones."""
+    pairs = rows.reshape(num_heads, -1, 2, rows.shape[-1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_file_of_mixed_types(name: str, mixed: Path) -> None:
+    """Against the library's own reader, rows by rows too, with q and k in Hugging Face's order."""
+    checkpoint = GGUFCheckpoint(mixed)
+    full = f"model.layers.0.{name}.weight"
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(mixed).tensors}[to_gguf_name(full)]
+    dtype, num_rows, num_columns = TENSORS[name]
+    expected = library_values(stored.data, dtype)
+    if name.endswith(("q_proj", "k_proj")):
+        expected = in_hugging_face_order(expected, HEADS if "q_proj" in name else KV_HEADS)
+    meta = checkpoint.names[full]
+    assert (meta.dtype, meta.shape) == (dtype, (num_rows, num_columns))
+    assert meta.nbytes == stored.n_bytes
+    assert_same_bits(checkpoint.get(full), expected)
+    for rows in (slice(0, 3), slice(17, 90), slice(-5, None)):
+        assert_same_bits(checkpoint.get(full, rows), expected[rows])
+
+
+def test_a_file_of_mixed_types_is_a_model(mixed: Path) -> None:
+    loaded = load_model(mixed)
+    assert loaded.config.name == "mixed"
+    assert (loaded.config.vocab_size, loaded.config.num_heads) == (VOCAB, HEADS)
+    names = {name for name, _ in loaded.module.named_parameters()}
+    assert names == set(loaded.checkpoint.names)
+    assert all(loaded.checkpoint.get(name).isfinite().all() for name in names)
