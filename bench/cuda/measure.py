@@ -24,7 +24,6 @@ from bench.cuda.rows import (
 )
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.cases import CASES, TABLE_PROMPT_LENGTH, Case
-from tilewright.compiler.bench.child import PYTHON, Child
 from tilewright.compiler.bench.record import Ceilings, Result
 from tilewright.compiler.bench.roofline import (
     Work,
@@ -33,6 +32,7 @@ from tilewright.compiler.bench.roofline import (
     prefill_work,
 )
 from tilewright.compiler.bench.timing import Job, Run, time_jobs
+from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands import measure
 from tilewright.compiler.commands.console import RANDOM_NOTE
 from tilewright.compiler.commands.options import RunOptions, read_options

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.peers.protocol import cache_name
-from tilewright.compiler.bench.child import PYTHON, Child
+from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.errors import ConfigError
 
 BUILDER = "onnxruntime_genai.models.builder"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from bench.peers.protocol import Generated, Loaded
-from tilewright.compiler.bench.child import Child, Ended
+from tilewright.compiler.child import Child, Ended
 
 _CLOSING_SECONDS = 5
 _SETTLING_SECONDS = 5

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.compiler.bench.child import PYTHON, Child, Ended
 from tilewright.compiler.bench.json_lines import is_json
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import loads
+from tilewright.compiler.child import PYTHON, Child, Ended
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.journal import Outcome
 

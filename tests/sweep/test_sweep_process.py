@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_cells import cell, speed_result
-from tilewright.compiler.bench import child
+from tilewright.compiler import child
 from tilewright.compiler.bench.results import dumps
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.process import RUN, CellProcess, Ending

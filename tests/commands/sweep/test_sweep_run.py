@@ -11,7 +11,7 @@ import pytest
 
 from tests.sweep_cells import cell, done, planned, speed_result
 from tilewright.compiler.bench import stats
-from tilewright.compiler.bench.child import PYTHON
+from tilewright.compiler.child import PYTHON
 from tilewright.compiler.cli import main
 from tilewright.compiler.commands.sweep import run
 from tilewright.compiler.commands.sweep.options import read_options

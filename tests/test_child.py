@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.bench.child import PYTHON, Child
+from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.errors import ConfigError
 
 SHELL = ("/bin/sh", "-c")
@@ -52,7 +52,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from tilewright.compiler.bench.child import Child\n"
+        "from tilewright.compiler.child import Child\n"
         f"Path({str(tmp_path / 'pid')!r}).write_text(str(Child(['sleep', '600']).pid))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
