@@ -164,10 +164,15 @@ def cells(found: Sequence[Entry], measures: Measures) -> list[Cell]:
         # a prediction is the same in every round
         if number == measures.first_round or cell.target not in BOARDS
     ]
-    unique: dict[str, Cell] = {}
-    for cell in planned:  # the first of equal ones: the base keeps its name
-        unique.setdefault(cell.id, cell)
-    return list(unique.values())
+    return unique(planned)  # the base keeps its name
+
+
+def unique(found: Sequence[Cell]) -> list[Cell]:
+    """Of cells that measure the same thing the first."""
+    kept: dict[str, Cell] = {}
+    for cell in found:
+        kept.setdefault(cell.id, cell)
+    return list(kept.values())
 
 
 def _cell(entry: Entry, measures: Measures) -> Cell:

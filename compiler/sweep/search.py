@@ -1,21 +1,29 @@
-"""A guided search: which parts to keep precise, in which order, for what they cost and win.
+"""A guided search: what each part costs and wins at each level, and in which order to raise parts.
 
-Pure: it is handed what parts cost and gives configurations to try; measuring is not known here.
-Lost accuracies are added up as KL divergences, which is right to first order for errors that are
-independent of each other; whether it holds is for the measurement of the result to say.
+Pure: it is handed what was measured and gives configurations to try; measuring is not known here.
+A single part's loss is measured at one level; at another it has its share of what its whole group
+was measured to lose there. Lost accuracies are added up as KL divergences, which is right to first
+order for errors that are independent of each other; whether it holds is for the measurement of the
+result to say.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isfinite
 from typing import Literal
 
+from tilewright.compiler.sweep.cost_model import CostModel
 from tilewright.compiler.sweep.levels import Level, Part
+from tilewright.compiler.sweep.sensitivity import Sensitivity
 
 Price = Literal["ms", "bytes"]
+
+Held = Mapping[tuple[str, int | None, str], int]
+"""Bytes by group, layer and kind of holding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,89 +45,99 @@ class Option:
 
 BASE_OPTION = Option(None, 0.0, 0.0, 0)
 
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A part of the model and its options, the base among them."""
-
-    part: Part
-    options: tuple[Option, ...]
+Choices = Mapping[Part, Option]
+"""A configuration: the option of every part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One part raised from an option to a more accurate one."""
+def part_options(
+    parts: Sequence[Part],
+    sensitivity: Sensitivity,
+    group_losses: Mapping[tuple[str, Level], float],
+    held: Mapping[Level | None, Held],
+    cost_model: CostModel,
+) -> dict[Part, list[Option]]:
+    """Of each part: the base, and every level that it was measured at and whose time is known.
 
-    part: Part
-    to: Option
-    kl_won: float
-    price: float
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """Every part's option after so many steps up from the cheapest, and what they come to."""
-
-    num_steps: int
-    choices: Mapping[Part, Option]
-
-    @property
-    def levels(self) -> dict[Part, Level]:
-        """The parts that are not as in the base."""
-        return {part: o.level for part, o in self.choices.items() if o.level is not None}
-
-    @property
-    def kl_lost(self) -> float:
-        """Predicted, in nats."""
-        return sum(option.kl_lost for option in self.choices.values())
-
-    @property
-    def ms_saved(self) -> float:
-        """Predicted, a decode step."""
-        return sum(option.ms_saved for option in self.choices.values())
-
-    @property
-    def bytes_saved(self) -> int:
-        """Of the weights as the target holds them."""
-        return sum(option.bytes_saved for option in self.choices.values())
+    Args:
+        group_losses: KL lost with a whole group at a level.
+        held: the model's weights as held with everything at a level; None is the base.
+    """
+    share = _shares(parts, sensitivity)
+    found = {part: [BASE_OPTION] for part in parts}
+    for part, options in found.items():
+        before = _of(held[None], part)
+        for level in (level for level in held if level is not None):
+            loss, after = group_losses.get((part.group, level)), _of(held[level], part)
+            if loss is None or not (cost_model.knows(before) and cost_model.knows(after)):
+                continue
+            saved = cost_model.predict(before) - cost_model.predict(after)
+            bytes_saved = sum(before.values()) - sum(after.values())
+            options.append(Option(level, max(loss, 0.0) * share[part], saved, bytes_saved))
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
-    """From the cheapest configuration to the most accurate one, the best bargains first."""
-
-    cheapest: Mapping[Part, Option]
-    steps: tuple[Step, ...]
-
-    def candidate(self, num_steps: int) -> Candidate:
-        """The configuration after the first steps."""
-        choices = dict(self.cheapest)
-        for step in self.steps[:num_steps]:
-            choices[step.part] = step.to
-        return Candidate(num_steps, choices)
+def groups_without_shares(parts: Sequence[Part], sensitivity: Sensitivity) -> list[str]:
+    """The groups of which some single layer was not measured."""
+    missing = [part.group for part in parts if sensitivity.find(str(part)) is None]
+    return list(dict.fromkeys(missing))
 
 
-def plan_path(items: Sequence[Item], price: Price) -> Path:
-    """Nested configurations; each is the most accurate one predicted for what it saves.
+def _shares(parts: Sequence[Part], sensitivity: Sensitivity) -> dict[Part, float]:
+    """Of its group's loss, by single layers where they were measured; else equal ones."""
+    unmeasured = groups_without_shares(parts, sensitivity)
+    found: dict[Part, float] = {}
+    for group in dict.fromkeys(part.group for part in parts):
+        members = [part for part in parts if part.group == group]
+        lowered = [(part, sensitivity.find(str(part))) for part in members]
+        losses = {part: each.kl_lost for part, each in lowered if each is not None}
+        errors = {part: each.kl_error for part, each in lowered if each is not None}
+        is_known = group not in unmeasured
+        found |= shares(losses, errors) if is_known else dict.fromkeys(members, 1 / len(members))
+    return found
+
+
+def shares(kl_lost: Mapping[Part, float], errors: Mapping[Part, float]) -> dict[Part, float]:
+    """Each part's share of its group's loss, from single parts' measurements; they add up to 1.
+
+    One that cannot be told from nothing counts with half its error: nothing is for free.
+    """
+    known = {part: error if isfinite(error) else 0.0 for part, error in errors.items()}
+    floored = {part: max(kl, known[part] / 2, 1e-12) for part, kl in kl_lost.items()}
+    total = sum(floored.values())
+    return {part: kl / total for part, kl in floored.items()}
+
+
+def _of(held: Held, part: Part) -> dict[str, int]:
+    """A part's bytes by kind."""
+    return {
+        kind: size
+        for (group, layer, kind), size in held.items()
+        if (group, layer) == (part.group, part.layer)
+    }
+
+
+def plan_path(options: Mapping[Part, Sequence[Option]], price: Price) -> list[Choices]:
+    """From the cheapest configuration to the most accurate one, one part raised at every step.
 
     Every part starts where it saves most and climbs its convex hull; the steps of all parts are
     taken in the order of KL won for each unit of saving given up (the Lagrangian relaxation of
-    a knapsack: exact at every step, H. Everett, Operations Research 11, 1963).
+    a knapsack: each is the most accurate one predicted for what it saves, exact at every step,
+    H. Everett, Operations Research 11, 1963).
     """
     cheapest: dict[Part, Option] = {}
-    steps: list[tuple[float, Step]] = []
-    for item in items:
-        hull = _hull(item.options, price)
-        cheapest[item.part] = hull[0]
+    steps: list[tuple[float, Part, Option]] = []
+    for part, each in options.items():
+        hull = _hull(each, price)
+        cheapest[part] = hull[0]
         bargain = inf
         for before, after in pairwise(hull):
-            won = before.kl_lost - after.kl_lost
-            step = Step(item.part, after, won, before.saved(price) - after.saved(price))
             # along a hull bargains get worse, which rounding must not turn round
-            bargain = min(bargain, won / step.price)
-            steps.append((bargain, step))
-    steps.sort(key=lambda each: -each[0])
-    return Path(cheapest, tuple(step for _, step in steps))
+            bargain = min(bargain, _bargain(before, after, price))
+            steps.append((bargain, part, after))
+    path: list[Choices] = [cheapest]
+    for _, part, option in sorted(steps, key=lambda step: -step[0]):
+        path.append({**path[-1], part: option})
+    return path
 
 
 def _hull(options: Sequence[Option], price: Price) -> list[Option]:
@@ -148,38 +166,18 @@ def first_meeting(low: int, high: int, meets: Callable[[int], bool]) -> int | No
     ``meets`` is taken to change once; where noise makes it change more often one of the changes is
     found. None where not even ``high`` does.
     """
-    if not meets(high):
-        return None
-    if meets(low):
-        return low
-    while high - low > 1:
-        middle = (low + high) // 2
-        if meets(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    return low + bisect_left(range(low, high), True, key=meets) if meets(high) else None
 
 
-def within_bytes(path: Path, base_bytes: int, max_bytes: int) -> int | None:
-    """The most steps that leave the weights within a size; None where none do.
+def within_bytes(path: Sequence[Choices], base_bytes: int, max_bytes: int | None) -> int | None:
+    """The most steps that leave the weights within a size, if there is one; None where none do.
 
     A step may also save bytes (a target may hold a lower level in more of them), so all are tried.
     """
-    fitting = [
+    fitting = (
         number
-        for number in range(len(path.steps) + 1)
-        if base_bytes - path.candidate(number).bytes_saved <= max_bytes
-    ]
+        for number, choices in enumerate(path)
+        if max_bytes is None
+        or base_bytes - sum(option.bytes_saved for option in choices.values()) <= max_bytes
+    )
     return max(fitting, default=None)
-
-
-def shares(kl_lost: Mapping[Part, float], errors: Mapping[Part, float]) -> dict[Part, float]:
-    """Each part's share of its group's loss, from single parts' measurements; they add up to 1.
-
-    One that cannot be told from nothing counts with half its error: nothing is for free.
-    """
-    known = {part: error if isfinite(error) else 0.0 for part, error in errors.items()}
-    floored = {part: max(kl, known[part] / 2, 1e-12) for part, kl in kl_lost.items()}
-    total = sum(floored.values())
-    return {part: kl / total for part, kl in floored.items()}

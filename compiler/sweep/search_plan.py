@@ -1,40 +1,108 @@
-"""What a search is of, and what it measures before it can decide anything.
+"""What a search is asked, what it must keep to, and what it measures before it can decide anything.
 
 Nothing is measured here; what another sweep has measured the same way is taken over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tilewright.compiler.bench.record import Accuracy
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import PrecisionConfig, list_precisions, load_precision
 from tilewright.compiler.sweep import plans
-from tilewright.compiler.sweep.bounds import Bounds
 from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.code_version import is_of
+from tilewright.compiler.sweep.code_version import difference
 from tilewright.compiler.sweep.journal import Added, Finished, Journal, SweepState
 from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, assign
 from tilewright.compiler.sweep.model import SweptModel
 from tilewright.compiler.sweep.plans import Entry, Measures
 from tilewright.compiler.sweep.sensitivity import Sensitivity, sensitivities
 
+GUARD = 1.0
+"""Standard errors that top-1 keeps above its bound on the text that is searched on: the cheapest
+of many configurations that just meet a bound has been lucky there."""
+
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """What is searched: a model on a target, from a base."""
+class Bounds:
+    """Top-1 in percent, KL in nats, bytes of the weights as the target holds them."""
+
+    min_top1: float | None = None
+    max_kl: float | None = None
+    max_bytes: int | None = None
+
+    @property
+    def is_of_accuracy(self) -> bool:
+        """Whether accuracy is bounded, so that speed is what is looked for."""
+        return self.min_top1 is not None or self.max_kl is not None
+
+    def keeps(self, accuracy: Accuracy, num_bytes: int, *, guard: float = 0.0) -> bool:
+        """Whether a measurement is within all bounds, top-1 by so many standard errors; an unknown
+        divergence is within nothing.
+        """
+        share, kl = accuracy.num_top1 / accuracy.num_positions, accuracy.kl_mean
+        error = guard * math.sqrt(share * (1 - share) / accuracy.num_positions)
+        return (
+            (self.min_top1 is None or 100 * (share - error) >= self.min_top1)
+            and (self.max_kl is None or (kl is not None and kl <= self.max_kl))
+            and (self.max_bytes is None or num_bytes <= self.max_bytes)
+        )
+
+    def __str__(self) -> str:
+        parts = []
+        if self.min_top1 is not None:
+            parts.append(f"top-1 >= {self.min_top1:g} %")
+        if self.max_kl is not None:
+            parts.append(f"KL <= {self.max_kl:g}")
+        if self.max_bytes is not None:
+            parts.append(f"weights <= {self.max_bytes / 1e6:g} MB")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """What is searched: a model on a target, from a base, for what.
+
+    ``usual``: how configurations are measured unless the search says otherwise. ``held_out``: the
+    text that confirms what was found. ``takes_other_code``: accuracies that other code has measured
+    are taken over too.
+    """
 
     model: SweptModel
     target: str
     device: str
     base: PrecisionConfig
+    bounds: Bounds
+    levels: tuple[Level, ...]
+    usual: Measures
+    held_out: str
+    takes_other_code: bool = False
 
-    def entry(self, precision: PrecisionConfig, *, is_timed: bool) -> Entry:
-        """A configuration of it; all but the base are probes, which no table of models shows."""
-        part = "" if precision is self.base else precision.name
-        return Entry(self.model, self.target, self.device, precision, part, is_timed)
+    def entries(self, precisions: Iterable[PrecisionConfig], *, is_timed: bool) -> list[Entry]:
+        """Configurations of it; all but the base are probes, which no table of models shows."""
+        return [
+            Entry(self.model, self.target, self.device, each, part, is_timed)
+            for each in precisions
+            for part in ("" if each is self.base else each.name,)
+        ]
+
+    def cells(
+        self,
+        precisions: Iterable[PrecisionConfig],
+        *,
+        is_timed: bool,
+        text: str | None = None,
+        first_round: int = 0,
+    ) -> list[Cell]:
+        """Of accuracy on a text, and of speed too if wanted, in rounds from ``first_round`` on."""
+        cases = self.usual.cases if is_timed else (plans.ACCURACY_CASE,)
+        text = text or self.usual.text
+        measures = replace(self.usual, cases=cases, text=text, first_round=first_round)
+        return plans.cells(self.entries(precisions, is_timed=is_timed), measures)
 
     def lowered(self, name: str, choices: Mapping[Part, Level]) -> PrecisionConfig:
         """The base with parts at other levels."""
@@ -47,35 +115,67 @@ class Subject:
             model_name=self.model.name,
         )
 
-    def groups(self) -> list[str]:
-        """Those whose levels are chosen."""
+    def parts(self) -> list[Part]:
+        """Every group of every layer, and the head: what levels are chosen for."""
+        return [
+            Part(group, layer)
+            for group in self._groups()
+            for layer in self.model.layers(group) or (None,)
+        ]
+
+    def uniform(self) -> dict[Level, PrecisionConfig]:
+        """Every level everywhere."""
+        return {
+            level: self.lowered(f"all={level}", {Part(group): level for group in self._groups()})
+            for level in self.levels
+        }
+
+    def by_group(self) -> dict[tuple[str, Level], PrecisionConfig]:
+        """Every group alone at every level."""
+        return {
+            (group, level): self.lowered(f"{group}={level}", {Part(group): level})
+            for level in self.levels
+            for group in self._groups()
+        }
+
+    def _groups(self) -> list[str]:
         return [group for group in self.model.groups() if group in PRODUCT_GROUPS]
 
+    def first_cells(self, known: Journal | None) -> list[Cell]:
+        """What is measured whatever comes of it: the base, every level everywhere, every group.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """What the search was asked; ``usual``: how configurations are measured unless
-    the search says otherwise. ``held_out``: the text that confirms what was found.
-    ``takes_other_code``: accuracies that other code has measured are taken over too.
+        Raises:
+            ConfigError: where the known sensitivities are of another model, target or base.
+        """
+        uniform = self.entries([self.base, *self.uniform().values()], is_timed=True)
+        by_group = self.entries(self.by_group().values(), is_timed=False)
+        found = plans.cells([*uniform, *by_group], self.usual)
+        if known is not None:
+            sensitivity_of(found[0].configuration, known.state)
+            return found
+        probes = plans.sensitivity_entries(
+            self.model, self.target, self.device, base=self.base, level=self.levels[0]
+        )
+        # the first of equal ones stays: a sensitivity's probe says what it lowers
+        return plans.unique([*plans.cells(probes, self.usual), *found])
+
+    def fits(self, known: Journal) -> bool:
+        """Whether a sweep has sensitivities of this very model, target and base."""
+        try:
+            self.first_cells(known)
+        except ConfigError:
+            return False
+        return True
+
+
+def searched_place(
+    model: SweptModel, target: str, devices: Sequence[str], base_name: str
+) -> tuple[str, PrecisionConfig]:
+    """The one device of a search, and its base.
+
+    Raises:
+        ConfigError: for a device the target does not run on, a base no file can inherit.
     """
-
-    bounds: Bounds
-    levels: tuple[Level, ...]
-    usual: Measures
-    held_out: str
-    takes_other_code: bool = False
-
-    def measures(
-        self, *, is_timed: bool = True, text: str | None = None, first_round: int = 0
-    ) -> Measures:
-        """Accuracy on a text, and speed too if wanted, in rounds numbered from ``first_round``."""
-        cases = self.usual.cases if is_timed else (plans.ACCURACY_CASE,)
-        text = text or self.usual.text
-        return replace(self.usual, cases=cases, text=text, first_round=first_round)
-
-
-def subject(model: SweptModel, target: str, devices: Sequence[str], base_name: str) -> Subject:
-    """The one place of a search. Raises ConfigError for a device the target does not run on."""
     base = load_precision(base_name)
     resolved = model.resolve(base)
     is_plain = not base.layers and all(
@@ -86,48 +186,7 @@ def subject(model: SweptModel, target: str, devices: Sequence[str], base_name: s
             f"--base {base_name[:60]!r}: the file that is found inherits it; allowed in a search: "
             "a configuration of precision_cfgs/ that is the same in all layers"
         )
-    places = plans.entries([model], [target], devices, [base])
-    return Subject(model, target, places[0].device, base)
-
-
-def first_cells(subject: Subject, settings: Settings, known: Journal | None) -> list[Cell]:
-    """What is measured whatever comes of it: the base, every level everywhere, every group.
-
-    Raises:
-        ConfigError: where the known sensitivities are of another model, target or base.
-    """
-    uniform = [subject.entry(subject.base, is_timed=True)]
-    uniform += [
-        subject.entry(p, is_timed=True) for p in uniform_precisions(subject, settings).values()
-    ]
-    groups = [
-        subject.entry(p, is_timed=False) for p in group_precisions(subject, settings).values()
-    ]
-    found = plans.cells([*uniform, *groups], settings.measures())
-    if known is None:
-        probes = plans.sensitivity_entries(
-            subject.model,
-            subject.target,
-            subject.device,
-            base=subject.base,
-            level=settings.levels[0],
-        )
-        found = [*plans.cells(probes, settings.measures()), *found]
-    else:
-        sensitivity_of(found[0].configuration, known.state)
-    unique: dict[str, Cell] = {}
-    for cell in found:  # the first of equal ones: a sensitivity's probe says what it lowers
-        unique.setdefault(cell.id, cell)
-    return list(unique.values())
-
-
-def fits(subject: Subject, settings: Settings, known: Journal) -> bool:
-    """Whether a sweep has sensitivities of this very subject."""
-    try:
-        first_cells(subject, settings, known)
-    except ConfigError:
-        return False
-    return True
+    return plans.entries([model], [target], devices, [base])[0].device, base
 
 
 def adopt(
@@ -142,35 +201,16 @@ def adopt(
         ours, theirs = journal.state.cells.get(cell.id), known.cells.get(cell.id)
         if cell.kind == "speed" or theirs is None or theirs.result is None:
             continue
-        if not (takes_other_code or is_of(theirs.result, now)):
+        if not takes_other_code and difference(theirs.result, now):
             continue
         if ours is None or ours.is_open:
-            journal.append(
-                Added(cell),
-                Finished(
-                    cell=cell.id,
-                    outcome="done",
-                    seconds=theirs.seconds or 0.0,
-                    result=theirs.result.to_dict(),
-                ),
+            end = Finished(
+                cell=cell.id,
+                outcome="done",
+                seconds=theirs.seconds or 0.0,
+                result=theirs.result.to_dict(),
             )
-
-
-def uniform_precisions(subject: Subject, settings: Settings) -> dict[Level, PrecisionConfig]:
-    return {
-        level: subject.lowered(f"all={level}", {Part(group): level for group in subject.groups()})
-        for level in settings.levels
-    }
-
-
-def group_precisions(
-    subject: Subject, settings: Settings
-) -> dict[tuple[str, Level], PrecisionConfig]:
-    return {
-        (group, level): subject.lowered(f"{group}={level}", {Part(group): level})
-        for level in settings.levels
-        for group in subject.groups()
-    }
+            journal.append(Added(cell), end)
 
 
 def sensitivity_of(base: tuple[str, ...], state: SweepState) -> Sensitivity:

@@ -20,8 +20,7 @@ from tests.sweep_cells import failed as failed_event
 from tests.sweep_cells import planned, result, speed_result
 from tilewright.compiler.bench.record import Accuracy, Result, pack_hits
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep import plans, search_plan
-from tilewright.compiler.sweep.bounds import Bounds
+from tilewright.compiler.sweep import plans
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.found import Found
 from tilewright.compiler.sweep.hunt import hunt
@@ -30,6 +29,7 @@ from tilewright.compiler.sweep.levels import Level
 from tilewright.compiler.sweep.model import SweptModel, swept_model
 from tilewright.compiler.sweep.plans import Measures
 from tilewright.compiler.sweep.runner import Runner
+from tilewright.compiler.sweep.search_plan import Bounds, Search, searched_place
 from tilewright.compiler.sweep.summary import Row
 from tilewright.models import load_model
 
@@ -132,40 +132,35 @@ def planted_accuracy(kl: float, text: str | None = None) -> Accuracy:
     )
 
 
-def settings(*, levels: Sequence[str] = LEVELS, **bounds: float) -> search_plan.Settings:
-    return search_plan.Settings(
-        bounds=Bounds(**bounds),  # type: ignore[arg-type]
+def asked(model: SweptModel, *, levels: Sequence[str] = LEVELS, **bounds: float) -> Search:
+    """A search on the cpu from bf16."""
+    device, base = searched_place(model, "cpu", (), "bf16")
+    return Search(
+        model=model,
+        target="cpu",
+        device=device,
+        base=base,
+        bounds=Bounds(**(bounds or {"max_kl": 0.05})),  # type: ignore[arg-type]
         levels=tuple(map(Level.parse, levels)),
         usual=Measures(rounds=ROUNDS),
         held_out="held-out",
     )
 
 
-ASKED = settings(max_kl=0.05)
-
-
-def begin(
-    path: Path, model: SweptModel, asked: search_plan.Settings, known: Journal | None
-) -> Journal:
-    first = search_plan.first_cells(subject(model), asked, known)
+def begin(path: Path, of: Search, known: Journal | None) -> Journal:
+    first = of.first_cells(known)
     return Journal.create(path, planned("search", base=first[0].precision_id), first)
 
 
-def subject(model: SweptModel) -> search_plan.Subject:
-    return search_plan.subject(model, "cpu", (), "bf16")
+def run(runner: Planted, of: Search, known: Journal | None = None) -> Found:
+    return hunt(of, cast(Runner, runner), known)
 
 
-def run(runner: Planted, asked: search_plan.Settings, known: Journal | None = None) -> Found:
-    return hunt(subject(runner.model), asked, cast(Runner, runner), known)
-
-
-def search(
-    tmp_path: Path, model: SweptModel, asked: search_plan.Settings, **changes: object
-) -> tuple[Found, Planted]:
+def search(tmp_path: Path, of: Search, **changes: object) -> tuple[Found, Planted]:
     """A whole search that measures its sensitivities itself."""
-    journal = begin(tmp_path / "search.jsonl", model, asked, None)
-    runner = Planted(journal, model, **changes)  # type: ignore[arg-type]
-    return run(runner, asked), runner
+    journal = begin(tmp_path / "search.jsonl", of, None)
+    runner = Planted(journal, of.model, **changes)  # type: ignore[arg-type]
+    return run(runner, of), runner
 
 
 def winner(found: Found) -> Row:
@@ -186,7 +181,7 @@ def read_back(path: Path, text: str, model: SweptModel) -> str:
 
 def sizes(model: SweptModel) -> dict[str, int]:
     """Bytes of the base and of every level everywhere."""
-    cells = search_plan.first_cells(subject(model), settings(max_kl=1.0), None)
+    cells = asked(model, max_kl=1.0).first_cells(None)
     return {cell.precision: cell.weight_bytes or 0 for cell in cells}
 
 

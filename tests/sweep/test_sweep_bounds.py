@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.bench.record import Accuracy
-from tilewright.compiler.sweep.bounds import GUARD, Bounds
+from tilewright.compiler.sweep.search_plan import GUARD, Bounds
 
 
 def accuracy(num_top1: int, kl: float | None = 0.01, num_positions: int = 400) -> Accuracy:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.sweep.planted import (
-    ASKED,
     BASE_KL,
     LEVELS,
     NUM_POSITIONS,
     ROUNDS,
     Planted,
+    asked,
     begin,
     is_uniform,
     known_sensitivities,
@@ -24,9 +24,7 @@ from tests.sweep.planted import (
     read_back,
     run,
     search,
-    settings,
     sizes,
-    subject,
     winner,
 )
 from tests.sweep_cells import accuracy_cell, accuracy_result, hits, planned, speed_result
@@ -35,12 +33,12 @@ from tests.sweep_cells import journal as journal_of
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.plain_yaml import parse_yaml
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep import plans, search_plan
-from tilewright.compiler.sweep.bounds import GUARD
+from tilewright.compiler.sweep import plans
 from tilewright.compiler.sweep.found import Found
 from tilewright.compiler.sweep.journal import Added, Journal
 from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level
 from tilewright.compiler.sweep.model import SweptModel
+from tilewright.compiler.sweep.search_plan import GUARD, adopt, searched_place
 from tilewright.compiler.sweep.summary import rows
 
 
@@ -52,7 +50,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> SweptModel:
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory: pytest.TempPathFactory, model: SweptModel) -> tuple[Found, Planted]:
     """One for the tests that only look at it."""
-    return search(tmp_path_factory.mktemp("searched"), model, ASKED)
+    return search(tmp_path_factory.mktemp("searched"), asked(model))
 
 
 @pytest.mark.parametrize(
@@ -70,8 +68,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory, model: SweptModel) -> tup
 def test_no_uniform_configuration_within_the_bound_is_faster(
     tmp_path: Path, model: SweptModel, bounds: dict[str, float]
 ) -> None:
-    asked = settings(**bounds)
-    found, runner = search(tmp_path, model, asked)
+    of = asked(model, **bounds)
+    found, runner = search(tmp_path, of)
     best = winner(found)
     kl = planted_kl(model, best.cell.heading)
     assert kl <= bounds.get("max_kl", 1.0)
@@ -83,7 +81,7 @@ def test_no_uniform_configuration_within_the_bound_is_faster(
     within = [
         row
         for row, _, is_within in found.shown[:-1]
-        if is_within and row.accuracy and asked.bounds.keeps(row.accuracy, 0, guard=GUARD)
+        if is_within and row.accuracy and of.bounds.keeps(row.accuracy, 0, guard=GUARD)
     ]
     assert within, "the base at least"
     assert all(planted_ms(best.cell) <= planted_ms(row.cell) * (1 + 1e-9) for row in within)
@@ -142,7 +140,7 @@ def test_uniform_configurations_and_the_winner_are_timed_in_common_later_rounds(
 
 
 def test_a_bound_that_nothing_meets_finds_nothing(tmp_path: Path, model: SweptModel) -> None:
-    found, _ = search(tmp_path, model, settings(max_kl=BASE_KL / 2))
+    found, _ = search(tmp_path, asked(model, max_kl=BASE_KL / 2))
     assert found.yaml is None
     assert found.shown[0][0].name == "bf16"
     assert not any(is_within for _, _, is_within in found.shown)
@@ -152,19 +150,19 @@ def test_a_bound_that_nothing_meets_finds_nothing(tmp_path: Path, model: SweptMo
 def test_bytes_alone_give_the_most_accurate_of_the_path(tmp_path: Path, model: SweptModel) -> None:
     base, small = sizes(model)["bf16"], sizes(model)["all=bfp4:lofi"]
     bound = (base + small) // 2
-    found, _ = search(tmp_path, model, settings(max_bytes=bound))
+    found, _ = search(tmp_path, asked(model, max_bytes=bound))
     best = winner(found)
     assert (best.num_bytes or 0) <= bound
     kl = planted_kl(model, best.cell.heading)
     within = [row for row, _, is_within in found.shown if is_within]
     assert min(planted_kl(model, row.cell.heading) for row in within) == kl
-    tighter, _ = search(tmp_path / "tighter", model, settings(max_bytes=small + 5_000))
+    tighter, _ = search(tmp_path / "tighter", asked(model, max_bytes=small + 5_000))
     assert (winner(tighter).num_bytes or 0) <= small + 5_000
     assert planted_kl(model, winner(tighter).cell.heading) > kl
 
 
 def test_bytes_that_nothing_fits_in_find_nothing(tmp_path: Path, model: SweptModel) -> None:
-    found, _ = search(tmp_path, model, settings(max_bytes=1000))
+    found, _ = search(tmp_path, asked(model, max_bytes=1000))
     assert found.yaml is None
 
 
@@ -172,14 +170,14 @@ def test_accuracy_and_bytes_are_bound_together(tmp_path: Path, model: SweptModel
     """The most accurate end of the path is too large, the smallest one too inaccurate."""
     held = sizes(model)
     bound = held["all=bfp8:hifi2"] + 2_000
-    found, _ = search(tmp_path, model, settings(max_kl=0.1, max_bytes=bound))
+    found, _ = search(tmp_path, asked(model, max_kl=0.1, max_bytes=bound))
     best = winner(found)
     assert (best.num_bytes or 0) <= bound < held["bf16"]
     assert planted_kl(model, best.cell.heading) <= 0.1
     assert planted_kl(model, best.cell.heading) > BASE_KL
     smallest = held["all=bfp4:lofi"]
     none, _ = search(
-        tmp_path / "none", model, settings(max_kl=BASE_KL * 1.01, max_bytes=smallest + 2_000)
+        tmp_path / "none", asked(model, max_kl=BASE_KL * 1.01, max_bytes=smallest + 2_000)
     )
     assert none.yaml is None
 
@@ -190,7 +188,7 @@ def test_a_resumed_search_measures_nothing_again(
     found, runner = searched
     size = runner.journal.path.stat().st_size
     again = Planted(Journal.open(runner.journal.path), model)
-    repeated = run(again, ASKED)
+    repeated = run(again, asked(model))
     assert again.measured == []
     assert runner.journal.path.stat().st_size == size
     assert repeated.yaml == found.yaml and repeated.comments == found.comments
@@ -206,7 +204,7 @@ def test_a_search_cut_short_anywhere_ends_the_same(
         path.write_bytes(b"".join(lines[: int(share * len(lines))]))
         again = Planted(Journal.open(path), model)
         kept = again.journal.state.count("done")
-        assert run(again, ASKED).yaml == found.yaml
+        assert run(again, asked(model)).yaml == found.yaml
         assert len(again.measured) == runner.journal.state.count("done") - kept
 
 
@@ -216,15 +214,14 @@ def test_a_base_that_has_failed_is_said(tmp_path: Path, model: SweptModel) -> No
     ) as e:
         search(
             tmp_path,
-            model,
-            ASKED,
+            asked(model),
             fails=lambda cell: cell.precision == "bf16" and cell.kind == "accuracy",
         )
     assert "\n" not in str(e.value) and "tilewright sweep restart" in str(e.value)
 
 
 def test_a_group_that_has_failed_is_left_out_and_named(tmp_path: Path, model: SweptModel) -> None:
-    found, _ = search(tmp_path, model, ASKED, fails=lambda cell: cell.precision == "ff2=bfp4:lofi")
+    found, _ = search(tmp_path, asked(model), fails=lambda cell: cell.precision == "ff2=bfp4:lofi")
     assert "ff2=bfp4:lofi was not measured, and is left out" in found.comments
     resolved = model.resolve(load_precision(winner(found).cell.heading))
     weights = [each for each in model.weights if each.group == "ff2"]
@@ -235,7 +232,7 @@ def test_a_group_that_has_failed_is_left_out_and_named(tmp_path: Path, model: Sw
 def test_a_uniform_configuration_that_has_failed_is_not_shown(
     tmp_path: Path, model: SweptModel
 ) -> None:
-    found, _ = search(tmp_path, model, ASKED, fails=lambda cell: "all=bfp8" in cell.precision)
+    found, _ = search(tmp_path, asked(model), fails=lambda cell: "all=bfp8" in cell.precision)
     names = [row.name for row, _, _ in found.shown[:-1]]
     assert names == ["bf16", "all=q80:hifi2", "all=bfp4:lofi"] and found.yaml is not None
 
@@ -244,8 +241,7 @@ def test_a_step_that_fails_is_said(tmp_path: Path, model: SweptModel) -> None:
     with pytest.raises(ConfigError, match=r"step-\d+ has no accuracy \(failed: exit code 1: why\)"):
         search(
             tmp_path,
-            model,
-            ASKED,
+            asked(model),
             fails=lambda cell: cell.precision.startswith("step-"),
         )
 
@@ -253,8 +249,7 @@ def test_a_step_that_fails_is_said(tmp_path: Path, model: SweptModel) -> None:
 def test_a_winner_that_cannot_be_timed_is_still_written(tmp_path: Path, model: SweptModel) -> None:
     found, _ = search(
         tmp_path,
-        model,
-        ASKED,
+        asked(model),
         fails=lambda cell: cell.kind == "speed" and cell.precision.startswith("step-"),
     )
     assert winner(found).speed is None
@@ -265,7 +260,7 @@ def test_a_held_out_text_may_ask_for_a_safer_one(
     tmp_path: Path, model: SweptModel, searched: tuple[Found, Planted]
 ) -> None:
     easy, _ = searched
-    hard, _ = search(tmp_path / "hard", model, ASKED, held_out=1.3)
+    hard, _ = search(tmp_path / "hard", asked(model), held_out=1.3)
     remarks = [line for line in hard.comments if "a safer one was tried" in line]
     assert remarks and not any("safer" in line for line in easy.comments)
     kl = planted_kl(model, winner(hard).cell.heading)
@@ -276,7 +271,7 @@ def test_a_held_out_text_may_ask_for_a_safer_one(
 
 
 def test_a_held_out_text_may_refuse_all(tmp_path: Path, model: SweptModel) -> None:
-    found, _ = search(tmp_path, model, ASKED, held_out=1000.0)
+    found, _ = search(tmp_path, asked(model), held_out=1000.0)
     assert found.yaml is None
     assert sum("a safer one was tried" in line for line in found.comments) >= 2
     assert all(is_uniform(row) for row, _, _ in found.shown)
@@ -286,9 +281,9 @@ def test_known_accuracies_are_not_measured_again(
     tmp_path: Path, model: SweptModel, searched: tuple[Found, Planted]
 ) -> None:
     known = known_sensitivities(tmp_path / "sensitivity.jsonl", model)
-    asked = replace(ASKED, takes_other_code=True)
-    runner = Planted(begin(tmp_path / "search.jsonl", model, asked, known), model)
-    found = run(runner, asked, known)
+    of = replace(asked(model), takes_other_code=True)
+    runner = Planted(begin(tmp_path / "search.jsonl", of, known), model)
+    found = run(runner, of, known)
     adopted = set(known.state.cells) & set(runner.journal.state.cells)
     kinds = {cell_id: known.state.cells[cell_id].cell.kind for cell_id in adopted}
     measured = {cell.id for cell in runner.measured}
@@ -307,11 +302,11 @@ def test_a_known_accuracy_of_other_code_is_measured_again(
     tmp_path: Path, model: SweptModel
 ) -> None:
     known = known_sensitivities(tmp_path / "sensitivity.jsonl", model)
-    journal = begin(tmp_path / "search.jsonl", model, ASKED, known)
+    journal = begin(tmp_path / "search.jsonl", asked(model), known)
     cells = [each.cell for each in journal.state.cells.values()]
-    search_plan.adopt(journal, cells, known.state, takes_other_code=False)
+    adopt(journal, cells, known.state, takes_other_code=False)
     assert journal.state.count("done") == 0
-    search_plan.adopt(journal, cells, known.state, takes_other_code=True)
+    adopt(journal, cells, known.state, takes_other_code=True)
     assert journal.state.count("done") > 0
 
 
@@ -326,8 +321,8 @@ def test_a_known_accuracy_beside_the_same_of_another_model_counts_alone(
         *(Added(cell) for cell in other),
         *(done_event(cell, speed_result(cell, [3.0])) for cell in other if cell.kind == "speed"),
     )
-    runner = Planted(begin(tmp_path / "search.jsonl", model, ASKED, known), model)
-    found = run(runner, ASKED, known)
+    runner = Planted(begin(tmp_path / "search.jsonl", asked(model), known), model)
+    found = run(runner, asked(model), known)
     off = float(found.comments[0].rpartition("off by ")[2].split()[0])
     assert off < 20, "the times of another model were fitted too"
 
@@ -338,12 +333,12 @@ def test_sensitivities_of_another_model_are_refused_before_anything_is_measured(
     of = accuracy_cell("a")
     known = journal_of(tmp_path / "other.jsonl", [(of, accuracy_result(of, hits(1)))])
     with pytest.raises(ConfigError, match="another model, target, device") as caught:
-        begin(tmp_path / "search.jsonl", model, ASKED, known)
+        begin(tmp_path / "search.jsonl", asked(model), known)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "search.jsonl").exists()
-    runner = Planted(begin(tmp_path / "search.jsonl", model, ASKED, None), model)
+    runner = Planted(begin(tmp_path / "search.jsonl", asked(model), None), model)
     with pytest.raises(ConfigError, match="another model, target, device"):
-        run(runner, ASKED, known)
+        run(runner, asked(model), known)
     assert runner.measured == []
 
 
@@ -354,11 +349,11 @@ def test_sensitivities_that_have_not_run_are_refused(tmp_path: Path, model: Swep
     header = planned("sensitivity", base=cells[0].precision_id)
     known = Journal.create(tmp_path / "sensitivity.jsonl", header, cells)
     with pytest.raises(ConfigError, match="no accuracy yet"):
-        search_plan.first_cells(subject(model), ASKED, known)
+        asked(model).first_cells(known)
 
 
 def test_the_first_cells_begin_with_the_base_and_say_what_they_lower(model: SweptModel) -> None:
-    cells = search_plan.first_cells(subject(model), ASKED, None)
+    cells = asked(model).first_cells(None)
     assert cells[0].precision == "bf16" and cells[0].part == ""
     assert len({cell.id for cell in cells}) == len(cells)
     # groups at the first level are the sensitivity's own probes, not a second set of cells
@@ -369,19 +364,19 @@ def test_the_first_cells_begin_with_the_base_and_say_what_they_lower(model: Swep
 
 def test_an_unknown_device_is_refused(model: SweptModel) -> None:
     with pytest.raises(ConfigError, match=r"'H200'.*allowed: CPU"):
-        search_plan.subject(model, "cpu", ["H200"], "bf16")
+        searched_place(model, "cpu", ["H200"], "bf16")
 
 
 @pytest.mark.parametrize("base", ["precision_cfg = {ff2: bf16}, fidelity_cfg = {}"])
 def test_a_base_that_no_file_can_inherit_is_refused(model: SweptModel, base: str) -> None:
     with pytest.raises(ConfigError, match=r"--base .*inherits.*precision_cfgs"):
-        search_plan.subject(model, "cpu", (), base)
+        searched_place(model, "cpu", (), base)
 
 
 def test_a_uniform_configuration_may_be_better(tmp_path: Path, model: SweptModel) -> None:
     """The winner keeps a distance from the bound that a uniform configuration need not keep."""
     bounds = {"min_top1": 100 * (1 - 1 / NUM_POSITIONS)}
-    found, _ = search(tmp_path, model, settings(levels=["bfp8"], **bounds))
+    found, _ = search(tmp_path, asked(model, levels=["bfp8"], **bounds))
     within = [row for row, _, is_within in found.shown[:-1] if is_within]
     fastest = min(within, key=lambda row: planted_ms(row.cell))
     best = found.shown[-1][0]

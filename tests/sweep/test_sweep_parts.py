@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
+from tests.sweep.planted import asked
 from tests.tiny import precision_of, tiny_model
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep.cost_model import CostModel
 from tilewright.compiler.sweep.levels import Level, Part
 from tilewright.compiler.sweep.model import SweptModel, swept_model, total_bytes
-from tilewright.compiler.sweep.parts import Held, groups_without_shares, make_items, single_parts
-from tilewright.compiler.sweep.search import BASE_OPTION, Item, Option
+from tilewright.compiler.sweep.search import (
+    BASE_OPTION,
+    Held,
+    Option,
+    groups_without_shares,
+    part_options,
+)
 from tilewright.compiler.sweep.sensitivity import Lowered, Sensitivity
 from tilewright.compiler.sweep.summary import Row
 
@@ -66,14 +72,14 @@ def sensitivity(*parts: Lowered) -> Sensitivity:
 def items(
     *parts: Lowered, losses: Mapping[tuple[str, Level], float] = LOSSES
 ) -> dict[Part, dict[Level | None, Option]]:
-    found = make_items([*FF2, HEAD], sensitivity(*parts), losses, HELD, COSTS)
-    assert [item.part for item in found] == [*FF2, HEAD]
-    assert all(item.options[0] == BASE_OPTION for item in found)
-    return {item.part: {option.level: option for option in item.options} for item in found}
+    found = part_options([*FF2, HEAD], sensitivity(*parts), losses, HELD, COSTS)
+    assert list(found) == [*FF2, HEAD]
+    assert all(options[0] == BASE_OPTION for options in found.values())
+    return {part: {option.level: option for option in found[part]} for part in found}
 
 
 def test_single_parts_are_every_group_of_every_layer_and_the_head() -> None:
-    found = single_parts(swept(num_layers=3))
+    found = asked(swept(num_layers=3)).parts()
     assert set(found) == {
         *(Part(group, layer) for group in ("ff1_3", "ff2", "wqkv", "wo") for layer in range(3)),
         HEAD,
@@ -138,9 +144,9 @@ def test_all_parts_of_a_model_save_what_the_whole_saves() -> None:
     base = model.held_bytes(model.resolve(load_precision("bf16")), "cpu")
     low = precision_of("bfp8", "hifi2", embedding="bf16")
     held: dict[Level | None, Held] = {None: base, BFP8: model.held_bytes(model.resolve(low), "cpu")}
-    parts = single_parts(model)
+    parts = asked(model).parts()
     losses = {(part.group, BFP8): 0.1 for part in parts}
     costs = CostModel(1.0, {"float32": 1e-6, "bfp8 blocks": 2e-6}, {})
-    found: list[Item] = make_items(parts, sensitivity(), losses, held, costs)
-    saved = sum(item.options[1].bytes_saved for item in found)
+    found = part_options(parts, sensitivity(), losses, held, costs)
+    saved = sum(options[1].bytes_saved for options in found.values())
     assert saved == total_bytes(base) - total_bytes(held[BFP8]) > 0

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from tilewright.compiler.sweep.levels import Level, Part
 from tilewright.compiler.sweep.search import (
     BASE_OPTION,
-    Candidate,
-    Item,
+    Choices,
     Option,
-    Path,
     Price,
     first_meeting,
     plan_path,
@@ -28,13 +26,14 @@ from tilewright.compiler.sweep.search import (
 )
 
 LEVELS = [Level.parse(text) for text in ("bfp8", "bfp4", "bfp2")]
+FF2 = Part("ff2", 0)
 PRICES = st.sampled_from(["ms", "bytes"])
 
 
 @st.composite
-def items(draw: st.DrawFn, max_parts: int = 3) -> list[Item]:
+def part_options(draw: st.DrawFn, max_parts: int = 3) -> dict[Part, list[Option]]:
     """A few parts of up to three levels, some of which save less than nothing."""
-    found = []
+    found = {}
     for layer in range(draw(st.integers(1, max_parts))):
         options = [
             Option(
@@ -45,82 +44,80 @@ def items(draw: st.DrawFn, max_parts: int = 3) -> list[Item]:
             )
             for level in LEVELS[: draw(st.integers(0, 3))]
         ]
-        found.append(Item(Part("ff2", layer), (BASE_OPTION, *options)))
+        found[Part("ff2", layer)] = [BASE_OPTION, *options]
     return found
 
 
-def candidates(path: Path) -> list[Candidate]:
-    return [path.candidate(number) for number in range(len(path.steps) + 1)]
+def saved(choices: Choices, price: Price) -> float:
+    return sum(option.saved(price) for option in choices.values())
 
 
-def saved(candidate: Candidate, price: Price) -> float:
-    return candidate.ms_saved if price == "ms" else candidate.bytes_saved
+def kl_lost(choices: Choices) -> float:
+    return sum(option.kl_lost for option in choices.values())
 
 
-@given(items(), PRICES)
-def test_every_step_wins_accuracy_and_costs_savings(found: list[Item], price: Price) -> None:
+def bargains(path: Sequence[Choices], price: Price) -> list[float]:
+    """Of each step: KL won for a unit of saving given up."""
+    return [
+        (kl_lost(before) - kl_lost(after)) / (saved(before, price) - saved(after, price))
+        for before, after in pairwise(path)
+    ]
+
+
+@given(part_options(), PRICES)
+def test_every_step_wins_accuracy_and_costs_savings(
+    found: dict[Part, list[Option]], price: Price
+) -> None:
     path = plan_path(found, price)
-    for step in path.steps:
-        assert step.kl_won > 0 and step.price > 0
-    for before, after in pairwise(candidates(path)):
-        assert after.kl_lost < before.kl_lost
+    for before, after in pairwise(path):
+        assert kl_lost(after) < kl_lost(before)
         assert saved(after, price) < saved(before, price)
-        changed = [part for part in after.choices if after.choices[part] != before.choices[part]]
-        assert len(changed) == 1, "each step raises one part"
-    bargains = [step.kl_won / step.price for step in path.steps]
-    assert bargains == sorted(bargains, reverse=True), "the best ones come first"
+        (changed,) = [part for part in after if after[part] != before[part]]
+        assert after[changed].kl_lost < before[changed].kl_lost, "no part becomes less accurate"
+    found_bargains = bargains(path, price)
+    assert found_bargains == sorted(found_bargains, reverse=True), "the best ones come first"
 
 
-@given(items(), PRICES)
-def test_candidates_are_nested(found: list[Item], price: Price) -> None:
-    """No part ever becomes less accurate, and each step gives what it says."""
+@given(part_options(), PRICES)
+def test_the_ends_are_the_cheapest_and_the_most_accurate(
+    found: dict[Part, list[Option]], price: Price
+) -> None:
     path = plan_path(found, price)
-    for number, (before, after) in enumerate(pairwise(candidates(path))):
-        for part, option in after.choices.items():
-            assert option.kl_lost <= before.choices[part].kl_lost
-        step = path.steps[number]
-        assert after.choices[step.part] == step.to
-        assert before.kl_lost - after.kl_lost == step.kl_won
-        assert saved(before, price) - saved(after, price) == step.price
-
-
-@given(items(), PRICES)
-def test_the_ends_are_the_cheapest_and_the_most_accurate(found: list[Item], price: Price) -> None:
-    path = plan_path(found, price)
-    first, last = candidates(path)[0], candidates(path)[-1]
-    for item in found:
-        most = max(option.saved(price) for option in item.options)
-        best = min(o.kl_lost for o in item.options if o.saved(price) == most)
-        chosen = first.choices[item.part]
+    for part, options in found.items():
+        most = max(option.saved(price) for option in options)
+        best = min(o.kl_lost for o in options if o.saved(price) == most)
+        chosen = path[0][part]
         assert (chosen.saved(price), chosen.kl_lost) == (most, best)
-        least = min(option.kl_lost for option in item.options)
-        most = max(o.saved(price) for o in item.options if o.kl_lost == least)
-        chosen = last.choices[item.part]
+        least = min(option.kl_lost for option in options)
+        most = max(o.saved(price) for o in options if o.kl_lost == least)
+        chosen = path[-1][part]
         assert (chosen.kl_lost, chosen.saved(price)) == (least, most)
 
 
-@given(items(), PRICES)
-def test_no_other_choice_saves_as_much_and_loses_less(found: list[Item], price: Price) -> None:
+@given(part_options(), PRICES)
+def test_no_other_choice_saves_as_much_and_loses_less(
+    found: dict[Part, list[Option]], price: Price
+) -> None:
     """By trying all of them: the relaxation is exact at every step."""
     every = [
         (sum(o.saved(price) for o in options), sum(o.kl_lost for o in options))
-        for options in product(*(item.options for item in found))
+        for options in product(*found.values())
     ]
-    for candidate in candidates(plan_path(found, price)):
-        as_good = [lost for other, lost in every if other >= saved(candidate, price)]
-        assert min(as_good) == candidate.kl_lost
+    for choices in plan_path(found, price):
+        as_good = [lost for other, lost in every if other >= saved(choices, price)]
+        assert min(as_good) == kl_lost(choices)
 
 
-@given(items(), PRICES)
-def test_each_candidate_is_best_for_its_bargain(found: list[Item], price: Price) -> None:
+@given(part_options(), PRICES)
+def test_each_candidate_is_best_for_its_bargain(
+    found: dict[Part, list[Option]], price: Price
+) -> None:
     """Everett's multiplier: with the last step's bargain as the price of a unit."""
     path = plan_path(found, price)
-    for number, step in enumerate(path.steps, start=1):
-        worth = step.kl_won / step.price
-        choices = path.candidate(number).choices
-        for item in found:
-            costs = [option.kl_lost - worth * option.saved(price) for option in item.options]
-            chosen = choices[item.part]
+    for worth, choices in zip(bargains(path, price), path[1:], strict=True):
+        for part, options in found.items():
+            costs = [option.kl_lost - worth * option.saved(price) for option in options]
+            chosen = choices[part]
             mine = chosen.kl_lost - worth * chosen.saved(price)
             assert mine == pytest.approx(min(costs), abs=1e-9)
 
@@ -130,8 +127,8 @@ def path_of(*options: tuple[float, float], price: Price = "ms") -> tuple[Option,
     made = [
         Option(LEVELS[at % 3], lost, gain, round(gain)) for at, (lost, gain) in enumerate(options)
     ]
-    path = plan_path([Item(Part("ff2", 0), (BASE_OPTION, *made))], price)
-    return path.cheapest[Part("ff2", 0)], [step.to for step in path.steps]
+    start, *steps = (choices[FF2] for choices in plan_path({FF2: [BASE_OPTION, *made]}, price))
+    return start, steps
 
 
 def test_the_hull_by_hand() -> None:
@@ -161,21 +158,13 @@ def test_what_costs_nothing_is_never_given_up() -> None:
 
 def test_bytes_and_time_are_two_prices() -> None:
     fast, small = Option(LEVELS[0], 1.0, 9.0, 1), Option(LEVELS[1], 1.0, 1.0, 9)
-    item = Item(Part("ff2", 0), (BASE_OPTION, fast, small))
-    assert plan_path([item], "ms").cheapest[item.part] == fast
-    assert plan_path([item], "bytes").cheapest[item.part] == small
-
-
-def test_levels_are_those_that_are_not_the_base_s() -> None:
-    choices = {Part("ff2", 0): Option(LEVELS[0], 1.0, 2.0, 3), Part("ff2", 1): BASE_OPTION}
-    candidate = Candidate(1, choices)
-    assert candidate.levels == {Part("ff2", 0): LEVELS[0]}
-    assert (candidate.kl_lost, candidate.ms_saved, candidate.bytes_saved) == (1.0, 2.0, 3)
+    options = {FF2: [BASE_OPTION, fast, small]}
+    assert plan_path(options, "ms")[0][FF2] == fast
+    assert plan_path(options, "bytes")[0][FF2] == small
 
 
 def test_no_parts_have_no_path() -> None:
-    path = plan_path([], "ms")
-    assert path.steps == () and path.candidate(0).choices == {}
+    assert plan_path({}, "ms") == [{}]
 
 
 def test_rounding_does_not_take_a_part_s_steps_out_of_order() -> None:
@@ -213,18 +202,19 @@ def test_with_noise_what_is_found_meets_the_bound(noisy: list[bool]) -> None:
         assert found == 0 or not noisy[found - 1], "a change from not meeting to meeting"
 
 
-@given(items(), PRICES, st.integers(-10, 60))
-def test_the_most_steps_within_a_size(found: list[Item], price: Price, max_bytes: int) -> None:
+@given(part_options(), PRICES, st.integers(-10, 60))
+def test_the_most_steps_within_a_size(
+    found: dict[Part, list[Option]], price: Price, max_bytes: int
+) -> None:
     path = plan_path(found, price)
     base = 24
 
     def size(number: int) -> int:
-        choices: dict[Part, Option] = dict(path.cheapest)
-        choices |= {step.part: step.to for step in path.steps[:number]}
-        return base - sum(option.bytes_saved for option in choices.values())
+        return base - sum(option.bytes_saved for option in path[number].values())
 
-    fits = [number for number in range(len(path.steps) + 1) if size(number) <= max_bytes]
+    fits = [number for number in range(len(path)) if size(number) <= max_bytes]
     assert within_bytes(path, base, max_bytes) == (fits[-1] if fits else None)
+    assert within_bytes(path, base, None) == len(path) - 1
 
 
 LOSSES: st.SearchStrategy[Sequence[tuple[float, float]]] = st.lists(

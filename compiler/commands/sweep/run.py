@@ -20,7 +20,7 @@ from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep import estimate
 from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.code_version import cells_of_others, difference
+from tilewright.compiler.sweep.code_version import difference
 from tilewright.compiler.sweep.journal import FAILURES, VERSION, Asked, Journal, Planned
 from tilewright.compiler.sweep.runner import Runner, RunnerOptions
 
@@ -76,11 +76,11 @@ def _settle_other_code(journal: Journal, options: SweepOptions) -> None:
             say what becomes of them.
     """
     now = environment()
-    others = cells_of_others(journal.state, now)
+    done = [(key, s.result) for key, s in journal.state.cells.items() if s.result is not None]
+    others = {key: code for key, result in done if (code := difference(result, now))}
     if not others:
         return
-    codes = sorted({difference(s.result, now) for s in others if s.result is not None})
-    ids = [each.cell.id for each in others]
+    codes, ids = sorted(set(others.values())), list(others)
     listed = ", ".join([*ids[:_NUM_LISTED], *(["..."] if len(ids) > _NUM_LISTED else [])])
     said = f"{journal.path}: {len(ids)} of the cells that are done were measured by other code "
     said += f"({'; '.join(codes)}): {listed}"

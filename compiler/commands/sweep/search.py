@@ -10,7 +10,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES
 from tilewright.compiler.bench.json_lines import check_writable
@@ -37,9 +36,6 @@ from tilewright.compiler.commands.sweep.run import (
 from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.journal import Journal
-
-if TYPE_CHECKING:
-    from tilewright.compiler.sweep.search_plan import Settings
 
 EXIT_NOTHING_FOUND = 1
 
@@ -94,12 +90,23 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
     from tilewright.compiler.sweep.found import COLUMNS
     from tilewright.compiler.sweep.hunt import hunt
 
-    settings = _settings(options)
-    check_size(settings.measures().count(1 + len(options.levels)), options)
+    usual, target = measures_of(options), options.targets[0]
+    check_size(usual.count(1 + len(options.levels)), options)
     (model,) = swept_models(options)
-    subject = search_plan.subject(model, options.targets[0], options.devices, options.base)
-    known = _known_sensitivities(options, lambda path: search_plan.fits(subject, settings, path))
-    first = search_plan.first_cells(subject, settings, known)
+    device, base = search_plan.searched_place(model, target, options.devices, options.base)
+    search = search_plan.Search(
+        model=model,
+        target=target,
+        device=device,
+        base=base,
+        bounds=search_plan.Bounds(options.min_top1, options.max_kl, options.max_bytes),
+        levels=options.levels,
+        usual=usual,
+        held_out=options.held_out,
+        takes_other_code=options.other_code == "keep",
+    )
+    known = _known_sensitivities(options, search.fits)
+    first = search.first_cells(known)
     check_size(len(first), options)
     if options.dry_run:
         print_plan(first, options)
@@ -107,31 +114,18 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
         return 0
     journal = begun or Journal.create(options.results, planned(options, first), first)
     with runner_of(journal, options) as runner:
-        found = hunt(subject, settings, runner, known)
-    print_table(out(), f"search: {settings.bounds}", COLUMNS, found.table(), numbers=True)
+        found = hunt(search, runner, known)
+    print_table(out(), f"search: {search.bounds}", COLUMNS, found.table(), numbers=True)
     for line in found.comments:
         out().print(line, soft_wrap=True)
     if found.yaml is None:
-        said = f"no configuration within {settings.bounds} is better than the uniform ones"
+        said = f"no configuration within {search.bounds} is better than the uniform ones"
         err().print(said, style="red", soft_wrap=True)
         return EXIT_NOTHING_FOUND
     path = _output(options)
     write_text(path, found.yaml)
     out().print(f"written: {path}", soft_wrap=True)
     return 0
-
-
-def _settings(options: SweepOptions) -> Settings:
-    from tilewright.compiler.sweep.bounds import Bounds
-    from tilewright.compiler.sweep.search_plan import Settings
-
-    return Settings(
-        bounds=Bounds(options.min_top1, options.max_kl, options.max_bytes),
-        levels=options.levels,
-        usual=measures_of(options),
-        held_out=options.held_out,
-        takes_other_code=options.other_code == "keep",
-    )
 
 
 def _known_sensitivities(options: SweepOptions, fits: Callable[[Journal], bool]) -> Journal | None:
