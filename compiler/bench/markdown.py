@@ -1,5 +1,5 @@
-"""Markdown as PERF.md needs it: headings, tables and text that render back byte for byte, and
-blocks between markers that can be replaced without touching what stands around them.
+"""Markdown as PERF.md needs it: its headings, tables and text, and blocks between markers that can
+be replaced without touching what stands around them.
 
 Knows nothing of what a table says.
 """
@@ -27,68 +27,38 @@ class Text:
 
     text: str
 
-    def render(self) -> str:
-        """The lines as they stand."""
-        return self.text
-
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """A heading of ``level`` 1 to 6; ``raw`` is its line as it stands, ``line`` its number."""
+    """A heading of ``level`` 1 to 6, in the line of number ``line``."""
 
     level: int
     title: str
-    raw: str
     line: int
-
-    def render(self) -> str:
-        """The lines as they stand."""
-        return self.raw
 
 
 @dataclass(frozen=True, slots=True)
 class TableLine:
-    """One line of a table. ``raw_cells`` keep their blanks; prefix and suffix stand outside the
-    outer bars, the line's end among the suffix."""
+    """One line of a table: its cells without the blanks around them, and its number."""
 
-    prefix: str
-    raw_cells: tuple[str, ...]
-    suffix: str
+    cells: tuple[str, ...]
     line: int
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The cells without the blanks around them."""
-        return tuple(cell.strip(_BLANKS) for cell in self.raw_cells)
-
-    def render(self) -> str:
-        """The lines as they stand."""
-        return f"{self.prefix}|{'|'.join(self.raw_cells)}|{self.suffix}"
 
 
 @dataclass(frozen=True, slots=True)
 class TableBlock:
-    """A table as it stands in a file: every line has as many cells as the header."""
+    """A table: its header's cells and line, and its rows, each of as many cells."""
 
-    header: TableLine
-    rule: TableLine
+    columns: tuple[str, ...]
     rows: tuple[TableLine, ...]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The header's cells."""
-        return self.header.cells
-
-    def render(self) -> str:
-        """The lines as they stand."""
-        return "".join(line.render() for line in (self.header, self.rule, *self.rows))
+    line: int
 
 
 Block = Text | Heading | TableBlock
 
 
 def parse_blocks(text: str, *, name: str) -> tuple[Block, ...]:
-    """Split a text; the blocks' ``render()`` joined are that text again.
+    """Split a text into headings, tables and what stands between them.
 
     A line that begins with a bar is a table's, except in a fenced code block.
 
@@ -120,7 +90,7 @@ def parse_blocks(text: str, *, name: str) -> tuple[Block, ...]:
             table.append(_table_line(line, number=number, name=name))
         elif heading:
             title = heading[2].strip(_BLANKS)
-            blocks.append(Heading(len(heading[1]), title, raw=line, line=number))
+            blocks.append(Heading(len(heading[1]), title, number))
         else:
             plain.append(line)
             if fence:
@@ -148,8 +118,8 @@ def _table_line(line: str, *, number: int, name: str) -> TableLine:
     start = core.index("|")
     if len(core) - start < 2 or not core.endswith("|") or core.endswith("\\|"):
         raise ConfigError(f"{name}:{number}: a table's line begins and ends with '|'")
-    cells = tuple(_PIPE.split(core[start + 1 : -1]))
-    return TableLine(core[:start], cells, suffix=line[len(core) :], line=number)
+    cells = _PIPE.split(core[start + 1 : -1])
+    return TableLine(tuple(cell.strip(_BLANKS) for cell in cells), number)
 
 
 def _table(lines: Sequence[TableLine], *, name: str) -> TableBlock:
@@ -159,12 +129,12 @@ def _table(lines: Sequence[TableLine], *, name: str) -> TableBlock:
             f"{name}:{header.line + 1}: missing the line |---| below a table's header"
         )
     for line in rest:
-        if len(line.raw_cells) != len(header.raw_cells):
+        if len(line.cells) != len(header.cells):
             raise ConfigError(
-                f"{name}:{line.line}: {len(line.raw_cells)} cells in a table of "
-                f"{len(header.raw_cells)} columns"
+                f"{name}:{line.line}: {len(line.cells)} cells in a table of "
+                f"{len(header.cells)} columns"
             )
-    return TableBlock(header, rest[0], tuple(rest[1:]))
+    return TableBlock(header.cells, tuple(rest[1:]), header.line)
 
 
 def merge(existing: str, name: str, rendered: str, *, file: str = "PERF.md") -> str:

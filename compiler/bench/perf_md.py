@@ -1,7 +1,7 @@
 """PERF.md: the only reader and writer of that file; its sections, its rows, matching a row.
 
-A table parses to typed rows and renders back character for character. What the rows are made from
-is not known here (see perf_tables).
+A table parses to typed rows; the text around a generated block stays as it is. What the rows are
+made from is not known here (see perf_tables).
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ __all__ = [
     "match_row",
     "merge",
     "parse",
-    "render",
     "update",
 ]
 
@@ -163,9 +162,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A parsed file: ``blocks`` in order, and the sections they make."""
+    """A file's text and its sections, in order; ``name`` is the file's, for messages."""
 
-    blocks: tuple[Block, ...]
+    text: str
     sections: tuple[Section, ...]
     name: str
 
@@ -186,7 +185,7 @@ class Document:
 
 
 def parse(text: str, *, name: str = "PERF.md") -> Document:
-    """Read a text; `render` gives it back byte for byte.
+    """Read a text.
 
     Raises:
         ConfigError: with ``name`` and the line, on a malformed table, a non-number in a numeric
@@ -203,12 +202,7 @@ def parse(text: str, *, name: str = "PERF.md") -> Document:
             result_kind = KIND_TITLES.get(heading.title.lower(), "measured")
         body = blocks[start + 1 : end]
         sections.append(_section(heading, body, result_kind=result_kind, name=name))
-    return Document(blocks, tuple(sections), name)
-
-
-def render(document: Document) -> str:
-    """The text of a document."""
-    return "".join(block.render() for block in document.blocks)
+    return Document(text, tuple(sections), name)
 
 
 def load(path: str | os.PathLike[str]) -> Document:
@@ -320,7 +314,7 @@ def _section(heading: Heading, body: tuple[Block, ...], *, result_kind: Kind, na
 
 
 def _rows(table: TableBlock, *, name: str) -> list[PerfRow]:
-    place = f"{name}:{table.header.line}"
+    place = f"{name}:{table.line}"
     columns = table.columns
     listed = ", ".join(columns)[:200]
     listed = listed if listed.isprintable() else repr(listed)

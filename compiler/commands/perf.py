@@ -48,8 +48,7 @@ def check_file(output: str) -> None:
         ConfigError: if the file cannot be read, a table or a marker in it is malformed.
     """
     if Path(output).exists():
-        text = perf_md.render(perf_md.load(output))
-        perf_md.merge(text, _BLOCK, "", file=output)
+        perf_md.merge(perf_md.load(output).text, _BLOCK, "", file=output)
 
 
 def update_tables(output: str, results: Sequence[Result]) -> str:

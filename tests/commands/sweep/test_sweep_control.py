@@ -216,7 +216,7 @@ def test_markdown_is_the_same_table(journal: Journal, capsys: pytest.CaptureFixt
     assert table.columns[:4] == ("Configuration", "Cells done", "Top-1 (%)", "Top-1 95 % CI")
     assert [line.cells[0] for line in table.rows] == [NAMES[i] for i in (1, 2, 0, 3)]
     assert table.rows[0].cells[5] == "120.0"
-    assert rest.render().startswith(f"\n- {cells(NAMES[2])[2].id} ")
+    assert rest.text.startswith(f"\n- {cells(NAMES[2])[2].id} ")
 
 
 def test_names_that_are_not_fit_to_print(
