@@ -1,0 +1,75 @@
+"""The examples of README and docs do what they are there for, on tiny models."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tilewright.compiler.cli import main
+from tilewright.compiler.commands.sweep.options import read_options
+from tilewright.compiler.plain_yaml import parse_yaml
+from tilewright.compiler.precision import load_precision
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("README.md", "docs/run.md", "docs/precision.md", "docs/sweeps.md", "docs/measure.md")
+MODEL = "path/to/model"
+SMOLLM2_LAYERS = 30
+
+
+def blocks(kind: str) -> list[pytest.ParameterSet]:
+    """The fenced blocks of a kind, with the document's name and which of its blocks it is."""
+    found = []
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        pieces = re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        found += [pytest.param(each, id=f"{name}-{i}") for i, each in enumerate(pieces)]
+    return found
+
+
+def commands_on_a_checkpoint(block: str) -> list[list[str]]:
+    """The commands of a block that name a checkpoint, or the folder that an earlier one made of it;
+    boards and GPUs want other shapes, or a device.
+    """
+    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
+    return [
+        words
+        for words in lines
+        if words[:1] == ["tilewright"]
+        and {MODEL, "compiled"} & set(words)
+        and not {"cuda", "n150"} & set(words)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python(block: str) -> None:
+    exec(compile(block.replace(MODEL, "shape:tiny"), "<example>", "exec"), {})
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_yaml(block: str) -> None:
+    name = block.splitlines()[0].removeprefix("# ")
+    Path(name).write_text(block)
+    if "cases" in parse_yaml(block, name):  # a grid; it names my.yaml
+        Path("my.yaml").write_text("inherits: performance\nprecision: {ff2: bf16}\n")
+        assert read_options([name])
+    else:
+        load_precision(name).resolve(SMOLLM2_LAYERS, "SmolLM2-135M-Instruct")
+
+
+@pytest.mark.parametrize(
+    "block", [each for each in blocks("bash") if commands_on_a_checkpoint(str(each.values[0]))]
+)
+def test_commands(block: str, tiny_gguf: Path) -> None:
+    for words in commands_on_a_checkpoint(block):
+        argv = [str(tiny_gguf) if word == MODEL else word for word in words[1:]]
+        if argv[0] == "run":
+            argv += ["--max-generated-tokens", "4"]
+        assert main(argv) == 0, words
