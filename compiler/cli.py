@@ -68,7 +68,7 @@ def _command(verb: str) -> Callable[[list[str]], int]:
     """
     known = {**VERBS, **CLONE_VERBS}
     if verb not in known:
-        raise TilewrightError(f"unknown command {verb!r}; {allowed(known)}")
+        raise TilewrightError(f"unknown command {verb!r}; {allowed(known, verb)}")
     if verb in CLONE_VERBS:
         if not (_CLONE / "bench").is_dir():
             raise TilewrightError(f"{verb}: runs from a clone of the repository, not from a wheel")

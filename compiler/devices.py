@@ -133,8 +133,8 @@ def check_gpu() -> None:
     """
     if importlib.util.find_spec("triton") is None:
         raise CompileError(
-            "target cuda: triton is not installed; allowed: pip install 'tilewright[cuda]', or "
-            "--target cpu or reference"
+            "target cuda: triton is not installed; allowed: pip install -e '.[cuda]' in the "
+            "clone, or --target cpu or reference"
         )
     if os.environ.get("TRITON_INTERPRET") != "1" and not _num_gpus():
         raise CompileError(

@@ -167,7 +167,7 @@ def check_options(options: CompileOptions, max_positions: int) -> None:
         ConfigError: a batch or context out of range, or an unknown compute mode.
     """
     if options.compute not in COMPUTE_MODES:
-        raise ConfigError(f"compute {options.compute!r}; {allowed(COMPUTE_MODES)}")
+        raise ConfigError(f"compute {options.compute!r}; {allowed(COMPUTE_MODES, options.compute)}")
     if options.max_batch < 1:
         raise ConfigError(f"batch size {options.max_batch}; allowed: 1 or more")
     if options.num_threads is not None and options.num_threads < 1:

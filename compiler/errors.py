@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from difflib import get_close_matches
+
+_LONGEST_NAME = 80
+"""Of what was given, how much is compared with what is allowed."""
 
 
 class TilewrightError(Exception):
@@ -35,6 +39,14 @@ def one_line(error: BaseException, length: int = 200) -> str:
     return text if text.isprintable() else repr(text)
 
 
-def allowed(values: Iterable[object]) -> str:
-    """The tail of a message that lists what is allowed: ``allowed: a, b, c``."""
-    return "allowed: " + ", ".join(str(value) for value in values)
+def allowed(values: Iterable[object], given: object = None) -> str:
+    """The tail of a message that lists what is allowed: ``allowed: a, b, c``.
+
+    Where the name ``given`` instead is close to one of them, that one is proposed:
+    ``allowed: a, b, c; did you mean 'b'?``.
+    """
+    names = [str(value) for value in values]
+    close = []
+    if isinstance(given, str):
+        close = get_close_matches(given[:_LONGEST_NAME].lower(), names, n=1)
+    return "allowed: " + ", ".join(names) + "".join(f"; did you mean {name!r}?" for name in close)

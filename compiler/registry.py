@@ -31,7 +31,9 @@ class Registry(Mapping[str, T], Generic[T]):
         try:
             return self._entries[name]
         except KeyError:
-            raise ConfigError(f"unknown {self.kind} {name!r}; {allowed(self._entries)}") from None
+            raise ConfigError(
+                f"unknown {self.kind} {name!r}; {allowed(self._entries, name)}"
+            ) from None
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -328,7 +328,7 @@ def parse_shape_name(text: str) -> ShapeName | None:
     name = text[len(PREFIX) :].lower()
     if name not in SHAPES:
         wrong = reprlib.repr(text[len(PREFIX) :])
-        raise CheckpointError(f"{PREFIX} unknown shape {wrong}; {allowed(shape_names())}")
+        raise CheckpointError(f"{PREFIX} unknown shape {wrong}; {allowed(shape_names(), name)}")
     if SHAPES[name]["model_type"] not in model_types():
         kind = SHAPES[name]["model_type"]
         raise CheckpointError(

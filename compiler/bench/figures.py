@@ -34,7 +34,7 @@ def settings() -> Iterator[None]:
     try:
         from matplotlib import rc_context, style
     except ImportError:
-        message = "plots need matplotlib; allowed: pip install tilewright[plot]"
+        message = "plots need matplotlib; allowed: pip install -e '.[plot]' in the clone"
         raise ConfigError(message) from None
     # a fixed salt: the ids inside an SVG would otherwise differ from run to run
     fixed: dict[Any, Any] = {"svg.hashsalt": "tilewright", "svg.fonttype": "none"}

@@ -98,7 +98,7 @@ def sample_prompts(name: str) -> list[Prompt]:
     """
     names = sorted(path.name for path in sample_prompts_dir().glob("*.json"))
     if name not in names:
-        raise ConfigError(f"unknown sample prompts {name!r}; {allowed(names)}")
+        raise ConfigError(f"unknown sample prompts {name!r}; {allowed(names, name)}")
     return read_prompts(sample_prompts_dir() / name)
 
 
@@ -110,7 +110,7 @@ def bench_text(name: str) -> str:
     """
     texts = _bench_texts()
     if name not in texts:
-        raise ConfigError(f"unknown text {name!r}; {allowed(sorted(texts))}")
+        raise ConfigError(f"unknown text {name!r}; {allowed(sorted(texts), name)}")
     return texts[name].read_text(encoding="utf-8")
 
 
@@ -186,7 +186,9 @@ def _prompt(entry: object, place: str) -> Prompt:
         raise ConfigError(f"{place} is {type(entry).__name__}; allowed: an object")
     unknown = [key for key in entry if key not in _KEYS]
     if unknown:
-        raise ConfigError(f"{place}: unknown key {reprlib.repr(unknown[0])}; {allowed(_KEYS)}")
+        raise ConfigError(
+            f"{place}: unknown key {reprlib.repr(unknown[0])}; {allowed(_KEYS, unknown[0])}"
+        )
     text = entry.get("prompt")
     if not isinstance(text, str):
         found = type(text).__name__ if "prompt" in entry else "missing"

@@ -210,7 +210,7 @@ def read_model_options(
     """
     target = arguments.target or "cpu"
     if target not in _TARGETS:
-        raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS)}")
+        raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS, target)}")
     if target == "cuda":
         check_gpu()
     if arguments.model is not None and is_compiled(arguments.model):

@@ -31,6 +31,7 @@ Settings: TypeAlias = Mapping[str, str]
 NO_SETTINGS: Settings = MappingProxyType({})
 
 _MAPS = {"precision": TENSOR_GROUPS, "fidelity": OP_GROUPS}
+FRAGMENT_KEYS = (*_MAPS, "layers", "models", "block_axis")
 MAX_MODEL_RULES = 4096
 _RANGE = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 _GLOB = re.compile(r"[A-Za-z0-9_.*?\[\]!-]{1,200}")
@@ -90,8 +91,7 @@ def read_fragment(raw: Mapping[str, object], *, source: str) -> Fragment:
     Raises:
         ConfigError: for a key, value, selector or model name that is not allowed.
     """
-    known = (*_MAPS, "layers", "models", "block_axis")
-    check_keys(raw, known, where=source)
+    check_keys(raw, FRAGMENT_KEYS, where=source)
     models: dict[str, Fragment] = {}
     num_rules = 0
     for name, entry in as_map(raw.get("models", {}), where=f"{source}: models").items():
@@ -132,7 +132,7 @@ def read_settings(raw: object, *, groups: Iterable[str], where: str) -> Settings
     for raw_key, value in as_map(raw, where=where).items():
         key = normalise_key(raw_key)
         if key not in groups:
-            raise ConfigError(f"{where}: unknown key {raw_key!r}; {allowed(groups)}")
+            raise ConfigError(f"{where}: unknown key {raw_key!r}; {allowed(groups, key)}")
         if key in given:
             raise ConfigError(f"{where}: {key} is given twice; allowed: once")
         if not isinstance(value, str):
@@ -184,7 +184,7 @@ def check_keys(raw: Mapping[str, object], known: Iterable[str], *, where: str) -
     """
     for key in raw:
         if key not in known:
-            raise ConfigError(f"{where}: unknown key {key!r}; {allowed(known)}")
+            raise ConfigError(f"{where}: unknown key {key!r}; {allowed(known, key)}")
 
 
 def as_map(raw: object, *, where: str) -> Mapping[str, object]:

@@ -109,7 +109,9 @@ class _Splitter:
                 self._expect(",")
             section = self._take("a section")
             if section not in SECTIONS:
-                raise ConfigError(f"heading: unknown section {section!r}; {allowed(SECTIONS)}")
+                raise ConfigError(
+                    f"heading: unknown section {section!r}; {allowed(SECTIONS, section)}"
+                )
             if section in found:
                 raise ConfigError(f"heading: {section} is given twice; allowed: once")
             self._expect("=")

@@ -6,6 +6,7 @@ Knows modules by name, layer and tensor group only; what a setting then means is
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import NamedTuple
 
 from tilewright.compiler.errors import ConfigError, allowed
@@ -90,11 +91,20 @@ def check_pattern(source: str, rule: LayerRule, layers: Layers, apart: Collectio
     if not named:
         raise ConfigError(
             f"{source}: layers.{rule.selector}: matches no name of the model;"
-            f" allowed: patterns of names such as {every[0].fqn}"
+            f" allowed: patterns of names such as {_closest(rule.selector, every)}"
         )
     reached = reached_keys(named, {*apart, *rule.settings})
     if without := [key for key in rule.settings if key not in reached]:
         _refuse(source, rule, without, reached, layers)
+
+
+def _closest(selector: str, modules: Sequence[GroupedModule]) -> str:
+    """The module's name that a pattern which matches none may have been meant for."""
+    names = [module.fqn for module in modules]
+    plain = selector.replace("*", "").strip(".").lower()
+    parts = [".".join(name.split(".")[-1 - plain.count(".") :]) for name in names]
+    close = get_close_matches(plain, parts, n=1)
+    return names[parts.index(close[0])] if close else names[-1]
 
 
 def _refuse(

@@ -213,7 +213,7 @@ def check_setting(key: str, value: str, *, where: str) -> None:
     """
     choices = ALLOWED_FORMATS[key] if key in ALLOWED_FORMATS else tuple(FIDELITIES)
     if value not in choices:
-        raise ConfigError(f"{where}: {key} = {value[:80]!r}; {allowed(choices)}")
+        raise ConfigError(f"{where}: {key} = {value[:80]!r}; {allowed(choices, value)}")
 
 
 def normalise_model_name(name: str) -> str:

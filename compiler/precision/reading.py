@@ -16,6 +16,7 @@ from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.plain_yaml import cut, is_name, parse_yaml, read_text
 from tilewright.compiler.precision.config import PrecisionConfig
 from tilewright.compiler.precision.fragment import (
+    FRAGMENT_KEYS,
     Fragment,
     LayerRule,
     as_map,
@@ -29,6 +30,8 @@ from tilewright.compiler.precision.names import normalise_key
 BASE = "base"
 FOLDER = "precision_cfgs"
 MAX_CHAIN = 32
+_ABOUT = ("inherits", "description")
+_DECODERS = "decoders"
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _YAML_SUFFIXES = (".yaml", ".yml")
@@ -98,15 +101,15 @@ def _locate(spec: str, *, folder: Path, where: str) -> Path:
         except OSError:  # a name too long, a folder that may not be searched
             is_file = False
         if not is_file:
-            raise ConfigError(f"{where}: no file {cut(str(path))!r}; {_what_is_allowed()}")
+            raise ConfigError(f"{where}: no file {cut(str(path))!r}; {_what_is_allowed(path.stem)}")
         return path
     if not _NAME.fullmatch(spec) or spec not in _shipped_names():
-        raise ConfigError(f"{where}: unknown precision {cut(spec)!r}; {_what_is_allowed()}")
+        raise ConfigError(f"{where}: unknown precision {cut(spec)!r}; {_what_is_allowed(spec)}")
     return _shipped_folder() / f"{spec}.yaml"
 
 
-def _what_is_allowed() -> str:
-    return allowed((*_shipped_names(), "a path to a .yaml or .json", "a heading"))
+def _what_is_allowed(given: str) -> str:
+    return allowed((*_shipped_names(), "a path to a .yaml or .json", "a heading"), given)
 
 
 def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
@@ -120,8 +123,9 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
     text = read_text(path, source=source)
     is_json = path.suffix == ".json"
     raw = as_map(_parse_json(text, source) if is_json else parse_yaml(text, source), where=source)
+    check_keys(raw, (*((_DECODERS,) if is_json else FRAGMENT_KEYS), *_ABOUT), where=source)
     parent = _read_parent(raw, path=path, source=source)
-    body = {key: value for key, value in raw.items() if key not in ("inherits", "description")}
+    body = {key: value for key, value in raw.items() if key not in _ABOUT}
     if is_json:
         fragment = _read_decoders(body, source=source)
     else:
@@ -173,8 +177,7 @@ def _read_line(raw: Mapping[str, object], key: str, *, source: str) -> str:
 
 def _read_decoders(raw: Mapping[str, object], *, source: str) -> Fragment:
     """A per-decoder file: ``{"decoders": {"0": {"precision_cfg": ..., "fidelity_cfg": ...}}}``."""
-    check_keys(raw, ("decoders",), where=source)
-    decoders = as_map(raw.get("decoders"), where=f"{source}: decoders")
+    decoders = as_map(raw.get(_DECODERS), where=f"{source}: decoders")
     if not decoders:
         raise ConfigError(f"{source}: no decoders; allowed: one entry or more")
     rules: list[LayerRule] = []

@@ -68,12 +68,14 @@ class Level:
         """
         name, separator, fidelity = text.strip().lower().partition(":")
         if name not in FORMATS:
-            raise ConfigError(f"level {text[:40]!r}: unknown format; {allowed(FORMATS)}")
+            raise ConfigError(f"level {text[:40]!r}: unknown format; {allowed(FORMATS, name)}")
         if not separator:
             bits = FORMATS[name].bits
             fidelity = next(each for least, each in _MOST_BITS if bits >= least)
         if fidelity not in FIDELITIES:
-            raise ConfigError(f"level {text[:40]!r}: unknown fidelity; {allowed(FIDELITIES)}")
+            raise ConfigError(
+                f"level {text[:40]!r}: unknown fidelity; {allowed(FIDELITIES, fidelity)}"
+            )
         return cls(name, fidelity)
 
     def is_for(self, group: str) -> bool:

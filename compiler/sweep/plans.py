@@ -94,7 +94,7 @@ def entries(
         if not any(device in devices_of(target) for target in targets):
             known = [name for target in targets for name in devices_of(target)]
             raise ConfigError(
-                f"device {device[:60]!r}: no target here runs on it; {allowed(known)}"
+                f"device {device[:60]!r}: no target here runs on it; {allowed(known, device)}"
             )
     return [
         Entry(model, target, device, precision)

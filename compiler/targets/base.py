@@ -250,7 +250,7 @@ class Target(ABC):
             ConfigError: naming those that are.
         """
         if kind not in self.emits:
-            raise ConfigError(f"target {self.name} emits no {kind!r}; {allowed(self.emits)}")
+            raise ConfigError(f"target {self.name} emits no {kind!r}; {allowed(self.emits, kind)}")
 
     def emit(self, kind: str, emission: Emission) -> None:
         """Write a model as one of ``emits`` besides a program.

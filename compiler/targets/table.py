@@ -31,7 +31,7 @@ def get_target(name: str) -> Target:
         ConfigError: for an unknown name.
     """
     if name not in _TARGETS:
-        raise ConfigError(f"unknown target {name!r}; {allowed(_TARGETS)}")
+        raise ConfigError(f"unknown target {name!r}; {allowed(_TARGETS, name)}")
     module, class_name = _TARGETS[name]
     found = getattr(import_module(module), class_name)()
     assert isinstance(found, Target)

@@ -80,7 +80,7 @@ def test_without_the_library_one_line_says_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError) as caught, settings():
         pass
-    message = "plots need matplotlib; allowed: pip install tilewright[plot]"
+    message = "plots need matplotlib; allowed: pip install -e '.[plot]' in the clone"
     assert str(caught.value) == message
 
 

@@ -70,6 +70,23 @@ def test_a_name_is_a_container_of_no_longer_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "name"),
+    [
+        ("*.mlp.down", "layers.0.mlp.down_proj"),
+        ("*.gate_prj", "layers.0.mlp.gate_proj"),
+        ("layers.9.self_attn", "layers.3.self_attn"),
+        ("xyzzy", "layers.3.mlp.down_proj"),
+    ],
+)
+def test_a_pattern_of_no_name_is_shown_the_closest_that_the_model_has(
+    pattern: str, name: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(f"{pattern}: {{ff2: bf16}}")
+    assert str(caught.value).endswith(f"patterns of names such as {name}")
+
+
+@pytest.mark.parametrize(
     ("modules", "layers", "message"),
     [
         (

@@ -91,7 +91,7 @@ class Table:
         column = next((each for each in self.columns if each.key == key), None)
         if column is None:
             keys = [each.key for each in self.columns]
-            raise ConfigError(f"no column {key[:60]!r} to sort by; {allowed(keys)}")
+            raise ConfigError(f"no column {key[:60]!r} to sort by; {allowed(keys, key)}")
         known = [line for line in self.lines if line.values[key] is not None]
         known.sort(
             key=lambda line: _order(line.values[key]),

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         module = import_module(f"{_PACKAGE}.{'search' if verb == 'search' else 'run'}")
         return int(module.main(argv))
     names = [*PLANS, "a .yaml with a grid", *_VERBS]
-    raise ConfigError(f"unknown plan {verb[:60]!r}; {allowed(names)}")
+    raise ConfigError(f"unknown plan {verb[:60]!r}; {allowed(names, verb)}")
 
 
 def verb_parser() -> argparse.ArgumentParser:

@@ -180,7 +180,7 @@ def _from_yaml(key: str, value: object, *, place: str) -> object:
         raise ConfigError(f"{place}: no value; allowed: one")
     words = words_of(SweepOptions, key)
     if value not in (choices := words.get("choices", (value,))):
-        raise ConfigError(f"{place}: {value!r}; {allowed(choices)}")
+        raise ConfigError(f"{place}: {value!r}; {allowed(choices, value)}")
     try:
         return words.get("type", str)(value)
     except argparse.ArgumentTypeError as error:

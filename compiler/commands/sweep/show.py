@@ -25,7 +25,7 @@ def show(given: argparse.Namespace) -> int:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise
-        message = "sweep show needs textual; allowed: pip install tilewright[show]"
+        message = "sweep show needs textual; allowed: pip install -e '.[show]' in the clone"
         raise ConfigError(message) from None
     app = SweepApp(journal)
     app.run()

@@ -282,7 +282,7 @@ def test_without_the_library_it_says_what_to_install(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "tilewright.compiler.commands.sweep.show_app")
     monkeypatch.setitem(sys.modules, "textual", None)
-    message = "sweep show needs textual; allowed: pip install tilewright[show]"
+    message = "sweep show needs textual; allowed: pip install -e '.[show]' in the clone"
     assert refuse(str(journal.path)) == message
 
 

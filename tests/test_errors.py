@@ -1,0 +1,65 @@
+"""What messages say is allowed, and what the closest of it is."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tilewright.compiler.bench.cases import CASES
+from tilewright.compiler.cli import main
+from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.table import get_target
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_closest_name_is_proposed_and_nothing_that_is_far() -> None:
+    assert allowed(["performance", "accuracy"], "acuracy").endswith("; did you mean 'accuracy'?")
+    assert allowed(["performance", "accuracy"], "ACCURACY").endswith("did you mean 'accuracy'?")
+    for given in ("xyz", "", 3, None, "a" * 10_000):
+        assert allowed(["performance", "accuracy"], given) == "allowed: performance, accuracy"
+
+
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [
+        (["rum"], "run"),
+        (["run", "--target", "n15o"], "n150"),
+        (["run", "--case", "performance-bach-1"], "performance-batch-1"),
+        (["run", "--precision", "acuracy"], "accuracy"),
+        (["run", "--model", "shape:llama-3.1-8"], "shape:llama-3.1-8b"),
+        (["sweep", "paretto"], "pareto"),
+        (["sweep", "grid", "--precisions", "all-bpf8"], "all-bfp8"),
+    ],
+)
+def test_a_mistyped_name_of_a_command_line(
+    argv: list[str], name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "allowed: " in line and line.endswith(f"did you mean {name!r}?")
+
+
+def test_the_tables_themselves_propose() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'cuda'"):
+        get_target("cud")
+    with pytest.raises(ConfigError, match="did you mean 'accuracy-ci-1'"):
+        _ = CASES["acuracy-ci-1"]
+    with pytest.raises(ConfigError, match="did you mean 'dllama'"):
+        load_precision("dlama")
+
+
+def test_what_is_said_to_be_installed_is_there_to_install() -> None:
+    """Printed as the README has it, from the clone: no registry has the package."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    said = set[str]()
+    for folder in ("compiler", "models", "demo", "bench"):
+        for path in (ROOT / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert "pip install tilewright" not in text and "'tilewright[" not in text, path
+            said |= set(re.findall(r"pip install -e '\.\[(\w+)\]'", text))
+    assert said == {"cuda", "plot", "show"} <= extras.keys()
