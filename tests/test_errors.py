@@ -55,7 +55,9 @@ def test_the_tables_themselves_propose() -> None:
 
 def test_what_is_said_to_be_installed_is_there_to_install() -> None:
     """Printed as the README has it, from the clone: no registry has the package."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     said = set[str]()
     for folder in ("compiler", "models", "demo", "bench"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,7 +75,7 @@ def main(argv: list[str]) -> int:
         if path.is_file():
             size = f"{path.stat().st_size / 1e6:10,.1f} MB"
             screen.print(f"{size}  {path.relative_to(output)}", soft_wrap=True)
-    screen.print(_USES[arguments.emit].format(output), soft_wrap=True)
+    screen.print(_USES[arguments.emit].format(shlex.quote(str(output))), soft_wrap=True)
     return 0
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests.commands.conftest import Refused
 from tests.tiny import prefill
@@ -22,7 +23,11 @@ from tilewright.compiler.cli import main
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cpu import generate
 from tilewright.models import load_model
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.load import load_tokenizer
+from tilewright.models.tokenizer.vocabulary import Vocabulary, write_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 ASKED = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
@@ -130,13 +135,18 @@ def test_onnx_gives_the_same_logits_in_plain_onnxruntime(
     assert torch.equal(torch.from_numpy(logits), prefill(compiled.executable, tokens))
 
 
+@pytest.mark.parametrize("raw", [False, True])
 def test_the_example_beside_it_needs_no_tilewright(
-    run: Run, checkpoint: Path, tmp_path: Path
+    raw: bool, run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
+    """It answers within the chat template, or goes on from the text as it stands."""
     choices = ("--precision", "bf16")
     run("compile", checkpoint, "-o", tmp_path / "onnx", "--emit", "onnx", *choices)
     done = subprocess.run(
-        [sys.executable, "-I", tmp_path / "onnx" / "generate.py", "hello", "--tokens", "9"],
+        [
+            *(sys.executable, "-I", tmp_path / "onnx" / "generate.py", "hello", "--tokens", "9"),
+            *(["--raw"] if raw else []),
+        ],
         capture_output=True,
         text=True,
         check=True,
@@ -146,14 +156,46 @@ def test_the_example_beside_it_needs_no_tilewright(
     compiled = compile_model(
         model, load_precision("bf16"), options=CompileOptions(max_context=64, num_threads=1)
     )
-    tokens = model.tokenizer.encode("hello")
+    tokenizer = model.tokenizer
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    tokens = tokenizer.encode("hello") if raw else tokenizer.encode(chat, add_special=False)
+    assert raw or tokens[-1] in tokenizer.eos_ids, "the template's own token"
     start = len(tokens)
     while len(tokens) < start + 9:
         token = int(prefill(compiled.executable, tokens)[-1].argmax())
         if token in model.tokenizer.eos_ids:
             break
         tokens.append(token)
-    assert done.stdout == model.tokenizer.decode(tokens[start:]) + "\n"
+    assert done.stdout == tokenizer.decode(tokens[start:]) + "\n" != "\n"
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("add_bos", [None, True, False])
+def test_the_example_makes_the_tokens_that_tilewright_makes(
+    add_bos: bool | None, raw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a template of everything that templates use, and special tokens added or not."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}\n  {% if m['role'] == 'system' %}"
+        "{{ raise_exception('no') }}{% endif %}\n[{{ m | tojson }}]{% generation %}<think>"
+        "{% endgeneration %}{% break %}{% endfor %}{{ strftime_now('%Y') }}"
+        "{% if add_generation_prompt and tools is none %}ok{% endif %}\n"
+    )
+    words = [*"<|start|> <think>".split(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(words[:2])
+    backend.post_processor = processors.TemplateProcessing("$A <think>", None, [("<think>", 1)])
+    vocabulary = Vocabulary(tmp_path, backend, {"bos_token": words[0]}, (0,), template, add_bos)
+    write_folder(vocabulary, tmp_path / "tokenizer")
+    monkeypatch.setattr(generate, "FOLDER", tmp_path)
+    wanted = load_tokenizer(TokenizerSource(tmp_path / "tokenizer"))
+    chat = wanted.apply_chat_template([{"role": "user", "content": "Où?"}])
+    tokens = (
+        wanted.encode("Où?", add_special=True) if raw else wanted.encode(chat, add_special=False)
+    )
+    assert generate.encode(backend, "Où?", raw=raw) == tokens
 
 
 @pytest.mark.parametrize("dialect", [(), ("--dialect", "torch"), ("--length", "16")], ids=str)

@@ -1,6 +1,9 @@
-"""Greedy text from the model.onnx beside this file, with onnxruntime, numpy and tokenizers alone.
+"""Greedy text from the model.onnx beside this file, with onnxruntime, numpy and tokenizers.
 
     python generate.py "Why is the sky blue?" --tokens 64
+
+The prompt is a user's message where the tokenizer has a chat template, which takes jinja2; with
+``--raw``, or without a template, the model goes on from the text as it stands.
 
 Inputs of the model: ``tokens [B, S]`` int64, the new tokens of B sequences; ``last_positions [B]``
 int32, the position of each one's last token; ``total_length`` int32, the largest of them plus one;
@@ -13,9 +16,11 @@ int32, the position of each one's last token; ``total_length`` int32, the larges
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NoReturn
 
 import numpy as np
 import onnxruntime
@@ -48,10 +53,60 @@ def generate(session: onnxruntime.InferenceSession, prompt: list[int], count: in
         tokens, at = np.array([[token]], dtype=np.int64), at + 1
 
 
+def chat(template: str, question: str, special: dict[str, str]) -> str:
+    """The text of a chat of one message, up to where the answer begins; templates are sandboxed."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """A block that marks answers for training, and is its body."""
+
+        tags = {"generation"}  # noqa: RUF012 (jinja2 reads it from the class)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def refuse(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def to_json(value: object, **options: Any) -> str:
+        return json.dumps(value, **{"ensure_ascii": False, **options})
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    messages = [{"role": "user", "content": question}]
+    return environment.from_string(template).render(
+        messages=messages, tools=None, documents=None, add_generation_prompt=True, **special
+    )
+
+
+def encode(tokenizer: tokenizers.Tokenizer, text: str, *, raw: bool) -> list[int]:
+    """The prompt's tokens. A chat template writes special tokens itself; else there are those that
+    tokenizer_config.json asks for, or where it says nothing those that tokenizer.json adds.
+    """
+    path = FOLDER / "tokenizer" / "tokenizer_config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    special = {name: value for name, value in config.items() if name.endswith("_token")}
+    if config.get("chat_template") and not raw:
+        text = chat(config["chat_template"], text, special)
+        found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return found
+    found = tokenizer.encode(text, add_special_tokens="add_bos_token" not in config).ids
+    return [tokenizer.token_to_id(special["bos_token"])] * config.get("add_bos_token", 0) + found
+
+
 def main() -> None:
-    """Print the prompt's continuation, up to an end token."""
+    """Print the answer to the prompt, up to an end token."""
     parser = argparse.ArgumentParser(description="Greedy text from model.onnx.")
-    parser.add_argument("prompt", help="the text to go on from, as it stands")
+    parser.add_argument("prompt", help="a question, or the text to go on from")
+    parser.add_argument("--raw", action="store_true", help="go on from the text as it stands")
     parser.add_argument("--tokens", type=int, default=64, help="the most to generate")
     arguments = parser.parse_args()
     if not arguments.prompt or arguments.tokens < 1:
@@ -62,7 +117,10 @@ def main() -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer" / "tokenizer.json"))
     settings = (FOLDER / "tokenizer" / "generation_config.json").read_text(encoding="utf-8")
     ends = set(json.loads(settings)["eos_token_id"])
-    prompt = tokenizer.encode(arguments.prompt).ids
+    try:
+        prompt = encode(tokenizer, arguments.prompt, raw=arguments.raw)
+    except ModuleNotFoundError:
+        parser.error("the chat template needs jinja2: pip install jinja2, or --raw without it")
     longest = int(session.get_modelmeta().custom_metadata_map["tilewright.max_context"])
     if len(prompt) + arguments.tokens > longest:
         parser.error(f"{len(prompt)} tokens and {arguments.tokens} more; allowed: {longest} in all")
