@@ -17,6 +17,8 @@ from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.models import FoundModel, check_header, find_model_or_shape
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
+CHECKPOINT_PRECISION = "performance"
+PRECISION_FORMS = "a name in precision_cfgs/, a YAML or JSON file, or a heading"
 _OPTION = "option"
 _T = TypeVar("_T")
 
@@ -145,9 +147,7 @@ class ModelArguments:
         group="model",
     )
     precision: str | None = option(
-        "a name in precision_cfgs/, a YAML or JSON file, or a heading (default: the case's)",
-        group="model",
-        metavar="NAME",
+        f"{PRECISION_FORMS} (default: the case's)", group="model", metavar="NAME"
     )
     compute: str | None = option(
         "exact: float arithmetic everywhere, no speed claim (default: fast)",
@@ -161,6 +161,9 @@ class ModelArguments:
 class CheckpointArguments(ModelArguments):
     """A checkpoint, which may be named without ``--model``, and a folder to write to."""
 
+    precision: str | None = option(
+        f"{PRECISION_FORMS} (default: {CHECKPOINT_PRECISION})", group="model", metavar="NAME"
+    )
     path: str | None = option("the same as --model", "path", nargs="?", metavar="PATH")
     output: str | None = option("a new or empty folder", "-o", "--output", metavar="DIR")
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.artifacts.places import digest_memory
 from tilewright.compiler.commands.arguments import (
+    CHECKPOINT_PRECISION,
     CheckpointArguments,
     ModelOptions,
     Parser,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.base import Progress, Stage, Target
     from tilewright.models import LoadedModel
 
-DEFAULT_PRECISION = "performance"
 _FLOAT = "reference"
 _DIALECTS = ("torch", "linalg")
 _CONTEXT = 2048
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     output = output_folder(arguments.output)
     take_checkpoint(arguments)
     _check_emission(arguments)
-    options = read_model_options(arguments, DEFAULT_PRECISION)
+    options = read_model_options(arguments, CHECKPOINT_PRECISION)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
     from tilewright.compiler.commands.byte_plan import print_byte_plan
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.add_argument(
         "--context",
         type=integer(1, 1 << 24),
-        help=f"of --emit ttnn: positions of a user (default: {_CONTEXT})",
+        help=f"of --emit ttnn: positions of a user (default: {_CONTEXT}, or the model's, if fewer)",
     )
     return found
 

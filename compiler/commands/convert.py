@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.artifacts.places import cache_dir
 from tilewright.compiler.commands.arguments import (
+    CHECKPOINT_PRECISION,
     CheckpointArguments,
     Parser,
     add_options,
@@ -29,9 +31,11 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.base import Progress
     from tilewright.models import LoadedModel
 
-DEFAULT_PRECISION = "performance"
 _WEIGHTS = {"q40": "Q4_0", "f32": "F32"}
 """As dllama's own file names have them, and as ggml calls them."""
+_USUAL_WEIGHTS = "q40"
+_RUN_AS = {"q40": "all-q40", "f32": "accuracy"}
+"""The configuration that is proposed for each: in that one q40 weights stay as they are."""
 _OF_CACHE = ("target", "precision", "compute")
 _OF_DLLAMA = ("output", "weights")
 _NOT_IN_NAMES = re.compile(r"[^\w.-]+")
@@ -45,7 +49,8 @@ class _Options(CheckpointArguments):
         choices=("dllama", "cache"),
     )
     weights: str | None = option(
-        "of --to dllama: the type of the matrices (default: q40)", choices=tuple(_WEIGHTS)
+        f"of --to dllama: the type of the matrices (default: {_USUAL_WEIGHTS})",
+        choices=tuple(_WEIGHTS),
     )
 
 
@@ -77,11 +82,13 @@ def _to_dllama(arguments: argparse.Namespace) -> int:
     with fresh_folder(output) as folder:
         model = load_model(path)
         with compile_progress(err()) as progress:
-            _write_dllama(model, folder, arguments.weights or "q40", progress)
+            _write_dllama(model, folder, arguments.weights or _USUAL_WEIGHTS, progress)
     screen = out()
     for file in sorted(output.iterdir()):
         screen.print(f"{file.stat().st_size / 1e6:10,.1f} MB  {file.name}", soft_wrap=True)
-    screen.print(f"run it here: tilewright run --model {output}", soft_wrap=True)
+    weights = arguments.weights or _USUAL_WEIGHTS
+    command = f"tilewright run --model {shlex.quote(str(output))} --precision {_RUN_AS[weights]}"
+    screen.print(f"run it here: {command}", soft_wrap=True)
     return 0
 
 
@@ -115,7 +122,7 @@ def _write_dllama(model: LoadedModel, folder: Path, weights: str, progress: Prog
 
 def _to_cache(arguments: argparse.Namespace) -> int:
     find_model(arguments.model)  # a shape has no files to be known by
-    options = read_model_options(arguments, DEFAULT_PRECISION)
+    options = read_model_options(arguments, CHECKPOINT_PRECISION)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands.console import compile_progress, err, out
     from tilewright.compiler.commands.source import compile_source, open_source

@@ -181,7 +181,7 @@ def test_the_example_makes_the_tokens_that_tilewright_makes(
         "{% endgeneration %}{% break %}{% endfor %}{{ strftime_now('%Y') }}"
         "{% if add_generation_prompt and tools is none %}ok{% endif %}\n"
     )
-    words = [*"<|start|> <think>".split(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words = [*["<|start|>", "<think>"], *sorted(pre_tokenizers.ByteLevel.alphabet())]
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
