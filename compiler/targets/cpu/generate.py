@@ -99,7 +99,8 @@ def encode(tokenizer: tokenizers.Tokenizer, text: str, *, raw: bool) -> list[int
         found: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
         return found
     found = tokenizer.encode(text, add_special_tokens="add_bos_token" not in config).ids
-    return [tokenizer.token_to_id(special["bos_token"])] * config.get("add_bos_token", 0) + found
+    first = tokenizer.token_to_id(special.get("bos_token", ""))
+    return [first, *found] if config.get("add_bos_token") and first is not None else found
 
 
 def main() -> None:
