@@ -63,6 +63,14 @@ def compile_model(
     Nothing is kept (`artifacts` does that), but ``dump_dir`` receives the graph after
     every pass.
 
+    Args:
+        model: what `load_model` returns.
+        precision: what `load_precision` returns.
+        target: ``cpu``, ``cuda``, a board (``n150``, ``n300``, ``t3k``, ``tg``), ``reference``
+            or ``null``.
+        options: batch, context and arithmetic; None: one sequence of 2,048 positions.
+        progress: is told ``(what, done, total)`` meanwhile.
+
     Raises:
         CompileError: where model, precision and target do not fit together.
         CheckpointError: where a tensor is missing or of another shape.

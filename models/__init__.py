@@ -138,7 +138,12 @@ def check_header(found: FoundModel) -> None:
 
 
 def load_model(path: str | FoundModel | None = None) -> LoadedModel:
-    """Open the model at ``path`` (see `find_model_or_shape`); no weights are read or made.
+    """Open a model: its module without weights, its tensors, its tokenizer. No weights are read.
+
+    Args:
+        path: a Hugging Face folder, a GGUF file, a folder of distributed-llama's, a name on the
+            hub (``OWNER/NAME[@REVISION][:FILE.gguf]``), ``shape:NAME`` for random weights of a
+            known shape; None, or ``smollm2``: the default model.
 
     Raises:
         CheckpointError: files that are missing, cut short, corrupt, of a kind that is not read,
