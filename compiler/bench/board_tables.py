@@ -5,8 +5,7 @@ Every column says which of the two it is; what the boards' vendor published stan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 from tilewright.compiler.bench import row
 from tilewright.compiler.bench.perf_md import (
@@ -23,12 +22,11 @@ from tilewright.compiler.bench.published import published_row
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.row import Row
 from tilewright.compiler.bench.selection import (
-    Group,
-    context_k,
+    BATCH_32,
+    SHORT,
+    SpeedTable,
+    context_lengths,
     group_results,
-    has_context,
-    is_batch_32,
-    is_short,
 )
 from tilewright.compiler.bench.table import Table
 
@@ -67,18 +65,13 @@ def board_table(results: Sequence[Result]) -> Table:
     # kinds are told apart by their columns, so that both stand in one row
     rows = []
     for group in group_results(list(results)):
-        for index, found in enumerate([*_speeds(group)] or [None]):
+        tables: list[SpeedTable] = [SHORT, BATCH_32, *context_lengths([group])]
+        speeds = [found for table in tables if (found := group.speed(table)) is not None]
+        for index, found in enumerate(speeds or [None]):
             accuracy = None if index else group.accuracy
             figures = Row.of(found, accuracy, of=group.any, names=group.names)
             rows.append((*row.cells(figures, _FIGURES.values()), *_published(found)))
     return Table.of((*_FIGURES, *_PUBLISHED), rows)
-
-
-def _speeds(group: Group) -> Iterable[Result]:
-    lengths = {k for result in group.results if (k := context_k(result))}
-    wanted: list[Callable[[Result], bool]] = [is_short, is_batch_32]
-    wanted += [partial(has_context, k=k) for k in sorted(lengths)]
-    return (found for each in wanted if (found := group.speed(each)) is not None)
 
 
 def _published(result: Result | None) -> Iterable[str]:

@@ -7,8 +7,7 @@ title names a configuration precision_titles'.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 from tilewright.compiler.bench import board_tables, row
 from tilewright.compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
@@ -17,14 +16,14 @@ from tilewright.compiler.bench.precision_titles import count_layer_rules, linked
 from tilewright.compiler.bench.record import KINDS, Result
 from tilewright.compiler.bench.row import KL, PAIRED, PEAK, POSITIONS, PRECISION, SPREAD, Row
 from tilewright.compiler.bench.selection import (
+    BATCH_32,
+    SHORT,
     Group,
-    context_k,
+    SpeedTable,
+    context_lengths,
     group_results,
-    has_context,
-    is_batch_32,
     is_board,
     is_placed,
-    is_short,
     row_order,
 )
 from tilewright.compiler.bench.table import Table
@@ -117,9 +116,18 @@ def _case_plans(groups: list[Group]) -> list[TablePlan]:
     for name in ("performance", "accuracy"):
         intro = f"Precision `{name}`. **Batch 1 (per DP group), {_SHORT}.**"
         named = [group for group in groups if name in group.names]
-        if plan := _perf_plan(named, title=name.capitalize(), intro=intro):
-            plans.append(plan)
-    return [*plans, *_long_plans(groups), *_batch_plans(groups)]
+        plans.append(_perf_plan(named, title=name.capitalize(), intro=intro))
+    for k in reversed(context_lengths(groups)):  # the longest first
+        intro = f"**Batch 1, prefill {k * 1024} tokens, {TABLE_GENERATED_TOKENS} generated.**"
+        title = f"Long-context ({k}K Tokens)"
+        plans.append(_speed_plan(groups, k, columns=_LONG_COLUMNS, title=title, intro=intro))
+    intro = (
+        f"**Batch 32 (per DP group), {_SHORT}.** The average TTFT is the prefill of all users, one "
+        "after another, divided by 32."
+    )
+    title = "Short-Context, Batch-32"
+    plans.append(_speed_plan(groups, BATCH_32, columns=_BATCH_COLUMNS, title=title, intro=intro))
+    return [plan for plan in plans if plan is not None]
 
 
 def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | None:
@@ -132,14 +140,13 @@ def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | No
     ]
     if not rows:
         return None
-    return TablePlan(
-        2, title, intro, row.table_of(_PERF_COLUMNS, [found for _, found in rows], *notes)
-    )
+    table = row.table_of(_PERF_COLUMNS, [found for _, found in rows], *notes)
+    return TablePlan(2, title, intro, table)
 
 
 def _perf_row(group: Group) -> Row | None:
     """A group's accuracy beside its batch-1 speed; None without either."""
-    found = group.speed(is_short)
+    found = group.speed(SHORT)
     return _row(group, found) if found or group.accuracy else None
 
 
@@ -147,27 +154,12 @@ def _row(group: Group, speed: Result | None) -> Row:
     return Row.of(speed, group.accuracy, of=group.any, names=group.names)
 
 
-def _long_plans(groups: list[Group]) -> list[TablePlan]:
-    """Long-context tables, the longest first."""
-    lengths = {k for group in groups for result in group.results if (k := context_k(result))}
-    plans = []
-    for k in sorted(lengths, reverse=True):
-        is_wanted = partial(has_context, k=k)
-        rows = [_row(group, found) for group in groups if (found := group.speed(is_wanted))]
-        intro = f"**Batch 1, prefill {k * 1024} tokens, {TABLE_GENERATED_TOKENS} generated.**"
-        table = row.table_of(_LONG_COLUMNS, rows)
-        plans.append(TablePlan(2, f"Long-context ({k}K Tokens)", intro, table))
-    return plans
-
-
-def _batch_plans(groups: list[Group]) -> list[TablePlan]:
-    rows = [_row(group, found) for group in groups if (found := group.speed(is_batch_32))]
-    intro = (
-        f"**Batch 32 (per DP group), {_SHORT}.** The average TTFT is the prefill of all users, one "
-        "after another, divided by 32."
-    )
-    table = row.table_of(_BATCH_COLUMNS, rows)
-    return [TablePlan(2, "Short-Context, Batch-32", intro, table)] if rows else []
+def _speed_plan(
+    groups: list[Group], table: SpeedTable, *, columns: Sequence[str], title: str, intro: str
+) -> TablePlan | None:
+    """The groups' speeds of a table; None without any."""
+    rows = [_row(group, found) for group in groups if (found := group.speed(table))]
+    return TablePlan(2, title, intro, row.table_of(columns, rows)) if rows else None
 
 
 def _contract_plans(groups: list[Group]) -> list[TablePlan]:
@@ -203,46 +195,47 @@ def _precision_plans(groups: list[Group]) -> list[TablePlan]:
     """
     printed = [group for group in groups if _perf_row(group)]
     titles = titles_of([result for group in printed for result in group.results])
-    sections: dict[str, _PrecisionSection] = {}
+    sections: dict[str, list[tuple[Group, Result]]] = {}
     for group in printed:
         for result in sorted(group.results, key=lambda result: result.precision_name):
-            title = titles[result.heading]
-            section = sections.setdefault(title, _PrecisionSection(title, result.heading))
-            section.names.add(result.precision_name)
-            members = section.groups if titles[group.heading] == title else section.visitors
-            if group not in members:
-                members.append(group)
-    return [each.plan(titles) for each in sorted(sections.values(), key=lambda s: min(s.names))]
+            sections.setdefault(titles[result.heading], []).append((group, result))
+    first_names = {
+        title: min(result.precision_name for _, result in members)
+        for title, members in sections.items()
+    }
+    return [
+        _precision_plan(title, sections[title], titles)
+        for title in sorted(sections, key=lambda title: first_names[title])
+    ]
 
 
-@dataclass(slots=True)
-class _PrecisionSection:
-    """A section being filled: ``groups`` have their row here, ``visitors`` elsewhere."""
+def _precision_plan(
+    title: str, members: Sequence[tuple[Group, Result]], titles: Mapping[str, str]
+) -> TablePlan:
+    """A section of the results whose heading has this title, each with its group."""
+    intro = f"Precision {listed(sorted({result.precision_name for _, result in members}))}."
+    if num_rules := count_layer_rules(members[0][1].heading):
+        intro += f" {num_rules} layer rule{'s' if num_rules > 1 else ''}"
+        path = linked_file(title)
+        intro += "." if path is None else f": [{path}]({path})."
+    groups = list({id(group): group for group, _ in members}.values())
+    own = [group for group in groups if titles[group.heading] == title]
+    sentences = tuple(
+        _visitor_sentence(group, [r for r in group.results if titles[r.heading] == title])
+        for group in groups
+        if titles[group.heading] != title
+    )
+    plan = _perf_plan(sorted(own, key=row_order), title=title, intro=intro)
+    if plan is None or plan.table is None:
+        return TablePlan(2, title, "\n\n".join((intro, *sentences)))
+    return replace(plan, table=replace(plan.table, notes=plan.table.notes + sentences))
 
-    title: str
-    heading: str
-    names: set[str] = field(default_factory=set)
-    groups: list[Group] = field(default_factory=list)
-    visitors: list[Group] = field(default_factory=list)
 
-    def plan(self, titles: Mapping[str, str]) -> TablePlan:
-        intro = f"Precision {listed(sorted(self.names))}."
-        if num_rules := count_layer_rules(self.heading):
-            intro += f" {num_rules} layer rule{'s' if num_rules > 1 else ''}"
-            path = linked_file(self.title)
-            intro += "." if path is None else f": [{path}]({path})."
-        sentences = tuple(self._sentence(group, titles) for group in self.visitors)
-        plan = _perf_plan(sorted(self.groups, key=row_order), title=self.title, intro=intro)
-        if plan is None or plan.table is None:
-            return TablePlan(2, self.title, "\n\n".join((intro, *sentences)))
-        table = replace(plan.table, notes=plan.table.notes + sentences)
-        return replace(plan, table=table)
-
-    def _sentence(self, group: Group, titles: Mapping[str, str]) -> str:
-        names = {r.precision_name for r in group.results if titles[r.heading] == self.title}
-        come, stand = ("comes", "stands") if len(names) == 1 else ("come", "stand")
-        return (
-            f"On {row.device_text(group.any)}, {row.model_text(group.any)}, "
-            f"{listed(sorted(names))} {come} to the same numbers as `{group.names[0]}` and "
-            f"{stand} in its row."
-        )
+def _visitor_sentence(group: Group, visitors: Sequence[Result]) -> str:
+    """What a section says of results whose row stands in another one."""
+    names = sorted({result.precision_name for result in visitors})
+    come, stand = ("comes", "stands") if len(names) == 1 else ("come", "stand")
+    return (
+        f"On {row.device_text(group.any)}, {row.model_text(group.any)}, {listed(names)} {come} to "
+        f"the same numbers as `{group.names[0]}` and {stand} in its row."
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from tilewright.compiler.bench import perf_md
 from tilewright.compiler.bench.perf_md import Document, PerfRow, Section
 from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.selection import context_k, is_batch_32, is_short
+from tilewright.compiler.bench.selection import BATCH_32, SHORT, speed_table
 
 TABLES = Path(__file__).parent / "published" / "tenstorrent.md"
 
@@ -33,11 +33,12 @@ def published_row(result: Result) -> PerfRow | None:
 def _section(result: Result) -> Section | None:
     document = published_tables()
     is_performance = result.precision_name == "performance"
-    if is_batch_32(result):
+    table = speed_table(result)
+    if table == BATCH_32:
         return document.find("batch_32") if is_performance else None
-    if k := context_k(result):
-        return document.find("long_context", context_k=k) if is_performance else None
-    if not (is_short(result) or result.accuracy is not None):
+    if isinstance(table, int):
+        return document.find("long_context", context_k=table) if is_performance else None
+    if table != SHORT and result.accuracy is None:
         return None
     if result.precision_name in ("performance", "accuracy"):
         return document.find("performance" if is_performance else "accuracy")

@@ -20,6 +20,11 @@ from tilewright.compiler.devices import BOARDS
 # An oracle and a test double make no claim of speed, and the oracle's accuracy is 100 % by nature.
 UNPRINTED_TARGETS = ("reference", "null")
 
+SHORT, BATCH_32 = "short", "batch_32"
+SpeedTable = str | int
+"""A table that a speed may stand in: `SHORT`, one user with a short prompt, as in the Performance
+and Accuracy tables; `BATCH_32`; or K, the long-context table of K * 1,024 tokens."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -48,9 +53,15 @@ class Group:
         found = _newest(r for r in self.results if _has_accuracy(r))
         return found.accuracy if found else None
 
-    def speed(self, is_wanted: Callable[[Result], bool]) -> Result | None:
-        """The newest result of a wanted kind."""
-        return _newest(result for result in self.results if is_wanted(result))
+    def speed(self, table: SpeedTable) -> Result | None:
+        """The newest result whose speed is one of a table."""
+        return _newest(result for result in self.results if speed_table(result) == table)
+
+
+def context_lengths(groups: Iterable[Group]) -> list[int]:
+    """The K of every long-context table that the groups have results for, ascending."""
+    found = {speed_table(result) for group in groups for result in group.results}
+    return sorted(table for table in found if isinstance(table, int))
 
 
 def unplaced(results: Iterable[Result]) -> list[Result]:
@@ -75,7 +86,7 @@ def told_apart(results: list[Result]) -> list[Result]:
     """
     rows: dict[tuple[str, str], dict[_Machine, set[object]]] = {}
     last: dict[_Machine, datetime] = {}
-    timed = [r for r in results if r.kind == "measured" and _is_speed(r)]
+    timed = [r for r in results if r.kind == "measured" and speed_table(r) is not None]
     for r in timed:
         machines = rows.setdefault((r.device, r.target), {})
         machines.setdefault(_machine(r), set()).add(_row(r))
@@ -170,11 +181,7 @@ def is_placed(result: Result) -> bool:
     """Whether a result belongs to some table."""
     if result.target in UNPRINTED_TARGETS or result.compute != "fast":
         return False
-    return _is_speed(result) or _has_accuracy(result)
-
-
-def _is_speed(result: Result) -> bool:
-    return is_short(result) or is_batch_32(result) or context_k(result) is not None
+    return speed_table(result) is not None or _has_accuracy(result)
 
 
 def _has_accuracy(result: Result) -> bool:
@@ -188,35 +195,14 @@ def is_board(result: Result) -> bool:
     return result.target in BOARDS and result.kind in ("emulated", "predicted")
 
 
-def is_short(result: Result) -> bool:
-    """Whether its speed is one of the Performance and Accuracy tables."""
-    return result.batch == 1 and _has_table_lengths(result)
-
-
-def is_batch_32(result: Result) -> bool:
-    """Whether its speed is one of the Batch-32 table."""
-    return result.batch == 32 and _has_table_lengths(result)
-
-
-def _has_table_lengths(result: Result) -> bool:
-    lengths = result.prompt_length, result.num_generated
-    return lengths == (TABLE_PROMPT_LENGTH, TABLE_GENERATED_TOKENS) and _has_speed(result)
-
-
-def context_k(result: Result) -> int | None:
-    """The K of a long-context result: its prompt is exactly that many times 1,024 tokens."""
+def speed_table(result: Result) -> SpeedTable | None:
+    """The table that a result's speed is one of, by its batch and lengths; None where there is no
+    such table, and where tokens were drawn, for choosing among others takes time of its own.
+    """
+    has_speed = result.decode_tsu is not None or result.ttft_ms is not None
+    if result.sampling or not has_speed or result.num_generated != TABLE_GENERATED_TOKENS:
+        return None
+    if result.prompt_length == TABLE_PROMPT_LENGTH:
+        return {1: SHORT, 32: BATCH_32}.get(result.batch)
     k, rest = divmod(result.prompt_length, 1024)
-    is_long = k > 0 and rest == 0 and result.num_generated == TABLE_GENERATED_TOKENS
-    return k if is_long and result.batch == 1 and _has_speed(result) else None
-
-
-def has_context(result: Result, *, k: int) -> bool:
-    """Whether it is a long-context result of so many K."""
-    return context_k(result) == k
-
-
-def _has_speed(result: Result) -> bool:
-    """Tables are of the likeliest tokens: choosing among others takes time of its own."""
-    if result.sampling:
-        return False
-    return result.decode_tsu is not None or result.ttft_ms is not None
+    return k if k > 0 and rest == 0 and result.batch == 1 else None

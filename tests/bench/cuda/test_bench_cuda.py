@@ -41,7 +41,7 @@ from tilewright.compiler.bench.perf_tables import render_results
 from tilewright.compiler.bench.record import Ceilings, Repeat
 from tilewright.compiler.bench.results import read
 from tilewright.compiler.bench.roofline import Work
-from tilewright.compiler.bench.selection import context_k, is_batch_32, is_short
+from tilewright.compiler.bench.selection import BATCH_32, SHORT, speed_table
 from tilewright.compiler.bench.timing import Run
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
 from tilewright.compiler.targets.base import Executable, StepInput
@@ -213,8 +213,8 @@ def test_rows_are_measured_printed_and_kept(
     found = read(results)
     assert [result.batch for result in found] == [1, 8, 32, 1], "a shared run is kept once"
     one, eight, many, long = found
-    assert is_short(one) and is_batch_32(many) and context_k(long) == 2
-    assert not is_short(eight) and eight.case == "performance-ci-1*"
+    assert [speed_table(each) for each in (one, many, long)] == [SHORT, BATCH_32, 2]
+    assert speed_table(eight) is None and eight.case == "performance-ci-1*"
     assert all(result.weights == "random" and len(result.repeats) == 2 for result in found)
     assert all(result.peak_memory_bytes is None and result.accuracy is None for result in found)
     assert (one.context, long.context) == (328, 2248)
