@@ -82,26 +82,14 @@ class Case:
         """Whether the prompts are questions to answer, not tokens cut from a text."""
         return self.prompt_length is None
 
-
-@dataclass(frozen=True, slots=True)
-class Requirements:
-    """What a case asks for: positions of context for each user, and replicas of the model."""
-
-    context: int
-    data_parallel: int
-
-
-def requirements(case: Case) -> Requirements:
-    """The context (in tokens, for one user) and the replicas that `case` needs.
-
-    A natural prompt counts as `NATURAL_PROMPT_LENGTH`; its true length is checked when it is
-    tokenized.
-    """
-    prompt_length = NATURAL_PROMPT_LENGTH if case.prompt_length is None else case.prompt_length
-    context = prompt_length + case.max_generated_tokens
-    if case.token_accuracy:
-        context = max(context, ACCURACY_CONTEXT)
-    return Requirements(context, case.data_parallel)
+    @property
+    def context(self) -> int:
+        """Positions that one user needs. A natural prompt counts as `NATURAL_PROMPT_LENGTH`: its
+        true length is checked when it is tokenized.
+        """
+        prompt_length = self.prompt_length or NATURAL_PROMPT_LENGTH
+        needed = prompt_length + self.max_generated_tokens
+        return max(needed, ACCURACY_CONTEXT) if self.token_accuracy else needed
 
 
 def check_case(case: Case, *, max_context: int, max_data_parallel: int) -> None:
@@ -114,15 +102,14 @@ def check_case(case: Case, *, max_context: int, max_data_parallel: int) -> None:
     Raises:
         ConfigError: naming what is needed and what there is.
     """
-    needed = requirements(case)
-    if needed.context > max_context:
+    if case.context > max_context:
         raise ConfigError(
-            f"case {case.name!r} needs a context of {needed.context} tokens; "
+            f"case {case.name!r} needs a context of {case.context} tokens; "
             f"allowed by this model: {max_context} or fewer"
         )
-    if needed.data_parallel > max_data_parallel:
+    if case.data_parallel > max_data_parallel:
         raise ConfigError(
-            f"case {case.name!r} needs {needed.data_parallel} replicas (data parallel); "
+            f"case {case.name!r} needs {case.data_parallel} replicas (data parallel); "
             f"allowed by this device: {max_data_parallel} or fewer"
         )
 

@@ -7,23 +7,23 @@ of tokenizers; where lengths matter it works on token ids it is handed.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
-from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.errors import ConfigError, allowed, one_line
 from tilewright.compiler.files import open_regular
 
 MAX_FILE_BYTES = 16 * 2**20
 MAX_TEXT_BYTES = 2**20
 """Of a user's text for accuracy: a thousand times what is read of it at the least."""
-_KEYS = ("prompt", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,19 @@ class Prompt:
 
     text: str
     max_tokens: int | None = None
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt as a file has it; 0 stands for a bound that is not given."""
+
+    prompt: Annotated[str, msgspec.Meta(pattern=r"\S")]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 0
+
+
+_ENTRIES: msgspec.json.Decoder[list[_Entry]] = msgspec.json.Decoder(
+    Annotated[list[_Entry], msgspec.Meta(min_length=1)]  # type: ignore[arg-type]
+)
+_ENTRIES_FORM = "a list of objects with prompt, some text, and at will max_tokens, 1 or more"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,25 +73,15 @@ def accuracy_text(name_or_path: str = ACCURACY_TEXT) -> AccuracyText:
     name = name_or_path.replace("_", "-")
     if name in files:
         return AccuracyText(name, bench_text(files[name]))
-    place = f"accuracy text {name_or_path[:200]!r}"
-    try:
-        with open_regular(Path(name_or_path)) as file:
-            data = file.read(MAX_TEXT_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise ConfigError(
-            f"{place}: {reason}; {allowed(sorted(files))}, or the path of a UTF-8 text file"
-        ) from None
-    if len(data) > MAX_TEXT_BYTES:
-        raise ConfigError(f"{place} is too large; allowed: {MAX_TEXT_BYTES} bytes or fewer")
-    try:
-        content = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{place} is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text"
-        ) from None
+    content = _read_text(
+        Path(name_or_path),
+        f"accuracy text {name_or_path[:200]!r}",
+        limit=MAX_TEXT_BYTES,
+        options=f"{allowed(sorted(files))}, or the path of a UTF-8 text file",
+    )
     stem = re.sub(r"[^\w.-]+", "-", Path(name_or_path).stem)[:40]
-    return AccuracyText(f"{stem}-{hashlib.sha256(data).hexdigest()[:8]}", content)
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    return AccuracyText(f"{stem}-{digest[:8]}", content)
 
 
 def sample_prompts_dir() -> Path:
@@ -139,67 +142,33 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         ConfigError: when the file is missing, over `MAX_FILE_BYTES`, no UTF-8, no JSON, or has an
             entry of another shape; the message names the file and the entry.
     """
-    path = Path(path)
-    entries = _parse(path, _read_text(path))
-    if not isinstance(entries, list) or not entries:
-        found = "an empty list" if entries == [] else type(entries).__name__
-        raise ConfigError(f"prompts file {str(path)!r} holds {found}; allowed: a list of objects")
-    return [
-        _prompt(entry, f"prompts file {str(path)!r}, entry {i}") for i, entry in enumerate(entries)
-    ]
-
-
-def _read_text(path: Path) -> str:
-    name = f"prompts file {str(path)!r}"
+    place = f"prompts file {str(path)!r}"
+    options = "allowed: a JSON file of prompts"
+    text = _read_text(Path(path), place, limit=MAX_FILE_BYTES, options=options)
     try:
-        if not path.is_file():
-            problem = "is not a file" if path.exists() else "does not exist"
-            raise ConfigError(f"{name} {problem}; allowed: a JSON file of prompts")
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{name} is too large; allowed: {MAX_FILE_BYTES} bytes or fewer")
+        entries = _ENTRIES.decode(text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{place}: {one_line(error)}; allowed: {_ENTRIES_FORM}") from None
+    return [Prompt(entry.prompt, entry.max_tokens or None) for entry in entries]
+
+
+def _read_text(path: Path, place: str, *, limit: int, options: str) -> str:
+    """A file of so many bytes of UTF-8 at most; ``options``: what is allowed where there is none.
+
+    Raises:
+        ConfigError: beginning with ``place``.
+    """
+    try:
+        with open_regular(path) as file:
+            data = file.read(limit + 1)
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ConfigError(f"{place}: {reason}; {options}") from None
+    if len(data) > limit:
+        raise ConfigError(f"{place} is too large; allowed: {limit} bytes or fewer")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{name} is not valid UTF-8 at byte {error.start}") from None
-
-
-def _parse(path: Path, text: str) -> object:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"line {error.lineno}, column {error.colno}"
         raise ConfigError(
-            f"prompts file {str(path)!r} is not valid JSON at {place}: {error.msg}"
+            f"{place} is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text"
         ) from None
-    except (RecursionError, ValueError):
-        raise ConfigError(
-            f"prompts file {str(path)!r} is not valid JSON: nested too deep or a number too long"
-        ) from None
-
-
-def _prompt(entry: object, place: str) -> Prompt:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{place} is {type(entry).__name__}; allowed: an object")
-    unknown = [key for key in entry if key not in _KEYS]
-    if unknown:
-        raise ConfigError(
-            f"{place}: unknown key {reprlib.repr(unknown[0])}; {allowed(_KEYS, unknown[0])}"
-        )
-    text = entry.get("prompt")
-    if not isinstance(text, str):
-        found = type(text).__name__ if "prompt" in entry else "missing"
-        raise ConfigError(f"{place}: prompt is {found}; allowed: a string")
-    if not text.strip():
-        raise ConfigError(f"{place}: prompt is empty; allowed: a string with text")
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise ConfigError(f"{place}: prompt holds half a surrogate pair; allowed: valid Unicode")
-    max_tokens = entry.get("max_tokens")
-    if "max_tokens" in entry and (type(max_tokens) is not int or max_tokens < 1):
-        raise ConfigError(
-            f"{place}: max_tokens {reprlib.repr(max_tokens)}; allowed: an integer of 1 or more"
-        )
-    return Prompt(text, max_tokens)

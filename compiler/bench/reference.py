@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -66,21 +67,6 @@ class Reference:
         body = dataclasses.asdict(self)
         del body["versions"]
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:12]
-
-
-class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A reference as its file holds it."""
-
-    id: str
-    subject: Subject
-    prefill: int
-    tokens: tuple[int, ...]
-    guesses: tuple[tuple[int, ...], ...]
-    margins: tuple[float, ...]
-    versions: dict[str, str]
-
-
-_DECODER: msgspec.json.Decoder[_Stored] = msgspec.json.Decoder(_Stored)
 
 
 def text_tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
@@ -150,13 +136,14 @@ def load_reference(path: Path, subject: Subject) -> Reference:
         ConfigError: when it is damaged.
     """
     try:
-        stored = _DECODER.decode(read_regular(path))
-        fields = {each.name: getattr(stored, each.name) for each in dataclasses.fields(Reference)}
-        reference = Reference(**fields)
-        damaged = reference.id != stored.id
+        values = msgspec.json.decode(read_regular(path), type=dict[str, Any])
+        stored_id = values.pop("id", None)
+        if values.keys() != {field.name for field in dataclasses.fields(Reference)}:
+            raise ValueError("other fields")
+        reference = msgspec.convert(values, Reference)
     except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ConfigError(f"{path}: not a reference file ({type(error).__name__})") from None
-    if damaged:
+    if reference.id != stored_id:
         raise ConfigError(f"{path}: the reference file is damaged (its id does not match)")
     for field in dataclasses.fields(Subject):
         found, wanted = getattr(reference.subject, field.name), getattr(subject, field.name)

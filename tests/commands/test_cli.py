@@ -106,7 +106,7 @@ BAD = {
     "target": (["--target", "gpu"], "unknown target 'gpu'; allowed: reference, null, cpu"),
     "precision": (["--precision", "bfp9"], "bfp9"),
     "prompt": (["--prompt", " \n"], "the prompt is empty; allowed: some text"),
-    "file": (["--input-prompts", "/no/such"], "prompts file '/no/such' does not exist"),
+    "file": (["--input-prompts", "/no/such"], "prompts file '/no/such': No such file"),
     "results": (["--results", "/proc/1/x"], "results file /proc/1/x: "),
 }
 
@@ -130,7 +130,7 @@ def test_the_demo_refuses_in_one_line(name: str) -> None:
         (["--case", b"\xff"], b"", "unknown case '\\udcff'"),
         (["--model", b"/\xff"], b"", "no such file or folder"),
         (["--precision", b"\xff"], b"", "\\udcff"),
-        (["--input-prompts", b"/\xff"], b"", "does not exist"),
+        (["--input-prompts", b"/\xff"], b"", "No such file"),
     ],
 )
 def test_bytes_that_are_no_text(argv: list[str | bytes], stdin: bytes, message: str) -> None:
