@@ -22,8 +22,12 @@ _RECORDED_NAMES = ("cpu.jsonl", "h200.jsonl", "boards.jsonl")
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
     parser = Parser(prog="tilewright perf", description="Render PERF.md's tables from results.")
-    parser.add_argument("--results", default=RECORDED, metavar="FILE", help="JSON lines")
-    parser.add_argument("--output", default="PERF.md", metavar="FILE", help="the file to update")
+    parser.add_argument(
+        "--results", default=RECORDED, metavar="FILE", help=f"JSON lines (default: {RECORDED})"
+    )
+    parser.add_argument(
+        "--output", default="PERF.md", metavar="FILE", help="the file to update (default: PERF.md)"
+    )
     arguments = parser.parse_args(argv)
     path = Path(arguments.results)
     results = [*read(path), *read_beside(path)]

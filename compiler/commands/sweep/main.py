@@ -28,7 +28,7 @@ _LEGEND = (
 )
 _KEYS = (
     "Keys: c cells or configurations, s (or a click on a column's title) sort, S reverse, "
-    "m Markdown, p the front, Enter the log, x cancel, r restart, q or Escape back."
+    "m Markdown, p the front, Enter the log, x cancel, r restart, Escape back, q back or quit."
 )
 
 

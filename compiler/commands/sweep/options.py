@@ -78,42 +78,65 @@ class SweepOptions:
     plan: str
     asked: dict[str, str]
     models: tuple[str, ...] = option(
-        "as tilewright run (smollm2)", group=_WHAT, nargs="+", metavar="PATH"
+        "as tilewright run (default: smollm2)", group=_WHAT, nargs="+", metavar="PATH"
     )
     targets: tuple[str, ...] = option("default: cpu", group=_WHAT, nargs="+", metavar="NAME")
     devices: tuple[str, ...] = option(
         "default: each target's own", group=_WHAT, nargs="+", metavar="NAME"
     )
     precisions: tuple[str, ...] = option(
-        "as tilewright run; beside a plan's own", group=_WHAT, nargs="+", metavar="NAME"
+        "as tilewright run, beside a plan's own (default: none)",
+        group=_WHAT,
+        nargs="+",
+        metavar="NAME",
     )
     cases: tuple[str, ...] | None = option(
-        "see tilewright run --list", group=_WHAT, nargs="+", metavar="NAME"
+        "see tilewright run --list (default: the plan's)", group=_WHAT, nargs="+", metavar="NAME"
     )
-    rounds: int = option("of every speed case (3)", group=_WHAT, type=integer(1, 10_000))
+    rounds: int = option("of every speed case (default: 3)", group=_WHAT, type=integer(1, 10_000))
     compute: str = option("default: fast", group=_WHAT, choices=("fast", "exact"))
-    threads: int | None = option("of a speed cell", group=_WHAT, type=integer(1, 1024))
-    accuracy_text: str | None = option("as tilewright run", group=_WHAT, metavar="TEXT")
-    base: str = option("what others are compared with (bf16)", group=_WHAT, metavar="NAME")
+    threads: int | None = option(
+        "of a speed cell (default: all cores)", group=_WHAT, type=integer(1, 1024)
+    )
+    accuracy_text: str | None = option(
+        "as tilewright run (default: accuracy)", group=_WHAT, metavar="TEXT"
+    )
+    base: str = option("what others are compared with (default: bf16)", group=_WHAT, metavar="NAME")
     levels: tuple[Level, ...] = option(
-        f"what parts are lowered to (sensitivity: bfp8; search: {' '.join(DEFAULT_LEVELS)})",
+        f"what parts are lowered to (default: sensitivity bfp8; search {' '.join(DEFAULT_LEVELS)})",
         group=_WHAT,
         nargs="+",
         metavar="FORMAT[:FIDELITY]",
     )
-    min_top1: float | None = option("95", group=_SEARCH, type=real(0, 100), metavar="PERCENT")
+    min_top1: float | None = option(
+        "such as 95 (default: no bound)", group=_SEARCH, type=real(0, 100), metavar="PERCENT"
+    )
     max_kl: float | None = option(
-        "from fp32: 0.01", group=_SEARCH, type=real(0, 100), metavar="NATS"
+        "from fp32, such as 0.01 (default: no bound)",
+        group=_SEARCH,
+        type=real(0, 100),
+        metavar="NATS",
     )
-    max_bytes: int | None = option("of the weights: 1.2GB, 300MB", group=_SEARCH, metavar="SIZE")
+    max_bytes: int | None = option(
+        "of the weights, such as 1.2GB or 300MB (default: no bound)", group=_SEARCH, metavar="SIZE"
+    )
     sensitivities: Path | None = option(
-        "a sensitivity sweep", "--from", group=_SEARCH, metavar="FILE"
+        "a sensitivity sweep (default: the usual one, where it fits, else measured first)",
+        "--from",
+        group=_SEARCH,
+        metavar="FILE",
     )
-    held_out: str = option("confirm on this (held-out)", group=_SEARCH, metavar="TEXT")
+    held_out: str = option("confirm on this (default: held-out)", group=_SEARCH, metavar="TEXT")
     output: Path | None = option(
-        "where the winner is written", "-o", "--output", group=_SEARCH, metavar="YAML"
+        "where the winner is written (default: beside the sweep's file)",
+        "-o",
+        "--output",
+        group=_SEARCH,
+        metavar="YAML",
     )
-    results: Path = option(f"default: {DEFAULT_FOLDER / 'PLAN'}.jsonl", group=_RUN, metavar="FILE")
+    results: Path = option(
+        f"default: {DEFAULT_FOLDER / 'PLAN'}.jsonl; of a YAML, its name", group=_RUN, metavar="FILE"
+    )
     resume: bool = option("go on with what is there", group=_RUN, default=False)
     other_code: str | None = option(
         "what becomes of figures that other code than this measured",
@@ -123,16 +146,18 @@ class SweepOptions:
     dry_run: bool = option("print the cells' bytes and time", group=_RUN, default=False)
     yes: bool = option("also a very large plan", group=_RUN, default=False)
     jobs: int = option(
-        "accuracy cells side by side (1)", group=_RUN, default=1, type=integer(1, 256)
+        "accuracy cells side by side (default: 1)", group=_RUN, default=1, type=integer(1, 256)
     )
     timeout_s: float = option(
-        f"of a cell, in seconds ({_TIMEOUT:.0f}; emulated boards {_BOARD_TIMEOUT:.0f})",
+        f"of a cell, in seconds (default: {_TIMEOUT:.0f}; emulated boards {_BOARD_TIMEOUT:.0f})",
         "--timeout",
         group=_RUN,
         type=real(0, 1e7, above=True),
         metavar="S",
     )
-    memory: int | None = option("that a cell may allocate: 8GB", group=_RUN, metavar="SIZE")
+    memory: int | None = option(
+        "that a cell may allocate, such as 8GB (default: no limit)", group=_RUN, metavar="SIZE"
+    )
 
 
 def parser(plan: str) -> argparse.ArgumentParser:
@@ -155,7 +180,8 @@ def read_options(argv: Sequence[str]) -> SweepOptions:
     arguments = vars(parser(plan).parse_args(rest))
     if not first.startswith("-") and first not in PLANS:
         arguments = _with_grid(arguments, Path(first))
-    return _checked(plan, arguments)
+    name = plan if first in PLANS or first.startswith("-") else Path(first).stem
+    return _checked(plan, arguments, name=name)
 
 
 def _with_grid(arguments: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -187,31 +213,32 @@ def _from_yaml(key: str, value: object, *, place: str) -> object:
         raise ConfigError(f"{place}: {error}") from None
 
 
-def _checked(plan: str, given: Mapping[str, Any]) -> SweepOptions:
+def _checked(plan: str, given: Mapping[str, Any], *, name: str) -> SweepOptions:
+    """``name``: of the sweep's file, where none is given."""
     found: dict[str, Any] = {field.name: given.get(field.name) for field in fields(SweepOptions)}
-    for name in (*LISTS, *_USUAL):
-        value = found[name] or _USUAL.get(name)
-        found[name] = tuple(value) if name in LISTS and value is not None else value
-    for name in found["cases"] or ():
-        _ = CASES[name]
-    for name in (*found["precisions"], found["base"]):
-        load_precision(name)
+    for key in (*LISTS, *_USUAL):
+        value = found[key] or _USUAL.get(key)
+        found[key] = tuple(value) if key in LISTS and value is not None else value
+    for case in found["cases"] or ():
+        _ = CASES[case]
+    for precision in (*found["precisions"], found["base"]):
+        load_precision(precision)
     for text in filter(None, (found["accuracy_text"], given.get("held_out"))):
         accuracy_text(text)
     if not found["resume"]:
         _check_asked(plan, found)
     usual_levels = DEFAULT_LEVELS if plan == "search" else ("bfp8",)
     has_board = any(target in BOARDS for target in found["targets"])
-    for name in ("sensitivities", "output"):
-        found[name] = None if found[name] is None else Path(found[name])
-    for name in ("max_bytes", "memory"):
-        option_name = "--" + name.replace("_", "-")
-        found[name] = None if found[name] is None else _size(option_name, found[name])
+    for key in ("sensitivities", "output"):
+        found[key] = None if found[key] is None else Path(found[key])
+    for key in ("max_bytes", "memory"):
+        option_name = "--" + key.replace("_", "-")
+        found[key] = None if found[key] is None else _size(option_name, found[key])
     found |= {
         "plan": plan,
         "asked": _asked(given),
         "levels": tuple(map(Level.parse, found["levels"] or usual_levels)),
-        "results": Path(found["results"] or DEFAULT_FOLDER / f"{plan}.jsonl"),
+        "results": Path(found["results"] or DEFAULT_FOLDER / f"{name}.jsonl"),
         "jobs": min(found["jobs"], os.cpu_count() or 1),
         "timeout_s": found["timeout_s"] or (_BOARD_TIMEOUT if has_board else _TIMEOUT),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -263,7 +264,7 @@ def say_result(journal: Journal) -> int:
         f"{journal.path}: {done} of {len(state.cells)} cells done"
         + (f", {failed} failed" if failed else "")
         + (f", {cancelled} cancelled" if cancelled else "")
-        + f"; tables: tilewright sweep export {journal.path}",
+        + f"; tables: tilewright sweep export {shlex.quote(str(journal.path))}",
         soft_wrap=True,
     )
     return EXIT_FAILED_CELLS if failed else 0

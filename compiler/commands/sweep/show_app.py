@@ -57,7 +57,8 @@ class SweepScreen(Screen[None]):
         Binding("p", "front", "front"),
         Binding("x", "ask('cancel')", "cancel"),
         Binding("r", "ask('restart')", "restart"),
-        Binding("q,escape", "app.quit", "quit", key_display="q"),
+        Binding("escape", "back", "back", show=False),
+        Binding("q", "app.quit", "quit"),
     ]
 
     def __init__(self, journal: Journal) -> None:
@@ -177,6 +178,11 @@ class SweepScreen(Screen[None]):
         """Cells or configurations."""
         self.shows_cells = not self.shows_cells
         self._redo()
+
+    def action_back(self) -> None:
+        """From cells to configurations; where there is nothing to go back to, nothing."""
+        if self.shows_cells:
+            self.action_toggle_cells()
 
     def action_sort(self) -> None:
         """By the next column; after the last one in the order of the plan."""

@@ -140,6 +140,23 @@ def test_results_lie_in_one_folder_by_default() -> None:
     assert read_options(["--precisions", "all-q80"]).results.name == "grid.jsonl"
 
 
+def test_a_grid_of_a_yaml_is_kept_under_its_name(tmp_path: Path) -> None:
+    """Two grids would else want the same file."""
+    (tmp_path / "my.nightly.yaml").write_text("precisions: all-q80\n")
+    found = read_options([str(tmp_path / "my.nightly.yaml")])
+    assert found.results == options.DEFAULT_FOLDER / "my.nightly.jsonl" and found.plan == "grid"
+    other = read_options([str(tmp_path / "my.nightly.yaml"), "--results", "here.jsonl"])
+    assert other.results == Path("here.jsonl")
+
+
+@pytest.mark.parametrize("plan", options.PLANS)
+def test_the_help_says_what_every_default_is(plan: str) -> None:
+    """Or that there is none: an example in a default's place reads like one."""
+    switches = ("help", "resume", "other_code", "dry_run", "yes")
+    for action in options.parser(plan)._actions:
+        assert action.dest in switches or "default: " in (action.help or ""), action.dest
+
+
 @pytest.mark.parametrize(
     "argv",
     [

@@ -234,7 +234,19 @@ def test_an_empty_sweep_has_nothing_to_do(tmp_path: Path) -> None:
     assert journal.path.read_bytes() == before
 
 
-@pytest.mark.parametrize("key", ["q", "escape", "ctrl+c"])
+def test_escape_goes_back_and_never_quits(journal: Journal) -> None:
+    async def script(pilot: Pilot[None], app: SweepApp) -> None:
+        await press(pilot, "c")
+        assert app.table_screen.shows_cells
+        await press(pilot, "escape")
+        assert not app.table_screen.shows_cells
+        await press(pilot, "escape", "p", "escape", "escape", "escape")
+        assert not app._exit and app.screen is app.table_screen
+
+    drive(journal, script)
+
+
+@pytest.mark.parametrize("key", ["q", "ctrl+c"])
 def test_keys_that_quit(key: str, journal: Journal) -> None:
     async def script(pilot: Pilot[None], app: SweepApp) -> None:
         assert not app._exit
