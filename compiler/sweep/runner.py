@@ -1,65 +1,74 @@
 """Runs what is left of a sweep: every cell in its own process, in order, some side by side.
 
-Speed cells have the machine to themselves. Knows nothing of what the figures mean.
+Speed cells have the machine to themselves. A cell that crashes, hangs or runs out of memory costs
+itself alone, and never outlives its sweep. Knows nothing of what the figures mean.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from tilewright.compiler.bench.json_lines import is_json
+from tilewright.compiler.bench.results import loads
+from tilewright.compiler.child import PYTHON, Child, Ended
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.environment import now
+from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.journal import Added, CellState, Finished, Journal, Started
-from tilewright.compiler.sweep.process import CellProcess, Ending
+from tilewright.compiler.sweep.journal import (
+    Added,
+    CellState,
+    Finished,
+    Journal,
+    Outcome,
+    Started,
+)
+
+RUN = (*PYTHON, "-m", "tilewright.compiler.cli", "run")
 
 _LOOK_SECONDS = 0.1
+_MAX_REASON = 300
 
-Launch = Callable[[Cell, Journal, int | None], CellProcess]
-"""Starts a cell: ``(cell, journal, threads)``."""
+Launch = Callable[[Cell, Path, int | None], Child]
+"""Starts a cell: ``(cell, log, threads)``."""
 
 Report = Callable[[Journal], None]
 """Told of every start and end, and several times a second in between."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerOptions:
-    """``jobs``: accuracy cells side by side. ``timeout_s``: of one cell. ``max_bytes``: that a
-    cell may allocate, None for what there is.
+def launcher(*, timeout_s: float, max_bytes: int | None = None) -> Launch:
+    """Starts the demo; ``max_bytes``: of memory that a cell may allocate, None for what there is.
+
+    Raises (when called):
+        ConfigError: where a cell cannot be started.
     """
 
-    jobs: int = 1
-    timeout_s: float = 900.0
-    max_bytes: int | None = None
+    def launch(cell: Cell, log: Path, threads: int | None) -> Child:
+        command, what = [*RUN, *cell.arguments(threads)], f"{log}: a cell"
+        return Child(command, log=log, timeout_s=timeout_s, max_bytes=max_bytes, what=what)
 
-    def launch(self, cell: Cell, journal: Journal, threads: int | None) -> CellProcess:
-        """A cell's process, its log beside the sweep's file."""
-        return CellProcess(
-            cell.arguments(threads),
-            journal.log_path(cell.id),
-            timeout_s=self.timeout_s,
-            max_bytes=self.max_bytes,
-        )
+    return launch
 
 
 class Runner:
-    """Runs the open cells of a journal that this process holds."""
+    """Runs the open cells of a journal that this process holds, ``jobs`` accuracy cells side by
+    side.
+    """
 
     def __init__(
         self,
         journal: Journal,
-        options: RunnerOptions,
+        launch: Launch,
         *,
+        jobs: int = 1,
         report: Report = lambda journal: None,
-        launch: Launch | None = None,
     ) -> None:
         self.journal = journal
-        self._options = options
-        self._report = report
-        self._launch = options.launch if launch is None else launch
-        self._running: dict[str, CellProcess] = {}
+        self._launch, self._jobs, self._report = launch, jobs, report
+        self._running: dict[str, Child] = {}
 
     def measure(self, cells: Sequence[Cell]) -> list[CellState]:
         """Add those that are not there, run whatever is open, give these cells' states."""
@@ -85,8 +94,8 @@ class Runner:
                 time.sleep(_LOOK_SECONDS)
                 self._collect()
         finally:
-            for process in self._running.values():
-                process.stop()
+            for child in self._running.values():
+                child.close()
             self._running.clear()
             self._report(self.journal)
 
@@ -99,49 +108,59 @@ class Runner:
             if not self._has_room(state.cell):
                 return
             self.journal.append(Started(state.cell.id, now()))
-            threads = self._threads(state.cell)
-            self._running[state.cell.id] = self._launch(state.cell, self.journal, threads)
+            log, threads = self.journal.log_path(state.cell.id), self._threads(state.cell)
+            self._running[state.cell.id] = self._launch(state.cell, log, threads)
 
     def _has_room(self, cell: Cell) -> bool:
         kinds = {self.journal.state.cells[each].cell.kind for each in self._running}
         if not kinds:
             return True
         is_shared = kinds == {"accuracy"} and cell.kind == "accuracy"
-        return is_shared and len(self._running) < self._options.jobs
+        return is_shared and len(self._running) < self._jobs
 
     def _threads(self, cell: Cell) -> int | None:
         """The cores are shared out between cells that run side by side; else the run decides."""
-        if cell.kind == "speed" or self._options.jobs == 1:
+        if cell.kind == "speed" or self._jobs == 1:
             return None
-        return max(1, describe_cpu().num_cores // self._options.jobs)
+        return max(1, describe_cpu().num_cores // self._jobs)
 
     def _collect(self) -> None:
-        for cell_id, process in list(self._running.items()):
-            is_cancelled = self.journal.state.cells[cell_id].is_cancel_asked
-            ending = process.stop() if is_cancelled else process.poll()
-            if ending is not None:
+        for cell_id, child in list(self._running.items()):
+            state = self.journal.state.cells[cell_id]
+            is_cancelled = state.is_cancel_asked
+            ended = child.stop() if is_cancelled else child.poll()
+            if ended is not None:
+                end = finished(state.cell, ended, child.output(), is_cancelled=is_cancelled)
                 del self._running[cell_id]
-                cell = self.journal.state.cells[cell_id].cell
-                self.journal.append(_finished(cell_id, _checked(cell, ending)))
+                child.close()
+                self.journal.append(end)
 
 
-def _checked(cell: Cell, ending: Ending) -> Ending:
+def finished(cell: Cell, ended: Ended, output: bytes, *, is_cancelled: bool = False) -> Finished:
+    """What came of a cell whose process has ended; the last line of its output is its record."""
+    last = output.strip().rpartition(b"\n")[2]
+    outcome: Outcome = "failed"
+    reason, result = "", None
+    if is_cancelled or ended.is_timed_out:
+        outcome = "cancelled" if is_cancelled else "timed out"
+        reason = f"after {ended.seconds:.0f} s"
+    elif ended.code == 0 and is_json(last):
+        try:
+            result, outcome = _record(cell, last), "done"
+        except ConfigError as error:
+            reason = str(error)[:_MAX_REASON]
+    else:
+        outcome = "out of memory" if ended.is_out_of_memory else "failed"
+        how = ended.how if ended.code >= 0 else f"killed by {ended.how}"
+        reason = f"{how}: {ended.last or 'said nothing'}"[:_MAX_REASON]
+        reason = reason if reason.isprintable() else repr(reason)
+    seconds = round(ended.seconds, 3)
+    return Finished(cell=cell.id, outcome=outcome, seconds=seconds, reason=reason, result=result)
+
+
+def _record(cell: Cell, line: bytes) -> dict[str, Any]:
     """A result of something else is none: a checkpoint may have been replaced meanwhile."""
-    result = ending.result
-    if result is None or (result.model_hash, result.precision_id) == (
-        cell.model_hash,
-        cell.precision_id,
-    ):
-        return ending
-    reason = "the result is of another model or configuration than was planned"
-    return Ending("failed", ending.seconds, reason)
-
-
-def _finished(cell_id: str, ending: Ending) -> Finished:
-    return Finished(
-        cell=cell_id,
-        outcome=ending.outcome,
-        seconds=round(ending.seconds, 3),
-        reason=ending.reason,
-        result=None if ending.result is None else ending.result.to_dict(),
-    )
+    result = loads(line, place="result")
+    if (result.model_hash, result.precision_id) != (cell.model_hash, cell.precision_id):
+        raise ConfigError("the result is of another model or configuration than was planned")
+    return result.to_dict()

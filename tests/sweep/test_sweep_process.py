@@ -13,30 +13,30 @@ import pytest
 from tests.sweep_cells import cell, speed_result
 from tilewright.compiler import child
 from tilewright.compiler.bench.results import dumps
+from tilewright.compiler.child import Child
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.sweep.process import RUN, CellProcess, Ending
+from tilewright.compiler.sweep import runner
+from tilewright.compiler.sweep.journal import Finished
+from tilewright.compiler.sweep.runner import RUN, finished, launcher
 
-RESULT = speed_result(cell(), [100.0])
+CELL = cell()
+RESULT = speed_result(CELL, [100.0])
 LINE = dumps(RESULT)
-SHELL = ("/bin/sh", "-c")
 
 
-def start(program: str, log: Path, *, timeout_s: float = 60.0, **options: object) -> CellProcess:
-    return CellProcess([program], log, timeout_s=timeout_s, command=SHELL, **options)  # type: ignore[arg-type]
+def start(program: str, log: Path, *, timeout_s: float = 60.0, **options: object) -> Child:
+    command = ("/bin/sh", "-c", program)
+    return Child(command, log=log, timeout_s=timeout_s, **options)  # type: ignore[arg-type]
 
 
-def ended(process: CellProcess) -> Ending:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        ending = process.poll()
-        if ending is not None:
-            return ending
-        time.sleep(0.01)
-    process.stop()
-    raise AssertionError("the process did not end")
+def ended(process: Child) -> Finished:
+    with process:
+        end = process.wait(60)
+        assert end is not None, "the process did not end"
+        return finished(CELL, end, process.output())
 
 
-def printed(text: str | bytes, tmp_path: Path, after: str = "") -> Ending:
+def printed(text: str | bytes, tmp_path: Path, after: str = "") -> Finished:
     """Of a process that prints this."""
     path = tmp_path / "output"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
@@ -45,7 +45,7 @@ def printed(text: str | bytes, tmp_path: Path, after: str = "") -> Ending:
 
 def test_the_last_line_is_the_result(tmp_path: Path) -> None:
     ending = printed(f"Loading...\n{{}}\n\n{LINE}\n", tmp_path)
-    assert (ending.outcome, ending.result, ending.reason) == ("done", RESULT, "")
+    assert (ending.outcome, ending.result, ending.reason) == ("done", RESULT.to_dict(), "")
     assert 0 < ending.seconds < 60
 
 
@@ -112,7 +112,8 @@ def test_a_signal_is_named(number: int, name: str, tmp_path: Path) -> None:
 def test_a_cell_that_is_stopped_was_cancelled(tmp_path: Path) -> None:
     process = start(f"echo '{LINE}'; sleep 600", tmp_path / "x.log")
     assert process.poll() is None
-    ending = process.stop()
+    ending = finished(CELL, process.stop(), process.output(), is_cancelled=True)
+    process.close()
     assert (ending.outcome, ending.result) == ("cancelled", None)
     assert ending.reason.startswith("after ") and ending.seconds < 60
 
@@ -134,9 +135,12 @@ def test_a_cell_that_takes_too_long_is_ended_kindly(
     assert tidied.exists()
 
 
-def test_a_program_that_is_not_there_is_said(tmp_path: Path) -> None:
+def test_a_program_that_is_not_there_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "RUN", (str(tmp_path / "no\n"),))
     with pytest.raises(ConfigError) as caught:
-        CellProcess([], tmp_path / "x.log", timeout_s=1.0, command=(str(tmp_path / "no\n"),))
+        launcher(timeout_s=1.0)(CELL, tmp_path / "x.log", None)
     said = str(caught.value)
     assert "a cell cannot be started (No such file or directory)" in said and said.isprintable()
 

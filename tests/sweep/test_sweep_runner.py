@@ -15,27 +15,23 @@ import pytest
 
 from tests.sweep_cells import accuracy_cell, cell, planned, speed_result
 from tilewright.compiler.bench.results import dumps
+from tilewright.compiler.child import Child
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.journal import Asked, Journal
-from tilewright.compiler.sweep.process import CellProcess
-from tilewright.compiler.sweep.runner import Runner, RunnerOptions
+from tilewright.compiler.sweep.runner import Launch, Runner
+from tilewright.compiler.sweep.runner import launcher as plain_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 Script = Callable[[Cell], str]
 
 
-def launcher(script: Script, *, timeout_s: float = 60.0, max_bytes: int | None = None) -> object:
+def launcher(script: Script, *, timeout_s: float = 60.0, max_bytes: int | None = None) -> Launch:
     """Starts a Python program instead of the demo."""
 
-    def launch(of: Cell, journal: Journal, threads: int | None) -> CellProcess:
-        return CellProcess(
-            ["-c", script(of)],
-            journal.log_path(of.id),
-            timeout_s=timeout_s,
-            max_bytes=max_bytes,
-            command=(sys.executable, "-S"),
-        )
+    def launch(of: Cell, log: Path, threads: int | None) -> Child:
+        command = (sys.executable, "-S", "-c", script(of))
+        return Child(command, log=log, timeout_s=timeout_s, max_bytes=max_bytes)
 
     return launch
 
@@ -50,7 +46,7 @@ def run(
 ) -> Journal:
     journal = Journal.create(tmp_path / "sweep.jsonl", planned(), cells)
     launch = launcher(script, **options)  # type: ignore[arg-type]
-    Runner(journal, RunnerOptions(jobs=jobs), launch=launch).run()  # type: ignore[arg-type]
+    Runner(journal, launch, jobs=jobs).run()
     return journal
 
 
@@ -150,14 +146,14 @@ def test_threads_are_shared_out_between_cells_side_by_side(tmp_path: Path) -> No
     seen: dict[str, int | None] = {}
     plain = launcher(good)
 
-    def launch(of: Cell, journal: Journal, threads: int | None) -> CellProcess:
+    def launch(of: Cell, log: Path, threads: int | None) -> Child:
         seen[of.kind] = threads
-        return plain(of, journal, threads)  # type: ignore[operator,no-any-return]
+        return plain(of, log, threads)
 
     for jobs, expected in ((1, None), (10_000, 1)):
         path = tmp_path / str(jobs) / "sweep.jsonl"
         journal = Journal.create(path, planned(), [accuracy_cell("a"), cell("a")])
-        Runner(journal, RunnerOptions(jobs=jobs), launch=launch).run()
+        Runner(journal, launch, jobs=jobs).run()
         assert seen == {"accuracy": expected, "speed": None}
 
 
@@ -183,10 +179,10 @@ def test_a_running_cell_is_cancelled_and_restarted_from_elsewhere(tmp_path: Path
 
     thread = threading.Thread(target=cancel)
     thread.start()
-    Runner(journal, RunnerOptions(), launch=launcher(script)).run()  # type: ignore[arg-type]
+    Runner(journal, launcher(script)).run()
     thread.join()
     if journal.state.cells[first.id].is_open:  # the restart came after the last cell had ended
-        Runner(journal, RunnerOptions(), launch=launcher(script)).run()  # type: ignore[arg-type]
+        Runner(journal, launcher(script)).run()
     assert journal.state.count("done") == 2
     assert b'"cancelled"' in journal.path.read_bytes()
 
@@ -199,7 +195,7 @@ def test_measure_runs_what_is_new_and_never_repeats(tmp_path: Path) -> None:
 
     journal = Journal.create(tmp_path / "sweep.jsonl", planned(), [])
     for _ in range(2):
-        runner = Runner(journal, RunnerOptions(), launch=launcher(script))  # type: ignore[arg-type]
+        runner = Runner(journal, launcher(script))
         states = runner.measure([cell("a"), cell("b")])
         assert [state.status for state in states] == ["done", "done"]
         journal = Journal.open(journal.path)
@@ -209,17 +205,15 @@ def test_measure_runs_what_is_new_and_never_repeats(tmp_path: Path) -> None:
 _RESUMED = """
 import sys
 from pathlib import Path
+from tilewright.compiler.child import Child
 from tilewright.compiler.sweep.journal import Journal
-from tilewright.compiler.sweep.process import CellProcess
-from tilewright.compiler.sweep.runner import Runner, RunnerOptions
+from tilewright.compiler.sweep.runner import Runner
 journal = Journal.open(Path(sys.argv[1]))
-def launch(of, journal, threads):
+def launch(of, log, threads):
     program = open(sys.argv[2]).read().replace("CELL", of.id)
-    arguments = ["-c", program]
-    command = (sys.executable, "-S")
-    return CellProcess(arguments, journal.log_path(of.id), timeout_s=60, command=command)
+    return Child((sys.executable, "-S", "-c", program), log=log, timeout_s=60)
 with journal.hold():
-    Runner(journal, RunnerOptions(), launch=launch).run()
+    Runner(journal, launch).run()
 """
 
 
@@ -271,4 +265,4 @@ def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ConfigError, match="cannot be started"):
-        CellProcess([], blocked / "x.log", timeout_s=1.0)
+        plain_launcher(timeout_s=1.0)(cell(), blocked / "x.log", None)

@@ -23,7 +23,7 @@ from tilewright.compiler.sweep import estimate
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.code_version import difference
 from tilewright.compiler.sweep.journal import FAILURES, VERSION, Asked, Journal, Planned
-from tilewright.compiler.sweep.runner import Runner, RunnerOptions
+from tilewright.compiler.sweep.runner import Runner, launcher
 
 if TYPE_CHECKING:
     from tilewright.compiler.sweep.model import SweptModel
@@ -237,12 +237,12 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
 @contextmanager
 def runner_of(journal: Journal, options: SweepOptions) -> Iterator[Runner]:
     """The one runner of a sweep, with progress. Raises ConfigError where another one is at it."""
-    chosen = RunnerOptions(jobs=options.jobs, timeout_s=options.timeout_s, max_bytes=options.memory)
+    launch = launcher(timeout_s=options.timeout_s, max_bytes=options.memory)
     with journal.hold(), sweep_progress(err(), jobs=options.jobs) as report:
         with warnings.catch_warnings():  # a line cut short was said when the file was opened
             warnings.simplefilter("ignore", TornLineWarning)
             journal.append()
-        yield Runner(journal, chosen, report=report)
+        yield Runner(journal, launch, jobs=options.jobs, report=report)
 
 
 def run_journal(journal: Journal, options: SweepOptions) -> int:

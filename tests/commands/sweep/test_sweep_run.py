@@ -17,7 +17,7 @@ from tilewright.compiler.commands.sweep import run
 from tilewright.compiler.commands.sweep.options import read_options
 from tilewright.compiler.environment import environment
 from tilewright.compiler.sweep.journal import Asked, Journal, Planned, Started
-from tilewright.compiler.sweep.process import RUN
+from tilewright.compiler.sweep.runner import RUN
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = ("--cases", "performance-device-perf")

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.sweep.planted import Planted, known_sensitivities, planted_kl, planted_model
+from tilewright.compiler.child import Child
 from tilewright.compiler.cli import main
 from tilewright.compiler.commands.sweep import search
 from tilewright.compiler.commands.sweep.options import SweepOptions
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep.journal import Journal
 from tilewright.compiler.sweep.model import SweptModel, swept_model
-from tilewright.compiler.sweep.process import CellProcess
 from tilewright.models import load_model
 
 
@@ -40,7 +40,7 @@ def runners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Planted]:
         raise AssertionError("a process was started")
 
     monkeypatch.setattr(search, "runner_of", runner_of)
-    monkeypatch.setattr(CellProcess, "__init__", started)
+    monkeypatch.setattr(Child, "__init__", started)
     monkeypatch.chdir(tmp_path)
     return found
 
