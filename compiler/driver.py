@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
 from tilewright.compiler.errors import CompileError, ConfigError, allowed
+from tilewright.compiler.formats import stored_together
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
@@ -117,7 +120,9 @@ def lower_model(
     """
     report("trace", 0, 1)
     graph_module = trace(model.module)
-    ctx = PassContext(precision, dump_dir=dump_folder(dump_dir))
+    ctx = PassContext(
+        precision, dump_dir=dump_folder(dump_dir), stored_type=model.checkpoint.stored_type
+    )
     for index, stage in enumerate(stages):
         report(stage.name, index, len(stages))
         run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
@@ -166,6 +171,30 @@ class ModelWeights:
         tensor = self._checkpoint.get(name, slice(first, last))
         assert isinstance(tensor, Tensor)
         return tensor
+
+    def stored(self, name: str, first: int, last: int) -> Tensor:
+        """The bytes of rows ``[first, last)`` of a tensor in blocks, uint8 ``[rows, bytes]``; rows
+        are counted over all axes but the last.
+        """
+        inner = math.prod(self._checkpoint.names[name].shape[1:-1])
+        outer = slice(first // inner, -(-last // inner))
+        _, found = self._checkpoint.stored(name, outer)
+        begin = outer.start * inner
+        rows = torch.from_numpy(found).reshape((outer.stop - outer.start) * inner, -1)
+        return rows[first - begin : last - begin]
+
+
+def stored_formats(model: CompilableModel) -> dict[str, str]:
+    """The format that each parameter of a model is stored in, by its name; see
+    `tilewright.compiler.formats.stored_together`.
+    """
+    sources, checkpoint = model.module.sources(), model.checkpoint
+    found = {}
+    for name, _ in model.module.named_parameters():
+        parts = sources.get(name)
+        tensors = [name] if parts is None else [part.tensor for part in parts]
+        found[name] = stored_together(map(checkpoint.stored_type, tensors))
+    return found
 
 
 def check_options(options: CompileOptions, max_positions: int) -> None:

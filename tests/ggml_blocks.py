@@ -1,11 +1,15 @@
-"""Random blocks of ggml's types, and what the format library makes of them."""
+"""Random blocks of ggml's types, what the format library makes of them, and a model of them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 
+from tests.models.conftest import add_tokenizer, to_gguf_name
 from tilewright.compiler.formats.ggml_blocks import SIZES
 
 # Where a block has its float16 numbers; every other byte of a block may be anything.
@@ -18,6 +22,18 @@ SCALES_AT = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+}
+
+
+HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 256, 512, 4, 2, 262
+SHAPES = {
+    "self_attn.q_proj": (HIDDEN, HIDDEN),
+    "self_attn.k_proj": (HIDDEN // 2, HIDDEN),
+    "self_attn.v_proj": (HIDDEN // 2, HIDDEN),
+    "self_attn.o_proj": (HIDDEN, HIDDEN),
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
 }
 
 
@@ -43,3 +59,37 @@ def assert_same_bits(got: torch.Tensor, expected: np.ndarray) -> None:
     nan = np.isnan(expected)
     assert np.array_equal(np.isnan(values), nan)
     assert np.array_equal(values.view(np.uint32)[~nan], expected.view(np.uint32)[~nan])
+
+
+def write_llama(path: Path, types: Mapping[str, str], *, embedding: str) -> Path:
+    """A Llama of one layer whose matrices are random values of these types, by `SHAPES`' names."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    add_tokenizer(writer)
+
+    def add(name: str, dtype: str, num_rows: int, num_columns: int, seed: int) -> None:
+        kind = gguf.GGMLQuantizationType[dtype]
+        if dtype in SIZES:
+            data = random_blocks(dtype, num_rows * num_columns // SIZES[dtype][0], seed)
+        else:
+            values = np.random.default_rng(seed).normal(0, 0.05, (num_rows, num_columns))
+            data = gguf.quants.quantize(values.astype(np.float32), kind)
+        writer.add_tensor(to_gguf_name(name), data.reshape(num_rows, -1), raw_dtype=kind)
+
+    add("model.embed_tokens.weight", embedding, VOCAB, HIDDEN, seed=99)
+    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
+    for seed, (name, shape) in enumerate(SHAPES.items()):
+        add(f"model.layers.0.{name}.weight", types[name], *shape, seed)
+    for norm in ("attn_norm", "ffn_norm"):
+        writer.add_tensor(f"blk.0.{norm}.weight", np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

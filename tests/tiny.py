@@ -56,6 +56,9 @@ class FakeCheckpoint:
         self.tensors = tensors
         self.reads: list[str] = []
 
+    def stored_type(self, name: str) -> str:
+        return "F32"
+
     def get(self, name: str, rows: slice | None = None) -> Tensor:
         self.reads.append(name)
         return self.tensors[name] if rows is None else self.tensors[name][rows]

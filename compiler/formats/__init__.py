@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tilewright.compiler.formats.base import (
     FORMATS,
     BlockEncoded,
@@ -55,6 +57,7 @@ __all__ = [
     "ScaledEncoded",
     "get_format",
     "stored_format",
+    "stored_together",
 ]
 
 for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80, Q41, Q50, Q51, Q4_K, Q5_K, Q6_K):
@@ -75,3 +78,12 @@ def stored_format(stored_type: str) -> str | None:
     what is no one format, as the tensors that a view joins (``Q4_0+Q8_0``).
     """
     return next((name for name, stored in STORED_NAMES.items() if stored == stored_type), None)
+
+
+def stored_together(stored_types: Iterable[str]) -> str:
+    """The name of the format that a weight made of tensors of these types is stored in: theirs
+    where it is one, else fp32, which has the values of every one exactly.
+    """
+    found = {stored_format(each) for each in stored_types}
+    only = found.pop() if len(found) == 1 else None
+    return only or FP32.name

@@ -43,7 +43,8 @@ class WeightRecipe:
     ``shape`` is that of the stacked tensor before padding: ``[out, in]``, or more axes (experts)
     before these, whose rows follow one another. ``format`` is the name of a data format, None until
     precision is assigned; ``block_axis`` is ``in`` (along the last axis) or ``out``.
-    ``pad_rows``: rows of zeros added at the end.
+    ``pad_rows``: rows of zeros added at the end. ``is_stored``: the segments are stored in blocks
+    of this very format, so that loading them gives its values and they are not quantised again.
     """
 
     segments: tuple[Segment, ...]
@@ -51,6 +52,7 @@ class WeightRecipe:
     format: str | None = None
     block_axis: str = "in"
     pad_rows: int = 0
+    is_stored: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -64,7 +66,12 @@ class WeightRecipe:
 
     def with_format(self, format_name: str, block_axis: str) -> WeightRecipe:
         """A recipe of the same tensor, held in another format."""
-        return dataclasses.replace(self, format=format_name, block_axis=block_axis)
+        return dataclasses.replace(self, format=format_name, block_axis=block_axis, is_stored=False)
+
+    def as_stored(self, format_name: str) -> WeightRecipe:
+        """A recipe of the same tensor, in the format that all of its segments are stored in."""
+        in_blocks = get_format(format_name).block > 1
+        return dataclasses.replace(self, format=format_name, block_axis="in", is_stored=in_blocks)
 
 
 def concatenate(recipes: list[WeightRecipe]) -> WeightRecipe:
@@ -72,6 +79,7 @@ def concatenate(recipes: list[WeightRecipe]) -> WeightRecipe:
     first = recipes[0]
     for other in recipes[1:]:
         assert (other.format, other.block_axis) == (first.format, first.block_axis)
+        assert other.is_stored == first.is_stored
         assert other.shape[1:] == first.shape[1:] and not other.pad_rows
     segments = tuple(segment for recipe in recipes for segment in recipe.segments)
     rows = sum(recipe.shape[0] for recipe in recipes)
@@ -120,6 +128,28 @@ class ReadsRows(Protocol):
         """Rows ``[first, last)`` of a tensor of two axes."""
 
 
+@runtime_checkable
+class ReadsStored(Protocol):
+    """A source of tensors by name that also gives the bytes they are stored in."""
+
+    def stored(self, name: str, first: int, last: int) -> Tensor:
+        """Rows ``[first, last)`` of a tensor as its file has them: uint8 ``[rows, bytes]``; rows
+        are counted over all axes but the last.
+        """
+
+
+def load_stored(recipe: WeightRecipe, get: ReadsStored, first: int, last: int) -> Tensor:
+    """The bytes of rows ``[first, last)`` of a recipe that ``is_stored``, uint8 ``[rows, bytes]``;
+    rows are counted over all axes but the last.
+    """
+    assert recipe.is_stored and not recipe.pad_rows
+    parts = []
+    for segment in cut(recipe, first, last):
+        begin = segment.rows[0] if segment.rows is not None else 0
+        parts.append(get.stored(segment.name, begin, begin + segment.num_rows))
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
 def load_rows(recipe: WeightRecipe, get: ReadsRows, first: int, last: int) -> Tensor:
     """Rows ``[first, last)`` of what :func:`load_dense` makes of a recipe without padding; raises
     as it does.
@@ -146,6 +176,8 @@ def values_of(dense: Tensor, recipe: WeightRecipe) -> Tensor:
     :func:`load_rows` where no block is cut.
     """
     assert recipe.format is not None
+    if recipe.is_stored:
+        return dense.contiguous()
     axis = -1 if recipe.block_axis == "in" or len(recipe.shape) == 1 else -2
     return get_format(recipe.format).round_trip(dense, axis=axis).contiguous()
 

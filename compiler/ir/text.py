@@ -118,6 +118,7 @@ def _notes(facts: NodeInfo) -> str:
         notes.append(f"group={facts.tensor_group}")
     if facts.recipe is not None and facts.recipe.format:
         axis = "" if facts.recipe.block_axis == "in" else f"/{facts.recipe.block_axis}"
+        axis = "/stored" if facts.recipe.is_stored else axis
         notes.append(f"format={facts.recipe.format}{axis}")
         if len(facts.recipe.segments) > 1:
             notes.append("parts=" + "|".join(part.part or "?" for part in facts.recipe.segments))

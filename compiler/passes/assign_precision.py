@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 
 from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.errors import CompileError
-from tilewright.compiler.formats import get_format
+from tilewright.compiler.formats import get_format, stored_format, stored_together
 from tilewright.compiler.ir.info import WEIGHT, Compute, EdgeFormats, info, set_info
+from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.runner import PassContext, numerics_changing_pass
-from tilewright.compiler.precision import ALWAYS_HIGH, BLOCK_OUTPUTS, OP_GROUP_OF
+from tilewright.compiler.precision import ALWAYS_HIGH, BLOCK_OUTPUTS, OP_GROUP_OF, STORED
 
 
 @numerics_changing_pass
@@ -32,6 +34,8 @@ def assign_precision(graph_module: GraphModule, ctx: PassContext) -> int:
         recipe = info(node).recipe
         if info(node).role == WEIGHT and recipe is not None and recipe.format is None:
             set_info(node, recipe=recipe.with_format("fp32", "in"))
+    if ctx.stored_type is not None:
+        _note_requantised(graph_module, ctx)
     return count
 
 
@@ -46,9 +50,46 @@ def _assign_weight(node: Node, ctx: PassContext) -> None:
     recipe = info(weight).recipe
     assert recipe is not None
     wanted = ctx.precision.format(facts.tensor_group, layer=facts.layer, fqn=facts.fqn)
-    # an axis means nothing without blocks, and must not tell equal weights apart
-    axis = ctx.precision.block_axis if get_format(wanted).block > 1 else "in"
-    set_info(weight, recipe=recipe.with_format(wanted, axis), tensor_group=facts.tensor_group)
+    if wanted == STORED:
+        held = recipe.as_stored(_stored_format(recipe, facts.fqn, ctx))
+    else:
+        # an axis means nothing without blocks, and must not tell equal weights apart
+        axis = ctx.precision.block_axis if get_format(wanted).block > 1 else "in"
+        held = recipe.with_format(wanted, axis)
+    set_info(weight, recipe=held, tensor_group=facts.tensor_group)
+
+
+def _stored_format(recipe: WeightRecipe, fqn: str, ctx: PassContext) -> str:
+    if ctx.stored_type is None:
+        raise CompileError(
+            f"{fqn}: format {STORED!r} without a checkpoint; allowed: a named format"
+        )
+    if any(segment.offset for segment in recipe.segments):
+        return "fp32"  # other values than the file's, and no longer of its format
+    return stored_together(map(ctx.stored_type, recipe.names))
+
+
+def _note_requantised(graph_module: GraphModule, ctx: PassContext) -> None:
+    """Adds one note that says which quantised tensors are quantised, or rounded, again."""
+    assert ctx.stored_type is not None
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for node in graph_module.graph.nodes:
+        facts = info(node)
+        recipe, group = facts.recipe, facts.tensor_group
+        if facts.role != WEIGHT or group is None or recipe is None or recipe.is_stored:
+            continue
+        for name in recipe.names:
+            stored = ctx.stored_type(name)
+            held = stored_format(stored)
+            if held not in (recipe.format, None) and get_format(held).block > 1:
+                found[stored, str(recipe.format)].add(group)
+    changed = [
+        f"{stored} → {held} ({', '.join(sorted(groups))})"
+        for (stored, held), groups in sorted(found.items())
+        if held != "fp32"  # which has every value exactly
+    ]
+    if changed:
+        ctx.notes.append("quantised again: " + "; ".join(changed))
 
 
 def _assign_compute(node: Node, ctx: PassContext) -> None:
@@ -64,6 +105,11 @@ def _assign_compute(node: Node, ctx: PassContext) -> None:
     if group in BLOCK_OUTPUTS:
         output = ctx.precision.format("block_output", layer=facts.layer, fqn=facts.fqn)
     second = ctx.precision.format(group, layer=facts.layer, fqn=facts.fqn)
+    if second == STORED:
+        assert isinstance(node.args[1], Node)
+        recipe = info(node.args[1]).recipe
+        assert recipe is not None and recipe.format is not None
+        second = recipe.format
     by_phase = {
         phase: highest or ctx.precision.fidelity(op_group, phase, layer=facts.layer, fqn=facts.fqn)
         for phase in ("prefill", "decode")

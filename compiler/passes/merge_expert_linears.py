@@ -55,6 +55,8 @@ def _why_apart(gate: Node, up: Node) -> str:
     if len(formats) > 1:
         return "formats " + ", ".join(sorted(str(name) for name, _ in formats))
     name, axis = formats.pop()
+    if weights[0].is_stored != weights[1].is_stored:
+        return f"{name} as stored, and quantised anew"
     if name is not None and axis != "in" and weights[0].shape[1] % get_format(name).block:
         return "blocks along out would span two of them"
     if info(gate).compute != info(up).compute:

@@ -61,6 +61,8 @@ def why_apart(family: list[Node]) -> str:
     formats = {(r.format, r.block_axis) for r in recipes}
     if len(formats) > 1:
         return "formats " + ", ".join(sorted(str(f) for f, _ in formats))
+    if len({r.is_stored for r in recipes}) > 1:
+        return f"{recipes[0].format} as stored, and quantised anew"
     if any(map(_ends_inside_a_block, recipes[:-1])):
         return "blocks along out would span two of them"
     if len({fact.compute for fact in facts}) > 1:

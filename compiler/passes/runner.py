@@ -19,13 +19,15 @@ from tilewright.compiler.precision import ResolvedPrecision
 @dataclass(slots=True)
 class PassContext:
     """What passes may ask and tell: the precision asked for, notes for the user, a report of each
-    pass that ran, and the folder that graphs are dumped to (None: nowhere).
+    pass that ran, and the folder that graphs are dumped to (None: nowhere). ``stored_type`` tells
+    the type that a checkpoint's tensor is stored in, by its name (None: nobody knows).
     """
 
     precision: ResolvedPrecision
     notes: list[str] = field(default_factory=list)
     reports: list[PassReport] = field(default_factory=list)
     dump_dir: Path | None = None
+    stored_type: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

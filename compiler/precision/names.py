@@ -116,9 +116,12 @@ STORED_OP_GROUPS = tuple(key for key in OP_GROUPS if key not in REFINED_OP_GROUP
 GLOBAL_GROUPS = ("lm_head", "embedding", "li_lm_head")
 
 MIXED = "mixed"
+STORED = "stored"
+"""Of a weight: as the checkpoint has it, whatever format that is of each tensor."""
+
 BLOCK_AXES = ("in", "out")
 
-_WEIGHT_FORMATS = tuple(FORMATS)
+_WEIGHT_FORMATS = (*(name for name in FORMATS if FORMATS[name].is_offered), STORED)
 ALLOWED_FORMATS = MappingProxyType(
     {
         "ff1_3": _WEIGHT_FORMATS,
@@ -129,7 +132,7 @@ ALLOWED_FORMATS = MappingProxyType(
         "kv_cache": ("fp32", "bf16", "fp16", "bfp8", "bfp4"),
         "activation": ("fp32", "bf16", "fp16", "bfp8", "bfp4", "q80", MIXED),
         "lm_head": _WEIGHT_FORMATS,
-        "embedding": ("fp32", "bf16", "fp16", "bfp8", "bfp4", "q40", "q80"),
+        "embedding": ("fp32", "bf16", "fp16", "bfp8", "bfp4", "q40", "q80", STORED),
         "experts_ff1_3": _WEIGHT_FORMATS,
         "experts_ff2": _WEIGHT_FORMATS,
         "shared_ff1_3": _WEIGHT_FORMATS,
@@ -138,11 +141,15 @@ ALLOWED_FORMATS = MappingProxyType(
         "delta_out": _WEIGHT_FORMATS,
         # Routing decides which weights are used at all, the gates how much of the past is kept:
         # they stay high, as the norms do.
-        "router": ("fp32", "bf16", "fp16"),
-        "delta_gates": ("fp32", "bf16", "fp16"),
+        "router": ("fp32", "bf16", "fp16", STORED),
+        "delta_gates": ("fp32", "bf16", "fp16", STORED),
         "block_output": ("q80", MIXED),
     }
 )
+
+
+# Names that an underscore is part of: q4_k.
+_SPELLED = MappingProxyType({name.replace("_", ""): name for name in FORMATS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +209,8 @@ def normalise_key(key: str) -> str:
 
 def normalise_value(value: str) -> str:
     """A format or fidelity from either spelling: ``hifi2na``, ``HIFI2_NA``, ``BFP8``, ``Q4_0``."""
-    return value.strip().lower().replace("_", "")
+    plain = value.strip().lower().replace("_", "")
+    return _SPELLED.get(plain, plain)
 
 
 def check_setting(key: str, value: str, *, where: str) -> None:
@@ -213,7 +221,10 @@ def check_setting(key: str, value: str, *, where: str) -> None:
     """
     choices = ALLOWED_FORMATS[key] if key in ALLOWED_FORMATS else tuple(FIDELITIES)
     if value not in choices:
-        raise ConfigError(f"{where}: {key} = {value[:80]!r}; {allowed(choices, value)}")
+        is_of_files = value in FORMATS and not FORMATS[value].is_offered
+        why = ", which only a file holds weights in" if is_of_files else ""
+        said = f"{where}: {key} = {value[:80]!r}{why}"
+        raise ConfigError(f"{said}; {allowed(choices, None if is_of_files else value)}")
 
 
 def normalise_model_name(name: str) -> str:

@@ -25,6 +25,8 @@ from tilewright.compiler.precision.names import ALLOWED_FORMATS, GLOBAL_GROUPS
 _MOST_BITS = ((9, "hifi4"), (5, "hifi2"), (0, "lofi"))
 """The fidelity of a format that is named alone, by its bits: what the published grid pairs."""
 
+_LEVELS = tuple(name for name in FORMATS if FORMATS[name].is_offered)
+
 PRODUCT_GROUPS: Mapping[str, tuple[str, ...]] = {
     group: (family,) if family in OP_GROUPS else (f"{family}_decode", f"{family}_prefill")
     for group, family in OP_GROUP_OF.items()
@@ -67,8 +69,8 @@ class Level:
             ConfigError: for an unknown format or fidelity.
         """
         name, separator, fidelity = text.strip().lower().partition(":")
-        if name not in FORMATS:
-            raise ConfigError(f"level {text[:40]!r}: unknown format; {allowed(FORMATS, name)}")
+        if name not in _LEVELS:
+            raise ConfigError(f"level {text[:40]!r}: unknown format; {allowed(_LEVELS, name)}")
         if not separator:
             bits = FORMATS[name].bits
             fidelity = next(each for least, each in _MOST_BITS if bits >= least)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from tilewright.compiler.driver import CompilableModel, resolve_precision
+from tilewright.compiler.driver import CompilableModel, resolve_precision, stored_formats
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import Compute, NodeInfo
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
@@ -21,6 +21,7 @@ from tilewright.compiler.precision import (
     EXPERT_GROUPS,
     OP_GROUP_OF,
     PHASES,
+    STORED,
     PrecisionConfig,
     ResolvedPrecision,
 )
@@ -31,13 +32,14 @@ from tilewright.compiler.targets.table import get_target
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A matrix ``[out, in]``, or one of each expert ``[E, out, in]``: the module it belongs to, its
-    group, its layer if it is in one.
+    group, its layer if it is in one, and the format that its checkpoint has it in.
     """
 
     fqn: str
     shape: tuple[int, ...]
     group: str
     layer: int | None
+    stored: str = "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +114,14 @@ def experts_share(model: CompilableModel, batch: int) -> float:
 def weights_of(model: CompilableModel) -> tuple[Weight, ...]:
     """The weights that belong to a group, in the order of the model; of a tied one both uses."""
     groups: Mapping[str, str] = model.module.tensor_groups
-    weights = []
+    names = {id(weight): name for name, weight in model.module.named_parameters()}
+    formats, weights = stored_formats(model), []
     for fqn, module in model.module.named_modules():
         weight = getattr(module, "weight", None)
         group = next((name for glob, name in groups.items() if fnmatchcase(fqn, glob)), None)
         if weight is not None and weight.dim() >= 2 and group is not None:
-            weights.append(Weight(fqn, tuple(weight.shape), group, layer_of(fqn)))
+            stored = formats[names[id(weight)]]
+            weights.append(Weight(fqn, tuple(weight.shape), group, layer_of(fqn), stored))
     return tuple(weights)
 
 
@@ -156,7 +160,9 @@ def _asked(precision: ResolvedPrecision, weight: Weight) -> tuple[WeightRecipe, 
     """A weight as passes leave it: its recipe, and what is known of the product that reads it."""
     group, layer, fqn = weight.group, weight.layer, weight.fqn
     name = precision.format(group, layer=layer, fqn=fqn)
-    axis = precision.block_axis if get_format(name).block > 1 else "in"
+    is_stored = name == STORED
+    name = weight.stored if is_stored else name
+    axis = precision.block_axis if get_format(name).block > 1 and not is_stored else "in"
     segment = Segment(f"{fqn}.weight", math.prod(weight.shape[:-1]))
     family, highest = ALWAYS_HIGH.get(group, (OP_GROUP_OF.get(group), None))
     compute = None

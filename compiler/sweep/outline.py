@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
-from tilewright.compiler.driver import CompilableModel, lower_model, silent
+from tilewright.compiler.driver import CompilableModel, lower_model, silent, stored_formats
 from tilewright.compiler.precision import OP_GROUP_OF, PHASES, ResolvedPrecision
 from tilewright.compiler.targets.base import Target
 
@@ -41,11 +41,12 @@ def lower_outline(model: CompilableModel, precision: ResolvedPrecision, target: 
     Raises:
         CompileError: where model, precision and target do not fit together.
     """
-    layers = _layers_of(model.module)
+    layers, stored = _layers_of(model.module), stored_formats(model)
     like: dict[Hashable, list[str]] = defaultdict(list)
     for path, layer in layers:
         asked = _asked(model.module.tensor_groups, path, layer, precision)
-        like[_built(layer), asked].append(path)
+        formats = tuple(stored[name] for name, _ in layer.named_parameters(prefix=path))
+        like[_built(layer), asked, formats].append(path)
     kept = {paths[0]: len(paths) for paths in like.values()}
     with _only(model.module, set(kept)):
         graph_module, _ = lower_model(model, precision, target.stages(), silent)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule
 
@@ -129,6 +129,8 @@ def _add_product(
     assert recipe is not None and recipe.format is not None
     wanted = recipe.format if recipe.block_axis == "in" else f"{recipe.format}/out"
     meaning = meanings.weight(recipe.format, recipe.block_axis)
+    if recipe.is_stored:  # other values than the format's own quantiser would choose
+        meaning = replace(meaning, effective=f"{meaning.effective} as stored")
     layers[f"{facts.tensor_group} weights", wanted, meaning].add(facts.layer)
     if facts.compute is None or facts.formats is None:
         return

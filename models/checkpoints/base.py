@@ -73,6 +73,15 @@ class Checkpoint(Protocol):
             CheckpointError: a name that is not there, or bytes that cannot be read.
         """
 
+    def stored_type(self, name: str) -> str:
+        """How a tensor is stored, without reading it: ``F32``, ``BF16``, ``Q4_1``; of tensors that
+        are joined all their types, ``Q4_0+Q8_0``. ``F32`` where `get` gives other values, or other
+        columns, than the file has.
+
+        Raises:
+            CheckpointError: a name that is not there.
+        """
+
     def content_hash(self) -> str:
         """`content_hash` below over this checkpoint's files."""
 

@@ -111,6 +111,11 @@ class DllamaCheckpoint:
         release(self._map, start, tensor.nbytes)
         return tensor.dtype, taken
 
+    def stored_type(self, name: str) -> str:
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        return self.names[name].dtype
+
     def content_hash(self) -> str:
         parts = [
             (name, tensor.nbytes, functools.partial(self._bytes, start))

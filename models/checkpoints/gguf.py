@@ -139,6 +139,11 @@ class GGUFCheckpoint:
         parts = [self._taken(*piece) for piece in pieces]
         return meta.dtype, np.concatenate(parts).reshape(stop - start, -1)
 
+    def stored_type(self, name: str) -> str:
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        return "F32" if self._is_changed(name) else self.names[name].dtype
+
     def content_hash(self) -> str:
         tensors = [
             (name, tensor.nbytes, functools.partial(self._stored, tensor.start))

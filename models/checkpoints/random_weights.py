@@ -88,6 +88,12 @@ class RandomCheckpoint:
         values.normal_(mean, STD, generator=generator)
         return values
 
+    def stored_type(self, name: str) -> str:
+        """``BF16``, of every tensor."""
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        return self.names[name].dtype
+
     def content_hash(self) -> str:
         """An identity of the shape, 64 hexadecimal digits, the same on every device."""
         body = [str(self._shape), dict(SHAPES[self._shape.name])]

@@ -123,6 +123,11 @@ class SafetensorsCheckpoint:
     def _read_piece(self, piece: Piece) -> Tensor:
         return self._read(piece.tensor, piece.first, piece.stop, piece.expert)
 
+    def stored_type(self, name: str) -> str:
+        if name not in self.names:
+            raise unknown_tensor(self.path, name, self.names)
+        return self.names[name].dtype
+
     def content_hash(self) -> str:
         headers = [_header_of(self.path / "config.json", whole=True)]
         headers += [_header_of(self.path / shard) for shard in self._shards]

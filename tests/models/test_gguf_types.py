@@ -8,8 +8,17 @@ import gguf
 import numpy as np
 import pytest
 
-from tests.ggml_blocks import assert_same_bits, library_values, random_blocks
-from tests.models.conftest import add_tokenizer, to_gguf_name
+from tests.ggml_blocks import (
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    VOCAB,
+    assert_same_bits,
+    library_values,
+    write_llama,
+)
+from tests.models.conftest import to_gguf_name
 from tilewright.compiler.formats.ggml_blocks import SIZES
 from tilewright.models import load_model
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
@@ -24,7 +33,6 @@ def test_the_types_are_the_librarys() -> None:
         assert SIZES.get(name, (block, block_bytes)) == (block, block_bytes)
 
 
-HIDDEN, INNER, HEADS, KV_HEADS, VOCAB = 256, 512, 4, 2, 262
 TENSORS = {
     "self_attn.q_proj": ("Q4_K", HIDDEN, HIDDEN),
     "self_attn.k_proj": ("Q5_K", HIDDEN // 2, HIDDEN),
@@ -39,33 +47,8 @@ TENSORS = {
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
     """One layer with a type of its own for every projection, of random blocks."""
-    path = tmp_path / "mixed-Q4_K_M.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    add_tokenizer(writer)
-
-    def add(name: str, dtype: str, num_rows: int, num_columns: int, seed: int) -> None:
-        blocks = random_blocks(dtype, num_rows * num_columns // TENSOR_TYPES[dtype][1], seed)
-        kind = gguf.GGMLQuantizationType[dtype]
-        writer.add_tensor(to_gguf_name(name), blocks.reshape(num_rows, -1), raw_dtype=kind)
-
-    add("model.embed_tokens.weight", "Q6_K", VOCAB, HIDDEN, seed=99)
-    writer.add_tensor("output_norm.weight", np.ones(HIDDEN, np.float32))
-    for seed, (name, (dtype, num_rows, num_columns)) in enumerate(TENSORS.items()):
-        add(f"model.layers.0.{name}.weight", dtype, num_rows, num_columns, seed)
-    for norm in ("attn_norm", "ffn_norm"):
-        writer.add_tensor(f"blk.0.{norm}.weight", np.ones(HIDDEN, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    types = {name: dtype for name, (dtype, _, _) in TENSORS.items()}
+    return write_llama(tmp_path / "mixed-Q4_K_M.gguf", types, embedding="Q6_K")
 
 
 def in_hugging_face_order(rows: np.ndarray, num_heads: int) -> np.ndarray:

@@ -27,7 +27,7 @@ HEADINGS = (Path(__file__).parents[1] / "goldens" / "seed_headings.txt").read_te
 def test_names() -> None:
     expected = ("accuracy", "base", "bf16", "performance", "reference")
     expected += ("all-bfp4", "all-bfp8", "all-q40", "all-q80", "dllama")
-    expected += ("smollm2-cpu-top1-95",)
+    expected += ("smollm2-cpu-top1-95", "stored")
     assert tuple(list_precisions()) == tuple(sorted((*expected, *PUBLISHED)))
 
 
@@ -133,7 +133,12 @@ def refused(folder: Path, text: str | bytes, message: str, suffix: str = "yaml")
         ("precision: {kv_cache: q80}", "kv_cache = 'q80'; allowed: fp32, bf16, fp16, bfp8, bfp4"),
         ("precision: {activation: q40}", "activation = 'q40'; allowed: fp32, bf16, fp16, bfp8, b"),
         ("precision: {router: q40}", "router = 'q40'; allowed: fp32, bf16, fp16"),
-        ("precision: {ff2: q41}", "ff2 = 'q41'; allowed: .*, bfp2, q40, q80"),
+        (
+            "precision: {ff2: q42}",
+            "ff2 = 'q42'; allowed: .*, q40, q80, q41, q50, q51, stored",
+        ),
+        ("precision: {ff2: Q4_K}", "ff2 = 'q4_k', which only a file holds weights in; allowed: "),
+        ("precision: {kv_cache: stored}", "kv_cache = 'stored'; allowed: fp32, bf16, fp16, bfp8"),
         ("precision: {ff2: ''}", "ff2 = ''; allowed: "),
         ("precision: {ff2: [bf16]}", "ff2 has a list; allowed: a name"),
         ("precision: [ff2]", "precision: a list; allowed: a map"),

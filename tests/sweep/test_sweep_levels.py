@@ -30,7 +30,8 @@ PARTS = [
     *(Part(group) for group in (*IN_LAYERS, "lm_head", "embedding")),
     *(Part(group, layer) for group in IN_LAYERS for layer in range(NUM_LAYERS)),
 ]
-LEVELS = [Level(form, fidelity) for form in FORMATS for fidelity in FIDELITIES]
+OFFERED = [name for name in FORMATS if FORMATS[name].is_offered]
+LEVELS = [Level(form, fidelity) for form in OFFERED for fidelity in FIDELITIES]
 FAMILIES = {
     "li_ff1_3": "ff1_3",
     "li_ff2": "ff2",

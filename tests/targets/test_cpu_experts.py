@@ -25,11 +25,12 @@ from tilewright.compiler.ir.info import INPUT, WEIGHT, Compute, NodeInfo, set_in
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.contract import Meaning
+from tilewright.compiler.targets.cpu.codes import expert_codes, signed_codes
 from tilewright.compiler.targets.cpu.emit_experts import emit_experts
 from tilewright.compiler.targets.cpu.emitter import Emitter
 from tilewright.compiler.targets.cpu.model_file import write_model
 from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, expert_layout
-from tilewright.compiler.targets.cpu.weights import WeightFile, expert_codes
+from tilewright.compiler.targets.cpu.weights import WeightFile
 from tilewright.compiler.targets.table import get_target
 
 E, INNER, C, K = 5, 40, 64, 2
@@ -57,7 +58,9 @@ def test_codes_and_scales_are_the_formats_values(name: str, other: str) -> None:
     """Also where codes are wider, or blocks shorter, than the format's own."""
     layout = layout_of(name, other)
     dense = torch.randn(3, 7, 40) * torch.exp2(torch.randint(-9, 9, (3, 7, 1)).float())
-    codes, scales = expert_codes(dense, name, layout, 9)
+    codes, scales = expert_codes(
+        signed_codes(dense.flatten(0, 1), name), layout, num_experts=len(dense), num_rows=9
+    )
     width = -(-40 // layout.block) * layout.block
     assert codes.shape == (3, 9, width * layout.bits // 8) and codes.dtype == np.uint8
     assert scales.shape == (3, 9, width // layout.block)

@@ -16,7 +16,8 @@ from onnx import TensorProto, helper
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cpu import weights
-from tilewright.compiler.targets.cpu.weights import BlockWeight, WeightFile, block_codes
+from tilewright.compiler.targets.cpu.codes import block_codes, signed_codes
+from tilewright.compiler.targets.cpu.weights import BlockWeight, WeightFile
 
 BITS = {"bfp8": 8, "bfp4": 4, "q80": 8, "q40": 4}
 BLOCK = {"bfp8": 16, "bfp4": 16, "q80": 32, "q40": 32}
@@ -53,7 +54,7 @@ def test_codes_and_scales_are_the_formats_values(
     name: str, num_rows: int, num_columns: int, seed: int
 ) -> None:
     dense = awkward(num_rows, num_columns, seed)
-    codes, scales = block_codes(dense, name)
+    codes, scales = block_codes(signed_codes(dense, name), name)
     num_blocks = -(-num_columns // BLOCK[name])
     assert codes.shape == (num_rows, num_blocks, BLOCK[name] * BITS[name] // 8)
     assert codes.dtype == np.uint8
@@ -73,7 +74,7 @@ def test_onnx_runtime_dequantises_to_the_formats_values(
 ) -> None:
     """Through an identity product at a float accuracy level."""
     dense = torch.randn(24, num_columns) * torch.exp2(torch.randint(-9, 9, (24, 1)).float())
-    codes, scales = block_codes(dense, name)
+    codes, scales = block_codes(signed_codes(dense, name), name)
     node = helper.make_node(
         "MatMulNBits",
         ["x", "codes", "scales"],

@@ -20,7 +20,7 @@ from tilewright.compiler.ir.info import CONSTANT, Compute, NodeInfo
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Holding, Target
-from tilewright.compiler.targets.cpu.weights import block_codes
+from tilewright.compiler.targets.cpu.codes import block_codes, signed_codes
 from tilewright.compiler.targets.holdings import weight_uses
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
@@ -222,7 +222,7 @@ def test_phases_the_cpu_cannot_both_hold_are_refused() -> None:
 
 @given(st.sampled_from(["bfp8", "bfp4", "q80", "q40"]), st.integers(1, 9), st.integers(1, 80))
 def test_blocks_are_as_many_bytes_as_are_written(name: str, rows: int, columns: int) -> None:
-    codes, scales = block_codes(torch.ones(rows, columns), name)
+    codes, scales = block_codes(signed_codes(torch.ones(rows, columns), name), name)
     found = ask_for("cpu", (rows, columns), name, group="wo", fidelities=("hifi2", "hifi2"))
     assert found.num_bytes == codes.nbytes + scales.nbytes
 

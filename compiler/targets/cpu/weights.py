@@ -1,8 +1,4 @@
-"""Weights as ONNX Runtime's operators read them, streamed into one external-data file.
-
-A block becomes unsigned codes with zero point 128 or 8 and a float scale: the same values, bit for
-bit, for bfp8 and bfp4 (16 codes, a power of two) and for q80 and q40 (32 codes, a float16).
-"""
+"""Weights as ONNX Runtime's operators read them, streamed into one external-data file."""
 
 from __future__ import annotations
 
@@ -16,24 +12,25 @@ import numpy as np
 import onnx
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tilewright.compiler.errors import NoRoomError
-from tilewright.compiler.formats import (
-    BlockEncoded,
-    BlockFloat,
-    DataFormat,
-    GgmlFormat,
-    ScaledEncoded,
-    get_format,
-)
+from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import (
     ReadsRows,
+    ReadsStored,
     WeightRecipe,
     load_dense,
     load_rows,
+    load_stored,
     load_values,
     values_of,
+)
+from tilewright.compiler.targets.cpu.codes import (
+    SignedCodes,
+    block_codes,
+    expert_codes,
+    signed_codes,
+    stored_codes,
 )
 from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS, ExpertLayout, block_layout
 
@@ -163,8 +160,13 @@ class WeightFile:
         self, recipe: WeightRecipe, layout: ExpertLayout, num_rows: int
     ) -> tuple[np.ndarray, np.ndarray]:
         assert recipe.format is not None and recipe.block_axis == "in"
-        dense = load_dense(recipe, self._get_weight)
-        return expert_codes(dense, recipe.format, layout, num_rows)
+        if recipe.is_stored:
+            signed = self._stored_codes(recipe, 0, recipe.num_rows)
+        else:
+            dense = load_dense(recipe, self._get_weight)
+            signed = signed_codes(dense.flatten(0, 1), recipe.format)
+            del dense
+        return expert_codes(signed, layout, num_experts=recipe.shape[0], num_rows=num_rows)
 
     def table(self, name: str, array: np.ndarray) -> str:
         """A float32 constant that is no weight, kept outside the model for its size: its name."""
@@ -178,7 +180,7 @@ class WeightFile:
     def _dense_rows(self, recipe: WeightRecipe) -> Iterator[Tensor]:
         """All rows of a recipe as float32, some at a time where its tensors can be read so."""
         shape, get = recipe.shape, self._get_weight
-        step = max(1, _CHUNK_VALUES // shape[-1] // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        step = _row_step(shape[-1])
         if len(shape) != 2 or shape[0] <= step or not isinstance(get, ReadsRows):
             yield load_dense(recipe, get)
             return
@@ -193,10 +195,26 @@ class WeightFile:
     def _code_rows(self, recipe: WeightRecipe, scales: list[np.ndarray]) -> Iterator[np.ndarray]:
         """Its codes, the same way; the scales of their blocks are added to ``scales``."""
         assert recipe.format is not None
-        for rows in self._dense_rows(recipe):
-            codes, of_rows = block_codes(rows, recipe.format)
+        for signed in self._signed_rows(recipe):
+            codes, of_rows = block_codes(signed, recipe.format)
             scales.append(of_rows)
             yield codes
+
+    def _signed_rows(self, recipe: WeightRecipe) -> Iterator[SignedCodes]:
+        """Its codes around zero, the same way: those of the checkpoint where they are stored."""
+        assert recipe.format is not None
+        if not recipe.is_stored:
+            for rows in self._dense_rows(recipe):
+                yield signed_codes(rows, recipe.format)
+            return
+        step = _row_step(recipe.shape[-1])
+        for first in range(0, recipe.shape[0], step):
+            yield self._stored_codes(recipe, first, min(first + step, recipe.shape[0]))
+
+    def _stored_codes(self, recipe: WeightRecipe, first: int, last: int) -> SignedCodes:
+        assert recipe.format is not None and isinstance(self._get_weight, ReadsStored)
+        data = load_stored(recipe, self._get_weight, first, last)
+        return stored_codes(data, (last - first, recipe.shape[-1]), recipe.format)
 
     def _add(self, recipe: WeightRecipe, kind: str, array: np.ndarray, data_type: int) -> str:
         name = self._new_name(recipe, kind)
@@ -273,39 +291,9 @@ class WeightFile:
             ) from None
 
 
-def block_codes(dense: Tensor, format_name: str) -> tuple[np.ndarray, np.ndarray]:
-    """MatMulNBits' codes and scales of a dense ``[out, in]`` weight in a native format.
-
-    The last block of a row is padded with zeros when ``in`` is no multiple of the block.
-    """
-    layout = block_layout(tuple(dense.shape), format_name)
-    signed, scales = _signed_codes(dense, get_format(format_name))
-    del dense  # four times as large as what follows, and nobody else's
-    width = layout.num_blocks * layout.block
-    codes = _unsigned(signed, NATIVE_BITS[format_name], (layout.num_rows, width))
-    shape = layout.num_rows, layout.num_blocks, layout.block_bytes
-    return codes.reshape(shape), scales.numpy().reshape(-1)
-
-
-def expert_codes(
-    dense: Tensor, format_name: str, layout: ExpertLayout, num_rows: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """QMoE's codes ``[E, num_rows, C * bits / 8]`` and scales ``[E, num_rows, C / block]`` of a
-    dense ``[E, O, C]`` weight in a native format, whose values they have exactly.
-
-    C is padded to whole blocks, rows up to ``num_rows``, with zeros.
-    """
-    (num_experts, num_given, num_columns), number_format = dense.shape, get_format(format_name)
-    signed, scales = _signed_codes(dense.flatten(0, 1), number_format)
-    del dense
-    width = layout.padded(num_columns)
-    padding = (0, width - num_columns, 0, num_rows - num_given)
-    signed = pad(signed.view(num_experts, num_given, num_columns), padding).flatten(0, 1)
-    scales = scales.view(num_experts, num_given, -1)
-    scales = scales.repeat_interleave(number_format.block // layout.block, -1)
-    scales = pad(scales[..., : width // layout.block], (0, 0, 0, num_rows - num_given))
-    codes = _unsigned(signed, layout.bits, (num_experts * num_rows, width))
-    return codes.reshape(num_experts, num_rows, -1), scales.numpy()
+def _row_step(num_columns: int) -> int:
+    """How many rows are read and packed at a time."""
+    return max(1, _CHUNK_VALUES // num_columns // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def _in_turn(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -318,21 +306,3 @@ def _last_first(array: np.ndarray) -> np.ndarray:
     """The first axis the other way round."""
     found: np.ndarray = np.ascontiguousarray(array[::-1])
     return found
-
-
-def _unsigned(signed: Tensor, bits: int, shape: tuple[int, int]) -> np.ndarray:
-    """Codes around the zero point of so many bits; the last columns are zeros."""
-    codes: np.ndarray = np.full(shape, 1 << (bits - 1), dtype=np.uint8)
-    codes[:, : signed.shape[1]] += signed.numpy().view(np.uint8)  # modulo 256: two's complement
-    return codes[:, 0::2] | (codes[:, 1::2] << 4) if bits == 4 else codes
-
-
-def _signed_codes(dense: Tensor, number_format: DataFormat) -> tuple[Tensor, Tensor]:
-    """int8 codes ``[out, in]`` around zero, and the float32 scale of each block."""
-    encoded = number_format.quantise(dense, axis=-1)
-    if isinstance(encoded, ScaledEncoded):
-        assert isinstance(number_format, GgmlFormat)
-        codes = encoded.codes.to(torch.int8) - number_format.zero_point
-        return codes, number_format.scales(encoded)
-    assert isinstance(number_format, BlockFloat) and isinstance(encoded, BlockEncoded)
-    return encoded.mantissas[:, : dense.shape[1]], number_format.scales(encoded)

@@ -1,0 +1,158 @@
+"""Precision ``stored``: what reaches a target is what the format library reads from the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from tests.ggml_blocks import SHAPES, write_llama
+from tests.models.conftest import to_gguf_name
+from tests.tiny import prefill, random_tokens
+from tilewright.compiler.driver import (
+    compile_model,
+    lower_model,
+    resolve_precision,
+    silent,
+    weight_source,
+)
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.formats import get_format, stored_format
+from tilewright.compiler.formats.ggml_blocks import SIZES
+from tilewright.compiler.ir.recipe import WeightRecipe, load_stored, load_values
+from tilewright.compiler.passes.runner import PassContext
+from tilewright.compiler.precision import PrecisionConfig, load_precision, parse_heading
+from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.cpu.codes import stored_codes
+from tilewright.compiler.targets.cpu.numerics import NATIVE_BITS
+from tilewright.compiler.targets.holdings import weight_uses
+from tilewright.compiler.targets.table import get_target
+from tilewright.models import LoadedModel, load_model
+
+STORED = load_precision("stored")
+TYPES = (*SIZES, "F32", "F16", "BF16")
+
+
+def of_type(folder: Path, dtype: str) -> LoadedModel:
+    return load_model(
+        write_llama(folder / "typed.gguf", dict.fromkeys(SHAPES, dtype), embedding=dtype)
+    )
+
+
+def compiled(
+    model: LoadedModel, target: str, precision: PrecisionConfig, compute: str = "exact"
+) -> Executable:
+    options = CompileOptions(max_context=32, compute=compute, num_threads=1)
+    return compile_model(model, precision, target=target, options=options).executable
+
+
+def matrices(model: LoadedModel, target: str) -> tuple[list[WeightRecipe], PassContext]:
+    """The recipes of a lowered model's matrices."""
+    resolved = resolve_precision(model, STORED)
+    graph_module, ctx = lower_model(model, resolved, get_target(target).stages(), silent)
+    uses = weight_uses(graph_module)
+    return [use.recipe for use in uses if use.facts.tensor_group is not None], ctx
+
+
+def library_values(model: LoadedModel, recipe: WeightRecipe) -> torch.Tensor:
+    """The stacked tensors of a recipe by the library's reader, q and k in Hugging Face's order."""
+    (path,) = model.checkpoint.files
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    found = []
+    for name in recipe.names:
+        tensor = tensors[to_gguf_name(name)]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        values = torch.from_numpy(values.astype(np.float32))
+        if ".q_proj" in name or ".k_proj" in name:
+            heads = model.config.num_heads if ".q_proj" in name else model.config.num_kv_heads
+            pairs = values.view(heads, -1, 2, values.shape[-1])
+            values = pairs.transpose(1, 2).reshape(values.shape)
+        found.append(values)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_values_are_the_librarys_bit_for_bit(dtype: str, tmp_path: Path) -> None:
+    """Products that are merged too, and the blocks that the cpu target multiplies with."""
+    model = of_type(tmp_path, dtype)
+    name, source = stored_format(dtype), weight_source(model)
+    for target in ("reference", "cpu"):
+        recipes, ctx = matrices(model, target)
+        assert not [note for note in ctx.notes if "quantised again" in note]
+        assert {recipe.format for recipe in recipes} == {name}
+        assert {recipe.is_stored for recipe in recipes} == {dtype in SIZES}
+        for recipe in recipes:
+            expected = library_values(model, recipe)
+            assert torch.equal(load_values(recipe, source), expected)
+            if name not in NATIVE_BITS:
+                continue
+            data = load_stored(recipe, source, 0, recipe.num_rows)
+            codes = stored_codes(data, tuple(expected.shape), name)  # type: ignore[arg-type]
+            scales = codes.scales.repeat_interleave(codes.block, -1)
+            assert torch.equal(codes.codes * scales, expected)
+    assert {len(recipe.segments) for recipe in recipes} == {1, 2, 3}
+
+
+def test_requantising_would_change_them(tmp_path: Path) -> None:
+    """So that the equality above means something: blocks of a file are not what we would choose."""
+    for dtype in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
+        model = of_type(tmp_path, dtype)
+        values = model.checkpoint.get("model.layers.0.mlp.up_proj.weight")
+        assert not torch.equal(get_format(str(stored_format(dtype))).round_trip(values), values)
+
+
+@pytest.mark.parametrize("dtype", ["Q4_0", "Q8_0", "Q4_1", "Q6_K", "F16"])
+def test_cpu_exact_is_the_reference_of_the_file(dtype: str, tmp_path: Path) -> None:
+    model, tokens = of_type(tmp_path, dtype), random_tokens(9, vocab_size=262)
+    expected = prefill(compiled(model, "reference", load_precision("reference")), tokens)
+    assert torch.equal(prefill(compiled(model, "reference", STORED), tokens), expected)
+    for compute, far in (("exact", 1e-5), ("fast", 0.05)):
+        executable = compiled(model, "cpu", STORED, compute)
+        distance = (prefill(executable, tokens) - expected).abs().max() / expected.abs().max()
+        executable.close()
+        assert distance < far
+
+
+def test_parts_of_unequal_types_stay_apart(tmp_path: Path) -> None:
+    types = dict.fromkeys(SHAPES, "Q4_0") | {"self_attn.v_proj": "Q6_K", "mlp.up_proj": "F16"}
+    model = load_model(write_llama(tmp_path / "mixed.gguf", types, embedding="Q8_0"))
+    recipes, ctx = matrices(model, "cpu")
+    assert {len(recipe.segments) for recipe in recipes} == {1}
+    assert [note.partition("(")[2] for note in ctx.notes] == [
+        "formats q40, q6_k)",
+        "formats fp16, q40)",
+    ]
+    tokens = random_tokens(9, vocab_size=262)
+    expected = prefill(compiled(model, "reference", load_precision("reference")), tokens)
+    executable = compiled(model, "cpu", STORED)
+    torch.testing.assert_close(prefill(executable, tokens), expected, atol=1e-4, rtol=1e-4)
+    executable.close()
+
+
+@pytest.mark.parametrize("target", ["cuda", "n150"])
+def test_targets_without_the_values_refuse_them_by_name(target: str, tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match=r"q41.*allowed: "):
+        compiled(of_type(tmp_path, "Q4_1"), target, STORED, "fast")
+
+
+def test_what_is_quantised_again_is_said_in_a_line(tmp_path: Path) -> None:
+    types = dict.fromkeys(SHAPES, "Q4_1") | {"mlp.down_proj": "Q6_K"}
+    model = load_model(write_llama(tmp_path / "mixed.gguf", types, embedding="Q8_0"))
+    resolved = resolve_precision(model, load_precision("performance"))
+    _, ctx = lower_model(model, resolved, get_target("reference").stages(), silent)
+    assert ctx.notes == [
+        "quantised again: Q4_1 → bfp4 (ff1_3); Q4_1 → bfp8 (wo, wqkv); Q6_K → bfp8 (ff2); "
+        "Q8_0 → bf16 (embedding); Q8_0 → bfp8 (lm_head)"
+    ]
+
+
+def test_the_heading_says_stored_and_reads_back() -> None:
+    resolved = STORED.resolve(4)
+    heading = resolved.heading()
+    assert heading.startswith("precision_cfg = {ff1_3: stored, ff2: stored, wqkv: stored, wo: stor")
+    assert "lm_head: stored, embedding: stored, router: stored" in heading
+    assert parse_heading(heading).resolve(4).id == resolved.id
+    assert resolved.format("delta_gates", layer=0) == "stored"
