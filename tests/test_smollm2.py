@@ -21,7 +21,8 @@ from torch import Tensor
 from tests.tiny import compiled, lowered, prefill
 from tilewright.compiler.bench.accuracy import divergence
 from tilewright.compiler.bench.prompts import bench_text, sample_prompts
-from tilewright.compiler.bench.results import Result, loads
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.results import loads
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.runtime.engine import Engine

@@ -18,6 +18,7 @@ from tilewright.compiler.targets.tenstorrent.lower import lower_program
 from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.target import MESHES
 from tilewright.compiler.tracer import trace
+from tilewright.models.shapes import SHAPES
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule
@@ -36,48 +37,35 @@ _ATTENTION_OPS = ("li_qkv", "li_o", "sdpa")
 _BFP4_IN_ACCURACY = ("Llama3.1-70B", "Qwen2.5-72B")
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """A decoder of equal layers, in elements."""
-
-    hidden: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    has_bias: bool = False
-
-
-_8B = Sizes(4096, 32, 32, 8, 128, 14336, 128256)
-_70B = Sizes(8192, 80, 64, 8, 128, 28672, 128256)
-_PHI_MINI = Sizes(3072, 32, 32, 32, 96, 8192, 32064)
-
-PUBLISHED: Mapping[str, Sizes] = MappingProxyType(
+PUBLISHED: Mapping[str, str] = MappingProxyType(
     {
-        "Llama3.2-1B": Sizes(2048, 16, 32, 8, 64, 8192, 128256),
-        "Llama3.2-3B": Sizes(3072, 28, 24, 8, 128, 8192, 128256),
-        "Llama3.1-8B": _8B,
+        "Llama3.2-1B": "llama-3.2-1b",
+        "Llama3.2-3B": "llama-3.2-3b",
+        "Llama3.1-8B": "llama-3.1-8b",
         # A prompt of text passes over the cross-attention layers of 11B and 90B.
-        "Llama3.2-11B": _8B,
-        "Llama3.1-70B": _70B,
-        "Llama3.2-90B": _70B,
-        "Qwen2.5-7B": Sizes(3584, 28, 28, 4, 128, 18944, 152064, has_bias=True),
-        "Qwen2.5-72B": Sizes(8192, 80, 64, 8, 128, 29568, 152064, has_bias=True),
-        "Phi3.5-mini": _PHI_MINI,
-        "Phi-3-mini-128k-instruct": _PHI_MINI,
+        "Llama3.2-11B": "llama-3.1-8b",
+        "Llama3.1-70B": "llama-3.1-70b",
+        "Llama3.2-90B": "llama-3.1-70b",
+        "Qwen2.5-7B": "qwen2.5-7b",
+        "Qwen2.5-72B": "qwen2.5-72b",
+        "Phi3.5-mini": "phi-3.5-mini",
+        "Phi-3-mini-128k-instruct": "phi-3.5-mini",
     }
 )
-"""By their names in the published tables; the sizes are those of the models' config.json."""
+"""The shape of each model of the published tables, by its name there; of equal sizes one shape."""
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
 
 
 @dataclass(slots=True)
 class Programs:
-    """Makes programs; graphs are kept, traced ones by sizes, lowered ones by configuration too."""
+    """Makes programs; graphs are kept, traced ones by shape, lowered ones by configuration too."""
 
-    _traced: dict[Sizes, GraphModule] = field(default_factory=dict)
-    _graphs: dict[tuple[Sizes, str], GraphModule] = field(default_factory=dict)
+    _traced: dict[str, GraphModule] = field(default_factory=dict)
+    _graphs: dict[tuple[str, str], GraphModule] = field(default_factory=dict)
 
     def get(
         self,
@@ -108,16 +96,18 @@ class Programs:
             length=length,
             context=context,
         )
-        return repeat_layer(program, PUBLISHED[model].num_layers)
+        num_layers = SHAPES[PUBLISHED[model]]["num_hidden_layers"]
+        assert isinstance(num_layers, int)
+        return repeat_layer(program, num_layers)
 
     def _graph(self, model: str, precision: PrecisionConfig) -> GraphModule:
-        sizes = PUBLISHED[model]
+        shape = PUBLISHED[model]
         resolved = precision.resolve(1, model)
-        key = sizes, resolved.id
+        key = shape, resolved.id
         if key not in self._graphs:
-            if sizes not in self._traced:
-                self._traced[sizes] = trace(_one_layer(model, sizes))
-            graph = copy.deepcopy(self._traced[sizes])
+            if shape not in self._traced:
+                self._traced[shape] = trace(_one_layer(shape))
+            graph = copy.deepcopy(self._traced[shape])
             for stage in get_target(_ANY_BOARD).stages():
                 run_passes(graph, stage.passes, PassContext(resolved), verify=stage.verify)
             self._graphs[key] = graph
@@ -161,27 +151,27 @@ def published_precision(section: str, model: str, reading: str) -> PrecisionConf
     return load_precision(f"precision_cfg = {{{formats}}}, fidelity_cfg = {{{settings}}}")
 
 
-def _one_layer(model: str, sizes: Sizes) -> Any:
+def _one_layer(shape: str) -> Any:
+    """A layer of a shape's sizes between an embedding and a head of its own; without its weights.
+
+    What else the shape says, such as how rotations are stretched, costs a board no time.
+    """
     import torch
 
     from tilewright.models.architectures.llama import LlamaForCausalLM
     from tilewright.models.architectures.qwen2 import Qwen2ForCausalLM
     from tilewright.models.checkpoints.hf_config import config_of_hf
 
+    has_bias = SHAPES[shape]["model_type"] == "qwen2"
     values = {
-        "model_type": "qwen2" if sizes.has_bias else "llama",
-        "vocab_size": sizes.vocab,
-        "hidden_size": sizes.hidden,
-        "intermediate_size": sizes.ffn,
+        **{key: SHAPES[shape][key] for key in _SIZES if key in SHAPES[shape]},
+        "model_type": "qwen2" if has_bias else "llama",
         "num_hidden_layers": 1,
-        "num_attention_heads": sizes.num_heads,
-        "num_key_value_heads": sizes.num_kv_heads,
-        "head_dim": sizes.head_dim,
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,
     }
-    config = config_of_hf(values, where=model)
+    config = config_of_hf(values, where=shape)
     with torch.device("meta"):
-        return Qwen2ForCausalLM(config) if sizes.has_bias else LlamaForCausalLM(config)
+        return Qwen2ForCausalLM(config) if has_bias else LlamaForCausalLM(config)

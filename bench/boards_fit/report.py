@@ -17,7 +17,7 @@ from bench.boards_fit.fitting import (
     rank_correlation,
 )
 from bench.boards_fit.programs import PUBLISHED
-from bench.boards_fit.rows import Row, galaxy, judged
+from bench.boards_fit.rows import Row
 from tilewright.compiler.bench.display import percent
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
@@ -80,9 +80,9 @@ class Study:
 
 def study_rows(reading: str, rows: Sequence[Row]) -> Study:
     """Fit, and fit again without every model, family and board."""
-    steps = judged(rows, lambda row: row.decode)
-    large = galaxy(rows, lambda row: row.decode)
-    prompts = judged(rows, lambda row: row.prefill)
+    steps = [row.decode for row in rows if row.is_judged and row.decode]
+    large = [row.decode for row in rows if row.is_galaxy and row.decode]
+    prompts = [row.prefill for row in rows if row.is_judged and row.prefill]
     decode = fit([*steps, *large], DECODE_NAMES)
     constants = fit(prompts, PREFILL_NAMES, decode)
     residuals = _residuals([*steps, *large], DECODE_NAMES, constants)

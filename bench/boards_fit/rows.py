@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bench.boards_fit.fitting import Sample, sample_of
@@ -36,11 +35,6 @@ class Row:
     prefill: Sample | None
 
     @property
-    def is_short(self) -> bool:
-        """One user, a short prompt, a configuration by name."""
-        return self.kind in ("performance", "accuracy")
-
-    @property
     def device(self) -> str:
         """As it is printed, replicas included."""
         return device_name(self.row)
@@ -48,12 +42,18 @@ class Row:
     @property
     def is_judged(self) -> bool:
         """One of the rows that the model is judged by: a whole board of up to eight chips."""
-        is_board = self.row.dp == 1 and self.row.device != "TG"
-        return self.is_short and is_board and self.row.model != VISION
+        is_board = self.is_whole and self.row.device != "TG"
+        return is_board and self.row.model != VISION
 
     @property
     def is_galaxy(self) -> bool:
-        return self.is_short and self.row.dp == 1 and self.row.device == "TG"
+        """One of 32 chips, which take part in the fit of decode."""
+        return self.is_whole and self.row.device == "TG"
+
+    @property
+    def is_whole(self) -> bool:
+        """One user on a whole device, a short prompt, a configuration by name."""
+        return self.kind in ("performance", "accuracy") and self.row.dp == 1
 
 
 def device_name(row: PerfRow) -> str:
@@ -70,20 +70,6 @@ def read_rows(document: Document, programs: Programs, reading: str) -> list[Row]
             if row.model in PUBLISHED and (row.speed is not None or row.ttft is not None):
                 found.append(_row(section, row, programs, reading))
     return found
-
-
-def judged(rows: Sequence[Row], of: Callable[[Row], Sample | None]) -> list[Sample]:
-    """The samples that the model is judged by."""
-    return _samples([row for row in rows if row.is_judged], of)
-
-
-def galaxy(rows: Sequence[Row], of: Callable[[Row], Sample | None]) -> list[Sample]:
-    """Those of 32 chips, which take part in the fit of decode."""
-    return _samples([row for row in rows if row.is_galaxy], of)
-
-
-def _samples(rows: Sequence[Row], of: Callable[[Row], Sample | None]) -> list[Sample]:
-    return [sample for row in rows if (sample := of(row)) is not None]
 
 
 def _row(section: Section, row: PerfRow, programs: Programs, reading: str) -> Row:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from bench.cuda.rows import DECODE, METRICS, START, Row, find_rows
 from tilewright.compiler.bench.display import decimal, percent, span
+from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
-from tilewright.compiler.bench.results import append, check_writable
+from tilewright.compiler.bench.results import append
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.commands.console import err, out, print_table
 from tilewright.compiler.devices import check_gpu

@@ -5,6 +5,7 @@ figures, records, and a demo's start in a process of its own. Prints nothing.
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ from bench.cuda.rows import (
     TTFT,
     Row,
 )
-from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.cases import CASES, TABLE_PROMPT_LENGTH, Case
 from tilewright.compiler.bench.record import Ceilings, Result
 from tilewright.compiler.bench.roofline import (
@@ -75,7 +75,7 @@ class Figures:
     @property
     def value(self) -> float:
         """The median."""
-        return stats.median(self.values)
+        return statistics.median(self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +232,8 @@ def _figure(
     prompts = [1e-3 * run.repeat.ttft_ms for run in runs if run.repeat.ttft_ms]
     rates = [row.batch * run.repeat.decode_tsu for run in runs if run.repeat.decode_tsu]
     fastest = row.batch / step_limit
-    decoding = f"decode {stats.median(rates):,.1f} t/s of {fastest:,.1f}" if rates else ""
-    seconds = stats.median(prompts)
+    decoding = f"decode {statistics.median(rates):,.1f} t/s of {fastest:,.1f}" if rates else ""
+    seconds = statistics.median(prompts)
     prompting = f"prompt {1e3 * seconds:,.2f} ms, {row.prompt_length / seconds:,.0f} t/s"
     if row.metric == DECODE:
         return tuple(rates), fastest, prompting

@@ -15,8 +15,8 @@ from bench.peers.rounds import Contestant, Plan, measure_all
 from bench.peers.tilewright_worker import OURS
 from bench.peers.worker import Worker, WorkerError
 from tilewright.compiler.artifacts.places import cache_dir, is_compiled
+from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import bench_text
-from tilewright.compiler.bench.results import check_writable
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.arguments import integer, option, parse, real
 from tilewright.compiler.devices import describe_cpu

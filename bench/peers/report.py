@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def report_record(
 ) -> dict[str, Any]:
     """All figures: every repeat, bytes, bytes a second, tokens a second, versions and host."""
     plan = options.plan
-    bandwidth = stats.median(bandwidths)
+    bandwidth = statistics.median(bandwidths)
     surroundings = environment(
         (*PACKAGES, *(peer.package for peer in PEERS.values())), hash_host=True
     )
@@ -52,7 +53,7 @@ def report_record(
                 "ours": ours.weights,
                 "peer": peer.name,
                 "measure": measure,
-                "median": stats.median(repeats),
+                "median": statistics.median(repeats),
                 "repeats": repeats,
             }
             for ours, peer in versus
@@ -117,7 +118,7 @@ def _rate(rate: dict[str, Any] | None) -> str:
 
 
 def _ratio(repeats: Sequence[float] | None) -> str:
-    return _with_spread(f"{stats.median(repeats):.2f}", repeats) if repeats else "-"
+    return _with_spread(f"{statistics.median(repeats):.2f}", repeats) if repeats else "-"
 
 
 def _with_spread(text: str, repeats: Sequence[float]) -> str:

@@ -5,6 +5,7 @@ Knows engines only as workers that generate; what they are and how they start is
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ class Contestant:
         """
         rates = {
             measure: {
-                "median": stats.median(repeats),
+                "median": statistics.median(repeats),
                 "spread": stats.spread(repeats) if len(repeats) > 1 else None,
                 "repeats": repeats,
             }
@@ -151,7 +152,9 @@ class Contestant:
         }
         step_bytes = self.loaded.step_bytes if self.loaded else None
         decode = self.rates.get(plan.measures[-1].name)
-        share = step_bytes * stats.median(decode) / bandwidth if step_bytes and decode else None
+        share = (
+            step_bytes * statistics.median(decode) / bandwidth if step_bytes and decode else None
+        )
         return {
             "engine": self.engine,
             "weights": self.weights,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import statistics
 import types
 from collections.abc import Sequence
 from datetime import datetime
@@ -65,7 +66,7 @@ def medians(repeats: Sequence[Repeat]) -> dict[str, Any]:
         field.name: [value for each in repeats if (value := getattr(each, field.name)) is not None]
         for field in dataclasses.fields(Repeat)
     }
-    found = {name: stats.median(each) if each else None for name, each in values.items()}
+    found = {name: statistics.median(each) if each else None for name, each in values.items()}
     for name, field in (("spread", "decode_tsu"), ("ttft_spread", "ttft_ms")):
         found[name] = stats.spread(values[field]) if len(values[field]) > 1 else None
     return found
@@ -236,12 +237,12 @@ class Ceilings:
     @property
     def bytes_per_s(self) -> float:
         """The median of the reads, in bytes a second."""
-        return stats.median(self.reads)
+        return statistics.median(self.reads)
 
     @property
     def flops_per_s(self) -> float:
         """The median of the products, in floating-point operations a second."""
-        return stats.median(self.products)
+        return statistics.median(self.products)
 
 
 _LARGEST = 1e18

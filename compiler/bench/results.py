@@ -1,6 +1,6 @@
 """The file of results: one JSON line per measurement, appended safely and read strictly.
 
-`Result`, its parts and `environment` are offered here too, so that who measures imports one module.
+What a line means is for `record`; how lines are kept whole is for `json_lines`.
 """
 
 from __future__ import annotations
@@ -14,49 +14,18 @@ from typing import Any
 
 import msgspec
 
-from tilewright.compiler.bench.json_lines import (
-    TornLineWarning,
-    append_lines,
-    check_writable,
-    decode_record,
-    read_records,
-)
+from tilewright.compiler.bench.json_lines import append_lines, decode_record, read_records
 from tilewright.compiler.bench.record import (
-    KINDS,
     SCHEMA,
     Accuracy,
     Ceilings,
     ContractLine,
-    Kind,
     Paired,
     Repeat,
     Result,
     check_choices,
-    medians,
 )
-from tilewright.compiler.environment import Environment, environment
 from tilewright.compiler.errors import ConfigError, allowed
-
-__all__ = [
-    "KINDS",
-    "SCHEMA",
-    "Accuracy",
-    "ContractLine",
-    "Environment",
-    "Kind",
-    "Paired",
-    "Repeat",
-    "Result",
-    "TornLineWarning",
-    "append",
-    "check_writable",
-    "dumps",
-    "environment",
-    "from_values",
-    "loads",
-    "medians",
-    "read",
-]
 
 _WHAT = "not a result"
 _DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])

@@ -5,6 +5,7 @@ do that: a limit that measured times are compared with. It measures nothing (see
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -56,28 +57,22 @@ def limit_seconds(work: Work, ceilings: Ceilings) -> float:
 
 def decode_work(compiled: Compiled, *, batch: int, context: float) -> Work:
     """One token of each of ``batch`` sequences of ``context`` positions (a mean may be broken)."""
-    return step_work(
-        compiled.graph(),
-        num_tokens=batch,
-        batch=batch,
-        context=context,
-        attended=context,
-        num_logits=batch,
-        target=get_target(compiled.target),
-        compute=compiled.compute,
-        state_bytes=compiled.executable.state_bytes,
-    )
+    step = _step_of(compiled)
+    return step(num_tokens=batch, batch=batch, context=context, attended=context)
 
 
 def prefill_work(compiled: Compiled, *, num_tokens: int) -> Work:
     """A prompt from its start: attention is causal, and the last token alone wants logits."""
-    return step_work(
+    attended = (num_tokens + 1) / 2
+    step = _step_of(compiled)
+    return step(num_tokens=num_tokens, batch=1, context=num_tokens, attended=attended)
+
+
+def _step_of(compiled: Compiled) -> Callable[..., Work]:
+    """`step_work` of a compiled model."""
+    return functools.partial(
+        step_work,
         compiled.graph(),
-        num_tokens=num_tokens,
-        batch=1,
-        context=num_tokens,
-        attended=(num_tokens + 1) / 2,
-        num_logits=1,
         target=get_target(compiled.target),
         compute=compiled.compute,
         state_bytes=compiled.executable.state_bytes,
@@ -91,12 +86,11 @@ def step_work(
     batch: int,
     context: float,
     attended: float,
-    num_logits: int,
     target: Target,
     compute: str,
     state_bytes: Callable[[int, int], int],
 ) -> Work:
-    """The work of a step of a lowered graph.
+    """The work of a step of a lowered graph; of every sequence the last token alone wants logits.
 
     Args:
         num_tokens: of all sequences; ``batch``: sequences.
@@ -105,7 +99,7 @@ def step_work(
         state_bytes: `Executable.state_bytes`: positions and sequences in what the target keeps.
     """
     costs = step_costs(
-        graph_module, num_tokens=num_tokens, context=math.ceil(attended), num_logits=num_logits
+        graph_module, num_tokens=num_tokens, context=math.ceil(attended), num_logits=batch
     )
     parts = weight_bytes(graph_module, num_tokens=num_tokens, target=target, compute=compute)
     parts[STATE] = batch * _sequence_bytes(graph_module, context, state_bytes)

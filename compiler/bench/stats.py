@@ -1,4 +1,4 @@
-"""The few statistics that results are printed with: intervals, a paired test, medians, spreads.
+"""The few statistics that results are printed with: intervals, paired tests, ranks, spreads.
 
 Pure Python on counts and plain numbers; knows nothing of models or of where numbers come from.
 """
@@ -6,6 +6,7 @@ Pure Python on counts and plain numbers; knows nothing of models or of where num
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -247,41 +248,13 @@ def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Rank]:
     ]
 
 
-def quantile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0 <= q <= 1), linear between order statistics.
-
-    Raises:
-        ValueError: on no values or q out of range.
-
-    Source: R. J. Hyndman, Y. Fan, "Sample quantiles in statistical packages" (1996), type 7 (the
-    default of NumPy and R).
-    """
-    if not values:
-        raise ValueError("a quantile of no values")
-    if not 0.0 <= q <= 1.0:
-        raise ValueError(f"a quantile's q is in [0, 1], got {q}")
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(ordered) - 1)
-    weight = place - below
-    if weight == 0.0:
-        return ordered[below]
-    return ordered[below] * (1.0 - weight) + ordered[above] * weight
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value, or the mean of the two middle ones. ValueError on no values."""
-    return quantile(values, 0.5)
-
-
 def spread(values: Sequence[float]) -> float:
     """The range relative to the median: (max - min) / median; 0 where all values are equal.
 
     Raises:
         ValueError: on no values, or if they differ around a median of 0.
     """
-    middle = median(values)
+    middle = statistics.median(values)
     width = max(values) - min(values)
     if width == 0:
         return 0.0

@@ -5,12 +5,11 @@ Warm-up is apart, every repeat is kept, and the first decode step does not count
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from statistics import mean
 
-from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.record import Repeat
 from tilewright.compiler.runtime.llm import LLM, OnToken
 from tilewright.compiler.runtime.request import Request, SamplingParams
@@ -121,9 +120,9 @@ def figures(requests: Sequence[Request], started: float) -> Repeat:
     return Repeat(
         ttft_ms=1e3 * prefill_seconds / len(requests),
         prefill_tps=prompt_tokens / prefill_seconds,
-        decode_tsu=mean(rates) if rates else None,
+        decode_tsu=statistics.mean(rates) if rates else None,
         tps=decoded / decode_seconds if decoded and decode_seconds > 0 else None,
         ttft_first_ms=1e3 * min(firsts) if many else None,
-        ttft_median_ms=1e3 * stats.median(firsts) if many else None,
+        ttft_median_ms=1e3 * statistics.median(firsts) if many else None,
         ttft_last_ms=1e3 * prefill_seconds if many else None,
     )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
+from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import (
     AccuracyText,
     Prompt,
@@ -18,7 +19,6 @@ from tilewright.compiler.bench.prompts import (
     read_prompts,
     sample_prompts,
 )
-from tilewright.compiler.bench.results import check_writable
 from tilewright.compiler.commands.arguments import (
     ModelArguments,
     ModelOptions,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tilewright.compiler.bench import perf_md
 from tilewright.compiler.bench.perf_tables import render_results
-from tilewright.compiler.bench.results import Result, read
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.results import read
 from tilewright.compiler.bench.selection import unplaced
 from tilewright.compiler.commands.arguments import Parser
 from tilewright.compiler.errors import ConfigError

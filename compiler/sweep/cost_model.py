@@ -6,12 +6,12 @@ What it gives is predicted, and is named so wherever it is printed.
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from tilewright.compiler.bench import stats
 from tilewright.compiler.errors import ConfigError
 
 _MAX_KINDS = 8
@@ -51,7 +51,7 @@ class CostModel:
     def median_error(self) -> float | None:
         """The middle of the absolute errors, as a fraction."""
         found = [abs(error) for error in self.errors.values() if error is not None]
-        return stats.median(found) if found else None
+        return statistics.median(found) if found else None
 
 
 def fit(observations: Sequence[Observation]) -> CostModel:

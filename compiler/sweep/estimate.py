@@ -5,9 +5,9 @@ Rough on purpose: it decides whether to wait, never what a figure is.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Iterator
 
-from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.cases import (
     ACCURACY_CONTEXT,
     ACCURACY_PREFILL,
@@ -61,7 +61,7 @@ def remaining_seconds(state: SweepState, *, jobs: int = 1) -> float:
     for each, (cell, guess) in pairs:
         if each.is_open:
             known = ratios[cell.kind] or ratios["speed"] or ratios["accuracy"]
-            total += guess * (stats.median(known) if known else 1.0) / _share(cell, jobs)
+            total += guess * (statistics.median(known) if known else 1.0) / _share(cell, jobs)
     return total
 
 

@@ -5,10 +5,10 @@ Knows figures, not how they are printed or drawn.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.pareto import Point
 from tilewright.compiler.bench.record import Accuracy, Paired, Result, medians, unpack_hits
 from tilewright.compiler.bench.row import Row as Figures
@@ -202,7 +202,7 @@ def _merged(members: Sequence[Row]) -> Row:
         accuracies=accuracies,
         speed_case=speed_case,
         by_round={
-            number: stats.median([row.by_round[number] for row in timed])
+            number: statistics.median([row.by_round[number] for row in timed])
             for number in common_rounds(timed)
         },
     )

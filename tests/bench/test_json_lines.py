@@ -10,6 +10,7 @@ import pytest
 
 from tests.bench.test_results import full, make
 from tilewright.compiler.bench import results
+from tilewright.compiler.bench.json_lines import TornLineWarning, check_writable
 from tilewright.compiler.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ def test_a_torn_last_line_is_dropped_with_a_warning(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for keep in (1, 20, len(whole) - 2):
         path.write_bytes(whole + whole[:keep])
-        with pytest.warns(results.TornLineWarning, match=r"results\.jsonl:2"):
+        with pytest.warns(TornLineWarning, match=r"results\.jsonl:2"):
             assert results.read(path) == [full()]
 
 
@@ -27,7 +28,7 @@ def test_append_cuts_a_torn_line_off_and_completes_a_missing_newline(tmp_path: P
     path = tmp_path / "results.jsonl"
     line = results.dumps(full()).encode()
     path.write_bytes(line + b"\n" + line[:40])
-    with pytest.warns(results.TornLineWarning):
+    with pytest.warns(TornLineWarning):
         results.append(path, make())
     assert results.read(path) == [full(), make()]
     path.write_bytes(line)
@@ -38,7 +39,7 @@ def test_append_cuts_a_torn_line_off_and_completes_a_missing_newline(tmp_path: P
 def test_a_torn_line_longer_than_a_read_is_cut_off_whole(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_bytes(results.dumps(full()).encode() + b'\n{"case":"' + b"x" * 200_000)
-    with pytest.warns(results.TornLineWarning):
+    with pytest.warns(TornLineWarning):
         results.append(path, make())
     assert results.read(path) == [full(), make()]
 
@@ -48,11 +49,11 @@ def test_paths_that_cannot_be_written_are_refused_early_and_late(tmp_path: Path)
     file.write_text("")
     for path in (tmp_path, file / "below.jsonl", file / "deep" / "er.jsonl"):
         with pytest.raises(ConfigError, match="results file"):
-            results.check_writable(path)
+            check_writable(path)
         with pytest.raises(ConfigError, match="results file"):
             results.append(path, make())
-    results.check_writable(tmp_path / "new" / "results.jsonl")
-    results.check_writable(file)
+    check_writable(tmp_path / "new" / "results.jsonl")
+    check_writable(file)
     assert not (tmp_path / "new").exists()
     with pytest.raises(ConfigError, match="No such file"):
         results.read(tmp_path / "missing.jsonl")

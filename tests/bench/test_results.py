@@ -15,9 +15,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.bench import results
-from tilewright.compiler.bench.record import Ceilings, pack_hits, unpack_hits
-from tilewright.compiler.bench.results import Accuracy, ContractLine, Paired, Repeat, Result
-from tilewright.compiler.environment import commit
+from tilewright.compiler.bench.json_lines import TornLineWarning
+from tilewright.compiler.bench.record import (
+    KINDS,
+    SCHEMA,
+    Accuracy,
+    Ceilings,
+    ContractLine,
+    Paired,
+    Repeat,
+    Result,
+    medians,
+    pack_hits,
+    unpack_hits,
+)
+from tilewright.compiler.environment import commit, environment
 from tilewright.compiler.errors import ConfigError, TilewrightError
 
 HEADING = "precision_cfg = {ff1_3: bfp8, ff2: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
@@ -52,7 +64,7 @@ def full() -> Result:
     )
     return make(
         repeats=repeats,
-        **results.medians(repeats),
+        **medians(repeats),
         peak_memory_bytes=2**40 + 1,
         resident_bytes=0,
         accuracy=Accuracy.from_counts(
@@ -104,7 +116,7 @@ def any_results(draw: st.DrawFn) -> Result:
         case=draw(names),
         model=draw(names),
         weights=draw(st.sampled_from(["checkpoint", "random"])),
-        kind=draw(st.sampled_from(results.KINDS)),
+        kind=draw(st.sampled_from(KINDS)),
         dp=draw(counts),
         mesh=f"{draw(st.integers(1, 99))}x{draw(st.integers(1, 99))}",
         repeats=repeats,
@@ -135,20 +147,20 @@ def test_append_makes_the_folder_and_read_gives_back_in_order(tmp_path: Path) ->
         results.append(path, result)
     assert results.read(path) == written
     assert path.read_bytes().endswith(b"}\n")
-    assert json.loads(path.read_text().splitlines()[0])["schema"] == results.SCHEMA
+    assert json.loads(path.read_text().splitlines()[0])["schema"] == SCHEMA
 
 
 def test_medians_and_spreads() -> None:
     repeats = [Repeat(ttft_ms=t, decode_tsu=d) for t, d in ((10, 90), (12, 100), (11, 95))]
-    found = results.medians(repeats)
+    found = medians(repeats)
     assert (found["ttft_ms"], found["decode_tsu"], found["tps"]) == (11, 95, None)
     assert found["spread"] == pytest.approx(10 / 95)
     assert found["ttft_spread"] == pytest.approx(2 / 11)
 
 
 def test_one_measurement_shows_no_spread() -> None:
-    assert results.medians([Repeat(decode_tsu=5.0)])["spread"] is None
-    assert results.medians([])["decode_tsu"] is None
+    assert medians([Repeat(decode_tsu=5.0)])["spread"] is None
+    assert medians([])["decode_tsu"] is None
 
 
 @pytest.mark.parametrize(
@@ -323,7 +335,7 @@ def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, d
     path = tmp_path_factory.mktemp("any") / "results.jsonl"
     path.write_bytes(data)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", results.TornLineWarning)
+        warnings.simplefilter("ignore", TornLineWarning)
         message = ""
         try:
             assert results.read(path) == []
@@ -333,7 +345,7 @@ def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, d
 
 
 def test_environment_names_versions_host_and_time() -> None:
-    found = results.environment(("pytest", "no-such-distribution-here"), hash_host=True)
+    found = environment(("pytest", "no-such-distribution-here"), hash_host=True)
     assert found.versions["pytest"] == pytest.__version__
     assert found.versions["python"].startswith("3.")
     assert "no-such-distribution-here" not in found.versions

@@ -18,7 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from tests.commands.conftest import Refused
 from tests.tiny import prefill
 from tilewright.compiler.artifacts.manifest import FORMAT
-from tilewright.compiler.bench.results import Result, loads
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.results import loads
 from tilewright.compiler.cli import main
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.precision import load_precision

@@ -8,7 +8,8 @@ import pytest
 
 from tests.bench.test_results import make
 from tests.commands.conftest import Refused
-from tilewright.compiler.bench.results import Repeat, append, medians
+from tilewright.compiler.bench.record import Repeat, medians
+from tilewright.compiler.bench.results import append
 from tilewright.compiler.cli import main
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.commands.conftest import CONTEXT, Refused
-from tilewright.compiler.bench.record import unpack_hits
-from tilewright.compiler.bench.results import Result, loads, read
+from tilewright.compiler.bench.record import Result, unpack_hits
+from tilewright.compiler.bench.results import loads, read
 from tilewright.compiler.cli import main
 
 FEW = ("--max-generated-tokens", "5", "--repeat-batches", "2")

@@ -12,7 +12,8 @@ import pytest
 
 from tests.commands.conftest import Refused
 from tilewright.compiler.artifacts.manifest import read_manifest
-from tilewright.compiler.bench.results import Result, loads, read
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.results import loads, read
 from tilewright.compiler.cli import main
 from tilewright.compiler.commands.measure import device_of
 from tilewright.compiler.files import CACHE_VARIABLE

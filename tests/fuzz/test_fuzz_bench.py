@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
 from tilewright.compiler.bench import perf_md, results
+from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.bench.prompts import MAX_FILE_BYTES, read_prompts
+from tilewright.compiler.bench.record import Repeat
 from tilewright.compiler.bench.reference import (
     Reference,
     Subject,
@@ -33,7 +35,7 @@ RESULT: dict[str, Any] = {
     **{"prompt_length": 128, "num_generated": 2, "context": 130, "precision_name": "p"},
     **{"precision_id": "i", "heading": "precision_cfg = {a: b}, fidelity_cfg = {c: d}"},
     **{"effective_id": "e", "compute": "fast", "kind": "measured", "peak_memory_bytes": 1},
-    **{"repeats": [dict.fromkeys(results.Repeat.__dataclass_fields__, 1.0)]},
+    **{"repeats": [dict.fromkeys(Repeat.__dataclass_fields__, 1.0)]},
     **dict.fromkeys(("ttft_ms", "ttft_first_ms", "ttft_median_ms", "ttft_last_ms"), 1.0),
     **dict.fromkeys(("prefill_tps", "decode_tsu", "tps", "spread", "ttft_spread"), 1.0),
     **dict.fromkeys(("resident_bytes", "cache_bytes"), 1),
@@ -67,7 +69,7 @@ def check(name: str, raw: bytes, folder: Path, **limits: float) -> str:
     path = folder / name
     path.write_bytes(raw)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", results.TornLineWarning)
+        warnings.simplefilter("ignore", TornLineWarning)
         return guarded(lambda: READERS[name](path), file_size=len(raw), **limits)
 
 
@@ -187,7 +189,7 @@ def test_a_results_file_without_lines_is_mended_in_one_pass(scratch: Path) -> No
     path.write_bytes(b"x" * (8 << 20))
     result = results.loads(SOUND["results.jsonl"].decode())
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", results.TornLineWarning)
+        warnings.simplefilter("ignore", TornLineWarning)
         assert guarded(lambda: results.append(path, result), file_size=8 << 20) == ""
     assert results.read(path) == [result]
 

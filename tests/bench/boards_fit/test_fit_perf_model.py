@@ -13,7 +13,6 @@ from bench.boards_fit.programs import (
     AS_INTRODUCED,
     AS_NAMED,
     MIXED,
-    PUBLISHED,
     Programs,
     published_precision,
     repeat_layer,
@@ -27,7 +26,6 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.tenstorrent.lower import lower_program
 from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.perf_work import program_work
-from tilewright.models.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -143,19 +141,3 @@ def test_a_repeated_layer_is_priced_as_a_traced_model() -> None:
         )
         work.append(program_work(repeat_layer(program, 3) if num_layers == 1 else program))
     assert work[0] == work[1]
-
-
-def test_published_sizes_agree_with_the_named_shapes() -> None:
-    names = {
-        "llama-3.2-1b": "Llama3.2-1B",
-        "llama-3.2-3b": "Llama3.2-3B",
-        "llama-3.1-8b": "Llama3.1-8B",
-        "llama-3.1-70b": "Llama3.1-70B",
-        "qwen2.5-7b": "Qwen2.5-7B",
-    }
-    for shape, name in names.items():
-        values, sizes_ = SHAPES[shape], PUBLISHED[name]
-        keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        expected = (sizes_.hidden, sizes_.num_layers, sizes_.num_heads, sizes_.num_kv_heads)
-        assert tuple(values[key] for key in keys) == expected
-        assert (values["intermediate_size"], values["vocab_size"]) == (sizes_.ffn, sizes_.vocab)

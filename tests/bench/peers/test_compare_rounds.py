@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import pytest
 
@@ -15,7 +16,6 @@ from bench.peers.rounds import (
     ratios,
 )
 from bench.peers.worker import WorkerError
-from tilewright.compiler.bench.stats import median
 
 PLAN = Plan(prefill_lengths=(4, 8), context=4, num_decoded=5, num_rounds=3)
 TEXT = list(range(1000))
