@@ -12,7 +12,7 @@ import statistics
 import types
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
@@ -249,6 +249,7 @@ _LARGEST = 1e18
 HEADING_FORM = "precision_cfg = {...}, fidelity_cfg = {...}"
 
 _MESH = re.compile(r"[1-9][0-9]{0,3}x[1-9][0-9]{0,3}")
+_MINIMA = {"dp": 1, "batch": 1, "prompt_length": 0, "num_generated": 0, "context": 0}
 _PLAIN = ("model", "device", "target", "precision_name", "case")
 
 
@@ -266,14 +267,6 @@ class Result:
     Raises:
         ConfigError: on a value outside its range, naming the field.
     """
-
-    MINIMA: ClassVar[dict[str, int]] = {
-        "dp": 1,
-        "batch": 1,
-        "prompt_length": 0,
-        "num_generated": 0,
-        "context": 0,
-    }
 
     case: str
     model: str
@@ -331,7 +324,7 @@ class Result:
             raise ConfigError(f"result: heading {self.heading!r}; allowed: {HEADING_FORM}")
         if not _MESH.fullmatch(self.mesh):
             raise ConfigError(f"result: mesh {self.mesh!r}; allowed: ROWSxCOLUMNS, as 1x8")
-        for name, least in self.MINIMA.items():
+        for name, least in _MINIMA.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"result: {name} {getattr(self, name)}; allowed: >= {least}")
         _check_numbers(self)

@@ -107,19 +107,12 @@ def device_text(result: Result) -> str:
     return f"{result.device}{mesh}" + (f" (DP={result.dp})" if result.dp > 1 else "")
 
 
-ACCURACY_FIELDS = (
-    *("accuracy_text", "reference_id", "positions"),
-    *("top1_positions", "top1_percent", "top1_low_percent", "top1_high_percent"),
-    *("top5_positions", "top5_percent", "top5_low_percent", "top5_high_percent"),
-    *("kl_nats", "kl_standard_error_nats"),
-    *("base", "only_base_positions", "only_this_positions", "mcnemar_p"),
-)
-
-
 def accuracy_figures(accuracy: Accuracy | None) -> dict[str, Any]:
-    """`ACCURACY_FIELDS` of an accuracy: the one place where a count becomes a share in percent."""
+    """The figures of an accuracy by a row's fields: the one place where a count becomes a share in
+    percent. None everywhere without one.
+    """
     if accuracy is None:
-        return dict.fromkeys(ACCURACY_FIELDS)
+        return dict.fromkeys(_ACCURACY_FIELDS)
     n, pair = accuracy.num_positions, accuracy.paired
     values: tuple[CsvValue, ...] = (
         *(accuracy.text, accuracy.reference_id, n),
@@ -130,38 +123,33 @@ def accuracy_figures(accuracy: Accuracy | None) -> dict[str, Any]:
         *(accuracy.kl_mean, accuracy.kl_error),
         *((pair.base, pair.b, pair.c, pair.p) if pair else (None,) * 4),
     )
-    return dict(zip(ACCURACY_FIELDS, values, strict=True))
+    return dict(zip(_ACCURACY_FIELDS, values, strict=True))
 
 
+_FIELDS = [field.name for field in dataclasses.fields(Row)]
+_ACCURACY_FIELDS = _FIELDS[_FIELDS.index("accuracy_text") : _FIELDS.index("speed_case")]
+_SPEED_FIELDS = _FIELDS[_FIELDS.index("speed_case") :]
 _OF_RESULT: Mapping[str, str] = MappingProxyType(
     {
         "speed_case": "case",
-        "batch": "batch",
-        "prompt_length": "prompt_length",
         "decode_tokens_per_s": "decode_tsu",
         "decode_spread_fraction": "spread",
         "decode_error_fraction": "decode_error",
         "all_users_tokens_per_s": "tps",
         "prefill_tokens_per_s": "prefill_tps",
-        "ttft_ms": "ttft_ms",
         "ttft_spread_fraction": "ttft_spread",
         "ttft_error_fraction": "ttft_error",
-        "ttft_first_ms": "ttft_first_ms",
-        "ttft_median_ms": "ttft_median_ms",
-        "ttft_last_ms": "ttft_last_ms",
-        "peak_memory_bytes": "peak_memory_bytes",
         "weight_bytes": "resident_bytes",
-        "cache_bytes": "cache_bytes",
     }
 )
-"""Which field of a record each field of a row is."""
+"""Which field of a record a field of a row is, where the two have not one name."""
 
 
 def speed_figures(result: Result | None) -> dict[str, Any]:
     """What a row says of a timed result; None everywhere without one."""
     if result is None:
-        return dict.fromkeys([*_OF_RESULT, "repeats"])
-    found = {name: getattr(result, field) for name, field in _OF_RESULT.items()}
+        return dict.fromkeys(_SPEED_FIELDS)
+    found = {name: getattr(result, _OF_RESULT.get(name, name)) for name in _SPEED_FIELDS}
     return {**found, "repeats": len(result.repeats)}
 
 

@@ -32,7 +32,6 @@ class Run:
 
     repeat: Repeat
     outputs: tuple[tuple[int, ...], ...]
-    finish_reasons: tuple[str, ...]
 
 
 def sampling_text(sampling: SamplingParams) -> str:
@@ -96,7 +95,6 @@ def time_once(
     return Run(
         figures(requests, started),
         tuple(tuple(request.output) for request in ordered),
-        tuple(request.finish_reason or "" for request in ordered),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.tiny import compiled, random_tokens, tiny_model
 from tilewright.compiler.bench.timing import Job, figures, time_jobs
-from tilewright.compiler.runtime.request import LENGTH, Request, SamplingParams
+from tilewright.compiler.runtime.request import Request, SamplingParams
 from tilewright.compiler.targets.base import Executable
 
 
@@ -94,7 +94,6 @@ def test_jobs_run_as_often_as_asked_after_a_warm_up(served: Served) -> None:
     assert len(runs) == 2
     for run in runs:
         assert [len(output) for output in run.outputs] == [5, 2, 12]
-        assert run.finish_reasons == (LENGTH,) * 3
         assert run.repeat.ttft_ms is not None and run.repeat.ttft_ms > 0
     assert [repeat for repeat, _, _ in served.heard] == [0] * 19 + [1] * 19, "warm-up is not heard"
     # 8 steps of warm-up (12 tokens become 8), 12 of each repeat: the null target mixes phases

@@ -153,7 +153,7 @@ def test_texts_that_differ_are_an_exit_code(
     def unstable(*arguments: Any) -> timing.Run:
         run = real(*arguments)
         seen.append(run)
-        return timing.Run(run.repeat, (*run.outputs[1:], (len(seen),)), run.finish_reasons)
+        return timing.Run(run.repeat, (*run.outputs[1:], (len(seen),)))
 
     monkeypatch.setattr(timing, "time_once", unstable)
     argv = ["--case", "performance-eval-repeat", "--batch-size", "3", *FEW, "--no-results"]

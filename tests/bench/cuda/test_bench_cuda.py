@@ -58,7 +58,7 @@ def tiny(name: str, metric: str = DECODE, **changes: Any) -> Row:
 
 
 def run(ttft_ms: float, decode_tsu: float) -> Run:
-    return Run(Repeat(ttft_ms=ttft_ms, decode_tsu=decode_tsu), (), ())
+    return Run(Repeat(ttft_ms=ttft_ms, decode_tsu=decode_tsu), ())
 
 
 def choices(rows: Sequence[Row], results: Path | None = None, **changes: Any) -> Choices:
