@@ -33,6 +33,8 @@ class Point:
             points was measured close together. Empty: unknown.
         hits: whether it got each position right, the same positions for all points. Empty:
             unknown.
+        speed_error: of a predicted speed, the share of it that the time model says it may be off
+            by; infinite where the model says none. None: not predicted.
         top1_interval: percent; carried for printing only, as is ``num_bytes``.
 
     Raises:
@@ -47,6 +49,7 @@ class Point:
     hits: tuple[bool, ...] = ()
     top1_interval: tuple[float, float] | None = None
     num_bytes: int | None = None
+    speed_error: float | None = None
 
     def __post_init__(self) -> None:
         for speed in (self.speed, *self.rounds):
@@ -84,8 +87,12 @@ class Comparison:
 
 
 def compare_speed(a: Point, b: Point) -> Comparison:
-    """The speeds by their medians, the noise by the ratio of the rounds (`paired_ratio`)."""
+    """The speeds by their medians, the noise by the ratio of the rounds (`paired_ratio`); of
+    predicted ones by the time model's error, as all rounds of one are the same.
+    """
     estimate = a.speed - b.speed
+    if a.speed_error is not None or b.speed_error is not None:
+        return _compare_predicted(a, b, max(a.speed_error or 0, b.speed_error or 0))
     num_rounds = min(len(a.rounds), len(b.rounds))
     if num_rounds == 0:
         return _unknown(estimate, "no rounds")
@@ -96,6 +103,13 @@ def compare_speed(a: Point, b: Point) -> Comparison:
     low, high = found.interval
     evidence = f"ratio {found.ratio:.3f} ({low:.3f} to {high:.3f}), {num_rounds} rounds"
     return _known(estimate, found.ratio - 1, is_significant=found.differs, evidence=evidence)
+
+
+def _compare_predicted(a: Point, b: Point, error: float) -> Comparison:
+    fast, slow = max(a.speed, b.speed), min(a.speed, b.speed)
+    said = f"{100 * error:.0f} %" if math.isfinite(error) else "unknown"
+    evidence = f"ratio {a.speed / b.speed:.3f}, the time model's error: {said}"
+    return Comparison(_better(a.speed - b.speed), True, fast > slow * (1 + error), evidence)
 
 
 def compare_top1(a: Point, b: Point) -> Comparison:
@@ -151,7 +165,8 @@ def front(points: Sequence[Point]) -> list[Placed]:
     """Every point's standing, in the order given.
 
     - front: by the estimates, no other point is at least as good in speed and in top-1, and better
-      in one. Points that are equal in both stand there together.
+      in one. Points that are equal in both stand there together. Being faster by no more than the
+      time model's error puts no predicted point beside one of the front that is more accurate.
     - dominated: a point that is better by the estimates is *clearly* better in speed or in top-1:
       beyond the noise, or by published figures whose noise nobody knows.
     - tied: every point that is better by the estimates is inside the noise in both.
@@ -175,8 +190,13 @@ def front(points: Sequence[Point]) -> list[Placed]:
         double = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"two points have the name {double!r}")
     dominators = [[other for other in points if _dominates(other, point)] for point in points]
-    members = [point for point, above in zip(points, dominators, strict=True) if not above]
+    members = _beyond_model_error(
+        [point for point, above in zip(points, dominators, strict=True) if not above]
+    )
     best = {member.name for member in members}
+    for point, above in zip(points, dominators, strict=True):
+        if point.name not in best:
+            above += [q for q in members if q not in above and _is_inside_model_error(q, point)]
     return [
         _below(point, above, best) if above else _on_front(point, members)
         for point, above in zip(points, dominators, strict=True)
@@ -186,6 +206,23 @@ def front(points: Sequence[Point]) -> list[Placed]:
 def _dominates(a: Point, b: Point) -> bool:
     no_worse = a.speed >= b.speed and a.top1 >= b.top1
     return no_worse and (a.speed, a.top1) != (b.speed, b.top1)
+
+
+def _is_inside_model_error(a: Point, b: Point) -> bool:
+    """Whether ``a`` is more accurate, and not slower by more than the time model's error."""
+    is_predicted = a.speed_error is not None or b.speed_error is not None
+    return a.top1 > b.top1 and is_predicted and not compare_speed(a, b).is_distinguishable
+
+
+def _beyond_model_error(members: Sequence[Point]) -> list[Point]:
+    """The members without those that nothing but a speed inside the time model's error put there:
+    the most accurate one stays, and of the others those that are clearly faster than all kept.
+    """
+    kept: list[Point] = []
+    for point in sorted(members, key=lambda p: (-p.top1, -p.speed)):
+        if not any(_is_inside_model_error(other, point) for other in kept):
+            kept.append(point)
+    return kept
 
 
 def _below(point: Point, above: Sequence[Point], best: set[str]) -> Placed:

@@ -108,6 +108,10 @@ def _front_caption(placed: Sequence[Placed], base: str | None) -> str:
         text = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         bars.append(f"range of speed over {text} rounds")
     caption = "bars: " + "; ".join(bars) if bars else "no bars: single values"
+    errors = [e for e in (one.point.speed_error for one in placed) if e is not None]
+    if errors:
+        known = f"{100 * max(errors):.0f} %" if math.isfinite(max(errors)) else "unknown"
+        caption += f"; error of the predicted speeds: {known}"
     if base is not None and all(one.point.name != base for one in placed):
         caption += f"; the base {shown(base)} is not among the points"
     return caption

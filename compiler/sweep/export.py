@@ -38,7 +38,8 @@ p. Speed: the median over the repeats of all rounds; `Spread (%)`: (max - min) /
 `Rounds`: the lowest and the highest median of a round. `Standing`: a point is dominated if another
 one is better and the difference in speed or in top-1 is beyond the noise (top-1: McNemar; speed:
 the ratio round by round, from {MIN_ROUNDS} rounds on), each at {100 * pareto.ALPHA:.0f} %,
-uncorrected for the number of comparisons.
+uncorrected for the number of comparisons. Predicted speeds differ where they do by more than the
+time model's own error.
 """
 
 

@@ -5,6 +5,7 @@ Knows figures, not how they are printed or drawn.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,7 +148,16 @@ def point(row: Row) -> Point | None:
         hits=() if hits is None else unpack_hits(hits, accuracy.num_positions),
         top1_interval=(figures["top1_low_percent"], figures["top1_high_percent"]),
         num_bytes=row.num_bytes,
+        speed_error=_speed_error(row),
     )
+
+
+def _speed_error(row: Row) -> float | None:
+    """Of a predicted speed, the share of it that it may be off by; infinite if none is said."""
+    found = row.speed_result
+    if found is None or found.kind != "predicted":
+        return None
+    return math.inf if found.decode_error is None else found.decode_error
 
 
 def _row(states: Sequence[CellState]) -> Row:

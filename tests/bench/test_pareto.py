@@ -39,12 +39,46 @@ def measured(
     return Point(name, speed, top1, tuple(speed * each for each in rounds), hits)
 
 
+def predicted(name: str, speed: float, wrong: range = range(0), *, error: float = 0.17) -> Point:
+    """One figure of a time model, every round of it the same."""
+    point = measured(name, speed, wrong, rounds=(1.0, 1.0, 1.0))
+    return dataclasses.replace(point, speed_error=error)
+
+
 def placed(*points: Point) -> dict[str, Placed]:
     return {each.point.name: each for each in front(points)}
 
 
 def standings(*points: Point) -> dict[str, str]:
     return {each.point.name: each.standing for each in front(points)}
+
+
+def test_a_predicted_speed_inside_the_models_error_makes_no_front() -> None:
+    """Its rounds are equal, which is no precision: 4 % apart with an error of 17 % is nothing."""
+    best, near = predicted("best", 100.0), predicted("near", 104.0, range(3))
+    worse, far = predicted("worse", 105.0, range(40)), predicted("far", 118.0, range(40))
+    assert standings(best, near, worse) == {"best": "front", "near": "tied", "worse": "dominated"}
+    found = placed(best, near, worse, far)
+    assert {name: each.standing for name, each in found.items()} == {
+        **{"best": "front", "near": "tied"},
+        **{"worse": "dominated", "far": "front"},
+    }
+    assert found["near"].dominated_by == "best" and found["near"].notes[0] == (
+        "its speed is not distinguishable from best's (ratio 1.040, the time model's error: 17 %)"
+    )
+
+
+def test_an_extrapolated_speed_is_known_to_differ_from_none() -> None:
+    points = [predicted("best", 100.0, error=math.inf), predicted("b", 900.0, range(40), error=0.1)]
+    assert standings(*points) == {"best": "front", "b": "dominated"}
+    assert "the time model's error: unknown" in placed(*points)["b"].notes[0]
+    assert standings(*(dataclasses.replace(p, speed_error=None) for p in points))["b"] == "front"
+
+
+def test_of_points_inside_the_models_error_one_that_is_beyond_all_kept_stays() -> None:
+    """Not one by one along a chain: the last is clearly faster than the first."""
+    chain = [predicted(str(i), 100 * 1.1**i, range(3 * i)) for i in range(4)]
+    assert standings(*chain) == {"0": "front", "1": "tied", "2": "front", "3": "tied"}
 
 
 def test_the_seeds_twelve_precisions_have_two_on_their_front() -> None:
