@@ -5,6 +5,7 @@ It asks a runner for cells and gets their states; how they are run is not known 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -213,7 +214,8 @@ class _Hunt:
         why = f"{of_it[0].status}: {of_it[0].reason}" if of_it else "not planned"
         raise ConfigError(
             f"{self.runner.journal.path}: {precision.name} has no accuracy ({why}); allowed: "
-            "tilewright sweep restart, then --resume"
+            f"tilewright sweep restart {shlex.quote(str(self.runner.journal.path))} --failed, then "
+            "--resume"
         )
 
     def _id(self, precision: PrecisionConfig) -> str:

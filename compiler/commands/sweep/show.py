@@ -6,6 +6,7 @@ The view itself is `show_app`; the library it needs is optional.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 
 from tilewright.compiler.commands.sweep.files import open_sweep
@@ -18,7 +19,7 @@ def show(given: argparse.Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
             "sweep show: standard input and output are no terminal; allowed: a terminal, or "
-            "tilewright sweep status"
+            f"tilewright sweep status {shlex.quote(given.file)}"
         )
     try:
         from tilewright.compiler.commands.sweep.show_app import SweepApp

@@ -295,7 +295,7 @@ class MarkdownScreen(TextScreen):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("w", "write", "write to a file"), _BACK]
 
     def __init__(self, source: Callable[[], str], path: Path) -> None:
-        super().__init__("Markdown (tilewright sweep status --markdown)", source)
+        super().__init__("Markdown (tilewright sweep status FILE --markdown)", source)
         self.path = path
         self.add_class("wide")
 

@@ -254,5 +254,5 @@ def find_cells(state: SweepState, argument: str) -> list[CellState]:
         raise ConfigError(f"cell {argument!r}: {len(found)} ids begin so; {allowed(listed)}")
     raise ConfigError(
         f"no cell or configuration {argument[:60]!r}; {allowed(listed)}, or a cell's id "
-        "(see tilewright sweep status --cells)"
+        "(see tilewright sweep status FILE --cells)"
     )

@@ -283,7 +283,8 @@ def pretend_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_terminal_it_points_to_status(journal: Journal) -> None:
-    assert refuse(str(journal.path)).endswith("allowed: a terminal, or tilewright sweep status")
+    status = f"tilewright sweep status {journal.path}"
+    assert refuse(str(journal.path)).endswith(f"allowed: a terminal, or {status}")
 
 
 def test_without_the_library_it_says_what_to_install(
