@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.compiler.driver import CompilableModel
 from tilewright.compiler.ir.cost import rows_read
@@ -80,8 +80,11 @@ def byte_plan(
     position, memory = _of_state(outline, target, compute, context=context)
     parts = [
         *_of_weights(outline, target, compute, batch=batch),
-        *(_times(each, batch * context) for each in position),
-        *(_times(each, batch) for each in memory),
+        *(
+            replace(each, held=count * each.held, moved=count * each.moved)
+            for count, shares in ((batch * context, position), (batch, memory))
+            for each in shares
+        ),
     ]
     names = dict.fromkeys(part.group for part in parts)
     return BytePlan(
@@ -140,11 +143,6 @@ def _experts_read(outline: Outline, batch: int) -> float | None:
         if use.facts.tensor_group in EXPERT_GROUPS:
             return rows_read(use.node, use.recipe, batch) / use.recipe.shape[0]
     return None
-
-
-def _times(share: Share, count: int) -> Share:
-    held, moved = count * share.held, count * share.moved
-    return Share(share.group, share.formats, share.kinds, share.num_weights, held, moved)
 
 
 def _joined(group: str, parts: tuple[Share, ...] | list[Share]) -> Share:

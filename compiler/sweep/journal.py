@@ -299,14 +299,9 @@ class Journal:
         """A file of its own: the journal itself is locked for a moment by whoever appends."""
         return self.path.with_name(f".{self.path.name}.lock")
 
-    @property
-    def logs(self) -> Path:
-        """The folder of the cells' logs."""
-        return self.path.with_name(f"{self.path.stem}-logs")
-
     def log_path(self, cell_id: str) -> Path:
         """What a cell wrote on standard error, each attempt after the other."""
-        return self.logs / f"{cell_id}.log"
+        return self.path.with_name(f"{self.path.stem}-logs") / f"{cell_id}.log"
 
 
 def _try_lock(handle: int, kind: int) -> bool:

@@ -72,7 +72,9 @@ class SweptModel:
     def held_bytes(
         self, precision: ResolvedPrecision, target: str, compute: str = "fast"
     ) -> dict[tuple[str, int | None, str], int]:
-        """Bytes of the weights as a target holds them, by group, layer and kind of holding."""
+        """Bytes of the weights as a target holds them, by group, layer and kind of holding;
+        norms and tables are not counted.
+        """
         backend, blocks = get_target(target), blocks_of(self.weights)
         found: dict[tuple[str, int | None, str], int] = defaultdict(int)
         for weight in self.weights:
@@ -80,11 +82,6 @@ class SweptModel:
             holding = holding_of(weight, precision, backend, compute, others=others)
             found[weight.group, weight.layer, holding.kind] += holding.num_bytes
         return dict(found)
-
-
-def total_bytes(held: Mapping[tuple[str, int | None, str], int]) -> int:
-    """All of `SweptModel.held_bytes`; norms and tables are not counted."""
-    return sum(held.values())
 
 
 def step_bytes(

@@ -41,24 +41,25 @@ def lower_outline(model: CompilableModel, precision: ResolvedPrecision, target: 
     Raises:
         CompileError: where model, precision and target do not fit together.
     """
-    layers, stored = _layers_of(model.module), stored_formats(model)
+    stored = stored_formats(model)
     like: dict[Hashable, list[str]] = defaultdict(list)
-    for path, layer in layers:
-        asked = _asked(model.module.tensor_groups, path, layer, precision)
-        formats = tuple(stored[name] for name, _ in layer.named_parameters(prefix=path))
-        like[_built(layer), asked, formats].append(path)
+    for place, layers in _lists_of_layers(model.module):
+        for name, layer in layers.named_children():
+            path = f"{place}.{name}"
+            asked = _asked(model.module.tensor_groups, path, layer, precision)
+            formats = tuple(stored[name] for name, _ in layer.named_parameters(prefix=path))
+            like[_built(layer), asked, formats].append(path)
     kept = {paths[0]: len(paths) for paths in like.values()}
     with _only(model.module, set(kept)):
         graph_module, _ = lower_model(model, precision, target.stages(), silent)
     return Outline(graph_module, {_number(path): count for path, count in kept.items()})
 
 
-def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+def _lists_of_layers(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     return [
-        (f"{path}.{name}", layer)
+        (path, found)
         for path, found in module.named_modules()
         if isinstance(found, nn.ModuleList) and _LAYERS.search(path)
-        for name, layer in found.named_children()
     ]
 
 
@@ -106,11 +107,7 @@ def _asked(
 @contextmanager
 def _only(module: nn.Module, kept: set[str]) -> Iterator[None]:
     """The module with these layers alone, each under its own number."""
-    lists = [
-        (path, found)
-        for path, found in module.named_modules()
-        if isinstance(found, nn.ModuleList) and _LAYERS.search(path)
-    ]
+    lists = _lists_of_layers(module)
     whole = [(found, found._modules) for _, found in lists]
     for path, found in lists:
         some = {name: each for name, each in found._modules.items() if f"{path}.{name}" in kept}

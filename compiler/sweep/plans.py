@@ -17,7 +17,7 @@ from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.levels import Level, Part, assign
-from tilewright.compiler.sweep.model import SweptModel, experts_share, step_bytes, total_bytes
+from tilewright.compiler.sweep.model import SweptModel, experts_share, step_bytes
 
 PUBLISHED = (
     *(f"mlp-{up}-{down}" for up in ("bfp4", "bfp8", "bf16") for down in ("bfp4", "bfp8", "bf16")),
@@ -192,7 +192,7 @@ def _cell(entry: Entry, measures: Measures) -> Cell:
         kind="speed",
         compute="exact" if measures.compute == "exact" else "fast",
         threads=measures.threads,
-        weight_bytes=total_bytes(held),
+        weight_bytes=sum(held.values()),
         step_bytes=step_bytes(held, experts_share(model.loaded, CASES[SPEED_CASE].batch_size)),
         part=entry.part,
         is_kept=entry.is_timed,

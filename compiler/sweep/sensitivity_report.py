@@ -45,11 +45,11 @@ def heat_maps(state: SweepState) -> list[tuple[str, Figure]]:
         groups = list(dict.fromkeys(part.group for part in each.layers))
         layers = sorted({part.layer for part in each.layers if part.layer is not None})
         grid = [[each.find(f"{layer}.{group}") for group in groups] for layer in layers]
-        for stem, label, value in (
-            ("sensitivity", "KL lost (nats)", _kl),
-            ("sensitivity-per-ms", "KL lost (nats) for each ms saved (predicted)", _kl_per_ms),
+        for stem, label, cost in (
+            ("sensitivity", "KL lost (nats)", "kl_lost"),
+            ("sensitivity-per-ms", "KL lost (nats) for each ms saved (predicted)", "kl_per_ms"),
         ):
-            values = [[value(part) for part in row] for row in grid]
+            values = [[getattr(part, cost, None) for part in row] for row in grid]
             if all(each is None for row in values for each in row):
                 continue  # no time was predicted
             figure = draw_heat_map(
@@ -62,14 +62,6 @@ def heat_maps(state: SweepState) -> list[tuple[str, Figure]]:
             )
             found.append((f"{stem}{suffix}", figure))
     return found
-
-
-def _kl(part: Lowered | None) -> float | None:
-    return None if part is None else part.kl_lost
-
-
-def _kl_per_ms(part: Lowered | None) -> float | None:
-    return None if part is None else part.kl_per_ms
 
 
 def _level(found: Sensitivity) -> str:

@@ -22,7 +22,6 @@ _STANDINGS = {
     "dominated": "dominated by {}",
 }
 
-
 _LABEL_LENGTH = 40
 
 
@@ -76,14 +75,11 @@ def ranked(found: Sequence[Row]) -> list[Ranked]:
     for index, row in enumerate(merged):
         groups.setdefault(comparable(row), []).append(index)
     for indices in groups.values():
-        whole = [index for index in indices if summary.point(merged[index]) is not None]
-        rows = _aligned([merged[index] for index in whole])
-        points = [
-            replace(point, name=labels[index])
-            for index, row in zip(whole, rows, strict=True)
-            if (point := summary.point(row)) is not None
-        ]
-        placed |= dict(zip(whole, pareto.front(points), strict=True))
+        whole = [i for i in indices if merged[i].accuracy and merged[i].speed is not None]
+        rows = _aligned([merged[i] for i in whole])
+        points = [replace(row, names=(labels[i],)) for i, row in zip(whole, rows, strict=True)]
+        found_points = filter(None, map(summary.point, points))
+        placed |= dict(zip(whole, pareto.front(list(found_points)), strict=True))
     return [Ranked(row, labels[i], placed.get(i)) for i, row in enumerate(merged)]
 
 

@@ -161,20 +161,22 @@ def _speed_error(row: Row) -> float | None:
 
 
 def _row(states: Sequence[CellState]) -> Row:
-    done = [state for state in states if state.status == "done" and state.result is not None]
-    results: dict[str, Result] = {}
+    done = [
+        (state.cell, replace(state.result, precision_name=state.cell.precision))
+        for state in states
+        if state.result is not None
+    ]
     accuracies: dict[str | None, Accuracy] = {}
     by_case: dict[str, list[Result]] = {}
-    for state in done:
-        assert state.result is not None
-        named = replace(state.result, precision_name=state.cell.precision)
-        if state.cell.text is None:
-            by_case.setdefault(state.cell.case, []).append(named)
-        if named.accuracy is not None:
-            accuracies[state.cell.text] = named.accuracy
-    for case, members in by_case.items():
-        newest = max(members, key=lambda member: member.when)
-        results[case] = with_repeats(newest, members)
+    for cell, result in done:
+        if cell.text is None:
+            by_case.setdefault(cell.case, []).append(result)
+        if result.accuracy is not None:
+            accuracies[cell.text] = result.accuracy
+    results = {
+        case: with_repeats(max(members, key=lambda member: member.when), members)
+        for case, members in by_case.items()
+    }
     timed = [state.cell.case for state in states if state.cell.kind == "speed"]
     speed_case = next((case for case in timed if case in results), None)
     return Row(
@@ -184,10 +186,9 @@ def _row(states: Sequence[CellState]) -> Row:
         accuracies=accuracies,
         speed_case=speed_case,
         by_round={
-            state.cell.round: state.result.decode_tsu
-            for state in done
-            if state.cell.case == speed_case
-            if state.result is not None and state.result.decode_tsu is not None
+            cell.round: result.decode_tsu
+            for cell, result in done
+            if cell.case == speed_case and result.decode_tsu is not None
         },
     )
 
@@ -200,9 +201,10 @@ def _merged(members: Sequence[Row]) -> Row:
     for row in reversed(members):  # so that the first one's figures stay
         accuracies |= row.accuracies
         results |= row.results
-    for case, result in results.items():
-        same = [row.results[case] for row in members if case in row.results]
-        results[case] = with_repeats(result, same)
+    results = {
+        case: with_repeats(each, [row.results[case] for row in members if case in row.results])
+        for case, each in results.items()
+    }
     speed_case = next((row.speed_case for row in members if row.speed_case), None)
     timed = [row for row in members if speed_case and row.speed_case == speed_case]
     return Row(

@@ -12,7 +12,7 @@ from tests.tiny import precision_of, tiny_model
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep.cost_model import CostModel
 from tilewright.compiler.sweep.levels import Level, Part
-from tilewright.compiler.sweep.model import SweptModel, swept_model, total_bytes
+from tilewright.compiler.sweep.model import SweptModel, swept_model
 from tilewright.compiler.sweep.search import (
     BASE_OPTION,
     Held,
@@ -149,4 +149,4 @@ def test_all_parts_of_a_model_save_what_the_whole_saves() -> None:
     costs = CostModel(1.0, {"float32": 1e-6, "bfp8 blocks": 2e-6}, {})
     found = part_options(parts, sensitivity(), losses, held, costs)
     saved = sum(options[1].bytes_saved for options in found.values())
-    assert saved == total_bytes(base) - total_bytes(held[BFP8]) > 0
+    assert saved == sum(base.values()) - sum(held[BFP8].values()) > 0

@@ -13,12 +13,12 @@ EXIT_USER_ERROR = 2
 _PACKAGE = "tilewright.compiler.commands.sweep"
 _VERBS = {
     "status": ("control", "a table of a sweep, running or finished"),
-    "show": ("show", "the same as a terminal view, with keys"),
-    "export": ("report", "Markdown, CSV, PERF.md"),
-    "plot": ("report", "SVG and PNG: the front, the sensitivities"),
+    "show": ("show", "a terminal view of a sweep, running or finished"),
+    "export": ("report", "tables of sweeps: Markdown, CSV, PERF.md"),
+    "plot": ("report", "figures of sweeps, SVG and PNG: the front, the sensitivities"),
     "cancel": ("control", "cancel cells, queued or running"),
     "restart": ("control", "run cells again"),
-    "log": ("control", "what a cell said"),
+    "log": ("control", "what a cell said, and its outcome"),
 }
 _YAML = (".yaml", ".yml")
 _LEGEND = (
@@ -52,17 +52,16 @@ def verb_parser() -> argparse.ArgumentParser:
     """The options of every verb, ``FILE`` or ``FILES`` first."""
     parser = Parser(prog="tilewright sweep")
     verbs = parser.add_subparsers(dest="verb")
-    status = verbs.add_parser(
-        "status", description="A table of a sweep, running or finished.", epilog=_LEGEND
-    )
-    show = verbs.add_parser(
-        "show", description="A terminal view of a sweep, running or finished.", epilog=_KEYS
-    )
-    cancel = verbs.add_parser("cancel", description="Cancel cells, queued or running.")
-    restart = verbs.add_parser("restart", description="Run cells again.")
-    log = verbs.add_parser("log", description="What a cell said, and its outcome.")
+    made = {
+        verb: verbs.add_parser(verb, description=f"{text[0].upper()}{text[1:]}.")
+        for verb, (_, text) in _VERBS.items()
+    }
+    status, show, export, plot, cancel, restart, log = made.values()
+    status.epilog, show.epilog = _LEGEND, _KEYS
     for each in (status, show, cancel, restart, log):
         each.add_argument("file", metavar="FILE", help="the sweep's file")
+    for each in (export, plot):
+        each.add_argument("files", nargs="+", metavar="FILE", help="what tilewright sweep wrote")
     lines = status.add_mutually_exclusive_group()
     lines.add_argument("--cells", action="store_true", help="a line a cell, not a configuration")
     lines.add_argument("--pareto", action="store_true", help="the front, and what is not proven")
@@ -78,21 +77,13 @@ def verb_parser() -> argparse.ArgumentParser:
     restart.add_argument("--failed", action="store_true", help="every cell that has failed")
     newest = f"{which}, or a configuration's name: its newest cell"
     log.add_argument("cell", metavar="CELL", help=newest)
-    _add_documents(verbs)
-    return parser
-
-
-def _add_documents(verbs: argparse._SubParsersAction[Parser]) -> None:
-    export = verbs.add_parser("export", description="Tables of sweeps.")
-    plot = verbs.add_parser("plot", description="Figures of sweeps: SVG and PNG.")
-    for each in (export, plot):
-        each.add_argument("files", nargs="+", metavar="FILE", help="what tilewright sweep wrote")
     export.add_argument("--markdown", metavar="OUT", help="a document; - for standard output")
     export.add_argument("--csv", metavar="OUT", help="a comma-separated table; - as above")
     export.add_argument("--perf-md", metavar="FILE", help="render this file's tables (PERF.md)")
     export.add_argument("--results", metavar="FILE", help="what --perf-md adds to, and renders")
     plot.add_argument("-o", "--output", metavar="DIR", default="docs", help="default: docs")
     plot.add_argument("--name", metavar="STEM", help="of the files' names (default: front)")
+    return parser
 
 
 def _usage() -> str:

@@ -36,8 +36,12 @@ def export(given: argparse.Namespace) -> int:
     """Write the tables; returns the exit code."""
     _check_outputs(given)
     states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}
-    if given.perf_md is not None:
-        _check_no_probes(states)
+    probes = [path for path, state in states.items() if state.planned.plan == _SENSITIVITY]
+    if given.perf_md is not None and probes:
+        raise ConfigError(
+            f"{probes[0]}: a sensitivity sweep's configurations are probes, no rows of a table; "
+            "allowed with --perf-md: sweeps of other plans"
+        )
     if not (given.markdown or given.csv or given.perf_md):
         given.markdown = _STDOUT
     if given.markdown is not None:
@@ -58,30 +62,17 @@ def _check_outputs(given: argparse.Namespace) -> None:
         for option in ("markdown", "csv", "perf_md", "results")
         if (path := getattr(given, option)) is not None
     }
-    taken = {_place(path): f"the sweep {path}" for path in given.files}
+    taken = {os.path.realpath(path): f"the sweep {path}" for path in given.files}
     for option, path in outputs.items():
         name = "--" + option.replace("_", "-")
         if path == _STDOUT and option in ("perf_md", "results"):
             raise ConfigError(f"{name} {path}; allowed: a file's path")
-        where = path if path == _STDOUT else _place(path)
+        where = path if path == _STDOUT else os.path.realpath(path)
         if where in taken:
             raise ConfigError(f"{name} {path}: is {taken[where]} already; allowed: another one")
         taken[where] = f"that of {name}"
         if path != _STDOUT:
             check_writable(path, name)
-
-
-def _place(path: str) -> str:
-    return os.path.realpath(path)
-
-
-def _check_no_probes(states: dict[str, SweepState]) -> None:
-    for path, state in states.items():
-        if state.planned.plan == _SENSITIVITY:
-            raise ConfigError(
-                f"{path}: a sensitivity sweep's configurations are probes, no rows of a table; "
-                "allowed with --perf-md: sweeps of other plans"
-            )
 
 
 def _document(states: dict[str, SweepState], output: str) -> str:

@@ -180,7 +180,7 @@ def test_an_asked_cell_of_a_finished_sweep_is_queued_again(journal: Journal) -> 
 def test_enter_shows_the_log_of_the_newest_cell_as_it_grows(journal: Journal) -> None:
     running = cells(NAMES[9])[2]
     journal.append(start(running, 30))
-    journal.logs.mkdir()
+    journal.log_path("any").parent.mkdir()
     place = journal.log_path(running.id)
     place.write_bytes(b"\x1b[32mgreen\x1b[0m [bold]as it is[/bold]\n")
 
