@@ -35,6 +35,7 @@ __all__ = [
     "find_model_or_shape",
     "load_model",
     "model_types",
+    "quantised_types",
 ]
 
 FoundModel: TypeAlias = Path | ShapeName
@@ -135,6 +136,20 @@ def check_header(found: FoundModel) -> None:
     from tilewright.models.checkpoints.headers import check_header as check
 
     check(found)
+
+
+def quantised_types(found: FoundModel) -> tuple[str, ...]:
+    """The block types that the tensors of a model are stored in (``Q4_1``), those of the most bytes
+    first, by the header alone; none of floats, nor of a shape.
+
+    Raises:
+        CheckpointError: see `check_header`.
+    """
+    if isinstance(found, ShapeName):
+        return ()
+    from tilewright.models.checkpoints.headers import quantised_types as types
+
+    return types(found)
 
 
 def load_model(path: str | FoundModel | None = None) -> LoadedModel:

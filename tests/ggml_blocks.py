@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import gguf
@@ -11,6 +11,7 @@ import torch
 
 from tests.models.conftest import add_tokenizer, to_gguf_name
 from tilewright.compiler.formats.ggml_blocks import SIZES
+from tilewright.models import LoadedModel
 
 # Where a block has its float16 numbers; every other byte of a block may be anything.
 SCALES_AT = {
@@ -93,3 +94,21 @@ def write_llama(path: Path, types: Mapping[str, str], *, embedding: str) -> Path
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def file_values(model: LoadedModel, names: Iterable[str]) -> torch.Tensor:
+    """These tensors of a Llama's file, one below the other, as the format's own library reads and
+    dequantises them, with the rows of q and k in Hugging Face's order.
+    """
+    (path,) = model.checkpoint.files
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads}
+    found = []
+    for name in names:
+        tensor = tensors[to_gguf_name(name)]
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if (count := heads.get(name.split(".")[-2])) is not None:
+            pairs = values.reshape(count, -1, 2, values.shape[-1])
+            values = pairs.swapaxes(1, 2).reshape(values.shape)
+        found.append(torch.from_numpy(values))
+    return torch.cat(found)

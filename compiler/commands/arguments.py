@@ -13,12 +13,15 @@ from tilewright.compiler.artifacts.places import is_compiled
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.passes.dumps import dump_folder
-from tilewright.compiler.precision import PrecisionConfig, load_precision
-from tilewright.models import FoundModel, check_header, find_model_or_shape
+from tilewright.compiler.precision import AUTO, PrecisionConfig, choose_precision, load_precision
+from tilewright.models import FoundModel, check_header, find_model_or_shape, quantised_types
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
-CHECKPOINT_PRECISION = "performance"
-PRECISION_FORMS = "a name in precision_cfgs/, a YAML or JSON file, or a heading"
+CHECKPOINT_PRECISION = AUTO
+PRECISION_FORMS = (
+    "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto: stored (weights as the "
+    "file has them) of quantised files, accuracy of others"
+)
 _OPTION = "option"
 _T = TypeVar("_T")
 
@@ -193,13 +196,16 @@ def output_folder(named: str | None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Checked `ModelArguments`; ``precision`` is None for a compiled folder, which has its own."""
+    """Checked `ModelArguments`; ``precision`` is None for a compiled folder, which has its own.
+    ``notes``: what was chosen for the user, a line each.
+    """
 
     path: FoundModel
     target: str
     compute: str
     precision: PrecisionConfig | None
     dump_dir: Path | None
+    notes: tuple[str, ...] = ()
 
 
 def read_model_options(
@@ -225,14 +231,20 @@ def read_model_options(
             "--{name}, or compile the checkpoint again",
         )
         return ModelOptions(path, target, "fast", precision=None, dump_dir=None)
-    precision = load_precision(arguments.precision or default_precision)
+    named, notes = arguments.precision or default_precision, tuple[str, ...]()
+    if named != AUTO:
+        load_precision(named)  # a name is checked before a model is fetched
     dump_dir = dump_folder(None if arguments.dump is None else Path(arguments.dump))
     found = find_model_or_shape(arguments.model)
     check_header(found)
+    if named == AUTO:
+        named, why = choose_precision(quantised_types(found), target)
+        notes = (why,)
     return ModelOptions(
         path=found,
         target=target,
         compute=arguments.compute or "fast",
-        precision=precision,
+        precision=load_precision(named),
         dump_dir=dump_dir,
+        notes=notes,
     )

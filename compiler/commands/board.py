@@ -164,7 +164,7 @@ class _Board:
         compiled = self._compiled
         assert compiled is not None
         for note in compiled.notes:
-            screen.print(note, style="dim")
+            err().print(note, style="dim", soft_wrap=True)
         if self._options.case.is_natural:
             self._print_text(screen, compiled)
         detail = compiled.executable.device_detail

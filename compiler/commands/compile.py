@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
             else:
                 notes = _emit(model, options, arguments, folder, progress)
     screen = out()
-    for note in notes:
-        screen.print(note, style="dim")
+    for note in (*options.notes, *notes):
+        err().print(note, style="dim", soft_wrap=True)
     if model.weights == "random":
         screen.print(RANDOM_NOTE.format(model.name), style="dim")
     for path in sorted(output.rglob("*")):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _WEIGHTS = {"q40": "Q4_0", "f32": "F32"}
 """As dllama's own file names have them, and as ggml calls them."""
 _USUAL_WEIGHTS = "q40"
-_RUN_AS = {"q40": "all-q40", "f32": "accuracy"}
+_RUN_AS = {"q40": "stored", "f32": "accuracy"}
 """The configuration that is proposed for each: in that one q40 weights stay as they are."""
 _OF_CACHE = ("target", "precision", "compute")
 _OF_DLLAMA = ("output", "weights")
@@ -142,7 +142,7 @@ def _to_cache(arguments: argparse.Namespace) -> int:
         compiled = compile_source(source, options, wanted, progress, use_cache=True)
     screen: Console = out()
     for note in compiled.notes:
-        screen.print(note, style="dim")
+        err().print(note, style="dim", soft_wrap=True)
     screen.print(f"{source.name} for {options.target}, {compiled.precision.name}: in the cache")
     compiled.executable.close()
     return 0

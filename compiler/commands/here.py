@@ -43,7 +43,7 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     with compile_progress(err()) as progress:
         compiled = measure.compile_for(source, options, plan, progress)
     for note in compiled.notes:
-        screen.print(note, style="dim")
+        err().print(note, style="dim", soft_wrap=True)
     if options.explain:
         explain_precision(screen, compiled.precision)
         explain_contract(screen, compiled.executable.contract)

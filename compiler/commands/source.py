@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tilewright.compiler.artifacts.cache import ProgramCache
@@ -119,14 +119,16 @@ def compile_source(
     assert precision is not None
     if use_cache and choices.dump_dir is None and get_target(target).is_cached:
         cache = ProgramCache.default()
-        return compile_cached(
+        compiled = compile_cached(
             model, precision, cache, target=target, options=options, progress=progress
         )
-    return compile_model(
-        model,
-        precision,
-        target=target,
-        options=options,
-        progress=progress,
-        dump_dir=choices.dump_dir,
-    )
+    else:
+        compiled = compile_model(
+            model,
+            precision,
+            target=target,
+            options=options,
+            progress=progress,
+            dump_dir=choices.dump_dir,
+        )
+    return replace(compiled, notes=(*choices.notes, *compiled.notes))

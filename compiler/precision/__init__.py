@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tilewright.compiler.precision.auto import AUTO, choose_precision
 from tilewright.compiler.precision.config import PrecisionConfig
 from tilewright.compiler.precision.fragment import Fragment, LayerRule
 from tilewright.compiler.precision.hits import GroupedModule
@@ -32,6 +33,7 @@ from tilewright.compiler.precision.resolve import (
 
 __all__ = [
     "ALWAYS_HIGH",
+    "AUTO",
     "BLOCK_OUTPUTS",
     "EXPERT_GROUPS",
     "FOLLOWS",
@@ -51,6 +53,7 @@ __all__ = [
     "PrecisionConfig",
     "PrecisionSummary",
     "ResolvedPrecision",
+    "choose_precision",
     "effective_id",
     "list_precisions",
     "load_precision",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from tilewright.models.architectures.table import check_model_type, find_gguf_type
@@ -30,3 +31,25 @@ def check_header(path: Path) -> None:
         return
     name = gguf_header.read_header(data, path).metadata.get("general.architecture")
     find_gguf_type(name, f"{path}: general.architecture")
+
+
+def quantised_types(path: Path) -> tuple[str, ...]:
+    """The types in blocks that tensors at ``path`` are stored in, as ggml calls them, those of the
+    most bytes first; none of a folder of safetensors, whose tensors are floats.
+
+    Raises:
+        CheckpointError: as `check_header` would.
+    """
+    if path.is_dir():
+        return ()
+    data = memoryview(map_file(path))
+    sizes: Counter[str] = Counter()
+    if path.suffix.lower() == ".m":
+        header, _ = dllama_header.read_header(data, path)
+        for each in dllama_header.tensors(header):
+            sizes[each.dtype] += each.nbytes
+    else:
+        for tensor in gguf_header.read_header(data, path).tensors.values():
+            sizes[tensor.dtype] += tensor.nbytes
+    in_blocks = (name for name, _ in sizes.most_common())
+    return tuple(name for name in in_blocks if gguf_header.TENSOR_TYPES[name][1] > 1)

@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from tests.commands.conftest import Refused
+from tests.ggml_blocks import SHAPES, write_llama
 from tests.tiny import prefill
 from tilewright.compiler.artifacts.manifest import FORMAT
 from tilewright.compiler.bench.record import Result
@@ -402,3 +403,26 @@ def test_a_program_that_is_none_is_refused(
 def test_a_folder_without_its_tokenizer(refused: Refused, compiled: Path) -> None:
     shutil.rmtree(compiled / "tokenizer")
     assert "tokenizer" in refused("--model", str(compiled), *ASKED)
+
+
+def test_the_default_keeps_a_quantised_file_as_it_is_and_says_so(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, tiny_gguf: Path
+) -> None:
+    """And a configuration that quantises again says what becomes what; a line each, on stderr."""
+    types = dict.fromkeys(SHAPES, "Q4_1")
+    model = str(write_llama(tmp_path / "typed.gguf", types, embedding="Q8_0"))
+
+    def notes(path: str, *argv: str) -> list[str]:
+        folder = str(tmp_path / f"out{len(list(tmp_path.iterdir()))}")
+        assert main(["compile", path, "-o", folder, "--target", "reference", *argv]) == 0
+        lines = capfd.readouterr().err.splitlines()
+        return [line for line in lines if line.startswith(("precision auto", "quantised again"))]
+
+    assert notes(model) == ["precision auto: stored, the file's Q4_1, Q8_0"]
+    assert notes(model, "--precision", "stored") == []
+    assert notes(model, "--precision", "all-bfp4") == [
+        "quantised again: Q4_1 → bfp4 (ff1_3, ff2, wo, wqkv); Q8_0 → bf16 (embedding); "
+        "Q8_0 → bfp4 (lm_head)"
+    ]
+    said = "precision auto: accuracy, for the weights are not quantised"
+    assert notes(str(tiny_gguf)) == [said]

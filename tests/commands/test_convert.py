@@ -52,7 +52,7 @@ def test_a_gguf_file_for_dllama(
     said = run("convert", tiny_gguf, "-o", folder, "--weights", weights)
     name = MODEL.format(weights)
     assert sorted(path.name for path in folder.iterdir()) == [name, TOKENIZER]
-    precision = {"q40": "all-q40", "f32": "accuracy"}[weights]
+    precision = {"q40": "stored", "f32": "accuracy"}[weights]
     assert name in said and f"tilewright run --model {folder} --precision {precision}\n" in said
     source, found = load_model(tiny_gguf), load_model(folder)
     assert found.name == "tiny" and found.checkpoint.path == folder / name

@@ -19,8 +19,9 @@ from tests.ggml_blocks import (
     write_llama,
 )
 from tests.models.conftest import to_gguf_name
+from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats.ggml_blocks import SIZES
-from tilewright.models import load_model
+from tilewright.models import ShapeName, find_model_or_shape, load_model, quantised_types
 from tilewright.models.checkpoints.gguf import GGUFCheckpoint
 from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES
 
@@ -82,3 +83,17 @@ def test_a_file_of_mixed_types_is_a_model(mixed: Path) -> None:
     names = {name for name, _ in loaded.module.named_parameters()}
     assert names == set(loaded.checkpoint.names)
     assert all(loaded.checkpoint.get(name).isfinite().all() for name in names)
+
+
+def test_stored_types_are_told_by_the_header(mixed: Path) -> None:
+    checkpoint = GGUFCheckpoint(mixed)
+    for name, (dtype, _, _) in TENSORS.items():
+        assert checkpoint.stored_type(f"model.layers.0.{name}.weight") == dtype
+    assert checkpoint.stored_type("model.norm.weight") == "F32"
+    with pytest.raises(CheckpointError, match="no tensor nowhere"):
+        checkpoint.stored_type("nowhere")
+    types = quantised_types(mixed)
+    assert types[:2] == ("Q6_K", "Q5_1")  # most bytes first
+    assert sorted(types) == ["Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K"]
+    shape = find_model_or_shape("shape:llama-3.2-1b")
+    assert isinstance(shape, ShapeName) and quantised_types(shape) == ()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
 
-from tests.ggml_blocks import SHAPES, write_llama
-from tests.models.conftest import to_gguf_name
+from tests.ggml_blocks import SHAPES, file_values, write_llama
 from tests.tiny import prefill, random_tokens
 from tilewright.compiler.driver import (
     compile_model,
@@ -57,23 +54,6 @@ def matrices(model: LoadedModel, target: str) -> tuple[list[WeightRecipe], PassC
     return [use.recipe for use in uses if use.facts.tensor_group is not None], ctx
 
 
-def library_values(model: LoadedModel, recipe: WeightRecipe) -> torch.Tensor:
-    """The stacked tensors of a recipe by the library's reader, q and k in Hugging Face's order."""
-    (path,) = model.checkpoint.files
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    found = []
-    for name in recipe.names:
-        tensor = tensors[to_gguf_name(name)]
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        values = torch.from_numpy(values.astype(np.float32))
-        if ".q_proj" in name or ".k_proj" in name:
-            heads = model.config.num_heads if ".q_proj" in name else model.config.num_kv_heads
-            pairs = values.view(heads, -1, 2, values.shape[-1])
-            values = pairs.transpose(1, 2).reshape(values.shape)
-        found.append(values)
-    return torch.cat(found)
-
-
 @pytest.mark.parametrize("dtype", TYPES)
 def test_values_are_the_librarys_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     """Products that are merged too, and the blocks that the cpu target multiplies with."""
@@ -85,7 +65,7 @@ def test_values_are_the_librarys_bit_for_bit(dtype: str, tmp_path: Path) -> None
         assert {recipe.format for recipe in recipes} == {name}
         assert {recipe.is_stored for recipe in recipes} == {dtype in SIZES}
         for recipe in recipes:
-            expected = library_values(model, recipe)
+            expected = file_values(model, recipe.names)
             assert torch.equal(load_values(recipe, source), expected)
             if name not in NATIVE_BITS:
                 continue
