@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,15 +33,6 @@ QUICK_REPEATS, QUICK_TOKENS = 2, 40
 EXIT_NOT_MEASURED, EXIT_INTERRUPTED = 1, 130
 _TARGET = "cuda"
 _WIDTH = 132
-
-
-@dataclass(slots=True)
-class Report:
-    """By a row's name, what was measured, or why it was not; ``is_broken``: something failed."""
-
-    found: dict[str, Figures] = field(default_factory=dict)
-    missed: dict[str, str] = field(default_factory=dict)
-    is_broken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,19 +89,18 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
     warnings.filterwarnings("ignore", module="torch")
     from bench.ceilings import measure_ceilings
 
-    screen = _screen()
     ceilings = measured or measure_ceilings(choices.target)
-    _print_ceilings(screen, ceilings)
-    screen.print("All rows have random weights.", style="dim")
-    report = Report()
+    session = _Session(_screen(), choices, ceilings)
+    _print_ceilings(session.screen, ceilings)
+    session.screen.print("All rows have random weights.", style="dim")
     code = 0
     try:
         for rows in programs(choices.rows):
-            _guarded(screen, report, rows, partial(_measure, screen, report, choices, ceilings))
+            session.measure(rows)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    _print_report(screen, choices.rows, report)
-    return code or (EXIT_NOT_MEASURED if report.is_broken else 0)
+    session.print_report()
+    return code or (EXIT_NOT_MEASURED if session.is_broken else 0)
 
 
 def programs(rows: Sequence[Row]) -> list[tuple[Row, ...]]:
@@ -123,75 +113,97 @@ def programs(rows: Sequence[Row]) -> list[tuple[Row, ...]]:
     return [*shared, *((row,) for row in rows if row.metric == START)]
 
 
-def _guarded(
-    screen: Console,
-    report: Report,
-    rows: Sequence[Row],
-    run: Callable[[Sequence[Row]], None],
-) -> None:
-    """Run; what cannot be measured is said and left out, so that the others are not lost."""
-    try:
-        run(rows)
-        return
-    except CheckpointError as error:  # a shape whose architecture is not built
-        reason = str(error)
-    except TilewrightError as error:
-        reason, report.is_broken = str(error), True
-    except Exception as error:  # a bug in one row must not cost the others
-        traceback.print_exc()
-        reason, report.is_broken = f"failed: {one_line(error)}", True
-    for row in rows:
-        if row.name not in report.found:
-            report.missed[row.name] = reason
-            screen.print(f"{row.name}: not measured: {reason}", style="yellow", soft_wrap=True)
+@dataclass(slots=True)
+class _Session:
+    """A run of the command.
 
+    By a row's name, ``found`` is what was measured and ``missed`` why it was not; ``is_broken``:
+    something failed.
+    """
 
-def _measure(
-    screen: Console, report: Report, choices: Choices, ceilings: Ceilings, rows: Sequence[Row]
-) -> None:
-    """The rows of one program."""
-    from bench.cuda.measure import Bench, measure_start
-    from tilewright.compiler.commands.console import compile_progress
+    screen: Console
+    choices: Choices
+    ceilings: Ceilings
+    found: dict[str, Figures] = field(default_factory=dict)
+    missed: dict[str, str] = field(default_factory=dict)
+    is_broken: bool = False
 
-    if rows[0].metric == START:
-        found = measure_start(rows[0], target=choices.target, repeats=choices.repeats)
-        _take(screen, report, found, choices)
-        return
-    with compile_progress(err()) as progress:
-        made = Bench(rows, target=choices.target, repeats=choices.repeats, progress=progress)
-    _print_program(screen, made)
-    try:
+    def measure(self, rows: Sequence[Row]) -> None:
+        """The rows of one program; what cannot be measured is said and left out, so that the others
+        are not lost.
+        """
+        try:
+            self._measure(rows)
+            return
+        except CheckpointError as error:  # a shape whose architecture is not built
+            reason = str(error)
+        except TilewrightError as error:
+            reason, self.is_broken = str(error), True
+        except Exception as error:  # a bug in one row must not cost the others
+            traceback.print_exc()
+            reason, self.is_broken = f"failed: {one_line(error)}", True
         for row in rows:
-            _take(screen, report, made.measure(row, ceilings), choices)
-            if row.metric == DECODE and (routing := made.routing(row)):
-                screen.print(f"{row.name}: {routing}", soft_wrap=True)
-        for row in rows if choices.is_profiled else ():  # behind what is timed
-            _profile(screen, report, made, row, ceilings)
-    finally:
-        made.close()
+            if row.name not in self.found:
+                self.missed[row.name] = reason
+                self._print_missed(row.name)
 
+    def _measure(self, rows: Sequence[Row]) -> None:
+        from bench.cuda.measure import Bench, measure_start
+        from tilewright.compiler.commands.console import compile_progress
 
-def _take(screen: Console, report: Report, found: Figures, choices: Choices) -> None:
-    """Keep, record and print a row at once: the run may be ended at any time."""
-    report.found[found.row.name] = found
-    if found.result is not None and choices.results is not None:
-        append(choices.results, found.result)
-    name, figure, value, floor, goal, met, limit, share = cells(found)
-    bounds = "" if floor == "-" else f"; floor {floor}, goal {goal}: {met}"
-    of_limit = "" if limit == "-" else f"; limit {limit}, {share} of it"
-    line = f"{name}: {figure}: {value}{bounds}{of_limit}; {found.detail}"
-    screen.print(line, soft_wrap=True)
+        target, repeats = self.choices.target, self.choices.repeats
+        if rows[0].metric == START:
+            self._take(measure_start(rows[0], target=target, repeats=repeats))
+            return
+        with compile_progress(err()) as progress:
+            made = Bench(rows, target=target, repeats=repeats, progress=progress)
+        _print_program(self.screen, made)
+        try:
+            for row in rows:
+                self._take(made.measure(row, self.ceilings))
+                if row.metric == DECODE and (routing := made.routing(row)):
+                    self.screen.print(f"{row.name}: {routing}", soft_wrap=True)
+            for row in rows if self.choices.is_profiled else ():  # behind what is timed
+                self._profile(made, row)
+        finally:
+            made.close()
 
+    def _take(self, found: Figures) -> None:
+        """Keep, record and print a row at once: the run may be ended at any time."""
+        self.found[found.row.name] = found
+        if found.result is not None and self.choices.results is not None:
+            append(self.choices.results, found.result)
+        name, figure, value, floor, goal, met, limit, share = cells(found)
+        bounds = "" if floor == "-" else f"; floor {floor}, goal {goal}: {met}"
+        of_limit = "" if limit == "-" else f"; limit {limit}, {share} of it"
+        line = f"{name}: {figure}: {value}{bounds}{of_limit}; {found.detail}"
+        self.screen.print(line, soft_wrap=True)
 
-def _profile(screen: Console, report: Report, made: Bench, row: Row, ceilings: Ceilings) -> None:
-    from bench.cuda.profile_rows import print_profile
+    def _profile(self, made: Bench, row: Row) -> None:
+        from bench.cuda.profile_rows import print_profile
 
-    try:
-        print_profile(screen, made, row, ceilings)
-    except Exception as error:  # nor must a profiler that fails
-        traceback.print_exc()
-        report.is_broken = True
-        screen.print(f"{row.name}: no profile: {one_line(error)}", style="yellow")
+        try:
+            print_profile(self.screen, made, row, self.ceilings)
+        except Exception as error:  # nor must a profiler that fails
+            traceback.print_exc()
+            self.is_broken = True
+            self.screen.print(f"{row.name}: no profile: {one_line(error)}", style="yellow")
+
+    def _print_missed(self, name: str) -> None:
+        line = f"{name}: not measured: {self.missed[name]}"
+        self.screen.print(line, style="yellow", soft_wrap=True)
+
+    def print_report(self) -> None:
+        """The table of what was measured, and what was not."""
+        rows = [self.found[row.name] for row in self.choices.rows if row.name in self.found]
+        if rows:
+            lines = [cells(each) for each in rows]
+            print_table(self.screen, f"all rows {RANDOM_WEIGHTS}", COLUMNS, lines, numbers=True)
+            for kind in dict.fromkeys(each.row.metric for each in self.found.values()):
+                metric = METRICS[kind]
+                self.screen.print(f"{metric.short}, {metric.unit}: {metric.text}", style="dim")
+        for name in self.missed:
+            self._print_missed(name)
 
 
 COLUMNS = ("row", "figure", "median (min-max)", "floor", "goal", "met", "limit", "of limit")
@@ -239,17 +251,6 @@ def _print_program(screen: Console, made: Bench) -> None:
         style="dim",
         soft_wrap=True,
     )
-
-
-def _print_report(screen: Console, rows: Sequence[Row], report: Report) -> None:
-    found = [cells(report.found[row.name]) for row in rows if row.name in report.found]
-    if found:
-        print_table(screen, f"all rows {RANDOM_WEIGHTS}", COLUMNS, found, numbers=True)
-        kinds = dict.fromkeys(each.row.metric for each in report.found.values())
-        for metric in (METRICS[kind] for kind in kinds):
-            screen.print(f"{metric.short}, {metric.unit}: {metric.text}", style="dim")
-    for name, reason in report.missed.items():
-        screen.print(f"{name}: not measured: {reason}", style="yellow", soft_wrap=True)
 
 
 def _print_ceilings(screen: Console, ceilings: Ceilings) -> None:

@@ -68,14 +68,11 @@ class Case:
     rotate_prompts: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("batch_size", "max_generated_tokens", "num_repeats", "data_parallel"):
-            self._check_count(field, getattr(self, field))
-        if self.prompt_length is not None:
-            self._check_count("prompt_length", self.prompt_length)
-
-    def _check_count(self, field: str, value: int) -> None:
-        if value < 1:
-            raise ConfigError(f"case {self.name!r}: {field} {value}; allowed: 1 or more")
+        counts = ("batch_size", "max_generated_tokens", "num_repeats", "data_parallel")
+        for field in (*counts, "prompt_length"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ConfigError(f"case {self.name!r}: {field} {value}; allowed: 1 or more")
 
     @property
     def is_natural(self) -> bool:

@@ -50,7 +50,8 @@ def draw_heat_map(
     Raises:
         ConfigError: if there is no value, one is not finite, or the drawing library is missing.
     """
-    _check_shape(values, rows=rows, columns=columns, marked=marked)
+    assert len(values) == len(rows) and all(len(row) == len(columns) for row in values)
+    assert marked is None or [len(row) for row in marked] == [len(row) for row in values]
     known = [value for row in values for value in row if value is not None]
     if not known:
         raise ConfigError("nothing to plot: there are no values; allowed: one or more")
@@ -80,17 +81,6 @@ def draw_heat_map(
         settle(figure)
         _write_cells(axes, values, mesh=mesh, marked=marked)
     return figure
-
-
-def _check_shape(
-    values: Sequence[Sequence[float | None]],
-    *,
-    rows: Sequence[str],
-    columns: Sequence[str],
-    marked: Sequence[Sequence[bool]] | None,
-) -> None:
-    assert len(values) == len(rows) and all(len(row) == len(columns) for row in values)
-    assert marked is None or [len(row) for row in marked] == [len(row) for row in values]
 
 
 def _scale(known: Sequence[float]) -> tuple[float, float, bool]:

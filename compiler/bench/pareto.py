@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import gt
 from typing import Literal
 
-from tilewright.compiler.bench.stats import MIN_ROUNDS, mcnemar, paired_ratio
+from tilewright.compiler.bench.stats import MIN_ROUNDS, discordant, mcnemar, paired_ratio
 
 ALPHA = 0.05
 """The level of every single comparison. Nothing is corrected for their number: of 20 comparisons
@@ -119,7 +118,7 @@ def compare_top1(a: Point, b: Point) -> Comparison:
         return _unknown(estimate, "no positions")
     if len(a.hits) != len(b.hits):
         return _unknown(estimate, f"{len(a.hits)} and {len(b.hits)} positions")
-    num_a, num_b = sum(map(gt, a.hits, b.hits)), sum(map(gt, b.hits, a.hits))
+    num_b, num_a = discordant(b.hits, a.hits)
     p = mcnemar(num_a, num_b)
     evidence = f"p = {p:.3g}, +{num_a} -{num_b} of {len(a.hits)}"
     return _known(estimate, num_a - num_b, is_significant=p < ALPHA, evidence=evidence)

@@ -114,11 +114,9 @@ def _check_fields(kind: type, values: dict[str, Any], prefix: str = "") -> None:
         raise ConfigError(f"missing field {', '.join(missing)}")
     for name in values.keys() & _PARTS.keys():
         part = values[name]
-        several = {f"{name}[{i}]": each for i, each in enumerate(part)} if _is_list(part) else {}
-        for place, each in (several or {name: part}).items():
+        parts = {name: part}
+        if isinstance(part, list | tuple):
+            parts = {f"{name}[{i}]": each for i, each in enumerate(part)}
+        for place, each in parts.items():
             if isinstance(each, dict):
                 _check_fields(_PARTS[name], each, f"{prefix}{place}.")
-
-
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
