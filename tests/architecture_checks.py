@@ -17,9 +17,18 @@ from torch import Tensor
 
 from tests.expected_rewrites import expected_rewrites
 from tests.runtime.test_engine import Operations
-from tests.tiny import compiled, lowered, pipeline, precision_of, prefill, random_tokens, step
+from tests.tiny import (
+    compiled,
+    copy_seat,
+    lowered,
+    pipeline,
+    precision_of,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+)
 from tests.twins import twin_of
-from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import Executable
 from tilewright.models.architectures.table import architecture_of
@@ -57,7 +66,7 @@ def check_mixed_lengths(model: SimpleNamespace, target: str) -> None:
     prompts = [random_tokens(count, seed=count) for count in (5, 1, 17, 9)]
     tails = [random_tokens(3, seed=100 + index) for index in range(4)]
     alone = [prefill(executable, a + b)[-3:] for a, b in zip(prompts, tails, strict=True)]
-    handles = [executable.reserve(40) for _ in prompts]
+    handles = [take_seat(executable, 40) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     for at, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0])):
@@ -70,7 +79,7 @@ def check_mixed_lengths(model: SimpleNamespace, target: str) -> None:
 
 def check_random_operations(model: SimpleNamespace, target: str, seed: int = 0) -> None:
     """100 random calls of an engine leave every sequence as if it were alone and fresh."""
-    engine = Engine(compiled(model, target, max_context=32), prefill_chunk=5)
+    engine = Engine(compiled(model, target, max_context=32), step_tokens=5)
     operations = Operations(engine, oracle_of(model), seed)
     operations.run(100)
     assert min(operations.counts.values()) > 0
@@ -84,14 +93,14 @@ def check_snapshots(model: SimpleNamespace, target: str) -> None:
     start, tails = random_tokens(9), [random_tokens(count, seed=count) for count in (4, 5)]
     executable = compiled(model, target)
     expected = [prefill(executable, start + tail)[len(start) :] for tail in tails]
-    handle = executable.reserve(40)
+    handle = take_seat(executable, 40)
     step(executable, [(handle, start, 0)])
-    handles = handle, executable.copy(handle, len(start))
+    handles = handle, copy_seat(executable, handle, len(start))
     for state, tail, wanted in zip(handles, tails, expected, strict=True):
         got = [step(executable, [(state, [t], 9 + at)])[0] for at, t in enumerate(tail)]
         assert_near(torch.stack(got), wanted)
-    with pytest.raises(RequestError, match=r"first 12 positions of a sequence of 13; allowed: all"):
-        executable.copy(handle, 12)
+    with pytest.raises(AssertionError, match="state of 13 is not cut back"):
+        copy_seat(executable, handle, 12)
     executable.close()
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import heapq
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,11 +26,22 @@ from tilewright.compiler.ir.state import PER_TOKEN
 from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
 from tilewright.compiler.passes.runner import Pass, PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.runtime.pages import PagePool, pages_of
 from tilewright.compiler.targets.base import (
     CompileOptions,
     Executable,
-    StateHandle,
-    StepInput,
+)
+from tilewright.compiler.targets.step import (
+    Choosing,
+    Chunk,
+    Close,
+    Copy,
+    Edit,
+    Open,
+    Pages,
+    Seat,
+    Step,
+    StepOutput,
 )
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import trace
@@ -292,43 +305,95 @@ def compiled(
     )
 
 
+class _Seats:
+    """Who sits where on an executable that tests step by hand."""
+
+    def __init__(self, executable: Executable) -> None:
+        self.free = list(range(executable.capabilities.max_seats))
+        self.pool = PagePool(executable.capabilities.num_pages)
+        self.pages: dict[Seat, list[int]] = {}
+
+
+_SEATS: WeakKeyDictionary[Executable, _Seats] = WeakKeyDictionary()
+
+
+def take_seat(
+    executable: Executable, num_positions: int = 0, choosing: Choosing | None = None
+) -> Seat:
+    """Open the lowest free seat, with pages for so many positions (0: for a whole context)."""
+    limits, seats = executable.capabilities, _SEATS.setdefault(executable, _Seats(executable))
+    seat = Seat(heapq.heappop(seats.free))
+    edits: list[Edit] = [Open(seat, choosing or Choosing())]
+    if limits.page_size:
+        count = pages_of(num_positions or limits.max_context, limits.page_size)
+        seats.pages[seat] = seats.pool.take(count)
+        edits.append(Pages(seat, 0, tuple(seats.pages[seat])))
+    executable.step(Step(edits=tuple(edits)))
+    return seat
+
+
+def leave_seat(executable: Executable, seat: Seat) -> None:
+    """Close a seat and give its pages back."""
+    executable.step(Step(edits=(Close(seat),)))
+    seats = _SEATS[executable]
+    seats.pool.release(seats.pages.pop(seat, []))
+    heapq.heappush(seats.free, seat)
+
+
+def copy_seat(executable: Executable, seat: Seat, num_positions: int) -> Seat:
+    """A new seat with the first positions of another's history; whole pages are shared."""
+    fresh = take_seat(executable)
+    seats, size = _SEATS[executable], executable.capabilities.page_size
+    edits: list[Edit] = []
+    if size and (whole := seats.pages[seat][: num_positions // size]):
+        seats.pool.hold(whole)
+        seats.pool.release(seats.pages[fresh][: len(whole)])
+        seats.pages[fresh][: len(whole)] = whole
+        edits.append(Pages(fresh, 0, tuple(seats.pages[fresh])))
+    executable.step(Step(edits=(*edits, Copy(seat, fresh, num_positions))))
+    return fresh
+
+
 def step(
     executable: Executable,
-    work: Sequence[tuple[StateHandle, Sequence[int], int]],
+    work: Sequence[tuple[Seat, Sequence[int], int]],
     *,
     rows: Sequence[int] | None = None,
 ) -> Tensor:
-    """Logits of one step over (handle, tokens, first position) entries; default: last rows."""
-    tokens = [token for _, part, _ in work for token in part]
-    positions = [start + at for _, part, start in work for at in range(len(part))]
-    bounds = [0]
-    for _, part, _ in work:
-        bounds.append(bounds[-1] + len(part))
-    wanted = rows if rows is not None else [end - 1 for end in bounds[1:]]
-    output = executable.step(
-        StepInput(
-            torch.tensor(tokens),
-            torch.tensor(positions),
-            torch.tensor(bounds),
-            torch.tensor(wanted, dtype=torch.int64),
-            tuple(handle for handle, _, _ in work),
-            want_logits=True,
-        )
-    )
-    assert output.logits is not None
-    return output.logits
+    """Logits of one step over (seat, tokens, first position) entries; default: last rows.
+
+    Single tokens that follow others are decoded, together; everything else is a piece of a prompt.
+    """
+    if rows is None and all(len(tokens) == 1 and start for _, tokens, start in work):
+        forced = {seat: tokens[0] for seat, tokens, _ in work}
+        given = Step(decode=tuple(forced), forced=forced, want_logits=True)
+        return joined(executable.step(given))
+    found = []
+    for seat, tokens, start in work:
+        chunk = Chunk(seat, start, tuple(tokens), chooses=rows is None, echoes=bool(rows))
+        output = executable.step(Step(prompts=(chunk,), want_logits=True))
+        found.append(joined(output) if output.parts else torch.empty(0, executable.vocab_size))
+    logits = torch.cat(found)
+    return logits[list(rows)] if rows else logits
+
+
+def joined(output: StepOutput) -> Tensor:
+    """The logits of all parts of a step, in its order."""
+    return torch.cat([part.logits() for part in output.parts if part.logits is not None])
 
 
 def prefill(executable: Executable, tokens: Sequence[int], chunks: Iterable[int] = ()) -> Tensor:
     """Logits at every position of a fresh sequence, run in chunks of these sizes, then freed."""
-    handle = executable.reserve(len(tokens))
+    seat = take_seat(executable, len(tokens))
     parts, start = [], 0
     for size in [*chunks, len(tokens)]:
         part = tokens[start : start + size]
-        if part:
-            parts.append(step(executable, [(handle, part, start)], rows=range(len(part))))
+        if len(part) == 1 and start:
+            parts.append(step(executable, [(seat, part, start)]))
+        elif part:
+            parts.append(step(executable, [(seat, part, start)], rows=range(len(part))))
         start += len(part)
-    executable.free(handle)
+    leave_seat(executable, seat)
     return torch.cat(parts)
 
 

@@ -40,9 +40,8 @@ from tilewright.compiler.commands.source import Source, compile_source, open_sou
 from tilewright.compiler.driver import Compiled
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ops.moe import expected_experts
-from tilewright.compiler.runtime.batch import Piece, build_step
 from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.targets.base import CompileOptions, Progress, StepInput
+from tilewright.compiler.targets.base import CompileOptions, Progress, Seat
 
 _LONG_PROMPT = 16384
 _LONG_REPEATS = 3
@@ -56,7 +55,7 @@ _DEMO = Path(__file__).resolve().parents[2] / "demo" / "simple_text_demo.py"
 class ChoosesExperts(Protocol):
     """An executable that counts the experts of a decode step, layer by layer."""
 
-    def chosen_experts(self, inputs: StepInput) -> list[int]: ...
+    def chosen_experts(self, seats: Sequence[Seat], tokens: Sequence[int]) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +154,7 @@ class Bench:
         ids, engine = range(len(prompts)), Engine(executable)
         logits = engine.prefill(ids, [torch.tensor(prompt) for prompt in prompts])
         tokens = logits.argmax(-1).tolist()
-        pieces = [
-            Piece(engine.state(index), [token], len(prompts[index]), True)
-            for index, token in enumerate(tokens)
-        ]
-        found = executable.chosen_experts(build_step(pieces))
+        found = executable.chosen_experts([engine.seat(index) for index in ids], tokens)
         engine.remove(ids)
         expected = expected_experts(count, row.batch, config.experts_per_token)  # type: ignore[attr-defined]
         return (

@@ -26,8 +26,8 @@ from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import read_regular, replace_file
-from tilewright.compiler.runtime.batch import Piece, build_step
 from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.step import Choosing, Chunk, Open, Seat, Step
 
 NUM_GUESSES = 5
 _FOLDER = Path(__file__).parent / "references"
@@ -92,14 +92,15 @@ def build_reference(
     executable: Executable, subject: Subject, tokens: Sequence[int]
 ) -> tuple[Reference, Tensor]:
     """Guesses and all logits ``[predictions, vocab]`` from one fp32 prefill of the text."""
-    handle = executable.reserve(len(tokens))
-    piece = Piece(handle, list(tokens[:-1]), 0, wants_logits=True)
-    step = build_step([piece], want_logits=True)
-    rows = torch.arange(ACCURACY_PREFILL - 1, len(tokens) - 1)
-    output = executable.step(dataclasses.replace(step, logit_rows=rows))
-    executable.free(handle)
-    assert output.logits is not None
-    best = output.logits.topk(NUM_GUESSES, dim=-1)
+    executable.reset()
+    seat = Seat(0)
+    whole = Chunk(seat, 0, tuple(tokens[:-1]), echoes=True)
+    opened = (Open(seat, Choosing()),)
+    (part,) = executable.step(Step(prompts=(whole,), edits=opened, want_logits=True)).parts
+    assert part.logits is not None
+    logits = part.logits()[ACCURACY_PREFILL - 1 :].clone()
+    executable.reset()
+    best = logits.topk(NUM_GUESSES, dim=-1)
     reference = Reference(
         subject=subject,
         prefill=ACCURACY_PREFILL,
@@ -108,7 +109,7 @@ def build_reference(
         margins=tuple(round(float(margin), 5) for margin in best.values[:, 0] - best.values[:, 1]),
         versions=environment(("torch", "tokenizers")).versions,
     )
-    return reference, output.logits
+    return reference, logits
 
 
 def reference_path(model: str, folder: Path = _FOLDER) -> Path:

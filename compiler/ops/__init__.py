@@ -34,7 +34,7 @@ from tilewright.compiler.ops.fused import (
 from tilewright.compiler.ops.library import OPERATORS, Cost, Operator
 from tilewright.compiler.ops.moe import expert_linear, experts, router
 from tilewright.compiler.ops.rounding import round_q80
-from tilewright.compiler.ops.sample import SamplingBatch, sample, uniform
+from tilewright.compiler.ops.sample import sample, uniform
 
 __all__ = [
     "OPERATORS",
@@ -44,7 +44,6 @@ __all__ = [
     "FusedExpertArguments",
     "Operator",
     "RopeAttentionArguments",
-    "SamplingBatch",
     "add_rms_norm",
     "attention",
     "attention_step",

@@ -6,7 +6,7 @@ Kernels of targets must reproduce these choices.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from tilewright.compiler.ops.library import Cost, operator
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
+_SORTED_AT_FIRST = 1024
 
 
 def uniform(seed: int, position: int) -> float:
@@ -37,41 +38,6 @@ def uniform(seed: int, position: int) -> float:
     return counter[0] / 2.0**32
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingBatch:
-    """Sampling parameters of R rows, each a tensor ``[R]`` (end_tokens ``[R, E]``, padded with -1).
-
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 filter nothing; ``positions`` is where
-    the sampled token will stand in its sequence. ``is_greedy``: no temperature is above 0.
-    """
-
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    seeds: Tensor
-    positions: Tensor
-    end_tokens: Tensor
-    is_greedy: bool = False
-
-
-def _filtered(logits_V: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits with everything outside the top k, then outside the nucleus, at -inf.
-
-    Equal logits are ranked by token id, lowest first.
-    """
-    if not 0 < top_k < logits_V.numel() and top_p >= 1.0:
-        return logits_V
-    ranked, order = torch.sort(logits_V, descending=True, stable=True)
-    keep = torch.ones_like(ranked, dtype=torch.bool)
-    if 0 < top_k < logits_V.numel():
-        keep[top_k:] = False
-    if top_p < 1.0:
-        weights = ranked.masked_fill(~keep, float("-inf")).double().softmax(-1)
-        keep &= weights.cumsum(-1) - weights < top_p
-        keep[0] = True
-    return logits_V.masked_fill(~torch.zeros_like(keep).scatter(0, order, keep), float("-inf"))
-
-
 def likeliest(logits: Tensor) -> Tensor:
     """The first of the largest logits of every row: int64 ``[R]``.
 
@@ -80,6 +46,83 @@ def likeliest(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
         return logits.argmax(-1)
     return torch.from_numpy(np.asarray(logits.numpy().argmax(-1)))
+
+
+def draw(
+    line: np.ndarray,
+    *,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int = 0,
+    position: int = 0,
+) -> int:
+    """A token drawn from logits ``[V]`` float32, in which NaN counts as no logit at all.
+
+    Logits below the largest one are divided by ``temperature`` (above 0); tokens less likely than
+    ``min_p`` times the likeliest leave; then all but the ``top_k`` likeliest (equal ones by token
+    id, lowest first); then, of these, all behind the first whose probabilities add up to ``top_p``.
+    Of what is left the token is taken at which the cumulative probability, in the order of ids,
+    passes the uniform number of seed and position.
+    """
+    largest = np.nanmax(line)
+    scaled = (line - largest) / np.float32(temperature)
+    weights = np.exp(np.nan_to_num(scaled, nan=-np.inf).astype(np.float64))
+    if min_p > 0.0:
+        weights[weights < min_p] = 0.0
+    kept = np.flatnonzero(weights)
+    if 0 < top_k < len(kept):
+        kept = kept[_first(weights[kept], top_k)]
+    if top_p < 1.0:
+        kept = kept[_nucleus(weights[kept], top_p)]
+    cumulative = np.cumsum(weights[kept])
+    target = uniform(seed, position) * cumulative[-1]
+    at = int(np.searchsorted(cumulative, target, side="right"))
+    return int(kept[min(at, len(kept) - 1)])
+
+
+def _first(weights: np.ndarray, count: int) -> np.ndarray:
+    """The places of the ``count`` largest weights, ascending; of equal ones the first."""
+    threshold = np.partition(weights, len(weights) - count)[len(weights) - count]
+    above = np.flatnonzero(weights > threshold)
+    equal = np.flatnonzero(weights == threshold)[: count - len(above)]
+    return np.sort(np.concatenate([above, equal]))
+
+
+def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
+    """The places of the largest weights that together first reach ``share`` of all, ascending.
+
+    Only as many are sorted as are needed: most of the probability lies on few tokens.
+    """
+    total = float(weights.sum())
+    count = min(_SORTED_AT_FIRST, len(weights))
+    while True:
+        places = _first(weights, count) if count < len(weights) else np.arange(len(weights))
+        places = places[np.argsort(-weights[places], kind="stable")]
+        before = np.cumsum(weights[places]) - weights[places]
+        keep = before < share * total
+        keep[0] = True
+        if count == len(weights) or not keep[-1]:
+            return np.sort(places[keep])
+        count = min(8 * count, len(weights))
+
+
+def log_probabilities(
+    logits: Tensor, tokens: Sequence[int], num_top: int
+) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
+    """By row of ``logits [R, V]``: the natural logarithm of the probability of its token, and the
+    ``num_top`` likeliest tokens with theirs, the likeliest first, equal ones by token id.
+    """
+    found = []
+    for line, token in zip(logits.numpy(), tokens, strict=True):
+        wide = line.astype(np.float64)
+        wide -= np.nanmax(wide)
+        wide -= np.log(np.nansum(np.exp(wide)))
+        places = _first(wide, num_top) if 0 < num_top < len(wide) else np.arange(len(wide))
+        places = places[np.argsort(-wide[places], kind="stable")][:num_top]
+        found.append((float(wide[token]), tuple((int(at), float(wide[at])) for at in places)))
+    return found
 
 
 @operator(
@@ -96,14 +139,15 @@ def sample(
 ) -> Tensor:
     """Token ids ``[R]`` from ``logits [R, V]``: argmax, or inverse-CDF over ids in id order."""
     tokens = likeliest(logits)
+    lines = logits.float().numpy()
     for row, heat in enumerate(temperature.tolist()):
-        if heat <= 0.0:
-            continue
-        wide = logits[row].float()
-        scaled = (wide - wide.max()) / heat  # at most 0: no temperature is too low
-        scaled = _filtered(scaled, int(top_k[row]), float(top_p[row]))
-        cumulative = scaled.double().softmax(-1).cumsum(-1)
-        target = uniform(int(seeds[row]), int(positions[row])) * float(cumulative[-1])
-        chosen = torch.searchsorted(cumulative, torch.tensor(target).double(), right=True)
-        tokens[row] = chosen.clamp(max=logits.shape[-1] - 1)
+        if heat > 0.0:
+            tokens[row] = draw(
+                lines[row],
+                temperature=heat,
+                top_k=int(top_k[row]),
+                top_p=float(top_p[row]),
+                seed=int(seeds[row]),
+                position=int(positions[row]),
+            )
     return tokens

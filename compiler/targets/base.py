@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -19,30 +20,42 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.passes.runner import Pass
 from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.step import StateHandle, StepInput, StepOutput, finish_step
+from tilewright.compiler.targets.step import Seat, Step, StepOutput
 
 Progress = Callable[[str, int, int], None]
 """Told ``(what, done, total)`` while a model is compiled."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What an executable's steps may look like; schedulers respect it.
 
-    ``max_batch``: sequences with state at a time. ``max_context``: positions of a sequence.
-    ``max_prefill_sequences``: in one prefill step. ``mixed_steps``: prefill and decode rows in one
-    step. ``buckets``: batch sizes that were captured. ``prefill_chunk``: tokens of a prompt it
-    wants in one step; None: the scheduler's own number.
-    ``runs_ahead``: a decode step may be given before the last one's tokens have been read.
+    Attributes:
+        max_seats: sequences with state at a time. max_context: positions of a sequence.
+        page_size: positions of a page; 0: a seat's state lies in one piece, and no page is named.
+        num_pages: of the pool. num_snapshots: of per-sequence state; 0 where there is no such
+            state, or none can be kept.
+        has_sequence_state: whether sequences keep state that cannot be cut back to a position.
+        cell: the smallest piece of a prompt that is worth reading the weights for.
+        max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
+        runs_ahead: a step may be given before the last one's tokens have been read.
+        late_choice: whether a step may be ``masked``.
+        invariant: what a row's bits depend on: ``rows``, on the request alone; ``batch``, on the
+            cells its prompt was cut into; ``none``, on what it runs beside, by rounding.
     """
 
-    max_batch: int
+    max_seats: int
     max_context: int
-    max_prefill_sequences: int
-    mixed_steps: bool
-    buckets: tuple[int, ...] = ()
-    prefill_chunk: int | None = None
+    page_size: int = 0
+    num_pages: int = 0
+    num_snapshots: int = 0
+    has_sequence_state: bool = False
+    cell: int = 128
+    max_prompts: int = 1
+    max_step_tokens: int = 8192
     runs_ahead: bool = False
+    late_choice: bool = True
+    invariant: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +71,16 @@ class CompileOptions:
     """What a user may choose besides model, target and precision.
 
     ``compute``: ``fast``, or ``exact`` for float arithmetic everywhere (no speed is claimed).
+    ``memory_fraction``: of the device's memory, what all of it may take; where state lies in pages,
+    sequences then share what fits, and may be more than would fit at full length. None: every
+    sequence has room for a whole context.
     """
 
     max_batch: int = 1
     max_context: int = 2048
     compute: str = "fast"
     num_threads: int | None = None
+    memory_fraction: float | None = None
 
 
 class Executable(ABC):
@@ -80,39 +97,31 @@ class Executable(ABC):
     device_detail: str | None = None
 
     @abstractmethod
-    def step(self, inputs: StepInput) -> StepOutput:
-        """Run one step; the states of its sequences then hold its tokens as well."""
+    def step(self, step: Step) -> StepOutput:
+        """Run one step, or queue it where ``runs_ahead``; what it names must be as the step says.
 
-    @abstractmethod
-    def reserve(self, num_positions: int) -> StateHandle:
-        """State for a sequence of up to ``num_positions``.
-
-        Raises:
-            RequestError: when it is longer than the context, or nothing is free.
+        A scheduler that breaks the rules of a step (a seat twice, a gap) is a bug and fails an
+        assertion; nothing that a user asks for may get so far.
         """
 
-    @abstractmethod
-    def free(self, handle: StateHandle) -> None:
-        """Give a sequence's state, and its memory, back.
+    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+        """Choose the tokens of a ``masked`` step, the last one given.
 
-        Steps that an executable has queued come first: what is given later may use the memory,
-        and does not overtake them.
+        Args:
+            masks: by seat, bool ``[vocabulary]``, the tokens that may be chosen; every token where
+                a seat is not named.
         """
+        raise AssertionError("this executable offers no late choice")
 
     @abstractmethod
-    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        """A new sequence with the first ``num_positions`` of this one's history.
+    def reset(self) -> None:
+        """Close every seat and forget every page, for a runtime that begins anew."""
 
-        Also how a state is kept to be returned to (a snapshot): a copy nobody steps.
-
-        Raises:
-            RequestError: when nothing is free, or for less than the whole history where some of
-                the state is per sequence.
+    def cost(self, num_decode: int, num_prompt_tokens: int) -> float:
+        """Milliseconds that a step of so many decode rows and tokens of prompts is expected to
+        take; 0 where nothing is known yet.
         """
-
-    @abstractmethod
-    def num_free(self) -> int:
-        """How many more sequences can be reserved now."""
+        return 0.0
 
     @abstractmethod
     def memory(self) -> MemoryUse:
@@ -306,11 +315,10 @@ __all__ = [
     "MemoryUse",
     "Program",
     "Progress",
+    "Seat",
     "Stage",
-    "StateHandle",
-    "StepInput",
+    "Step",
     "StepOutput",
     "Target",
-    "finish_step",
     "vocab_size",
 ]

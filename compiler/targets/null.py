@@ -20,12 +20,11 @@ from tilewright.compiler.targets.base import (
     MemoryUse,
     Program,
     Progress,
+    Seat,
     Stage,
-    StateHandle,
-    StepInput,
+    Step,
     StepOutput,
     Target,
-    finish_step,
     vocab_size,
 )
 from tilewright.compiler.targets.contract import (
@@ -35,8 +34,8 @@ from tilewright.compiler.targets.contract import (
     NumericContract,
     build_contract,
 )
+from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, lower
-from tilewright.compiler.targets.slots import SlotPool
 
 _ZERO = Meaning(NOT_HONOURED, "zeros")
 _MEANINGS = Meanings(
@@ -88,52 +87,27 @@ class NullTarget(Target):
         return NullExecutable(vocab_size(program.graph()), options, program.contract)
 
 
-class NullExecutable(Executable):
-    """Counts its steps; every state is a length, checked against the positions it is given."""
+class NullExecutable(HostExecutable):
+    """Counts the steps that compute something, and answers zeros."""
 
     def __init__(self, vocab_size: int, options: CompileOptions, contract: NumericContract) -> None:
+        super().__init__()
         self.vocab_size = vocab_size
         self.contract = contract
         self.capabilities = Capabilities(
-            max_batch=options.max_batch,
-            max_context=options.max_context,
-            max_prefill_sequences=options.max_batch,
-            mixed_steps=True,
+            max_seats=options.max_batch, max_context=options.max_context, max_prompts=1 << 16
         )
         self.num_steps = 0
-        self._slots = SlotPool(options.max_batch, options.max_context)
-        self._lengths: dict[StateHandle, int] = {}
 
-    def step(self, inputs: StepInput) -> StepOutput:
-        self.num_steps += 1
-        bounds = inputs.cu_seqlens.tolist()
-        for index, handle in enumerate(inputs.states):
-            expected = list(
-                range(
-                    self._lengths[handle], self._lengths[handle] + bounds[index + 1] - bounds[index]
-                )
-            )
-            positions = inputs.positions[bounds[index] : bounds[index + 1]].tolist()
-            assert positions == expected, f"positions {positions}, state expects {expected}"
-            self._lengths[handle] += len(positions)
-        return finish_step(torch.zeros(len(inputs.logit_rows), self.vocab_size), inputs)
+    def step(self, step: Step) -> StepOutput:
+        self.num_steps += bool(step.decode or step.prompts)
+        return super().step(step)
 
-    def reserve(self, num_positions: int) -> StateHandle:
-        handle = self._slots.reserve(num_positions)
-        self._lengths[handle] = 0
-        return handle
+    def forward(self, batch: Batch) -> Tensor:
+        return torch.zeros(1, 1).expand(len(batch.logit_rows), self.vocab_size)
 
-    def free(self, handle: StateHandle) -> None:
-        self._slots.free(handle)
-        del self._lengths[handle]
-
-    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        fresh = self.reserve(max(1, num_positions))
-        self._lengths[fresh] = num_positions
-        return fresh
-
-    def num_free(self) -> int:
-        return self._slots.num_free()
+    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+        """There is none."""
 
     def memory(self) -> MemoryUse:
         return MemoryUse(0, 0)

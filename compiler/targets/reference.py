@@ -27,12 +27,9 @@ from tilewright.compiler.targets.base import (
     MemoryUse,
     Program,
     Progress,
+    Seat,
     Stage,
-    StateHandle,
-    StepInput,
-    StepOutput,
     Target,
-    finish_step,
     vocab_size,
 )
 from tilewright.compiler.targets.contract import (
@@ -44,11 +41,13 @@ from tilewright.compiler.targets.contract import (
     NumericContract,
     build_contract,
 )
+from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
-from tilewright.compiler.targets.slots import SlotPool, check_copy
+from tilewright.compiler.targets.step import Snapshot
 from tilewright.compiler.targets.tensor_files import save_tensors
 
 _WEIGHTS = "weights.safetensors"
+_NUM_SNAPSHOTS = 64
 _FLOAT = Meaning(NOT_HONOURED, "fp32")
 
 _MEANINGS = Meanings(
@@ -161,8 +160,8 @@ def _key(index: int) -> str:
     return f"recipe_{index}"
 
 
-class ReferenceExecutable(Executable):
-    """Weights and caches as torch tensors; any mix of sequences in a step."""
+class ReferenceExecutable(HostExecutable):
+    """Weights and caches as torch tensors, a row of each cache a seat."""
 
     def __init__(
         self,
@@ -171,15 +170,8 @@ class ReferenceExecutable(Executable):
         options: CompileOptions,
         contract: NumericContract,
     ) -> None:
+        super().__init__()
         self.contract = contract
-        self.capabilities = Capabilities(
-            max_batch=options.max_batch,
-            max_context=options.max_context,
-            max_prefill_sequences=options.max_batch,
-            mixed_steps=True,
-        )
-        self._slots = SlotPool(options.max_batch, options.max_context)
-        self._lengths: dict[StateHandle, int] = {}
         self._graph_module = graph_module
         self._inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._values: dict[str, Tensor] = {}
@@ -198,49 +190,53 @@ class ReferenceExecutable(Executable):
         weights = {id(tensor): tensor.nbytes for tensor in self._values.values()}
         self._weight_bytes = sum(weights.values()) - self.state_bytes(options.max_context)
         self.vocab_size = vocab_size(graph_module)
+        self.capabilities = Capabilities(
+            max_seats=options.max_batch,
+            max_context=options.max_context,
+            max_prompts=options.max_batch,
+            num_snapshots=_NUM_SNAPSHOTS if self._own_states() else 0,
+            has_sequence_state=bool(self._own_states()),
+        )
+        self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
 
     @torch.no_grad()
-    def step(self, inputs: StepInput) -> StepOutput:
+    def forward(self, batch: Batch) -> Tensor:
         step_values: dict[str, Any] = {
-            "tokens": inputs.tokens,
-            "positions": inputs.positions,
-            "cu_seqlens": inputs.cu_seqlens,
-            "slots": torch.tensor(inputs.states, dtype=torch.int64),
-            "logit_rows": inputs.logit_rows,
+            "tokens": batch.tokens,
+            "positions": batch.positions,
+            "cu_seqlens": batch.cu_seqlens,
+            "slots": torch.tensor(batch.seats, dtype=torch.int64),
+            "logit_rows": batch.logit_rows,
         }
         arguments = [
             step_values[str(node.target)] if info(node).role == INPUT else self._values[node.name]
             for node in self._inputs
         ]
-        logits = self._graph_module(*arguments).float()
-        ends = inputs.positions[inputs.cu_seqlens[1:] - 1] + 1
-        self._lengths.update(zip(inputs.states, ends.tolist(), strict=True))
-        return finish_step(logits, inputs)
+        logits: Tensor = self._graph_module(*arguments).float()
+        return logits
 
-    def reserve(self, num_positions: int) -> StateHandle:
-        handle = self._slots.reserve(num_positions)
-        self._lengths[handle] = 0
-        return handle
-
-    def free(self, handle: StateHandle) -> None:
-        self._slots.free(handle)
-
-    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        if any(spec.kind == PER_SEQUENCE for spec, _ in self._states):
-            check_copy(num_positions, self._lengths[handle])
-        fresh = self._slots.reserve(max(1, num_positions))
-        self._lengths[fresh] = num_positions
+    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         for spec, state in self._states:
             part = (slice(None), slice(num_positions)) if spec.kind == PER_TOKEN else ()
-            state[fresh, *part] = state[handle, *part]
-        return fresh
+            state[target, *part] = state[source, *part]
 
-    def num_free(self) -> int:
-        return self._slots.num_free()
+    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+        kept = [state[seat].clone() for state in self._own_states()]
+        self._snapshots[snapshot] = self.length(seat), kept
+
+    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+        position, kept = self._snapshots[snapshot]
+        for state, values in zip(self._own_states(), kept, strict=True):
+            state[seat] = values
+        return position
+
+    def _own_states(self) -> list[Tensor]:
+        """State that does not grow with a sequence's length."""
+        return [state for spec, state in self._states if spec.kind == PER_SEQUENCE]
 
     def memory(self) -> MemoryUse:
         return MemoryUse(self._weight_bytes, self.state_bytes(self.capabilities.max_context))
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        """The reference keeps every slot whole, whatever it holds."""
+        """The reference keeps every seat whole, whatever it holds."""
         return sum(state.nbytes for _, state in self._states)

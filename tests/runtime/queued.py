@@ -1,29 +1,31 @@
 """A device that works when it is waited for: steps are queued, and run in order when one is read.
 
-What it answers depends on a sequence's whole history and on seed and position, so a token, a
-position or a state that is not the right one changes the answers.
+What it answers depends on a seat's whole history, read through its pages, and on seed and position:
+so a token, a position, a page or a seat that is not the right one changes the answers.
 """
 
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_right
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from tilewright.compiler.targets.base import (
-    Capabilities,
-    Executable,
-    MemoryUse,
-    StateHandle,
-    StepInput,
+from tilewright.compiler.targets.base import Capabilities, Executable, MemoryUse
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.step import (
+    Choosing,
+    Chosen,
+    Chunk,
+    Close,
+    Edit,
+    Open,
+    Pages,
+    Part,
+    Seat,
+    Step,
     StepOutput,
 )
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.slots import SlotPool
 
 VOCAB = 23
 
@@ -38,125 +40,177 @@ class Clock:
         return self.now
 
 
+@dataclass(slots=True)
+class _Held:
+    """What the device knows of an open seat."""
+
+    choosing: Choosing
+    pages: list[int]
+    length: int = 0
+    token: int | None = None
+
+
 class QueuedExecutable(Executable):
     """``log`` holds ``("launch", n)`` and ``("read", n)`` of steps that choose tokens, n from 0.
 
     A step takes ``step_seconds`` of the clock on the device, one after another, and giving it to
-    the device ``host_seconds``.
+    the device ``host_seconds``. With ``page_size`` 0 each seat has one page as long as the context.
     """
 
     vocab_size = VOCAB
 
     def __init__(self, *, clock: Clock | None = None, **capabilities: Any) -> None:
-        limits: dict[str, Any] = {
-            "max_batch": 4,
-            "max_context": 64,
-            "max_prefill_sequences": 1,
-            "mixed_steps": False,
-            "runs_ahead": True,
-        }
+        limits: dict[str, Any] = {"max_seats": 4, "max_context": 64, "runs_ahead": True, "cell": 4}
         self.capabilities = Capabilities(**{**limits, **capabilities})
         self.contract = NumericContract((), ())
         self.log: list[tuple[str, int]] = []
-        self.given: list[StepInput] = []
-        self.num_continued = 0
+        self.given: list[Step] = []
         self.clock = clock or Clock()
         self.step_seconds = self.host_seconds = 0.0
         self._device_free_at = 0.0
-        self._slots = SlotPool(self.capabilities.max_batch, self.capabilities.max_context)
-        self._reserved: dict[StateHandle, int] = {}
         self._queue: list[Callable[[], None]] = []
-        self._unread: dict[int, tuple[StateHandle, ...]] = {}
-        self._memory: dict[StateHandle, list[int]] = {}
-        self._chosen: list[int] = []
-        self._num_sampled = 0
+        self._unread: set[int] = set()
+        self._num_chosen = 0
+        self._seats: dict[Seat, _Held] = {}
+        self._memory: dict[int, dict[int, int]] = {}
+        self._opened: set[Seat] = set()
 
-    def step(self, inputs: StepInput) -> StepOutput:
-        last = self.given[-1] if self.given else None
-        is_next = inputs.continues(last)
-        self.num_continued += is_next
-        self.given.append(inputs)
-        if not is_next:
-            inputs = inputs.settled()
-        self._check(inputs)
-        number = self._num_sampled
-        size = len(inputs.logit_rows) if inputs.sampling is not None else 0
-        answer = torch.full((size,), -1), torch.zeros(size, dtype=torch.bool)
+    def step(self, step: Step) -> StepOutput:
+        self.given.append(step)
+        self._check(step)
         self.clock.now += self.host_seconds
-        done = max(self._device_free_at, self.clock.now) + self.step_seconds
-        self._device_free_at = done
-        self._queue.append(lambda: self._run(inputs, is_next, answer))
-        if inputs.sampling is None:
+        groups: list[tuple[Seat, ...]] = [step.decode] if step.decode else []
+        groups += [(chunk.seat,) for chunk in step.prompts if chunk.chooses]
+        answers: list[list[tuple[int, int]]] = [[] for _ in groups]
+        if step.decode or step.prompts:
+            start = max(self._device_free_at, self.clock.now)
+            self._device_free_at = start + self.step_seconds
+        done = self._device_free_at
+        self._queue.append(lambda: self._run(step, answers))
+        if not groups:
             return StepOutput()
-        self._num_sampled += 1
-        self._unread[number] = inputs.states
+        number, self._num_chosen = self._num_chosen, self._num_chosen + 1
+        self._unread.add(number)
         assert len(self._unread) <= 2, "more than one step ahead"
         self.log.append(("launch", number))
 
-        def arrived() -> tuple[list[int], list[bool]]:
+        def read(index: int) -> Chosen:
             if number in self._unread:
+                assert number == min(self._unread), "a step is read before the one before it"
                 self._work_off()
-                self._unread = {n: states for n, states in self._unread.items() if n > number}
+                self._unread.remove(number)
                 self.log.append(("read", number))
                 self.clock.now = max(self.clock.now, done)
-            return answer[0].tolist(), answer[1].tolist()
+            tokens, why = zip(*answers[index], strict=True)
+            return Chosen(tokens, why)
 
-        return StepOutput(*answer, None, arrived)
+        parts = [Part(seats, lambda i=i: read(i)) for i, seats in enumerate(groups)]
+        return StepOutput(tuple(parts))
 
-    def _check(self, inputs: StepInput) -> None:
-        for handle, end in zip(inputs.states, inputs.cu_seqlens.tolist()[1:], strict=True):
-            last = int(inputs.positions[end - 1]) + inputs.advanced
-            assert last < self._reserved[handle], f"position {last} was not reserved"
+    def _check(self, step: Step) -> None:
+        """What can be told without the tokens: who is open, and nobody twice."""
+        limits = self.capabilities
+        for edit in step.edits:
+            if isinstance(edit, Open):
+                assert edit.seat not in self._opened and 0 <= edit.seat < limits.max_seats
+                self._opened.add(edit.seat)
+            elif isinstance(edit, Close):
+                self._opened.remove(edit.seat)
+        busy = [*step.decode, *(chunk.seat for chunk in step.prompts)]
+        assert len(set(busy)) == len(busy), "a seat twice in a step"
+        assert set(busy) <= self._opened
+        assert len(step.prompts) <= limits.max_prompts
+        assert sum(len(chunk.tokens) for chunk in step.prompts) <= limits.max_step_tokens
 
-    def _run(self, inputs: StepInput, is_next: bool, answer: tuple[torch.Tensor, ...]) -> None:
-        tokens = self._chosen if is_next else inputs.tokens.tolist()
-        positions = (inputs.positions + inputs.advanced).tolist()
-        for handle, (start, end) in zip(
-            inputs.states, pairwise(inputs.cu_seqlens.tolist()), strict=True
-        ):
-            held = self._memory[handle]
-            wanted = list(range(len(held), len(held) + end - start))
-            assert positions[start:end] == wanted, f"{positions[start:end]}, wanted {wanted}"
-            held += tokens[start:end]
-        if inputs.sampling is None:
+    def _run(self, step: Step, answers: list[list[tuple[int, int]]]) -> None:
+        for edit in step.edits:
+            self._apply(edit)
+        self._check_pages(step)
+        groups = iter(answers)
+        if step.decode:
+            found = next(groups)
+            for seat in step.decode:
+                held = self._seats[seat]
+                token = step.forced.get(seat, held.token)
+                assert token is not None, f"seat {seat} holds no token"
+                self._write(held, token)
+                found.append(self._choose(held))
+        for chunk in step.prompts:
+            self._prompt(chunk)
+            if chunk.chooses:
+                next(groups).append(self._choose(self._seats[chunk.seat]))
+
+    def _prompt(self, chunk: Chunk) -> None:
+        held = self._seats[chunk.seat]
+        assert chunk.start == held.length or self._is_shared(held, chunk.start), "a gap"
+        held.length = chunk.start
+        for token in chunk.tokens:
+            self._write(held, token)
+        held.token = None
+
+    def _is_shared(self, held: _Held, start: int) -> bool:
+        """Whether a seat finds what others have computed in its first pages."""
+        return held.length == 0 and self.capabilities.page_size > 0 and start > 0
+
+    def _apply(self, edit: Edit) -> None:
+        if isinstance(edit, Open):
+            own = [] if self.capabilities.page_size else [edit.seat]
+            self._seats[edit.seat] = _Held(edit.choosing, own)
+            if own:
+                self._memory[edit.seat] = {}
+        elif isinstance(edit, Close):
+            del self._seats[edit.seat]
+        else:
+            assert isinstance(edit, Pages), edit
+            held = self._seats[edit.seat]
+            assert edit.first <= len(held.pages)
+            held.pages[edit.first :] = edit.ids
+
+    def _check_pages(self, step: Step) -> None:
+        """No page is written by a seat while another has it."""
+        size = self.capabilities.page_size
+        if not size:
             return
-        batch, rows = inputs.sampling, inputs.logit_rows.tolist()
-        bounds = inputs.cu_seqlens.tolist()
-        seeds, places = batch.seeds.tolist(), (batch.positions + inputs.advanced).tolist()
-        histories = [self._memory[inputs.states[bisect_right(bounds, row) - 1]] for row in rows]
-        self._chosen = [
-            zlib.crc32(repr(facts).encode()) % VOCAB
-            for facts in zip(histories, seeds, places, strict=True)
-        ]
-        answer[0][:] = torch.tensor(self._chosen)
-        answer[1][:] = (answer[0].unsqueeze(-1) == batch.end_tokens).any(-1)
+        owners: dict[int, int] = {}
+        for held in self._seats.values():
+            for page in held.pages:
+                owners[page] = owners.get(page, 0) + 1
+        spans = [(seat, self._seats[seat].length, 1) for seat in step.decode]
+        spans += [(chunk.seat, chunk.start, len(chunk.tokens)) for chunk in step.prompts]
+        for seat, start, count in spans:
+            for at in range(start // size, (start + count - 1) // size + 1):
+                assert owners[self._seats[seat].pages[at]] == 1, f"seat {seat} writes a shared page"
+
+    def _write(self, held: _Held, token: int) -> None:
+        size = self.capabilities.page_size or self.capabilities.max_context
+        page = held.pages[held.length // size]
+        self._memory.setdefault(page, {})[held.length % size] = token
+        held.length += 1
+
+    def _choose(self, held: _Held) -> tuple[int, int]:
+        size = self.capabilities.page_size or self.capabilities.max_context
+        history = [self._memory[held.pages[at // size]][at % size] for at in range(held.length)]
+        facts = (history, held.choosing.seed, held.length)
+        held.token = zlib.crc32(repr(facts).encode()) % VOCAB
+        return held.token, int(held.token in held.choosing.end_tokens)
 
     def _work_off(self) -> None:
         for job in self._queue:
             job()
         self._queue.clear()
 
-    def reserve(self, num_positions: int) -> StateHandle:
-        handle = self._slots.reserve(num_positions)
-        self._reserved[handle] = num_positions
-        self._queue.append(lambda: self._memory.__setitem__(handle, []))
-        return handle
+    def reset(self) -> None:
+        self._work_off()
+        self._seats.clear()
+        self._opened.clear()
 
-    def free(self, handle: StateHandle) -> None:
-        for number, states in self._unread.items():
-            assert handle not in states, f"state {handle} is freed while step {number} is queued"
-        self._slots.free(handle)
-        del self._reserved[handle]
-        self._queue.append(lambda: self._memory.__delitem__(handle))
-
-    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        raise NotImplementedError
-
-    def num_free(self) -> int:
-        return self._slots.num_free()
+    @property
+    def num_open(self) -> int:
+        """Seats that somebody has."""
+        return len(self._opened)
 
     def memory(self) -> MemoryUse:
         return MemoryUse(0, 0)
 
-    def state_bytes(self, num_positions: int) -> int:
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         return 0

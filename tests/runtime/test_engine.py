@@ -14,10 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
+from tests.tiny import (
+    compiled,
+    leave_seat,
+    precision_of,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.engine import DuplicateRequestError, Engine, UnknownRequestError
 from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.step import Step, StepOutput
 
 VOCAB, CONTEXT = 61, 32
 WITHIN = 1e-4
@@ -44,11 +54,11 @@ def oracle() -> Executable:
 
 def recomputed(oracle: Executable, histories: Sequence[Sequence[int]]) -> Tensor:
     """Last-token logits of each history, from nothing: ``[len(histories), vocab]``."""
-    handles = [oracle.reserve(len(tokens)) for tokens in histories]
+    handles = [take_seat(oracle, len(tokens)) for tokens in histories]
     work = [(handle, list(tokens), 0) for handle, tokens in zip(handles, histories, strict=True)]
     logits = step(oracle, work)
     for handle in handles:
-        oracle.free(handle)
+        leave_seat(oracle, handle)
     return logits
 
 
@@ -58,7 +68,7 @@ class Operations:
     def __init__(self, engine: Engine, oracle: Executable, seed: int) -> None:
         self.engine = engine
         self.oracle = oracle
-        self.batch = engine.executable.capabilities.max_batch
+        self.batch = engine.executable.capabilities.max_seats
         self.random = random.Random(seed)
         self.histories: dict[int, list[int]] = {}
         self.counts = dict.fromkeys(("prefill", "replaced", "decode", "remove", "refused"), 0)
@@ -127,7 +137,6 @@ class Operations:
     def check_state(self) -> None:
         executable = self.engine.executable
         assert set(self.engine.request_ids) == set(self.histories)
-        assert executable.num_free() == self.batch - len(self.histories)
         positions = sum(map(len, self.histories.values()))
         assert executable.memory().state == executable.state_bytes(positions, len(self.histories))
 
@@ -143,13 +152,12 @@ def test_a_thousand_random_operations(
 ) -> None:
     """Together 1,000 on each target, with every kind of operation at every batch size."""
     executable = build(target, batch)
-    engine = Engine(executable, prefill_chunk=chunk)
+    engine = Engine(executable, step_tokens=chunk)
     operations = Operations(engine, oracle, seed=batch)
     operations.run(count)
     assert min(operations.counts.values()) > 5, operations.counts
     engine.remove(engine.request_ids)
     assert engine.request_ids == ()
-    assert executable.num_free() == batch
     assert executable.memory().state == executable.state_bytes(0, 0)
     executable.close()
 
@@ -166,7 +174,6 @@ def engine(executable: Executable) -> Iterator[Engine]:
     made = Engine(executable)
     yield made
     made.remove(made.request_ids)
-    assert executable.num_free() == 4
 
 
 @settings(max_examples=25)
@@ -176,7 +183,7 @@ def test_prompts_in_chunks_are_whole_prompts(
 ) -> None:
     prompts = [torch.tensor(random_tokens(n, seed=n)) for n in lengths]
     ids = range(len(prompts))
-    whole, chunked = Engine(executable), Engine(executable, prefill_chunk=chunk)
+    whole, chunked = Engine(executable), Engine(executable, step_tokens=chunk)
     expected = whole.prefill(ids, prompts)
     follow = whole.decode([0], torch.tensor([3])) if lengths[0] < CONTEXT else None
     whole.remove(ids)
@@ -302,3 +309,35 @@ def test_rows_of_the_fast_mode_are_what_they_are_alone() -> None:
     assert 0.1 < alone.std() < 30
     assert difference <= FAST_ROW
     executable.close()
+
+
+class Broken:
+    """The given step of an executable fails, after some of it was computed."""
+
+    def __init__(self, executable: Executable, fails_at: int) -> None:
+        self.step, self.left = executable.step, fails_at
+
+    def __call__(self, step: Step) -> StepOutput:
+        self.left -= 1
+        output = self.step(step)
+        if not self.left:
+            raise RuntimeError("out of memory")
+        return output
+
+
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_step_that_fails_changes_nothing(
+    started: Engine, oracle: Executable, fails_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither lengths nor what was held before a prompt that was to replace it."""
+    executable = started.executable
+    with monkeypatch.context() as patched:
+        patched.setattr(executable, "step", Broken(executable, fails_at))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            started.prefill([3, 8], [long([1, 2]), long([3])])
+    assert (started.length(3), started.length(8)) == (5, 9)
+    with monkeypatch.context() as patched:
+        patched.setattr(executable, "step", Broken(executable, 1))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            started.decode([3, 8], torch.tensor([1, 2]))
+    still_right(started, oracle)

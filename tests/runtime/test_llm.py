@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
 from tilewright.compiler.runtime.llm import LLM
-from tilewright.compiler.runtime.request import LENGTH, STOPPED, Request, SamplingParams
-from tilewright.compiler.targets.base import Executable, StepInput, StepOutput
+from tilewright.compiler.runtime.request import LENGTH, STOPPED, Request
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.scheduler import Policy
+from tilewright.compiler.targets.base import Executable
 
 BATCH, CONTEXT, COUNT = 6, 64, 14
 MODEL = tiny_model(std=0.3)
@@ -56,16 +58,15 @@ def answers(
 ) -> dict[int, tuple[list[int], str | None]]:
     """Outputs by job; ``arrivals`` jobs come at once, one more with every step."""
     requests = {index: Request(index, *jobs()[index]) for index in order}
-    llm = LLM(executable, prefill_chunk=chunk)
+    llm = LLM(executable, policy=Policy(step_tokens=chunk))
     coming = list(requests.values())
     for request in coming[:arrivals]:
         llm.add(request)
     del coming[:arrivals]
-    while coming or llm.scheduler.has_work():
+    while coming or llm.has_work():
         if coming:
             llm.add(coming.pop(0))
         llm.step()
-    assert executable.num_free() == BATCH
     assert executable.memory().state == executable.state_bytes(0, 0)
     return {index: (request.output, request.finish_reason) for index, request in requests.items()}
 
@@ -130,7 +131,7 @@ def test_tokens_are_heard_in_order_at_rising_times(executable: Executable) -> No
     requests = [Request(index, *job) for index, job in enumerate(jobs())]
     random.Random(3).shuffle(requests)
     heard: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    LLM(executable, prefill_chunk=9).generate(
+    LLM(executable, policy=Policy(step_tokens=9)).generate(
         requests, lambda request, token: heard[request.request_id].append(token)
     )
     for request in requests:
@@ -152,7 +153,6 @@ def test_a_request_cancelled_while_it_is_heard_ends_there(executable: Executable
     llm.generate([first, second], hear)
     assert (len(first.output), first.finish_reason) == (3, "cancelled")
     assert (len(second.output), second.finish_reason) == (20, LENGTH)
-    assert executable.num_free() == BATCH
 
 
 def test_a_context_can_be_used_to_its_end(executable: Executable) -> None:
@@ -160,34 +160,3 @@ def test_a_context_can_be_used_to_its_end(executable: Executable) -> None:
     request = Request(0, tuple(random_tokens(CONTEXT - 3)), SamplingParams(max_tokens=4))
     LLM(executable).generate([request])
     assert len(request.output) == 4
-
-
-def test_a_step_follows_the_last_one_while_the_same_requests_go_on(
-    executable: Executable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What stays the same is the same object; a request that comes or ends starts anew."""
-    seen: list[StepInput] = []
-    run = executable.step
-
-    def watched(inputs: StepInput) -> StepOutput:
-        seen.append(inputs)
-        return run(inputs)
-
-    monkeypatch.setattr(executable, "step", watched)
-    llm = LLM(executable)
-    lengths = (4, 7)
-    for index, length in enumerate(lengths):
-        llm.add(Request(index, (1, 2, 3), SamplingParams(max_tokens=length, temperature=0.5)))
-    while llm.scheduler.has_work():
-        llm.step()
-    decodes = [inputs for inputs in seen if int(inputs.positions[0]) >= 3]
-    follows = [one.states is other.states for one, other in pairwise(decodes)]
-    assert follows == [True, True, False, True, True], "but where the first one has ended"
-    for one, other in pairwise(decodes):
-        if one.states is other.states:
-            assert other.positions.tolist() == [at + 1 for at in one.positions.tolist()]
-            assert other.sampling is not None and one.sampling is not None
-            assert other.sampling.seeds is one.sampling.seeds
-            assert (other.sampling.positions - one.sampling.positions).tolist() == [1] * len(
-                one.states
-            )

@@ -6,8 +6,6 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.request import Request, SamplingParams, check_tokens
@@ -52,23 +50,6 @@ def test_positions_of_a_request_leave_out_its_last_token() -> None:
     request = Request(0, (1, 2, 3), SamplingParams(max_tokens=4))
     assert request.max_positions == 6
     assert Request(0, (1,), SamplingParams(max_tokens=1)).max_positions == 1
-
-
-@given(prompt=st.integers(1, 40), limit=st.integers(1, 50))
-def test_pending_tokens_walk_over_the_prompt_then_the_output(prompt: int, limit: int) -> None:
-    request = Request(7, tuple(range(100, 100 + prompt)))
-    seen: list[int] = []
-    while request.is_prefill:
-        part = request.pending_tokens(limit)
-        assert 1 <= len(part) <= limit
-        seen += part
-        request.num_computed += len(part)
-    assert seen == list(request.prompt)
-    for token in (5, 6, 7):
-        request.output.append(token)
-        assert request.num_tokens == prompt + len(request.output)
-        assert request.pending_tokens(limit) == [token], "one at a time, whatever the limit"
-        request.num_computed += 1
 
 
 def test_tokens_outside_the_vocabulary_are_named() -> None:

@@ -1,230 +1,216 @@
 """Whatever requests come, and whatever an executable can do: all are served, in turn, and fairly.
 
-The null target checks that the positions of every sequence follow on what its state holds.
+The queued device checks that pages, positions and seats are what they should be, and what it
+answers depends on all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.runtime.queued import QueuedExecutable
-from tests.tiny import compiled, tiny_model
+from tests.runtime.queued import VOCAB, QueuedExecutable
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.llm import LLM
-from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request, SamplingParams
-from tilewright.compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
-from tilewright.compiler.targets.null import NullExecutable
+from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.scheduler import Policy
+from tilewright.compiler.targets.step import Step, StepOutput
 
 CONTEXT = 64
-MODEL = tiny_model(num_layers=1, vocab_size=1061)
-"""A prompt is ids of its own, from 100 times its number on; the null target answers 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """Requests as (prompt length, tokens to generate, step before which it comes)."""
+class Job:
+    """Shared and own tokens of the prompt, tokens to generate, the step before which it comes."""
 
-    work: tuple[tuple[int, int, int], ...]
-    max_batch: int
-    mixed: bool
-    max_prefills: int
-    chunk: int
+    shared: int
+    own: int
+    wanted: int
+    arrival: int
+    priority: int
 
-    def requests(self) -> list[Request]:
-        return [
-            Request(
-                index,
-                tuple(range(100 * index + 1, 100 * index + 1 + prompt)),
-                SamplingParams(max_tokens=wanted),
-            )
-            for index, (prompt, wanted, _) in enumerate(self.work)
-        ]
+    def request(self, number: int) -> Request:
+        prompt = [at % VOCAB for at in range(self.shared)]
+        prompt += [(7 * number + at) % VOCAB for at in range(self.own)]
+        sampling = SamplingParams(seed=number, max_tokens=self.wanted)
+        return Request(number, tuple(prompt), sampling, priority=self.priority)
 
-    def num_chunks(self, prompt: int) -> int:
-        return -(-prompt // self.chunk)
+
+JOBS = st.lists(
+    st.builds(
+        Job,
+        shared=st.integers(0, 20),
+        own=st.integers(1, 20),
+        wanted=st.integers(1, 10),
+        arrival=st.integers(0, 25),
+        priority=st.sampled_from((0, 0, 0, 1)),
+    ),
+    min_size=1,
+    max_size=9,
+)
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> Scenario:
-    max_batch = draw(st.integers(1, 5))
-    one = st.tuples(st.integers(1, 40), st.integers(1, 8), st.integers(0, 25))
-    return Scenario(
-        work=tuple(draw(st.lists(one, min_size=1, max_size=10))),
-        max_batch=max_batch,
-        mixed=draw(st.booleans()),
-        max_prefills=draw(st.integers(1, max_batch)),
-        chunk=draw(st.integers(1, 48)),
-    )
+def limits(draw: st.DrawFn) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "max_seats": draw(st.integers(1, 5)),
+        "max_context": CONTEXT,
+        "runs_ahead": draw(st.booleans()),
+        "max_prompts": draw(st.integers(1, 3)),
+        "max_step_tokens": draw(st.integers(8, 48)),
+    }
+    if draw(st.booleans()):
+        found |= {"page_size": 4, "num_pages": draw(st.integers(16, 48))}
+    return found
 
 
-@dataclass
-class Recorded:
-    """What the steps of a scenario were, and which requests got a token at each."""
-
-    steps: list[StepInput] = field(default_factory=list)
-    running: list[int] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-
-
-def null(scenario: Scenario) -> Executable:
-    executable = compiled(MODEL, "null", max_batch=scenario.max_batch, max_context=CONTEXT)
-    assert isinstance(executable, NullExecutable)
-    executable.capabilities = replace(
-        executable.capabilities,
-        mixed_steps=scenario.mixed,
-        max_prefill_sequences=scenario.max_prefills,
-    )
-    return executable
+def run(
+    jobs: list[Job], executable: QueuedExecutable, *, policy: Policy | None = None
+) -> tuple[LLM, list[Request], list[list[int]]]:
+    """Serve the jobs as they come; also, step by step, who got a token."""
+    made = [job.request(number) for number, job in enumerate(jobs)]
+    llm, tokens = LLM(executable, policy=policy), []
+    coming = sorted(range(len(jobs)), key=lambda n: (jobs[n].arrival, n))
+    while coming or llm.has_work():
+        while coming and (jobs[coming[0]].arrival <= len(tokens) or not llm.has_work()):
+            llm.add(made[coming.pop(0)])
+        tokens.append([request.request_id for request in llm.step()])
+        assert len(tokens) < 10_000, "no end"
+    assert executable.num_open == 0, "all seats are given back"
+    assert llm.scheduler.pool.num_held == 0, "and all pages"
+    return llm, made, tokens
 
 
-def run(scenario: Scenario, requests: list[Request]) -> Recorded:
-    executable, recorded = null(scenario), Recorded()
-    original = executable.step
-
-    def step(inputs: StepInput) -> StepOutput:
-        recorded.steps.append(inputs)
-        recorded.running.append(executable.capabilities.max_batch - executable.num_free())
-        return original(inputs)
-
-    executable.step = step
-    llm = LLM(executable, prefill_chunk=scenario.chunk)
-    coming = sorted(range(len(requests)), key=lambda i: (scenario.work[i][2], i))
-    at = 0
-    while coming or llm.scheduler.has_work():
-        while coming and (scenario.work[coming[0]][2] <= at or not llm.scheduler.has_work()):
-            llm.add(requests[coming.pop(0)])
-        recorded.tokens.append([request.request_id for request in llm.step()])
-        at += 1
-        assert at < 10_000, "no end"
-    assert executable.num_free() == scenario.max_batch, "all of the state is given back"
-    return recorded
+def answer(made: Request) -> list[int]:
+    """What the request is answered on its own."""
+    alone = Request(0, made.prompt, made.sampling)
+    LLM(QueuedExecutable(runs_ahead=False)).generate([alone])
+    return alone.output
 
 
-def lengths(inputs: StepInput) -> list[int]:
-    return inputs.cu_seqlens.diff().tolist()
-
-
-@given(scenarios())
-def test_every_request_finishes_with_all_its_tokens(scenario: Scenario) -> None:
-    requests = scenario.requests()
-    recorded = run(scenario, requests)
-    for request, (_, wanted, _) in zip(requests, scenario.work, strict=True):
-        assert len(request.output) == wanted
-        assert request.finish_reason == LENGTH
-        assert request.state is None
-    chunks = sum(scenario.num_chunks(prompt) for prompt, _, _ in scenario.work)
-    decodes = sum(wanted - 1 for _, wanted, _ in scenario.work)
-    assert len(recorded.steps) <= chunks + decodes, "every step does some of the work"
-
-
-@given(scenarios())
-def test_steps_respect_the_capabilities(scenario: Scenario) -> None:
-    recorded = run(scenario, scenario.requests())
-    assert max(recorded.running) <= scenario.max_batch
-    for inputs in recorded.steps:
-        assert 1 <= inputs.num_sequences <= scenario.max_batch
-        assert len(set(inputs.states)) == inputs.num_sequences
-        parts = lengths(inputs)
-        assert max(parts) <= scenario.chunk
-        prefills = sum(int(inputs.tokens[start]) != 0 for start in inputs.cu_seqlens[:-1])
-        assert prefills <= scenario.max_prefills
-        if not scenario.mixed:
-            assert prefills in (0, len(parts)), "phases were mixed"
-
-
-@given(scenarios())
-def test_chunks_cover_each_prompt_once_and_in_order(scenario: Scenario) -> None:
-    requests = scenario.requests()
-    seen: dict[int, list[int]] = {}
-    rows = 0
-    for inputs in run(scenario, requests).steps:
-        rows += len(inputs.logit_rows)
-        for start, end in pairwise(inputs.cu_seqlens.tolist()):
-            tokens = inputs.tokens[start:end].tolist()
-            if tokens[0] == 0:
-                assert tokens == [0]
-                continue
-            known = seen.setdefault(tokens[0] // 100, [])
-            assert inputs.positions[start] == len(known)
-            known += tokens
-    assert seen == {index: list(request.prompt) for index, request in enumerate(requests)}
-    assert rows == sum(wanted for _, wanted, _ in scenario.work), "logits only where one samples"
-
-
-@given(scenarios())
-def test_requests_start_in_the_order_they_came(scenario: Scenario) -> None:
-    requests = scenario.requests()
-    started: list[int] = []
-    for inputs in run(scenario, requests).steps:
-        firsts = inputs.tokens[inputs.cu_seqlens[:-1]].tolist()
-        started += [token // 100 for token in firsts if token % 100 == 1]
-    arrived = sorted(requests, key=lambda request: request.arrived_at)
-    assert started == [request.request_id for request in arrived]
-
-
-@given(scenarios())
-def test_no_request_starves(scenario: Scenario) -> None:
-    """Between two of its tokens lie at most the chunks of those that can have come meanwhile."""
-    recorded = run(scenario, scenario.requests())
-    prompts = [prompt for prompt, _, _ in scenario.work]
-    for index, (_, wanted, _) in enumerate(scenario.work):
-        others = prompts[:index] + prompts[index + 1 :]
-        waits = sum(map(scenario.num_chunks, others)) if not scenario.mixed else 0
-        got = [at for at, ids in enumerate(recorded.tokens) if index in ids]
-        assert all(later - earlier <= waits + 1 for earlier, later in pairwise(got))
-        assert len(got) == wanted
-
-
-@given(scenarios(), st.data())
-def test_cancelled_requests_stop_and_the_others_do_not(
-    scenario: Scenario, data: st.DataObject
+@given(JOBS, limits(), st.sampled_from((0.0, 20.0)))
+def test_every_request_is_answered_as_if_it_were_alone(
+    jobs: list[Job], limits: dict[str, Any], step_ms: float
 ) -> None:
-    requests = scenario.requests()
-    cancelled = data.draw(st.sets(st.integers(0, len(requests) - 1)))
-    after = data.draw(st.integers(0, 10))
-    executable = null(scenario)
-    llm = LLM(executable, prefill_chunk=scenario.chunk)
-    for request in requests:
+    _, made, _ = run(jobs, QueuedExecutable(**limits), policy=Policy(step_ms=step_ms))
+    for request in made:
+        assert (request.output, request.finish_reason) == (answer(request), LENGTH)
+        assert len(request.token_times) == len(request.output)
+
+
+@given(JOBS, limits())
+def test_chunks_cover_what_is_not_cached_once_and_in_order(
+    jobs: list[Job], limits: dict[str, Any]
+) -> None:
+    executable = QueuedExecutable(**limits)
+    llm, made, _ = run(jobs, executable, policy=Policy(reuses=False))
+    computed = sum(len(chunk.tokens) for step in executable.given for chunk in step.prompts)
+    prompts = sum(len(request.prompt) for request in made)
+    assert computed == prompts if not llm.scheduler.num_preemptions else computed > prompts
+    choosing = sum(chunk.chooses for step in executable.given for chunk in step.prompts)
+    assert choosing <= len(made)
+
+
+@given(JOBS, limits())
+def test_what_was_computed_for_others_is_not_computed_again(
+    jobs: list[Job], limits: dict[str, Any]
+) -> None:
+    _, made, _ = run(jobs, QueuedExecutable(**limits))
+    for request in made:
+        assert request.num_cached % max(limits.get("page_size", 0), 1) == 0
+        assert request.num_cached < len(request.prompt), "the last token is always computed"
+        assert limits.get("page_size") or not request.num_cached
+
+
+def test_a_second_prompt_of_the_same_beginning_computes_its_own_end_alone() -> None:
+    executable = QueuedExecutable(page_size=4, num_pages=64)
+    llm = LLM(executable)
+    first, second = Job(20, 3, 2, 0, 0).request(0), Job(20, 3, 2, 0, 0).request(1)
+    llm.generate([first])
+    llm.generate([second])
+    assert (first.num_cached, second.num_cached) == (0, 20)
+    *_, chunk = (chunk for step in executable.given for chunk in step.prompts)
+    assert chunk.start == 20 and second.output == answer(second)
+
+
+def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
+    """Pieces of a cell each, and a token of the stream with each of them."""
+    executable = QueuedExecutable(cell=4)
+    llm = LLM(executable)
+    stream, long = Job(0, 2, 40, 0, 0).request(0), Job(0, 20, 1, 0, 0).request(1)
+    llm.add(stream)
+    for _ in range(3):
+        llm.step()
+    llm.add(long)
+    before = len(stream.output)
+    while not long.output:
+        llm.step()
+    pieces = [len(c.tokens) for step in executable.given for c in step.prompts if c.seat]
+    assert pieces == [4] * 5 and len(stream.output) - before >= 5
+    llm.cancel(stream)
+
+
+def test_without_pages_left_the_newest_waits_and_is_replayed() -> None:
+    executable = QueuedExecutable(page_size=4, num_pages=12)
+    llm = LLM(executable)
+    made = [Job(0, 8, 30, 0, 0).request(number) for number in range(3)]
+    llm.generate(made)
+    assert llm.scheduler.num_preemptions and not made[0].num_preemptions
+    assert [request.output for request in made] == [answer(request) for request in made]
+    assert any(step.forced for step in executable.given), "known tokens are replayed one by one"
+
+
+@given(JOBS, limits())
+def test_no_stream_waits_for_prompts(jobs: list[Job], limits: dict[str, Any]) -> None:
+    """Between two tokens of a request lies no step, unless it lost its pages meanwhile."""
+    _, made, tokens = run(jobs, QueuedExecutable(**limits))
+    for request in made:
+        got = [at for at, ids in enumerate(tokens) if request.request_id in ids]
+        if not request.num_preemptions:
+            assert all(later - earlier == 1 for earlier, later in pairwise(got))
+
+
+@given(JOBS, limits(), st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), max_size=5))
+def test_cancelled_requests_stop_and_the_others_do_not(
+    jobs: list[Job], limits: dict[str, Any], cancels: list[tuple[int, int]]
+) -> None:
+    executable = QueuedExecutable(**limits)
+    llm = LLM(executable)
+    made = [job.request(number) for number, job in enumerate(jobs)]
+    for request in made:
         llm.add(request)
-    for _ in range(after):
-        if llm.scheduler.has_work():
-            llm.step()
-    for index in cancelled:
-        done = requests[index].finish_reason
-        llm.cancel(requests[index])
-        llm.cancel(requests[index])
-        assert requests[index].finish_reason == (done or CANCELLED)
-        assert requests[index].state is None
-    while llm.scheduler.has_work():
-        assert all(request.finish_reason != CANCELLED for request in llm.step())
-    for index, request in enumerate(requests):
-        if index not in cancelled:
-            assert len(request.output) == request.sampling.max_tokens
-            assert request.finish_reason == LENGTH
-    assert executable.num_free() == scenario.max_batch
+    at = 0
+    while llm.has_work():
+        for step, number in cancels:
+            if step == at and number < len(made):
+                done = made[number].finish_reason
+                llm.cancel(made[number])
+                assert made[number].finish_reason == (done or CANCELLED)
+        llm.step()
+        at += 1
+    for request in made:
+        assert request.output == answer(request)[: len(request.output)]
+        whole = len(request.output) == request.sampling.max_tokens
+        assert request.finish_reason == (LENGTH if whole else CANCELLED)
+    assert executable.num_open == llm.scheduler.pool.num_held == 0
 
 
-def one(*, chunk: int = 8, max_batch: int = 2, mixed: bool = True) -> LLM:
-    scenario = Scenario((), max_batch, mixed, max_batch, chunk)
-    return LLM(null(scenario), prefill_chunk=chunk)
+def one(**limits: Any) -> LLM:
+    return LLM(QueuedExecutable(**{"max_seats": 2, "runs_ahead": False, **limits}))
 
 
 def test_an_end_token_ends_a_request_and_is_its_last() -> None:
-    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9, end_tokens=(5, 0)))
+    wanted = answer(Request(0, (1, 2, 3), SamplingParams(max_tokens=9)))
+    request = Request(0, (1, 2, 3), SamplingParams(max_tokens=9, end_tokens=(99, wanted[4])))
     one().generate([request])
-    assert request.output == [0]
-    assert request.finish_reason == STOPPED
-
-
-def test_an_end_token_on_the_last_place_is_a_stop() -> None:
-    request = Request(0, (1,), SamplingParams(max_tokens=1, end_tokens=(0,)))
-    one().generate([request])
+    assert request.output == wanted[: wanted.index(wanted[4]) + 1]
     assert request.finish_reason == STOPPED
 
 
@@ -234,8 +220,8 @@ def test_an_end_token_on_the_last_place_is_a_stop() -> None:
         ((), 1, "the prompt is empty; allowed: at least one token"),
         ((1,) * 65, 1, "a prompt of 65 tokens and 1 to generate .*; allowed: 65 together"),
         ((1,) * 60, 6, "a prompt of 60 tokens and 6 to generate .*; allowed: 65 together"),
-        ((1, 1061), 1, "token 1061; allowed: 0 to 1060"),
-        ((-1,), 1, "token -1; allowed: 0 to 1060"),
+        ((1, VOCAB), 1, f"token {VOCAB}; allowed: 0 to {VOCAB - 1}"),
+        ((-1,), 1, f"token -1; allowed: 0 to {VOCAB - 1}"),
     ],
 )
 def test_what_can_never_be_served_is_refused_and_the_rest_goes_on(
@@ -249,28 +235,12 @@ def test_what_can_never_be_served_is_refused_and_the_rest_goes_on(
     assert "\n" not in str(caught.value)
     llm.generate([])
     assert len(good.output) == 5
-    assert llm.executable.num_free() == 2
 
 
-def test_state_held_elsewhere_is_an_error_and_no_endless_loop() -> None:
-    llm = one(max_batch=1)
-    handle = llm.executable.reserve(4)
-    llm.add(Request(0, (1,), SamplingParams(max_tokens=3)))
-    with pytest.raises(RequestError, match="all of the state is held elsewhere"):
-        llm.step()
-    llm.executable.free(handle)
-    llm.generate([])
-    assert not llm.scheduler.has_work()
-
-
-def test_prompts_go_before_decoding_where_phases_are_apart() -> None:
-    llm = one(mixed=False, chunk=2)
-    first = Request(0, (1, 2), SamplingParams(max_tokens=3))
-    llm.add(first)
-    llm.step()
-    second = Request(1, (1, 2, 3, 4), SamplingParams(max_tokens=3))
-    llm.add(second)
-    assert [llm.step() for _ in range(3)] == [[], [second], [first, second]]
+def test_what_the_pool_can_never_hold_is_refused() -> None:
+    llm = one(page_size=4, num_pages=4)
+    with pytest.raises(RequestError, match="allowed: 17 together"):
+        llm.add(Request(0, (1,) * 10, SamplingParams(max_tokens=8)))
 
 
 def batch_of(*lengths: int) -> list[Request]:
@@ -283,7 +253,7 @@ def test_generate_queues_all_or_nothing() -> None:
     llm, heard = one(), list[int]()
     with pytest.raises(RequestError, match=r"a prompt of 65 tokens and 5 to generate"):
         llm.generate(batch_of(3, 4, 65))
-    assert not llm.scheduler.has_work()
+    assert not llm.has_work()
     llm.generate(
         [Request(9, (1,), SamplingParams(max_tokens=2))], lambda r, t: heard.append(r.request_id)
     )
@@ -292,7 +262,7 @@ def test_generate_queues_all_or_nothing() -> None:
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_callback_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
-    executable = QueuedExecutable(runs_ahead=runs_ahead, max_batch=2)
+    executable = QueuedExecutable(runs_ahead=runs_ahead, max_seats=2)
     llm = LLM(executable)
     requests = batch_of(3, 4, 5)
 
@@ -302,36 +272,39 @@ def test_a_callback_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
 
     with pytest.raises(KeyError):
         llm.generate(requests, on_token)
-    assert not llm.scheduler.has_work()
-    assert executable.num_free() == 2
+    assert not llm.has_work() and executable.num_open == 0
     assert {request.finish_reason for request in requests} == {CANCELLED}
     (again,) = batch_of(3)
     llm.generate([again])
-    assert len(again.output) == 5
-
-
-def test_an_executable_that_raises_leaves_nothing_behind() -> None:
-    llm = one()
-    llm.executable.step = broken = Broken(llm.executable.step)
-    with pytest.raises(RuntimeError, match="step 3"):
-        llm.generate(batch_of(3, 4, 5))
-    assert not llm.scheduler.has_work()
-    assert llm.executable.num_free() == 2
-    assert broken.num_steps == 3
+    assert again.output == answer(again)
 
 
 @dataclass
 class Broken:
     """The third step fails."""
 
-    step: Callable[[StepInput], StepOutput]
+    step: Callable[[Step], StepOutput]
     num_steps: int = 0
 
-    def __call__(self, inputs: StepInput) -> StepOutput:
+    def __call__(self, step: Step) -> StepOutput:
         self.num_steps += 1
         if self.num_steps == 3:
             raise RuntimeError("step 3")
-        return self.step(inputs)
+        return self.step(step)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_an_executable_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
+    llm = one(page_size=4, num_pages=32, runs_ahead=runs_ahead)
+    llm.executable.step = Broken(llm.executable.step)
+    others = batch_of(6)
+    llm.add(others[0])
+    with pytest.raises(RuntimeError, match="step 3"):
+        llm.generate(batch_of(3, 4, 5))
+    assert llm.scheduler.pool.num_held == 0 and llm.scheduler.pool.find([b""]) == []
+    llm.generate([])
+    assert others[0].output == answer(others[0]), "who asked before is served all the same"
+    assert llm.executable.num_open == 0
 
 
 def test_an_idle_step_is_no_error() -> None:
@@ -339,23 +312,3 @@ def test_an_idle_step_is_no_error() -> None:
     assert llm.step() == []
     llm.generate(batch_of(3))
     assert llm.step() == []
-
-
-def test_a_request_that_cannot_be_given_state_still_waits() -> None:
-    llm = one()
-    reserve, refuse = llm.executable.reserve, True
-
-    def reserve_later(num_positions: int) -> StateHandle:
-        if refuse:
-            raise RequestError("no pages left")
-        return reserve(num_positions)
-
-    llm.executable.reserve = reserve_later
-    first, second = batch_of(3, 4)
-    llm.add(first)
-    llm.add(second)
-    with pytest.raises(RequestError, match="no pages left"):
-        llm.step()
-    refuse = False
-    llm.generate([])
-    assert [len(first.output), len(second.output)] == [5, 5]

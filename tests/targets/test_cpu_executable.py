@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import tempfile
 import weakref
@@ -15,11 +14,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
-from tilewright.compiler.errors import CompileError, RequestError
-from tilewright.compiler.ops import SamplingBatch
-from tilewright.compiler.targets.base import Executable, StateHandle, StepInput
+from tests.tiny import (
+    compiled,
+    joined,
+    leave_seat,
+    precision_of,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.base import Executable, Seat
 from tilewright.compiler.targets.cpu.executable import CpuExecutable, plan_windows
+from tilewright.compiler.targets.step import Chunk, Step
 
 
 @given(st.sets(st.integers(0, 60), min_size=1), st.integers(0, 6))
@@ -45,7 +54,7 @@ def make(**options: Any) -> Executable:
 def test_dummy_rows_do_not_disturb_idle_sequences() -> None:
     executable = make()
     prompts = [random_tokens(count, seed=count) for count in (4, 11, 7)]
-    handles = [executable.reserve(40) for _ in prompts]
+    handles = [take_seat(executable, 40) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     outer = random_tokens(6, seed=77)
@@ -61,7 +70,7 @@ def test_an_idle_sequence_may_be_full() -> None:
     """Its dummy row is at the position after the last one that the context allows."""
     executable = make(max_context=24)
     prompts = [random_tokens(count, seed=count) for count in (4, 24, 7)]
-    handles = [executable.reserve(24) for _ in prompts]
+    handles = [take_seat(executable, 24) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     logits = step(executable, [(handles[i], [5], len(prompts[i])) for i in (0, 2)])
@@ -72,7 +81,7 @@ def test_an_idle_sequence_may_be_full() -> None:
 
 def test_slots_far_apart_are_stepped_together() -> None:
     executable = make(max_batch=12)
-    handles = [executable.reserve(16) for _ in range(12)]
+    handles = [take_seat(executable, 16) for _ in range(12)]
     prompt = random_tokens(5)
     for handle in (handles[0], handles[11], handles[4]):
         step(executable, [(handle, prompt, 0)])
@@ -82,10 +91,8 @@ def test_slots_far_apart_are_stepped_together() -> None:
         torch.testing.assert_close(row, expected[-1], atol=1e-5, rtol=1e-5)
 
 
-def prefill_after_free(
-    executable: Executable, handle: StateHandle, tokens: list[int]
-) -> torch.Tensor:
-    executable.free(handle)
+def prefill_after_free(executable: Executable, handle: Seat, tokens: list[int]) -> torch.Tensor:
+    leave_seat(executable, handle)
     return prefill(executable, tokens)
 
 
@@ -101,11 +108,13 @@ def test_more_windows_than_are_kept() -> None:
 def test_rows_do_not_depend_on_their_neighbours() -> None:
     """Also with int8 activations: rounding is row by row."""
     executable = make(precision=precision_of("bfp8", "lofi"), compute="fast", max_batch=8)
-    handles = [executable.reserve(16) for _ in range(8)]
+    handles = [take_seat(executable, 16) for _ in range(8)]
     for index, handle in enumerate(handles):
         step(executable, [(handle, random_tokens(5 + index % 3, seed=index), 0)])
     work = [(handle, [index], 5 + index % 3) for index, handle in enumerate(handles)]
     together = step(executable, work)
+    for index, handle in enumerate(handles):  # back to where each stood
+        step(executable, [(handle, random_tokens(5 + index % 3, seed=index), 0)])
     alone = torch.cat([step(executable, [entry]) for entry in work])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
@@ -119,69 +128,11 @@ def test_int8_activations_are_near_and_not_equal() -> None:
     assert 1e-4 < error < 0.3 * float(exact.std())
 
 
-def test_all_slots_in_use() -> None:
-    executable = make(max_batch=2)
-    handles = [executable.reserve(8) for _ in range(2)]
-    assert executable.num_free() == 0
-    with pytest.raises(RequestError, match="all 2 sequences are in use"):
-        executable.reserve(8)
-    with pytest.raises(RequestError, match="all 2 sequences are in use"):
-        executable.copy(handles[0], 1)
-    executable.free(handles[0])
-    assert executable.num_free() == 1
-    assert executable.reserve(8) == handles[0]
-
-
-@pytest.mark.parametrize("count", [0, -1, 65])
-def test_a_sequence_that_does_not_fit(count: int) -> None:
-    executable = make()
-    with pytest.raises(RequestError, match=f"{count} positions; allowed: 1 to 64"):
-        executable.reserve(count)
-    assert executable.num_free() == 4
-
-
-def test_steps_that_no_scheduler_may_make() -> None:
-    executable = make()
-    a, b = executable.reserve(8), executable.reserve(8)
-    with pytest.raises(AssertionError, match="phases or prefills were mixed"):
-        step(executable, [(a, [1, 2], 0), (b, [1], 0)])
-    with pytest.raises(AssertionError, match="not reserved"):
-        step(executable, [(StateHandle(3), [1], 0)])
-    capabilities = executable.capabilities
-    assert (capabilities.max_prefill_sequences, capabilities.mixed_steps) == (1, False)
-
-
 def test_the_whole_context_can_be_filled() -> None:
     model, tokens = tiny_model(std=0.2), random_tokens(64)
     got = prefill(compiled(model, "cpu"), tokens, [60, 1, 1, 1])
     expected = prefill(compiled(model), tokens)
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
-
-
-def test_tokens_are_chosen_in_the_step() -> None:
-    executable = make()
-    handle = executable.reserve(16)
-    tokens = random_tokens(6)
-    greedy = prefill(executable, tokens).argmax(-1)
-    rows = torch.tensor([5, 3])
-    output = executable.step(
-        StepInput(
-            torch.tensor(tokens),
-            torch.arange(6),
-            torch.tensor([0, 6]),
-            rows,
-            (handle,),
-            sampling=SamplingBatch(
-                *(torch.zeros(2), torch.zeros(2).long(), torch.ones(2)),
-                *(torch.zeros(2).long(), rows + 1),
-                end_tokens=torch.stack((greedy[rows[:1]], torch.tensor([-1]))),
-            ),
-        )
-    )
-    assert output.logits is None
-    assert output.token_ids is not None and output.finished is not None
-    assert output.token_ids.tolist() == greedy[rows].tolist()
-    assert output.finished.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("head_dim", [2, 8, 12, 24, 40])
@@ -206,10 +157,10 @@ def test_memory_counts_weights_and_positions() -> None:
     tied = model.checkpoint.tensors["model.embed_tokens.weight"].numel()
     assert weights == 4 * (numbers + tied)
     assert executable.memory().state == 0
-    handle = executable.reserve(20)
+    handle = take_seat(executable, 20)
     step(executable, [(handle, random_tokens(10), 0)])
     assert executable.memory().state == 10 * 2 * (2 * 2 * 16 * 4)
-    executable.free(handle)
+    leave_seat(executable, handle)
     assert executable.memory().state == 0
 
 
@@ -245,38 +196,22 @@ def test_no_files_are_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert prefill(executable, random_tokens(5)).shape == (5, 61)
 
 
-@pytest.mark.parametrize("states", [(0, 1), (1, 0), (0, 2), (1,)], ids=str)
-def test_steps_that_follow_are_steps(states: tuple[int, ...]) -> None:
-    """Made of the step before, or built anew: the same logits, and the same state after them."""
-    model = tiny_model(std=0.2)
+@pytest.mark.parametrize("seats", [(0, 1), (1, 0), (0, 2), (1,)], ids=str)
+def test_steps_of_the_same_seats_are_as_those_of_new_ones(seats: tuple[int, ...]) -> None:
+    """The same tuple of seats, or an equal one: the same logits, and the same state after them."""
     logits = []
     for anew in (False, True):
-        executable = compiled(model, "cpu")
+        executable = compiled(tiny_model(std=0.2), "cpu")
         for length in (3, 5, 4):
-            handle = executable.reserve(32)
-            step(executable, [(handle, random_tokens(length, seed=length), 0)])
-        lengths = [(3, 5, 4)[state] for state in states]
-        inputs = StepInput(
-            torch.tensor(random_tokens(len(states))),
-            torch.tensor(lengths),
-            torch.arange(len(states) + 1),
-            torch.arange(len(states)).flip(0),
-            tuple(StateHandle(state) for state in states),
-            want_logits=True,
-        )
-        found = []
+            seat = take_seat(executable, 32)
+            chunk = Chunk(seat, 0, tuple(random_tokens(length, seed=length)), chooses=True)
+            executable.step(Step(prompts=(chunk,)))
+        kept, found = tuple(map(Seat, seats)), []
         for number in range(6):
             if number == 3:  # another sequence goes on in between
-                step(executable, [(StateHandle(1), [7], 8 if 1 in states else 5)])
-            if anew:
-                inputs = dataclasses.replace(inputs, logit_rows=inputs.logit_rows.clone())
-            output = executable.step(inputs)
-            assert output.logits is not None
-            found.append(output.logits)
-            inputs = inputs.following(output.logits.argmax(-1).flip(0))
-            if number == 2 and 1 in states:
-                positions = inputs.positions + (torch.tensor(states) == 1)
-                inputs = dataclasses.replace(inputs, positions=positions)
+                executable.step(Step(decode=(Seat(1),)))
+            given = (*kept,) if anew else kept
+            found.append(joined(executable.step(Step(decode=given, want_logits=True))))
         logits.append(torch.stack(found))
         executable.close()
     assert torch.equal(*logits)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import onnxruntime as ort
@@ -19,22 +18,19 @@ from torch import Tensor
 from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
-    Executable,
     MemoryUse,
-    StateHandle,
-    StepInput,
-    StepOutput,
-    finish_step,
+    Seat,
 )
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cpu.cache import SlotCaches, SlotStates, padded_length
 from tilewright.compiler.targets.cpu.model_file import OpenModel
-from tilewright.compiler.targets.slots import SlotPool, check_copy
-from tilewright.compiler.targets.threads import single_torch_thread
+from tilewright.compiler.targets.host import Batch, HostExecutable
+from tilewright.compiler.targets.step import Snapshot
 
 _MAX_GAP = 4
 """Idle slots a decode window may span: beyond that a second run costs less than dummy rows."""
 _MAX_BINDINGS = 16
+_NUM_SNAPSHOTS = 64
 
 
 @dataclass(slots=True)
@@ -51,25 +47,25 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class LastDecode:
-    """A decode step whose sequences filled one window, in order, all with logits."""
+    """A decode step whose seats filled one window, in order."""
 
-    states: tuple[StateHandle, ...]
-    rows: Tensor
+    seats: tuple[Seat, ...]
     window: Window
 
 
-class CpuExecutable(Executable):
+class CpuExecutable(HostExecutable):
     """One session, one graph, both phases."""
 
     def __init__(
         self, model: OpenModel, options: CompileOptions, contract: NumericContract
     ) -> None:
+        super().__init__()
         self.contract = contract
         self.capabilities = Capabilities(
-            max_batch=options.max_batch,
+            max_seats=options.max_batch,
             max_context=options.max_context,
-            max_prefill_sequences=1,
-            mixed_steps=False,
+            num_snapshots=_NUM_SNAPSHOTS if model.states else 0,
+            has_sequence_state=bool(model.states),
         )
         self.vocab_size = model.vocab_size
         self._session = model.session
@@ -77,66 +73,48 @@ class CpuExecutable(Executable):
         length = padded_length(model.caches, options.max_context)
         self._caches = SlotCaches(model.caches, options.max_batch, length)
         self._states = SlotStates(model.states, options.max_batch)
-        self._slots = SlotPool(options.max_batch, options.max_context)
         self._lengths = [0] * options.max_batch
         self._windows: OrderedDict[tuple[int, int, int, int], Window] = OrderedDict()
+        self._snapshots: dict[Snapshot, tuple[int, list[np.ndarray]]] = {}
         self._last: LastDecode | None = None
 
-    def step(self, inputs: StepInput) -> StepOutput:
-        logits = self._continue(inputs)
+    def forward(self, batch: Batch) -> Tensor:
+        logits = self._continue(batch)
         if logits is None:
-            logits = self._start(inputs)
-        if inputs.want_logits:
-            # the buffer is used again; NumPy copies it without waking torch's threads
-            logits = torch.from_numpy(logits.numpy().copy())
-        if inputs.sampling is None or inputs.sampling.is_greedy:
-            return finish_step(logits, inputs)
-        with single_torch_thread():
-            return finish_step(logits, inputs)
+            self._last = None
+            logits = self._decode(batch) if batch.decodes else self._prefill(batch)
+        for seat, end in zip(batch.seats, batch.cu_seqlens[1:].tolist(), strict=True):
+            self._lengths[seat] = int(batch.positions[end - 1]) + 1
+        return logits
 
-    def _continue(self, inputs: StepInput) -> Tensor | None:
-        """The next decode step of the same sequences in the same window; None for any other.
+    def _continue(self, batch: Batch) -> Tensor | None:
+        """The next decode step of the same seats in the same window; None for any other.
 
         A step reads its weights through every cache, so what the host does between two is slow:
         here it does as little as it can.
         """
         last = self._last
-        if last is None or last.states is not inputs.states or last.rows is not inputs.logit_rows:
+        if last is None or last.seats is not batch.seats or not batch.decodes:
             return None
-        last.window.tokens[:, 0] = inputs.tokens.numpy()
-        last.window.last_positions[:] = inputs.positions.numpy()
-        for slot, position in zip(inputs.states, inputs.positions.tolist(), strict=True):
-            self._lengths[slot] = position + 1
+        last.window.tokens[:, 0] = batch.tokens.numpy()
+        last.window.last_positions[:] = batch.positions.numpy()
         return self._run(last.window)
 
-    def _start(self, inputs: StepInput) -> Tensor:
-        bounds = inputs.cu_seqlens.tolist()
-        lengths = [end - start for start, end in pairwise(bounds)]
-        assert len(inputs.states) == 1 or max(lengths) == 1, "phases or prefills were mixed"
-        for handle in inputs.states:
-            assert handle in self._slots, f"state {handle} is not reserved"
-        self._last = None
-        logits = self._prefill(inputs) if lengths[0] > 1 else self._decode(inputs)
-        for handle, end in zip(inputs.states, bounds[1:], strict=True):
-            self._lengths[handle] = int(inputs.positions[end - 1]) + 1
-        return logits
-
-    def _prefill(self, inputs: StepInput) -> Tensor:
-        slot, num_tokens = inputs.states[0], len(inputs.tokens)
-        window = self._window(slot, slot + 1, num_tokens, len(inputs.logit_rows))
-        window.tokens[0] = inputs.tokens.numpy()
-        window.last_positions[0] = int(inputs.positions[-1])
-        window.logit_rows[:] = inputs.logit_rows.numpy()
+    def _prefill(self, batch: Batch) -> Tensor:
+        seat, num_tokens = batch.seats[0], len(batch.tokens)
+        window = self._window(seat, seat + 1, num_tokens, len(batch.logit_rows))
+        window.tokens[0] = batch.tokens.numpy()
+        window.last_positions[0] = int(batch.positions[-1])
+        window.logit_rows[:] = batch.logit_rows.numpy()
         return self._run(window)
 
-    def _decode(self, inputs: StepInput) -> Tensor:
-        row_of = {int(slot): row for row, slot in enumerate(inputs.states)}
-        tokens, positions = inputs.tokens.tolist(), inputs.positions.tolist()
-        wanted = {row: index for index, row in enumerate(inputs.logit_rows.tolist())}
+    def _decode(self, batch: Batch) -> Tensor:
+        row_of = {int(seat): row for row, seat in enumerate(batch.seats)}
+        tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
         parts, order = [], []
         for first, last in plan_windows(sorted(row_of), _MAX_GAP):
-            rows = [row_of.get(slot) for slot in range(first, last)]
-            shown = [at for at, row in enumerate(rows) if row in wanted]
+            rows = [row_of.get(seat) for seat in range(first, last)]
+            shown = [at for at, row in enumerate(rows) if row is not None]
             window = self._window(first, last, 1, len(shown))
             for at, row in enumerate(rows):
                 window.tokens[at, 0] = 0 if row is None else tokens[row]
@@ -147,9 +125,9 @@ class CpuExecutable(Executable):
             parts.append(self._run(window))
             for slot, pieces in idle.items():
                 self._states.write(slot, pieces)
-            order += [wanted[row] for at in shown if (row := rows[at]) is not None]
+            order += [row for row in rows if row is not None]
         if len(parts) == 1 and rows == order == list(range(len(rows))):
-            self._last = LastDecode(inputs.states, inputs.logit_rows, window)
+            self._last = LastDecode(batch.seats, window)
         if order == sorted(order):
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         logits = torch.empty(len(order), self.vocab_size)
@@ -199,29 +177,25 @@ class CpuExecutable(Executable):
             self._windows.popitem(last=False)
         return window
 
-    def reserve(self, num_positions: int) -> StateHandle:
-        handle = self._slots.reserve(num_positions)
-        self._lengths[handle] = 0
-        return handle
-
-    def free(self, handle: StateHandle) -> None:
-        self._slots.free(handle)
-        self._lengths[handle] = 0
+    def clear_state(self, seat: Seat) -> None:
         self._last = None
-        self._caches.release(handle)
-        self._states.release(handle)
+        if self._lengths[seat]:
+            self._lengths[seat] = 0
+            self._caches.release(seat)
+            self._states.release(seat)
 
-    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        if self._states.specs:
-            check_copy(num_positions, self._lengths[handle])
-        fresh = self._slots.reserve(max(1, num_positions))
-        self._caches.copy(handle, fresh, num_positions)
-        self._states.copy(handle, fresh)
-        self._lengths[fresh] = num_positions
-        return fresh
+    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+        self._caches.copy(source, target, num_positions)
+        self._states.copy(source, target)
+        self._lengths[target] = num_positions
 
-    def num_free(self) -> int:
-        return self._slots.num_free()
+    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+        self._snapshots[snapshot] = self.length(seat), self._states.read(seat)
+
+    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+        position, pieces = self._snapshots[snapshot]
+        self._states.write(seat, pieces)
+        return position
 
     def memory(self) -> MemoryUse:
         num_started = sum(length > 0 for length in self._lengths)

@@ -149,5 +149,6 @@ def _place(
     plan = make_plan(graph_module)
     wanted_by(plan)  # an unsupported format, before a missing GPU
     device = open_device()
-    check_room(plan, options, device)
-    return CudaExecutable(plan, get_weights(plan, device), options, contract, device)
+    num_pages = check_room(plan, options, device)
+    weights = get_weights(plan, device)
+    return CudaExecutable(plan, weights, options, contract, device, num_pages=num_pages)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.errors import RequestError
-from tilewright.compiler.ops import SamplingBatch
 from tilewright.compiler.targets.cuda.instructions import Mixer, Plan
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample
+from tilewright.compiler.targets.cuda.seats import PARAMETERS, SeatTable
 from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Rows, Steps
+from tilewright.compiler.targets.step import NOT_A_NUMBER, Seat
 
 _PROMPTS = (16, 32, 64, 128, 256, 512)
 _LONG_PROMPTS = (768, 1024, 1536, 2048)
@@ -25,19 +25,24 @@ _LONG_PROMPTS = (768, 1024, 1536, 2048)
 
 def prompt_buckets(plan: Plan) -> tuple[int, ...]:
     """Tokens of the prompts that are captured, padding included."""
-    has_mixers = any(isinstance(each, Mixer) for each in plan.instructions)
-    return (*_PROMPTS, *_LONG_PROMPTS) if has_mixers else _PROMPTS
+    return (*_PROMPTS, *_LONG_PROMPTS) if has_mixers(plan) else _PROMPTS
+
+
+def has_mixers(plan: Plan) -> bool:
+    """Whether a plan has experts or linear attention."""
+    return any(isinstance(each, Mixer) for each in plan.instructions)
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """How the tokens of B rows are chosen, and where they go: tensors that a graph reads.
 
-    ``end_tokens [B, E]``; the others ``[B]``. ``tokens`` and ``finished`` are the results.
+    ``end_tokens [B, E]``; the others ``[B]``. ``tokens`` and ``why`` (see :class:`Chosen`) are the
+    results; ``positions``: where the chosen tokens will stand.
     """
 
     tokens: Tensor
-    finished: Tensor
+    why: Tensor
     end_tokens: Tensor
     temperature: Tensor
     top_k: Tensor
@@ -46,33 +51,16 @@ class Choice:
     positions: Tensor
     keys: Tensor
 
-    def upload(self, batch: SamplingBatch, rows: Tensor | None = None) -> None:
-        """The parameters of as many rows as ``batch`` has: the first ones, or ``rows``.
-
-        Raises:
-            RequestError: for more end tokens than there is room for.
-        """
-        count, width = batch.end_tokens.shape
-        if width > self.end_tokens.shape[1]:
-            raise RequestError(
-                f"{width} end tokens; allowed on target cuda: {self.end_tokens.shape[1]} or fewer"
-            )
-        device = self.tokens.device
-        place = slice(count) if rows is None else rows.to(device)
-        self.end_tokens.fill_(-1)
-        padded = torch.nn.functional.pad(
-            batch.end_tokens, (0, self.end_tokens.shape[1] - width), value=-1
-        )
-        self.end_tokens[place] = padded.to(device)
-        for name in ("temperature", "top_k", "top_p", "seeds", "positions"):
-            kept = getattr(self, name)
-            kept[place] = getattr(batch, name).to(device, kept.dtype)
+    def gather(self, table: SeatTable, at: Tensor) -> None:
+        """The parameters of the seats in the rows ``at [B]`` of the table."""
+        for name in PARAMETERS:
+            getattr(self, name).copy_(getattr(table, name).index_select(0, at))
 
     def apply(self, logits: Tensor, *, is_greedy: bool, advancing: Tensor | None = None) -> None:
         """Choose from ``logits [B, V]``; positions ``advancing [B]`` go on by one, but padding."""
         choose(
             self.tokens,
-            self.finished,
+            self.why,
             logits,
             end_tokens=self.end_tokens,
             scratch=self.keys,
@@ -82,7 +70,9 @@ class Choice:
             return
         parameters = self.temperature, self.top_k, self.top_p, self.seeds, self.positions
         self.tokens.copy_(sample(logits, *parameters))
-        torch.any(self.end_tokens == self.tokens.unsqueeze(-1), dim=-1, out=self.finished)
+        ends = (self.end_tokens == self.tokens.unsqueeze(-1)).any(-1).to(torch.uint8)
+        is_number = logits.amax(-1).isfinite()  # NaN is the largest
+        self.why.copy_(ends.masked_fill(~is_number, NOT_A_NUMBER))
 
 
 def make_choice(
@@ -95,7 +85,7 @@ def make_choice(
 
     return Choice(
         tokens=tokens,
-        finished=zeros(torch.bool),
+        why=zeros(torch.uint8),
         end_tokens=torch.full((num_rows, num_ends), -1, device=device),
         temperature=zeros(torch.float32),
         top_k=zeros(torch.int64),
@@ -150,6 +140,16 @@ class DecodeBucket:
         self._steps, self._device, self._pool = steps, device, pool
         self._captured: dict[bool, Captured] = {}
 
+    def sit(self, table: SeatTable, at: Tensor, positions: Tensor) -> None:
+        """The seats in the rows ``at [B]`` of the table take the rows of this bucket, and read
+        their tokens at ``positions [B]``, which is negative in rows of padding.
+        """
+        self.rows.tokens.copy_(table.tokens.index_select(0, at))
+        self.rows.positions.copy_(positions)
+        self.rows.slots.copy_(at.masked_fill(positions < 0, 0))
+        self.choice.gather(table, at)
+        self.choice.positions.copy_(positions + 1)
+
     def run(self, *, is_greedy: bool) -> None:
         """One step; the tokens chosen are those of the next, one position on."""
         if is_greedy not in self._captured:
@@ -169,6 +169,20 @@ class DecodeBucket:
         self.choice.apply(self.logits, is_greedy=is_greedy, advancing=self.rows.positions)
         if not is_greedy:
             self.choice.positions.add_(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """The seats in the rows of a bucket, in order, and their rows of the table, padding included.
+
+    ``is_late``: some of them are chosen for by the host.
+    """
+
+    seats: tuple[Seat, ...]
+    bucket: DecodeBucket
+    at: Tensor
+    is_greedy: bool
+    is_late: bool
 
 
 class PromptBucket:

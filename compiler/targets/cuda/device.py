@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import torch
 
@@ -39,16 +40,40 @@ def open_device() -> torch.device:
     )
 
 
-def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> None:
-    """Refuse, before anything is loaded, what cannot fit into the GPU's free memory.
+def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> int:
+    """Refuse, before anything is loaded, what cannot fit into the GPU's free memory; returns how
+    many pages the pool has.
 
     Raises:
         CompileError: with the bytes needed and the largest context or batch that would fit.
     """
+    whole = options.max_batch * pages_of(options.max_context)
     if device.type != "cuda":
-        return
-    free, _ = torch.cuda.mem_get_info(device)
-    check_fits(plan, options, free)
+        return whole
+    free, total = torch.cuda.mem_get_info(device)
+    if options.memory_fraction is None:
+        check_fits(plan, options, free)
+        return whole
+    return shared_pages(plan, options, free - int((1 - options.memory_fraction) * total))
+
+
+def shared_pages(plan: Plan, options: CompileOptions, free: int) -> int:
+    """Pages for which there is room beside weights, work and what each sequence keeps besides.
+
+    Raises:
+        CompileError: where they would not hold one whole context.
+    """
+    check_fits(plan, replace(options, max_batch=1), free)
+    left = free - weight_bytes(plan) - work_bytes(plan, options)
+    left -= options.max_batch * sequence_bytes(plan.sequence_states)
+    a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
+    found = left // a_page if a_page else options.max_batch * pages_of(options.max_context)
+    if found < pages_of(options.max_context):
+        raise CompileError(
+            f"target cuda: {options.max_batch} sequences leave room for {max(found, 0) * PAGE} "
+            f"positions; allowed: fewer sequences, or a context below {options.max_context}"
+        )
+    return found
 
 
 def check_fits(plan: Plan, options: CompileOptions, free: int) -> None:

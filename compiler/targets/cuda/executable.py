@@ -1,14 +1,12 @@
-"""A plan on a device as an `Executable`: slots and pages, buckets of captured steps, results read
-one step late.
-"""
+"""A plan on a device as an `Executable`: buckets of captured steps over the tables of seats."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import fields, replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,31 +15,54 @@ from tilewright.compiler.targets.base import (
     CompileOptions,
     Executable,
     MemoryUse,
-    StateHandle,
-    StepInput,
-    StepOutput,
 )
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.capture import (
     Choice,
     DecodeBucket,
     PromptBucket,
+    has_mixers,
     make_choice,
     prompt_buckets,
 )
 from tilewright.compiler.targets.cuda.device import PROMPT_CHUNK
 from tilewright.compiler.targets.cuda.instructions import Plan
+from tilewright.compiler.targets.cuda.pages import PAGE, pages_of
+from tilewright.compiler.targets.cuda.readings import Readings
+from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import MAX_ROWS, Rows, Steps
 from tilewright.compiler.targets.cuda.weights import Weights
+from tilewright.compiler.targets.host import HostChoice, Sitting, log_probs
+from tilewright.compiler.targets.step import (
+    Choosing,
+    Chunk,
+    Close,
+    Copy,
+    Edit,
+    Load,
+    Open,
+    Pages,
+    Part,
+    Save,
+    Seat,
+    Step,
+    StepOutput,
+)
 
 _NUM_ENDS = 16
-"""End tokens of a row that captured steps have room for; more capture anew."""
-_NUM_READINGS = 4
+"""End tokens of a seat that captured steps have room for; more capture anew."""
+_NUM_SNAPSHOTS = 64
+_CELL, _CELL_OF_MIXERS = 256, 1024
+"""Tokens of a prompt that are worth reading the weights for; experts need more of them."""
 
 
 class CudaExecutable(Executable):
-    """One plan, one device, both phases."""
+    """One plan, one device, both phases.
+
+    Rows that a captured step can choose for are chosen there; penalties, bias, ``min_p``, masks and
+    log probabilities are worked out by the host, which waits for the logits.
+    """
 
     def __init__(
         self,
@@ -50,27 +71,39 @@ class CudaExecutable(Executable):
         options: CompileOptions,
         contract: NumericContract,
         device: torch.device,
+        *,
+        num_pages: int | None = None,
     ) -> None:
+        """``num_pages``: of the pool that sequences share; None: a whole context for each."""
         self.contract = contract
-        buckets = tuple(size for size in (1, 2, 4, 8, 16, 32, 64) if size < 2 * options.max_batch)
+        self._buckets = tuple(s for s in (1, 2, 4, 8, 16, 32, 64) if s < 2 * options.max_batch)
         is_gpu = device.type == "cuda"
+        num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self.capabilities = Capabilities(
-            max_batch=options.max_batch,
+            max_seats=options.max_batch,
             max_context=options.max_context,
-            max_prefill_sequences=1,
-            mixed_steps=False,
-            buckets=buckets,
-            prefill_chunk=PROMPT_CHUNK if is_gpu else None,
+            page_size=PAGE,
+            num_pages=num_pages,
+            num_snapshots=_NUM_SNAPSHOTS if plan.sequence_states else 0,
+            has_sequence_state=bool(plan.sequence_states),
+            cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
+            max_step_tokens=PROMPT_CHUNK,
             runs_ahead=is_gpu,
         )
         self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
-        self._state = PagedState(plan.states, options, device, sequence_specs=plan.sequence_states)
+        self._state = PagedState(
+            plan.states,
+            options,
+            device,
+            num_pages=num_pages,
+            sequence_specs=plan.sequence_states,
+        )
         self._steps = Steps(
             plan,
             weights,
             self._state,
-            max_rows=min(MAX_ROWS, buckets[-1]),
+            max_rows=min(MAX_ROWS, self._buckets[-1]),
             exact=options.compute == "exact",
         )
         if is_gpu:
@@ -80,168 +113,235 @@ class CudaExecutable(Executable):
         self._prompt_sizes = prompt_buckets(plan)
         self._decodes: dict[int, DecodeBucket] = {}
         self._prompts: dict[int, PromptBucket] = {}
-        self._readings: list[tuple[Tensor, Tensor]] = []
-        self._num_readings = 0
-        self._num_ends = _NUM_ENDS
-        self._last: StepInput | None = None
-        self._running: DecodeBucket | None = None
+        self._readings = Readings(options.max_batch, device)
+        self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
+        self._sittings: dict[Seat, Sitting] = {}
+        self._seated: Seated | None = None
+        self._waiting: list[HostChoice] = []
 
     @torch.no_grad()
-    def step(self, inputs: StepInput) -> StepOutput:
-        if self._running is not None and inputs.continues(self._last):
-            output = self._replay(self._running, inputs)
-        else:
-            self._running = None
-            output = self._start(inputs.settled())
-        self._count(inputs)
-        self._last = inputs
-        return output
+    def step(self, step: Step) -> StepOutput:
+        assert not self._waiting, "the last step's choice is still waited for"
+        self._apply(step.edits)
+        parts: list[Part] = []
+        if step.decode:
+            self._sit(step)
+            for first in range(0, len(step.decode), MAX_ROWS):
+                seats = step.decode[first : first + MAX_ROWS]
+                seats = step.decode if len(seats) == len(step.decode) else seats
+                parts.append(self._decode(seats, step))
+        parts += [part for each in step.prompts if (part := self._prompt(each, step)) is not None]
+        return StepOutput(tuple(parts))
 
-    def _count(self, inputs: StepInput) -> None:
-        """How far the sequences have come, where a copy of their state needs it."""
-        if not self._state.sequences:
-            return
-        positions = inputs.positions.tolist()
-        for handle, end in zip(inputs.states, inputs.cu_seqlens[1:].tolist(), strict=True):
-            self._state.ran(handle, positions[end - 1] + inputs.advanced + 1)
+    def reset(self) -> None:
+        self._leave()
+        for seat in list(self._sittings):
+            self._state.clear(seat)
+        self._sittings.clear()
 
-    def _start(self, inputs: StepInput) -> StepOutput:
-        bounds = inputs.cu_seqlens.tolist()
-        lengths = [end - start for start, end in pairwise(bounds)]
-        assert len(inputs.states) == 1 or max(lengths) == 1, "phases or prefills were mixed"
-        for handle in inputs.states:
-            assert handle in self._state, f"state {handle} is not reserved"
-        self._make_room_for_ends(inputs)
-        if lengths[0] > 1:
-            return self._prefill(inputs)
-        if len(lengths) > MAX_ROWS:
-            return self._decode_parts(inputs)
-        bucket = self._decode_bucket(len(lengths))
-        slots = torch.tensor(inputs.states, dtype=torch.int64)
-        bucket.rows.upload(inputs.tokens, inputs.positions, slots)
-        all_rows = len(inputs.logit_rows) == len(lengths)
-        if inputs.sampling is not None:
-            bucket.choice.upload(inputs.sampling, None if all_rows else inputs.logit_rows)
-        if all_rows:
-            self._running = bucket
-        return self._replay(bucket, inputs)
-
-    def _make_room_for_ends(self, inputs: StepInput) -> None:
-        width = 0 if inputs.sampling is None else inputs.sampling.end_tokens.shape[1]
-        if width > self._num_ends:
-            self._num_ends = 1 << (width - 1).bit_length()
+    def _apply(self, edits: Sequence[Edit]) -> None:
+        """All edits in their order; those of tables and pages go to the device together."""
+        if any(not isinstance(edit, Pages | Close) for edit in edits):
+            self._leave()
+        opened: list[tuple[Seat, Choosing]] = []
+        dealt: list[Pages] = []
+        for edit in edits:
+            if isinstance(edit, Open):
+                assert edit.seat not in self._sittings, f"seat {edit.seat} is taken"
+                self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt)
+                opened = [each for each in opened if each[0] != edit.seat]
+                opened.append((edit.seat, edit.choosing))
+            elif isinstance(edit, Close):
+                del self._sittings[edit.seat]
+                self._state.clear(edit.seat)
+                dealt = [each for each in dealt if each.seat != edit.seat]
+            elif isinstance(edit, Pages):
+                dealt.append(edit)
+                self._state.note(edit)
+            else:
+                self._state.deal(dealt)
+                dealt = []
+                self._move(edit)
+        self._state.deal(dealt)
+        most = max((len(choosing.end_tokens) for _, choosing in opened), default=0)
+        if most > self._table.num_ends:
+            self._table.widen(1 << (most - 1).bit_length())
             self._decodes.clear()
             self._prompts.clear()
+        self._table.open(opened)
 
-    def _replay(self, bucket: DecodeBucket, inputs: StepInput) -> StepOutput:
-        """A decode step whose inputs are on the device; ``inputs`` says what is wanted of it."""
-        is_greedy = inputs.sampling is None or inputs.sampling.is_greedy
-        bucket.run(is_greedy=is_greedy)
-        return self._output(inputs, bucket.logits, bucket.choice)
+    def _move(self, edit: Edit) -> None:
+        """Copies of state, within the device."""
+        if isinstance(edit, Copy):
+            length = self._sittings[edit.source].length
+            can_cut = not self.capabilities.has_sequence_state
+            assert edit.num_positions == length or can_cut, f"state of {length} is not cut back"
+            self._state.copy(edit.source, edit.target, edit.num_positions)
+            self._sittings[edit.target].length = edit.num_positions
+        elif isinstance(edit, Save):
+            self._state.save(edit.seat, edit.snapshot, self._sittings[edit.seat].length)
+        elif isinstance(edit, Load):
+            self._sittings[edit.seat].length = self._state.load(edit.seat, edit.snapshot)
+        else:
+            raise AssertionError(f"{edit}: state does not leave this device yet")
 
-    def _output(self, inputs: StepInput, logits: Tensor, choice: Choice) -> StepOutput:
-        rows = inputs.logit_rows
-        wanted = None
-        if inputs.want_logits:
-            wanted = logits[: inputs.num_sequences].to("cpu", copy=True)
-            wanted = wanted[rows] if len(rows) < len(wanted) else wanted
-        if inputs.sampling is None:
-            return StepOutput(logits=wanted)
-        count = len(rows)
-        tokens, finished = choice.tokens[:count], choice.finished[:count]
-        if 1 < inputs.num_sequences != count:
-            chosen = rows.to(self._device)
-            tokens, finished = choice.tokens[chosen], choice.finished[chosen]
-        return StepOutput(tokens, finished, wanted, self._reading(tokens, finished))
+    def _leave(self) -> None:
+        """What the bucket that ran last holds of its seats goes back to the table."""
+        if self._seated is not None:
+            rows = self._seated.bucket.rows
+            self._table.give_back(self._seated.at, rows.tokens, rows.positions)
+            self._seated = None
 
-    def _reading(
-        self, tokens: Tensor, finished: Tensor
-    ) -> Callable[[], tuple[list[int], list[bool]]]:
-        """The results on their way to the host, behind the step that makes them."""
-        if self._device.type != "cuda":
-            found = tokens.tolist(), finished.tolist()
-            return lambda: found
-        if not self._readings:
-            size = self.capabilities.max_batch
-            self._readings = [
-                (
-                    torch.empty(size, dtype=torch.int64, pin_memory=True),
-                    torch.empty(size, dtype=torch.bool, pin_memory=True),
-                )
-                for _ in range(_NUM_READINGS)
-            ]
-        kept = self._readings[self._num_readings % _NUM_READINGS]
-        self._num_readings += 1
-        places = kept[0][: len(tokens)], kept[1][: len(tokens)]
-        places[0].copy_(tokens, non_blocking=True)
-        places[1].copy_(finished, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
+    def _sit(self, step: Step) -> None:
+        """Forced tokens into the table, where any are."""
+        if not step.forced:
+            return
+        self._leave()
+        seats = list(step.forced)
+        tokens = torch.tensor([step.forced[seat] for seat in seats]).to(self._device)
+        self._table.tokens.index_copy_(0, self._table.index(seats), tokens)
+        for seat, token in step.forced.items():
+            self._sittings[seat].force(token)
 
-        read: list[tuple[list[int], list[bool]]] = []
+    def _decode(self, seats: tuple[Seat, ...], step: Step) -> Part:
+        """One token of each of up to as many seats as a bucket has rows."""
+        if self._seated is None or self._seated.seats is not seats:
+            self._leave()
+            bucket = self._decode_bucket(len(seats))
+            at = self._table.index(seats, bucket.num_rows)
+            bucket.sit(self._table, at, len(seats))
+            chosen = [self._sittings[seat].choosing for seat in seats]
+            self._seated = Seated(
+                seats, bucket, at, all(c.is_greedy for c in chosen), any(map(_is_late, chosen))
+            )
+        seated = self._seated
+        bucket = seated.bucket
+        bucket.run(is_greedy=seated.is_greedy or seated.is_late or step.masked)
+        for seat in seats:
+            self._sittings[seat].length += 1
+        logits = bucket.logits[: len(seats)]
+        if not (seated.is_late or step.masked or step.logprobs is not None):
+            kept = logits.to("cpu", copy=True) if step.want_logits else None
+            tokens, finished = bucket.choice.tokens, bucket.choice.finished
+            read = self._readings.of(tokens[: len(seats)], finished[: len(seats)])
+            return Part(seats, read, None if kept is None else lambda: kept)
+        return self._choose_late(seats, logits, step)
 
-        def arrived() -> tuple[list[int], list[bool]]:
-            if not read:  # the place is used again later
-                event.synchronize()
-                read.append((places[0].tolist(), places[1].tolist()))
-            return read[0]
+    def _prompt(self, chunk: Chunk, step: Step) -> Part | None:
+        """A piece of a prompt; None where nothing is wanted of it."""
+        assert self._seated is None or chunk.seat not in self._seated.seats or self._unseat()
+        sitting = self._sittings[chunk.seat]
+        start = chunk.start
+        for end, snapshot in [each for each in sorted(chunk.saves) if each[0] < chunk.end]:
+            assert not chunk.echoes, "a chunk that echoes is in one piece"
+            part = chunk.tokens[start - chunk.start : end - chunk.start]
+            self._run_prompt(Chunk(chunk.seat, start, part), step)
+            self._state.save(chunk.seat, snapshot, end)
+            start = end
+        rest = replace(chunk, start=start, tokens=chunk.tokens[start - chunk.start :])
+        sitting.length, sitting.token = chunk.end, None
+        found = self._run_prompt(rest, step)
+        for end, snapshot in chunk.saves:
+            if end == chunk.end:
+                self._state.save(chunk.seat, snapshot, end)
+        return found
 
-        return arrived
+    def _unseat(self) -> bool:
+        self._leave()
+        return True
 
-    def _decode_parts(self, inputs: StepInput) -> StepOutput:
-        """More sequences than a bucket has rows: one after another, as many as fit."""
-        found, logits = [], []
-        for first in range(0, len(inputs.states), MAX_ROWS):
-            output = self._start(_part_of(inputs, slice(first, first + MAX_ROWS)))
-            if inputs.sampling is not None:
-                found.append(output.read())
-            if output.logits is not None:
-                logits.append(output.logits)
-        self._running = None
-        return StepOutput(
-            token_ids=torch.tensor([token for tokens, _ in found for token in tokens]),
-            finished=torch.tensor([end for _, ends in found for end in ends], dtype=torch.bool),
-            logits=torch.cat(logits) if logits else None,
-        )
-
-    def _prefill(self, inputs: StepInput) -> StepOutput:
-        """Tokens of one prompt: captured where it is short, and its last token wants logits."""
-        tokens, first, slot = inputs.tokens, int(inputs.positions[0]), inputs.states[0]
-        is_greedy = inputs.sampling is None or inputs.sampling.is_greedy
-        rows = inputs.logit_rows.tolist()
-        if len(tokens) <= self._prompt_sizes[-1] and rows in ([], [len(tokens) - 1]):
+    def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
+        """Captured where it is short, and at most its last token wants logits."""
+        tokens = torch.tensor(chunk.tokens, dtype=torch.int64)
+        choosing = self._sittings[chunk.seat].choosing
+        is_late = _is_late(choosing) or step.masked or step.logprobs is not None
+        is_greedy = choosing.is_greedy or is_late
+        at = self._table.index((chunk.seat,))
+        if len(tokens) <= self._prompt_sizes[-1] and not chunk.echoes:
             bucket = self._prompt_bucket(len(tokens))
-            if inputs.sampling is not None:
-                bucket.choice.upload(inputs.sampling)
-            bucket.run(tokens, first, slot, is_greedy=is_greedy)
-            return self._output(inputs, bucket.logits, bucket.choice)
+            choice = bucket.choice
+            choice.gather(self._table, at)
+            choice.positions.fill_(chunk.end)
+            bucket.run(tokens, chunk.start, chunk.seat, is_greedy=is_greedy)
+            logits = bucket.logits
+        else:
+            logits = self._long_prompt(tokens, chunk)
+            if not len(logits):
+                return None
+            choice = make_choice(
+                1,
+                self.vocab_size,
+                self._table.num_ends,
+                torch.zeros(1, dtype=torch.int64, device=self._device),
+                self._device,
+            )
+            choice.gather(self._table, at)
+            choice.positions.fill_(chunk.end)
+            choice.apply(logits[-1:], is_greedy=is_greedy)
+        return self._end_prompt(chunk, step, logits, choice, is_late)
+
+    def _end_prompt(
+        self, chunk: Chunk, step: Step, logits: Tensor, choice: Choice, is_late: bool
+    ) -> Part | None:
+        self._table.hold(chunk.seat, choice.tokens[:1], chunk.end)
+        seats = (chunk.seat,) if chunk.chooses else ()
+        if is_late and (chunk.chooses or chunk.echoes):
+            return self._choose_late(seats, logits, step, chunk if chunk.echoes else None)
+        if not (chunk.chooses or chunk.echoes):
+            return None
+        kept = logits.to("cpu", copy=True) if step.want_logits else None
+        read = self._readings.of(choice.tokens[: len(seats)], choice.finished[: len(seats)])
+        return Part(seats, read, None if kept is None else lambda: kept)
+
+    def _long_prompt(self, tokens: Tensor, chunk: Chunk) -> Tensor:
         device = self._device
         placed = Rows(
             tokens.to(device),
-            inputs.positions.to(device),
-            torch.full_like(tokens, slot).to(device),
+            torch.arange(chunk.start, chunk.end).to(device),
+            torch.full_like(tokens, chunk.seat).to(device),
         )
-        wanted = inputs.logit_rows.to(device) if rows else None
-        logits = self._steps.prefill(placed, logit_rows=wanted, from_start=first == 0)
-        if logits is None:
-            return StepOutput()
-        chosen = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        choice = make_choice(len(rows), self.vocab_size, self._num_ends, chosen, device)
-        if inputs.sampling is not None:
-            choice.upload(inputs.sampling)
-            choice.apply(logits, is_greedy=is_greedy)
-        output = self._output(replace(inputs, want_logits=False), logits, choice)
-        if not inputs.want_logits:
-            return output
-        return StepOutput(
-            output.token_ids, output.finished, logits.to("cpu", copy=True), output.arrived
-        )
+        wanted = None
+        if chunk.echoes:
+            wanted = torch.arange(len(tokens), device=device)
+        elif chunk.chooses:
+            wanted = torch.tensor([len(tokens) - 1], device=device)
+        logits = self._steps.prefill(placed, logit_rows=wanted, from_start=chunk.start == 0)
+        return torch.empty(0, self.vocab_size) if logits is None else logits
+
+    def _choose_late(
+        self, seats: tuple[Seat, ...], logits: Tensor, step: Step, echo: Chunk | None = None
+    ) -> Part:
+        """The choice by the host; the tokens go back to the device before the next step."""
+        kept = logits.to("cpu", copy=True)
+        found = None
+        if echo is not None and step.logprobs is not None:
+            found = log_probs(kept[:-1], echo.tokens[1:], step.logprobs)
+        last = kept[len(kept) - len(seats) :]
+        choice = HostChoice(seats, last, step.logprobs, found)
+        if step.masked:
+            self._waiting.append(choice)
+        else:
+            self._finish(choice, {})
+        return Part(seats, choice.read, (lambda: kept) if step.want_logits else None)
+
+    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+        for choice in self._waiting:
+            self._finish(choice, masks)
+        self._waiting.clear()
+
+    def _finish(self, choice: HostChoice, masks: Mapping[Seat, np.ndarray]) -> None:
+        choice.choose(self._sittings, masks)
+        if not choice.seats:
+            return
+        self._leave()
+        tokens = torch.tensor(list(choice.read().tokens)).to(self._device)
+        self._table.tokens.index_copy_(0, self._table.index(choice.seats), tokens)
 
     def _decode_bucket(self, num_rows: int) -> DecodeBucket:
-        size = next(size for size in self.capabilities.buckets if size >= num_rows)
+        size = next(size for size in self._buckets if size >= num_rows)
         if size not in self._decodes:
             self._decodes[size] = DecodeBucket(
-                self._steps, size, self.vocab_size, self._num_ends, self._graphs
+                self._steps, size, self.vocab_size, self._table.num_ends, self._graphs
             )
         return self._decodes[size]
 
@@ -249,39 +349,26 @@ class CudaExecutable(Executable):
         size = next(size for size in self._prompt_sizes if size >= num_tokens)
         if size not in self._prompts:
             self._prompts[size] = PromptBucket(
-                self._steps, size, self.vocab_size, self._num_ends, self._graphs
+                self._steps, size, self.vocab_size, self._table.num_ends, self._graphs
             )
         return self._prompts[size]
 
     @torch.no_grad()
-    def chosen_experts(self, inputs: StepInput) -> list[int]:
-        """Run a decode step and count, layer by layer, the different experts its rows chose.
+    def chosen_experts(self, seats: Sequence[Seat], tokens: Sequence[int]) -> list[int]:
+        """Read a token on each seat and count, layer by layer, the different experts chosen.
 
         For measurements: it is not captured, and chooses no tokens.
         """
-        slots = torch.tensor(inputs.states, dtype=torch.int64)
-        rows = Rows.padding(inputs.num_sequences, self._device)
-        rows.upload(inputs.tokens, inputs.positions, slots)
-        self._running = None
-        counts = self._steps.chosen_experts(rows)
-        self._count(inputs)
-        self._last = inputs
-        return counts
-
-    def reserve(self, num_positions: int) -> StateHandle:
-        return self._state.reserve(num_positions)
-
-    def free(self, handle: StateHandle) -> None:
-        self._state.free(handle)
-
-    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        return self._state.copy(handle, num_positions)
-
-    def num_free(self) -> int:
-        return self._state.num_free()
+        self._leave()
+        rows = Rows.padding(len(seats), self._device)
+        lengths = torch.tensor([self._sittings[seat].length for seat in seats])
+        rows.upload(torch.tensor(tokens), lengths, torch.tensor(seats))
+        for seat in seats:
+            self._sittings[seat].length += 1
+        return self._steps.chosen_experts(rows)
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(self._weights.num_bytes, self._state.num_bytes_taken())
+        return MemoryUse(self._weights.num_bytes, self._state.num_bytes_held())
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         return self._state.num_bytes(num_positions, num_sequences)
@@ -289,32 +376,27 @@ class CudaExecutable(Executable):
     def close(self) -> None:
         self._decodes.clear()
         self._prompts.clear()
-        self._running = self._last = None
+        self._seated = None
         del self._steps, self._state, self._weights
         if self._device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other
             torch.cuda.empty_cache()
 
 
-def _part_of(inputs: StepInput, part: slice) -> StepInput:
-    """Some sequences of a decode step."""
-    states = inputs.states[part]
-    rows = inputs.logit_rows
-    chosen = (rows >= part.start) & (rows < part.start + len(states))
-    sampling = inputs.sampling
-    if sampling is not None:
-        cut = {
-            each.name: getattr(sampling, each.name)[chosen]
-            for each in fields(sampling)
-            if each.name != "is_greedy"
-        }
-        sampling = replace(sampling, **cut)
-    return replace(
-        inputs,
-        tokens=inputs.tokens[part],
-        positions=inputs.positions[part],
-        cu_seqlens=torch.arange(len(states) + 1),
-        logit_rows=rows[chosen] - part.start,
-        states=states,
-        sampling=sampling,
-    )
+@dataclass(frozen=True, slots=True)
+class Seated:
+    """The seats in the rows of a bucket, in order, and their rows of the table, padding included.
+
+    ``is_late``: some of them are chosen for by the host.
+    """
+
+    seats: tuple[Seat, ...]
+    bucket: DecodeBucket
+    at: Tensor
+    is_greedy: bool
+    is_late: bool
+
+
+def _is_late(choosing: Choosing) -> bool:
+    """Whether a captured step cannot choose these tokens."""
+    return choosing.changes_logits or (choosing.min_p > 0.0 and not choosing.is_greedy)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tilewright.compiler.errors import RequestError
 from tilewright.compiler.formats.block_float import BLOCK_SIZE
 from tilewright.compiler.ir.state import StateSpec
 
@@ -70,29 +69,3 @@ def page_bytes(state: StateSpec, kind: str) -> int:
     if kind == "bfp8":
         return rows * (head_dim + -(-head_dim // BLOCK_SIZE))
     return rows * head_dim * (4 if kind == "fp32" else 2)
-
-
-class PagePool:
-    """Which pages of a pool are free."""
-
-    def __init__(self, num_pages: int) -> None:
-        self._free = list(range(num_pages - 1, -1, -1))
-
-    def take(self, count: int) -> list[int]:
-        """``count`` pages.
-
-        Raises:
-            RequestError: when so many are not free.
-        """
-        if count > len(self._free):
-            raise RequestError(
-                f"{count} pages of the cache are needed; allowed: the {len(self._free)} free ones"
-            )
-        return [self._free.pop() for _ in range(count)]
-
-    def give(self, pages: list[int]) -> None:
-        """Take pages back."""
-        self._free.extend(reversed(pages))
-
-    def num_free(self) -> int:
-        return len(self._free)

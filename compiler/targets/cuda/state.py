@@ -1,23 +1,22 @@
-"""The state of all sequences: which slot and which pages each has, and copies between them."""
+"""The state of all seats on the device: pages and their tables, state per sequence, snapshots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from tilewright.compiler.errors import RequestError
 from tilewright.compiler.ir.state import StateSpec
-from tilewright.compiler.targets.base import CompileOptions, StateHandle
+from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.numerics import cache_kind
 from tilewright.compiler.targets.cuda.pages import (
     PAGE,
-    PagePool,
     allocate_pages,
     page_bytes,
     pages_of,
 )
-from tilewright.compiler.targets.slots import SlotPool, check_copy
+from tilewright.compiler.targets.step import Pages, Seat, Snapshot
 
 
 def sequence_bytes(specs: Sequence[StateSpec]) -> int:
@@ -26,11 +25,11 @@ def sequence_bytes(specs: Sequence[StateSpec]) -> int:
 
 
 class PagedState:
-    """Slots with block tables over a pool of pages, with room for every slot at full length; and
-    what each slot keeps whatever its sequence's length.
+    """A pool of pages with a table of each seat's, and what each seat keeps whatever its length.
 
-    ``pages``: the caches by layer. ``tables [S, M]`` int32: the pages of every slot. ``sequences``:
+    ``pages``: the caches by layer. ``tables [S, M]`` int32: the pages of every seat. ``sequences``:
     float32 ``[S, ...]`` by layer, rewritten by every step; a sequence's counts from its position 0.
+    Whose page is whose is the runtime's to say.
     """
 
     def __init__(
@@ -39,12 +38,11 @@ class PagedState:
         options: CompileOptions,
         device: torch.device,
         *,
+        num_pages: int,
         sequence_specs: Sequence[StateSpec] = (),
     ) -> None:
         exact = options.compute == "exact"
-        pages_each = pages_of(options.max_context)
-        num_pages = options.max_batch * pages_each
-        self.device, self._specs, self._max_context = device, specs, options.max_context
+        self.device, self.num_pages, self._specs = device, num_pages, specs
         self._kinds = {each.name: cache_kind(each.format, exact=exact) for each in specs}
         self.pages = {
             each.name: allocate_pages(
@@ -52,84 +50,78 @@ class PagedState:
             )
             for each in specs
         }
-        shape = (options.max_batch, pages_each)
+        shape = (options.max_batch, pages_of(options.max_context))
         self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self.sequences = {
             each.name: torch.zeros(options.max_batch, *each.shape, device=device)
             for each in sequence_specs
         }
         self._sequence_bytes = sequence_bytes(sequence_specs)
-        self._slots = SlotPool(options.max_batch, options.max_context)
-        self._pool = PagePool(num_pages)
-        self._taken: dict[StateHandle, list[int]] = {}
-        self._lengths: dict[StateHandle, int] = {}
+        self._held: dict[Seat, list[int]] = {}
+        self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
 
-    def __contains__(self, handle: object) -> bool:
-        return handle in self._slots
+    def note(self, edit: Pages) -> None:
+        """Keep in mind which pages a seat has; :meth:`deal` writes them."""
+        held = self._held.setdefault(edit.seat, [])
+        held[edit.first :] = edit.ids
+        width = self.tables.shape[1]
+        assert len(held) <= width, f"seat {edit.seat} has {len(held)} pages of {width}"
 
-    def reserve(self, num_positions: int) -> StateHandle:
-        """A slot and its pages.
+    def deal(self, edits: Sequence[Pages]) -> None:
+        """Write pages into seats' tables, in one go."""
+        if not edits:
+            return
+        width = self.tables.shape[1]
+        places: list[int] = []
+        numbers: list[int] = []
+        for edit in edits:
+            places += [edit.seat * width + edit.first + at for at in range(len(edit.ids))]
+            numbers += edit.ids
+        both = torch.tensor([places, numbers])
+        if self.device.type == "cuda":
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        self.tables.view(-1).index_copy_(0, both[0], both[1].to(torch.int32))
 
-        Raises:
-            RequestError: when the sequence is too long, or nothing is free.
-        """
-        handle = self._slots.reserve(num_positions)
-        try:
-            pages = self._pool.take(pages_of(num_positions))
-        except RequestError:
-            self._slots.free(handle)
-            raise
-        self._taken[handle], self._lengths[handle] = pages, 0
-        self.tables[handle, : len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        return handle
-
-    def free(self, handle: StateHandle) -> None:
-        """Give slot and pages back; what is queued on the device still comes before later use."""
-        self._slots.free(handle)
-        self._pool.give(self._taken.pop(handle))
-        del self._lengths[handle]
-
-    def ran(self, handle: StateHandle, length: int) -> None:
-        """A step, maybe still queued, leaves a sequence with so many positions."""
-        self._lengths[handle] = length
-
-    def length(self, handle: StateHandle) -> int:
-        """The positions that steps have run, queued ones included."""
-        return self._lengths[handle]
+    def clear(self, seat: Seat) -> None:
+        """A seat has no pages any more; what is queued on the device still comes first."""
+        self._held.pop(seat, None)
 
     @torch.no_grad()
-    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        """A new sequence with the first ``num_positions`` of this one's.
-
-        Raises:
-            RequestError: when nothing is free, or where a state would have to be cut back.
-        """
-        if self.sequences:
-            check_copy(num_positions, self._lengths[handle])
-        fresh = self.reserve(self._max_context)
-        count = pages_of(num_positions)
-        source, target = (
-            torch.tensor(self._taken[each][:count], dtype=torch.int64, device=self.device)
-            for each in (handle, fresh)
-        )
-        for pages in self.pages.values():
-            pages.values[target] = pages.values[source]
-            if pages.exponents is not None:
-                pages.exponents[target] = pages.exponents[source]
+    def copy(self, source: Seat, target: Seat, num_positions: int) -> None:
+        """The page that the first positions of a seat end in, and its own state, to another's."""
+        if num_positions % PAGE:
+            at = num_positions // PAGE
+            old, new = self._held[source][at], self._held[target][at]
+            for pages in self.pages.values():
+                pages.values[new] = pages.values[old]
+                if pages.exponents is not None:
+                    pages.exponents[new] = pages.exponents[old]
         for state in self.sequences.values():
-            state[fresh] = state[handle]
-        self.ran(fresh, num_positions)
-        return fresh
+            state[target] = state[source]
 
-    def num_free(self) -> int:
-        """How many more sequences can be reserved."""
-        return self._slots.num_free()
+    def save(self, seat: Seat, snapshot: Snapshot, position: int) -> None:
+        """Keep what a seat has of state per sequence, as it is at ``position``."""
+        if snapshot not in self._snapshots:
+            kept = [torch.empty_like(state[0]) for state in self.sequences.values()]
+        else:
+            kept = self._snapshots[snapshot][1]
+        for place, state in zip(kept, self.sequences.values(), strict=True):
+            place.copy_(state[seat])
+        self._snapshots[snapshot] = position, kept
+
+    def load(self, seat: Seat, snapshot: Snapshot) -> int:
+        """Put a snapshot into a seat; returns the position it was saved at."""
+        position, kept = self._snapshots[snapshot]
+        for place, state in zip(kept, self.sequences.values(), strict=True):
+            state[seat].copy_(place)
+        return position
 
     def num_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         """Bytes of the pages of so many positions, and of what their sequences keep besides."""
         a_page = sum(page_bytes(each, self._kinds[each.name]) for each in self._specs)
         return pages_of(num_positions) * a_page + num_sequences * self._sequence_bytes
 
-    def num_bytes_taken(self) -> int:
-        """Bytes of what sequences hold now."""
-        return sum(self.num_bytes(PAGE * len(pages)) for pages in self._taken.values())
+    def num_bytes_held(self) -> int:
+        """Bytes of what seats hold now; a page that several share counts once."""
+        pages = {page for held in self._held.values() for page in held}
+        return self.num_bytes(PAGE * len(pages), len(self._held))

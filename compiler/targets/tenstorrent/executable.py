@@ -10,15 +10,11 @@ from torch import Tensor
 from tilewright.compiler.targets.base import (
     Capabilities,
     CompileOptions,
-    Executable,
     MemoryUse,
-    StateHandle,
-    StepInput,
-    StepOutput,
-    finish_step,
+    Seat,
 )
 from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.slots import SlotPool
+from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.tenstorrent.chips import Dealt
 from tilewright.compiler.targets.tenstorrent.emulate import Emulator, Work
 from tilewright.compiler.targets.tenstorrent.memory_plan import plan_memory
@@ -26,10 +22,10 @@ from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
 from tilewright.compiler.targets.threads import torch_threads
 
 
-class EmulatedExecutable(Executable):
+class EmulatedExecutable(HostExecutable):
     """A board's numbers from this machine; its speed says nothing of the board's.
 
-    A step is a prompt of one sequence, or one token of each of several.
+    A pass is a piece of one prompt, or one token of each of several seats.
     """
 
     def __init__(
@@ -40,12 +36,10 @@ class EmulatedExecutable(Executable):
         options: CompileOptions,
         contract: NumericContract,
     ) -> None:
+        super().__init__()
         self.contract = contract
         self.capabilities = Capabilities(
-            max_batch=options.max_batch,
-            max_context=options.max_context,
-            max_prefill_sequences=1,
-            mixed_steps=False,
+            max_seats=options.max_batch, max_context=options.max_context, cell=32
         )
         self.vocab_size = decode.vocab_size
         self.device_name = decode.device
@@ -53,7 +47,6 @@ class EmulatedExecutable(Executable):
         self._prefill, self._decode = prefill, decode
         self._device = emulation_device()
         self._num_threads = options.num_threads
-        self._slots = SlotPool(options.max_batch, options.max_context)
         self._caches = {cache.name: Dealt(decode.mesh, cache.over) for cache in decode.caches}
         for cache in decode.caches:
             shape = (options.max_batch, options.max_context, cache.num_heads, cache.head_dim)
@@ -63,39 +56,24 @@ class EmulatedExecutable(Executable):
         self._emulator = Emulator(weights, self._caches)
         self._plan = plan_memory(decode)
 
-    def step(self, inputs: StepInput) -> StepOutput:
-        bounds = tuple(inputs.cu_seqlens.tolist())
-        is_decode = len(inputs.tokens) == len(inputs.states)
-        assert is_decode or len(inputs.states) == 1, "phases or prefills were mixed"
-        for handle in inputs.states:
-            assert handle in self._slots, f"state {handle} is not reserved"
+    def forward(self, batch: Batch) -> Tensor:
+        bounds = tuple(batch.cu_seqlens.tolist())
         work = Work(
-            tokens=inputs.tokens.to(self._device),
-            positions=inputs.positions.to(self._device),
-            first_positions=tuple(inputs.positions[list(bounds[:-1])].tolist()),
-            logit_rows=inputs.logit_rows.to(self._device),
+            tokens=batch.tokens.to(self._device),
+            positions=batch.positions.to(self._device),
+            first_positions=tuple(batch.positions[list(bounds[:-1])].tolist()),
+            logit_rows=batch.logit_rows.to(self._device),
             bounds=bounds,
-            slots=tuple(int(handle) for handle in inputs.states),
+            slots=tuple(int(seat) for seat in batch.seats),
         )
-        program = self._decode if is_decode else self._prefill
+        program = self._decode if batch.decodes else self._prefill
         with torch_threads(self._num_threads):
             logits = self._emulator.run(program, work)
-        return finish_step(logits.cpu(), inputs)
+        return logits.float().cpu()
 
-    def reserve(self, num_positions: int) -> StateHandle:
-        return self._slots.reserve(num_positions)
-
-    def free(self, handle: StateHandle) -> None:
-        self._slots.free(handle)
-
-    def copy(self, handle: StateHandle, num_positions: int) -> StateHandle:
-        fresh = self._slots.reserve(max(1, num_positions))
+    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         for part in self._parts():
-            part[fresh, :num_positions] = part[handle, :num_positions]
-        return fresh
-
-    def num_free(self) -> int:
-        return self._slots.num_free()
+            part[target, :num_positions] = part[source, :num_positions]
 
     def memory(self) -> MemoryUse:
         """What the board's chips would hold together, as planned; not what the emulator takes."""

@@ -44,7 +44,7 @@ from tilewright.compiler.bench.roofline import Work
 from tilewright.compiler.bench.selection import BATCH_32, SHORT, speed_table
 from tilewright.compiler.bench.timing import Run
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
-from tilewright.compiler.targets.base import Executable, StepInput
+from tilewright.compiler.targets.base import Seat
 from tilewright.compiler.targets.cpu.executable import CpuExecutable
 from tilewright.models import shapes
 
@@ -382,8 +382,10 @@ def test_routing_is_told_of_models_that_choose(
     assert "experts chosen" not in capfd.readouterr().out
     counted = []
 
-    def chosen_experts(self: Executable, inputs: StepInput) -> list[int]:
-        counted.append((inputs.positions.tolist(), inputs.num_sequences))
+    def chosen_experts(
+        self: CpuExecutable, seats: Sequence[Seat], tokens: Sequence[int]
+    ) -> list[int]:
+        counted.append(([self.length(seat) for seat in seats], len(tokens)))
         return [2, 5]
 
     monkeypatch.setattr(CpuExecutable, "chosen_experts", chosen_experts, raising=False)

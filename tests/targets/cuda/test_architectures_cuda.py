@@ -13,7 +13,17 @@ from tests.grids import grid, only
 from tests.models.test_phi3 import longrope
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, EXACT, noise, on_cuda
 from tests.targets.test_conformance import assert_near
-from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+from tests.tiny import (
+    compiled,
+    copy_seat,
+    lowered,
+    precision_of,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
 from tilewright.compiler import ops
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.rewrite import find_calls
@@ -65,11 +75,11 @@ def test_rows_of_different_lengths_decode_as_each_does_alone(model_type: str) ->
     model = tiny_model(std=0.2, model_type=model_type, **changes)
     executable = on_cuda(model, precision_of("bf16"), "exact")
     lengths = (7, 2)
-    handles = [executable.reserve(20) for _ in lengths]
+    handles = [take_seat(executable, 20) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(executable, [(handle, random_tokens(length, seed=length), 0)])
     entries = [(handle, [3], length) for handle, length in zip(handles, lengths, strict=True)]
-    copies = [executable.copy(handle, length) for handle, _, length in entries]
+    copies = [copy_seat(executable, handle, length) for handle, _, length in entries]
     alone = [
         step(executable, [(copy, *entry[1:])]) for copy, entry in zip(copies, entries, strict=True)
     ]

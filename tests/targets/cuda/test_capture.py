@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
-from tests.tiny import compiled, lowered, precision_of, random_tokens, step, tiny_model
+from tests.tiny import compiled, lowered, precision_of, random_tokens, step, take_seat, tiny_model
 from tilewright.compiler.ops import SamplingBatch
 from tilewright.compiler.targets.base import Executable, StateHandle
 from tilewright.compiler.targets.cuda import capture
@@ -60,7 +60,7 @@ def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
     """Rows of padding have no position, move nowhere, and change no logits."""
     model = tiny_model(std=0.2, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
     found = compiled(model, "cuda", precision=precision_of("bf16"), compute="fast", max_batch=3)
-    handles = [found.reserve(8) for _ in range(rows)]
+    handles = [take_seat(found, 8) for _ in range(rows)]
     step(found, [(handle, [3 + handle], 0) for handle in handles])
     inner: Any = found
     assert found.capabilities.buckets == (1, 2, 4)
@@ -87,7 +87,7 @@ def test_a_long_bucket_tells_a_prompt_s_start_from_its_rest(
     model = tiny_model(std=0.2, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
     found = compiled(model, "cuda", precision=precision_of("bf16"), compute="fast", max_batch=1)
     inner: Any = found
-    handle = found.reserve(20)
+    handle = take_seat(found, 20)
     if first:
         step(found, [(handle, random_tokens(first), 0)])
     step(found, [(handle, random_tokens(9), first)])
@@ -127,7 +127,7 @@ def prompts_in(executable: Executable, count: int) -> list[tuple[StateHandle, li
     work = []
     for index in range(count):
         length = 2 + (index * 37) % 200
-        handle = executable.reserve(300)
+        handle = take_seat(executable, 300)
         tokens = random_tokens(length + 1, vocab_size=VOCABULARY, seed=index)
         step(executable, [(handle, tokens[:-1], 0)])
         work.append((handle, tokens[-1:], length))
@@ -204,7 +204,7 @@ def test_a_prompt_s_rows_are_near_those_of_its_bucket(length: int) -> None:
     """All its logits, which no graph gives, and the last, from a graph with padding."""
     executable = on_device("bfp8")
     tokens = random_tokens(length, vocab_size=VOCABULARY)
-    handles = [executable.reserve(length) for _ in range(2)]
+    handles = [take_seat(executable, length) for _ in range(2)]
     torch.full((1 << 28,), float("nan"), device="cuda")
     last = step(executable, [(handles[0], tokens, 0)])
     rows = step(executable, [(handles[1], tokens, 0)], rows=range(length))

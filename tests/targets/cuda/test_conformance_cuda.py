@@ -22,7 +22,16 @@ from tests.targets.test_conformance import (  # noqa: F401 (tests that any execu
     test_some_rows_only_are_asked_for,
     tokens_of,
 )
-from tests.tiny import compiled, precision_of, prefill, random_tokens, step, tiny_model
+from tests.tiny import (
+    compiled,
+    leave_seat,
+    precision_of,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
 
@@ -73,11 +82,11 @@ def noise(got: Tensor, expected: Tensor) -> float:
 
 def in_pieces(executable: Executable, tokens: list[int], length: int) -> Tensor:
     """Logits of a prompt's last position and of each token after it."""
-    handle = executable.reserve(len(tokens))
+    handle = take_seat(executable, len(tokens))
     logits = [step(executable, [(handle, tokens[:length], 0)])]
     for at in range(length, len(tokens)):
         logits.append(step(executable, [(handle, tokens[at : at + 1], at)]))
-    executable.free(handle)
+    leave_seat(executable, handle)
     return torch.cat(logits)
 
 
@@ -173,7 +182,7 @@ def fast() -> Executable:
 
 def started(executable: Executable, lengths: tuple[int, ...]) -> list[StateHandle]:
     """Sequences with prompts of these lengths, a prompt for a length."""
-    handles = [executable.reserve(40) for _ in lengths]
+    handles = [take_seat(executable, 40) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(executable, [(handle, random_tokens(length, seed=length), 0)])
     return handles

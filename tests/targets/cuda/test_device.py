@@ -18,6 +18,7 @@ from tilewright.compiler.targets.cuda.device import (
     check_fits,
     check_room,
     open_device,
+    shared_pages,
     state_bytes,
     weight_bytes,
     work_bytes,
@@ -162,6 +163,16 @@ def test_the_message_of_gigabytes() -> None:
         "4096 with 4096 positions each, and 4.0 GB of the GPU's memory are free; allowed: a "
         "context of up to 1728 positions at this batch, or a batch of up to 1761 at this context"
     )
+
+
+@pytest.mark.parametrize("num_pages", [3, 4, 50])
+def test_a_pool_is_what_the_memory_holds(no_workspace: None, num_pages: int) -> None:
+    """Three sequences of up to 130 positions: at least the three pages of one of them."""
+    plan = plan_of()
+    free = weight_bytes(plan) + work_bytes(plan, OPTIONS) + num_pages * PAGE_BYTES
+    assert shared_pages(plan, OPTIONS, free) == num_pages
+    with pytest.raises(CompileError, match=r"GB are needed .* for a batch of 1 with 130"):
+        shared_pages(plan, OPTIONS, free - (num_pages - 2) * PAGE_BYTES)
 
 
 def test_on_the_cpu_there_is_always_room(tmp_path: Path) -> None:

@@ -13,7 +13,16 @@ from torch import Tensor
 
 from tests.grids import only
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, BFP8_CACHE_NOISE, SMALL
-from tests.tiny import compiled, precision_of, random_tokens, step, tiny_model
+from tests.tiny import (
+    compiled,
+    copy_seat,
+    leave_seat,
+    precision_of,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
 from tilewright.compiler import ops
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.ops import SamplingBatch
@@ -51,7 +60,7 @@ def decode_input(
 ) -> StepInput:
     """A decode step of as many sequences as ``batch`` has rows, with prompts of their own."""
     lengths = [2 + row for row in range(len(batch.seeds))]
-    handles = [executable.reserve(40) for _ in lengths]
+    handles = [take_seat(executable, 40) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(executable, [(handle, random_tokens(length, seed=length), 0)])
     count = len(lengths)
@@ -68,7 +77,7 @@ def decode_input(
 
 def release(executable: Executable, inputs: StepInput) -> None:
     for handle in inputs.states:
-        executable.free(handle)
+        leave_seat(executable, handle)
 
 
 def expected_choice(output: StepOutput, batch: SamplingBatch) -> tuple[list[int], list[bool]]:
@@ -118,7 +127,7 @@ def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
 def test_a_prompt_chooses_its_first_token(
     executable: Executable, num_tokens: int, row: tuple[float, int, float, int]
 ) -> None:
-    handle = executable.reserve(20)
+    handle = take_seat(executable, 20)
     batch = sampling([row], [[-1]])
     inputs = StepInput(
         torch.tensor(random_tokens(num_tokens)),
@@ -131,7 +140,7 @@ def test_a_prompt_chooses_its_first_token(
     )
     output = executable.step(inputs)
     assert output.read() == expected_choice(output, batch)
-    executable.free(handle)
+    leave_seat(executable, handle)
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1] * 2, ROWS[1:3]], ids=["greedy", "sampled"])
@@ -146,7 +155,7 @@ def test_running_ahead_is_the_same_step_by_step(
         output = executable.step(settled)
         expected.append(output.read())
         settled = settled.following(torch.tensor(expected[-1][0]))
-    other = executable.reserve(8)
+    other = take_seat(executable, 8)
     for interrupted in (-1, 1):
         ahead, found = inputs, []
         for at in range(num_steps):
@@ -160,7 +169,7 @@ def test_running_ahead_is_the_same_step_by_step(
             ahead = ahead.ahead(output)
         assert found == expected, interrupted
     assert len({tuple(tokens) for tokens, _ in expected}) > 1
-    executable.free(other)
+    leave_seat(executable, other)
     release(executable, inputs)
 
 
@@ -188,25 +197,25 @@ def test_some_rows_of_a_decode_step_choose() -> None:
 def test_a_sequence_takes_the_pages_it_needs(executable: Executable) -> None:
     """Nothing is held before, and what is held is the pages' bytes: 64 positions each."""
     assert executable.memory().state == 0
-    handle = executable.reserve(3)
+    handle = take_seat(executable, 3)
     a_page = executable.memory().state
     # keys and values, 64 positions, 16 mantissas and an exponent of each head's block
     assert a_page == 2 * 64 * (16 + 1) == executable.state_bytes(1) == executable.state_bytes(64)
     assert executable.state_bytes(65) == 2 * a_page
-    executable.free(handle)
+    leave_seat(executable, handle)
     assert executable.memory().state == 0
 
 
 def test_too_many_and_too_long_sequences_are_refused(executable: Executable) -> None:
     with pytest.raises(RequestError, match="a sequence of 65 positions; allowed: 1 to 64"):
-        executable.reserve(65)
-    handles = [executable.reserve(64) for _ in range(4)]
+        take_seat(executable, 65)
+    handles = [take_seat(executable, 64) for _ in range(4)]
     with pytest.raises(RequestError, match="all 4 sequences are in use"):
-        executable.reserve(1)
+        take_seat(executable, 1)
     with pytest.raises(RequestError, match="all 4 sequences are in use"):
-        executable.copy(handles[0], 1)
+        copy_seat(executable, handles[0], 1)
     for handle in handles:
-        executable.free(handle)
+        leave_seat(executable, handle)
     assert executable.num_free() == 4 and executable.memory().state == 0
 
 

@@ -10,7 +10,18 @@ import torch
 
 from tests.models.test_qwen3_5_moe import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
-from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+from tests.tiny import (
+    compiled,
+    copy_seat,
+    leave_seat,
+    lowered,
+    precision_of,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
@@ -95,14 +106,14 @@ def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
         executable = compiled(model_of(**LARGER), "cuda", precision=precision, compute="fast")
         assert isinstance(executable, CudaExecutable)
         assert ("in Triton" in executable._steps.kernels()) == (name == "0")
-        handles = [executable.reserve(40) for _ in range(3)]
+        handles = [take_seat(executable, 40) for _ in range(3)]
         for index, handle in enumerate(handles):
             step(executable, [(handle, random_tokens(5 + 7 * index, seed=index), 0)])
-        alone = executable.copy(handles[1], 12)
+        alone = copy_seat(executable, handles[1], 12)
         rows = [(handle, [7 + i], 5 + 7 * i) for i, handle in enumerate(handles)]
         together = step(executable, rows).clone()
         assert torch.equal(step(executable, [(alone, [8], 12)])[0], together[1])
-        executable.free(alone)
+        leave_seat(executable, alone)
         found += [together, prefill(executable, random_tokens(30), [20, *[1] * 10])[20:].clone()]
         executable.close()
     for ours, theirs in zip(found[:2], found[2:], strict=True):
@@ -116,7 +127,7 @@ def test_a_captured_prompt_is_one_that_is_not(chunks: tuple[int, ...]) -> None:
     options = {"compute": "fast", "max_context": 1024, "max_batch": 2}
     model = model_of(**LARGER, max_positions=1024)
     executable = compiled(model, "cuda", precision=BF16, **options)
-    handles = [executable.reserve(800) for _ in range(2)]
+    handles = [take_seat(executable, 800) for _ in range(2)]
     tokens, first = random_tokens(sum(chunks)), 0
     for length in chunks:
         part = tokens[first : first + length]

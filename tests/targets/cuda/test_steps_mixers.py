@@ -13,7 +13,17 @@ from tests.models.test_qwen3_5_moe import ON_CUDA
 from tests.runtime.test_engine import Operations
 from tests.targets.cuda.test_conformance_cuda import EXACT, on_cuda
 from tests.targets.test_conformance import assert_near
-from tests.tiny import compiled, lowered, precision_of, prefill, random_tokens, step, tiny_model
+from tests.tiny import (
+    compiled,
+    leave_seat,
+    lowered,
+    precision_of,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.ops import SamplingBatch
 from tilewright.compiler.runtime.batch import Piece, build_step
@@ -196,9 +206,9 @@ def test_bytes_are_counted_before_anything_is_loaded() -> None:
     options = CompileOptions(max_batch=4, max_context=64, compute="exact")
     executable = compiled(model, "cuda", precision=BF16)
     assert state_bytes(plan, options) == 4 * executable.state_bytes(64)
-    handle = executable.reserve(64)
+    handle = take_seat(executable, 64)
     assert executable.memory().state == executable.state_bytes(64)
-    executable.free(handle)
+    leave_seat(executable, handle)
     keys, values = 16, 32  # of 8 and 24 channels, as blocks
     handed_on = 2 * (values * keys + 64 * keys + 64 * values + 64) + 64 * keys + 2 * 64
     assert mixer_bytes(plan, 64) == max(4 * 64 * 2 * 16, 4 * handed_on)

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.targets.tenstorrent.boards import board_precision, emulated, programs
-from tests.tiny import prefill, random_tokens, step, tiny_model
-from tilewright.compiler.errors import RequestError
-from tilewright.compiler.ops import SamplingBatch
-from tilewright.compiler.targets.base import CompileOptions, Executable, StateHandle, StepInput
+from tests.tiny import copy_seat, leave_seat, prefill, random_tokens, step, take_seat, tiny_model
+from tilewright.compiler.targets.base import CompileOptions, Executable
 from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 
 MESHES = {"1x1": Mesh(), "4x2": Mesh(4, 2)}
@@ -25,8 +23,8 @@ def executable(request: pytest.FixtureRequest) -> Executable:
 
 def test_what_it_says_of_itself(executable: Executable) -> None:
     able = executable.capabilities
-    assert (able.max_batch, able.max_context) == (4, 64)
-    assert (able.max_prefill_sequences, able.mixed_steps, able.runs_ahead) == (1, False, False)
+    assert (able.max_seats, able.max_context) == (4, 64)
+    assert (able.page_size, able.max_prompts, able.runs_ahead) == (0, 1, False)
     assert (executable.vocab_size, executable.device_name) == (61, "N150")
     assert str(executable.device_detail).startswith("emulated on ")
 
@@ -48,7 +46,7 @@ def test_a_row_of_a_batch_is_as_alone_bit_for_bit(executable: Executable) -> Non
         prefill(executable, prompt + tail, [len(prompt), 1, 1])[-3:]
         for prompt, tail in zip(prompts, tails, strict=True)
     ]
-    handles = [executable.reserve(40) for _ in prompts]
+    handles = [take_seat(executable, 40) for _ in prompts]
     for handle, prompt in zip(handles, prompts, strict=True):
         step(executable, [(handle, prompt, 0)])
     for at, order in enumerate(([0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 1, 0])):
@@ -57,7 +55,7 @@ def test_a_row_of_a_batch_is_as_alone_bit_for_bit(executable: Executable) -> Non
         for row, i in enumerate(order):
             assert torch.equal(logits[row], alone[i][at])
     for handle in handles:
-        executable.free(handle)
+        leave_seat(executable, handle)
 
 
 def test_rooms_do_not_change_bits() -> None:
@@ -78,66 +76,30 @@ def test_operations_on_state_leave_no_trace(executable: Executable) -> None:
     tokens = random_tokens(16)
     expected = prefill(executable, tokens, [12, 1, 1, 1])
     memory = executable.memory()
-    handle = executable.reserve(20)
+    handle = take_seat(executable, 20)
     parts = [step(executable, [(handle, tokens[:12], 0)], rows=range(12))]
     for at in (12, 13, 14, 15):
-        other = executable.reserve(9)
+        other = take_seat(executable, 9)
         step(executable, [(other, random_tokens(7, seed=at), 0)])
-        copied = executable.copy(handle, at)
+        copied = copy_seat(executable, handle, at)
         step(executable, [(copied, [3, 1, 4, 1], at)])
-        executable.free(other)
+        leave_seat(executable, other)
         parts.append(step(executable, [(handle, tokens[at : at + 1], at)]))
-        executable.free(copied)
-    executable.free(handle)
+        leave_seat(executable, copied)
+    leave_seat(executable, handle)
     assert torch.equal(torch.cat(parts), expected)
-    assert executable.num_free() == 4
     assert executable.memory() == memory
 
 
 def test_a_copy_has_the_past_bit_for_bit(executable: Executable) -> None:
     prompt, tail = random_tokens(9), random_tokens(4, seed=3)
-    handle = executable.reserve(20)
+    handle = take_seat(executable, 20)
     step(executable, [(handle, [*prompt, 8, 8], 0)])
-    fresh = executable.copy(handle, len(prompt))
-    executable.free(handle)
+    fresh = copy_seat(executable, handle, len(prompt))
+    leave_seat(executable, handle)
     got = step(executable, [(fresh, tail, len(prompt))], rows=range(4))
-    executable.free(fresh)
+    leave_seat(executable, fresh)
     assert torch.equal(got, prefill(executable, prompt + tail, [9])[-4:])
-
-
-def test_a_sequence_too_long_or_too_many_are_refused(executable: Executable) -> None:
-    with pytest.raises(RequestError, match="65 positions; allowed: 1 to 64"):
-        executable.reserve(65)
-    handles = [executable.reserve(1) for _ in range(4)]
-    with pytest.raises(RequestError, match="all 4 sequences"):
-        executable.copy(handles[0], 1)
-    for handle in handles:
-        executable.free(handle)
-
-
-def test_steps_that_a_board_has_not_are_our_bugs(executable: Executable) -> None:
-    one, two = executable.reserve(8), executable.reserve(8)
-    for work in ([(one, [1, 2], 0), (two, [3], 0)], [(one, [1, 2], 0), (two, [3, 4], 0)]):
-        with pytest.raises(AssertionError, match="phases or prefills were mixed"):
-            step(executable, work)
-    executable.free(two)
-    with pytest.raises(AssertionError, match="not reserved"):
-        step(executable, [(two, [1], 0)])
-    executable.free(one)
-
-
-def test_tokens_are_chosen_where_they_are_asked_for(executable: Executable) -> None:
-    handle: StateHandle = executable.reserve(8)
-    tokens = torch.tensor(random_tokens(5))
-    one = torch.ones(1, dtype=torch.int64)
-    sampling = SamplingBatch(torch.zeros(1), one, torch.ones(1), one, one, torch.tensor([[61, 62]]))
-    inputs = StepInput(
-        tokens, torch.arange(5), torch.tensor([0, 5]), torch.tensor([4]), (handle,), sampling, True
-    )
-    output = executable.step(inputs)
-    executable.free(handle)
-    assert output.logits is not None and output.token_ids is not None
-    assert output.token_ids.tolist() == output.logits.argmax(-1).tolist()
 
 
 def test_memory_is_what_the_board_holds(executable: Executable) -> None:
@@ -153,6 +115,6 @@ def test_memory_is_what_the_board_holds(executable: Executable) -> None:
 def test_a_closed_executable_lets_its_caches_go() -> None:
     executable = emulated(tiny_model(num_layers=1), precision=board_precision("bf16"))
     executable.close()
-    handle = executable.reserve(4)
+    handle = take_seat(executable, 4)
     with pytest.raises(KeyError):
         step(executable, [(handle, [1, 2], 0)])

@@ -20,7 +20,9 @@ from tilewright.compiler.targets.cuda.kernels.launch import (
 _CHUNK = 2048  # logits that one program looks at
 _LAST = tl.constexpr(0xFFFFFFFF)
 _NOTHING = tl.constexpr(-(2**63))
-_NAN = tl.constexpr(-(2**31))
+_NAN = tl.constexpr(2**31 - 1)
+_INFINITY = tl.constexpr(0x7F800000)
+_LEAST = tl.constexpr(-0x7F800001)  # minus infinity
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
@@ -38,7 +40,7 @@ def _partial_kernel(
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocabulary
     logits = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=0.0)
-    # Integers in the order of the floats; the two zeros are equal, and NaN is below everything.
+    # Integers in the order of the floats; the two zeros are equal, and NaN is above everything.
     bits = tl.where(logits == 0.0, 0.0, logits).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     order = tl.where(logits == logits, order, _NAN).to(tl.int64)
@@ -48,7 +50,7 @@ def _partial_kernel(
 
 @triton.jit
 def _final_kernel(
-    tokens_ptr, finished_ptr, keys_ptr, ends_ptr, positions_ptr, num_keys, num_ends,
+    tokens_ptr, why_ptr, keys_ptr, ends_ptr, positions_ptr, num_keys, num_ends,
     keys_stride, ends_stride,
     BLOCK: tl.constexpr, ENDS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -57,10 +59,13 @@ def _final_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk, end = tl.arange(0, BLOCK), tl.arange(0, ENDS)
     keys = tl.load(keys_ptr + row * keys_stride + chunk, mask=chunk < num_keys, other=_NOTHING)
-    token = _LAST - (tl.max(keys) & _LAST)
+    best = tl.max(keys)
+    token = _LAST - (best & _LAST)
+    is_number = (best >> 32 > _LEAST) & (best >> 32 < _INFINITY)
     ends = tl.load(ends_ptr + row * ends_stride + end, mask=end < num_ends, other=-1)
     tl.store(tokens_ptr + row, token)
-    tl.store(finished_ptr + row, tl.max((ends == token).to(tl.int32)).to(tl.uint8))
+    why = tl.where(is_number, tl.max((ends == token).to(tl.int32)), 2)
+    tl.store(why_ptr + row, why.to(tl.uint8))
     if positions_ptr is not None:
         position = tl.load(positions_ptr + row)
         tl.store(positions_ptr + row, tl.where(position < 0, position, position + 1))
@@ -73,7 +78,7 @@ def num_keys(vocabulary: int) -> int:
 
 def choose(
     tokens_out: Tensor,
-    finished: Tensor,
+    why: Tensor,
     logits: Tensor,
     *,
     end_tokens: Tensor,
@@ -82,16 +87,16 @@ def choose(
 ) -> None:
     """The first of the largest of ``logits [B, V]`` (float32): ``tokens_out [B]``, int64.
 
-    ``finished [B]`` (bool) is whether the token is among ``end_tokens [B, E]`` (int64, padded with
-    -1). NaN never wins; of a row of nothing else the first token is taken.
+    ``why [B]`` (uint8) is 1 where the token is among ``end_tokens [B, E]`` (int64, padded with -1),
+    and 2 where its logit is no number: NaN, which counts as the largest, or infinite.
     ``scratch`` is int64 ``[>= B, >= num_keys(V)]``, overwritten. ``positions [B]`` (int64), where
     given, go on by one, negative ones apart.
     """
     num_rows, vocabulary = logits.shape
-    assert tokens_out.shape == finished.shape == (num_rows,) and end_tokens.shape[0] == num_rows
+    assert tokens_out.shape == why.shape == (num_rows,) and end_tokens.shape[0] == num_rows
     assert scratch.shape[0] >= num_rows and scratch.shape[1] >= num_keys(vocabulary)
     assert logits.stride(1) == end_tokens.stride(1) == scratch.stride(1) == 1
-    assert tokens_out.is_contiguous() and finished.is_contiguous()
+    assert tokens_out.is_contiguous() and why.is_contiguous()
     count = num_keys(vocabulary)
     _partial_kernel[(num_rows, count)](
         scratch, logits, vocabulary, scratch.stride(0), logits.stride(0),
@@ -99,7 +104,7 @@ def choose(
     )  # fmt: skip
     num_ends = end_tokens.shape[1]
     _final_kernel[(num_rows,)](
-        tokens_out, finished.view(torch.uint8), scratch, end_tokens, positions,
+        tokens_out, why, scratch, end_tokens, positions,
         count, num_ends, scratch.stride(0), end_tokens.stride(0),
         BLOCK=block_of(count), ENDS=block_of(num_ends), **chained(logits),
     )  # fmt: skip
@@ -135,7 +140,7 @@ def sample(
 ) -> Tensor:
     """Token ids ``[R]`` from ``logits [R, V]``, row by row what :data:`ops.sample` picks.
 
-    Parameters are ``[R]`` each, see :class:`ops.SamplingBatch`; every row is sampled and
+    Parameters are ``[R]`` each, see :class:`tilewright.compiler.targets.step.Choosing`; every row is sampled and
     sorted, and the greedy ones are then taken from an argmax. No value is read by the host.
     """
     vocabulary = logits.shape[-1]

@@ -1,0 +1,121 @@
+"""Whose page is whose: a pool with counts, and the prefix cache, a chain of hashes over full pages.
+
+Knows numbers of pages alone; the bytes are the executable's. Nothing here needs a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_DIGEST_BYTES = 16
+_PROCESS_KEY = secrets.token_bytes(16)
+"""So that nobody outside can make two prompts meet in one key."""
+
+
+def pages_of(num_positions: int, page_size: int) -> int:
+    """Pages that so many positions take."""
+    return -(-num_positions // page_size)
+
+
+def chain_keys(tokens: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
+    """A key for each full page of ``tokens``, which names the page and all that stands before it.
+
+    ``salt`` keeps those apart who must not learn from each other's hits.
+    """
+    keys: list[bytes] = []
+    last = salt.encode()
+    for end in range(page_size, len(tokens) + 1, page_size):
+        page = b"".join(token.to_bytes(4, "little") for token in tokens[end - page_size : end])
+        digest = hashlib.blake2b(last + b"\0" + page, digest_size=_DIGEST_BYTES, key=_PROCESS_KEY)
+        last = digest.digest()
+        keys.append(last)
+    return keys
+
+
+class PagePool:
+    """Pages that are free, held by so many, or cached: named by a key and held by nobody."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._counts = [0] * num_pages
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """Pages that :meth:`take` could give: the free ones, and cached ones that nobody holds."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        """Pages that somebody holds."""
+        return self.num_pages - self.num_available
+
+    def take(self, count: int) -> list[int]:
+        """``count`` pages for one holder; cached ones leave the cache, least recently used first.
+
+        There must be so many: see :attr:`num_available`.
+        """
+        assert count <= self.num_available, f"{count} pages of {self.num_available} are taken"
+        taken = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._idle.popitem(last=False)
+                del self._page_of[self._key_of.pop(page)]
+            self._counts[page] = 1
+            taken.append(page)
+        return taken
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """One holder more of each of these cached or held pages."""
+        for page in pages:
+            assert self._counts[page] or page in self._idle, f"page {page} is free"
+            self._idle.pop(page, None)
+            self._counts[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One holder less; what nobody holds is free, or stays cached until others need it.
+
+        The last page of a chain goes first, for without it the others are still of use.
+        """
+        for page in reversed(pages):
+            assert self._counts[page] > 0, f"page {page} is held by nobody"
+            self._counts[page] -= 1
+            if not self._counts[page]:
+                if page in self._key_of:
+                    self._idle[page] = None
+                else:
+                    self._free.append(page)
+
+    def name(self, page: int, key: bytes) -> None:
+        """A held page is full of what ``key`` stands for, and is not written any more."""
+        assert self._counts[page] > 0, f"page {page} is held by nobody"
+        if key not in self._page_of and page not in self._key_of:
+            self._page_of[key], self._key_of[page] = page, key
+
+    def find(self, keys: Sequence[bytes]) -> list[int]:
+        """The pages of the longest beginning of a chain that is cached."""
+        found = []
+        for key in keys:
+            if key not in self._page_of:
+                break
+            found.append(self._page_of[key])
+        return found
+
+    def count(self, page: int) -> int:
+        """How many hold a page."""
+        return self._counts[page]
+
+    def forget(self) -> None:
+        """Empty the prefix cache; what is held stays held, without a name."""
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._page_of.clear()
+        self._key_of.clear()
