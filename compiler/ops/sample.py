@@ -16,7 +16,6 @@ from tilewright.compiler.ops.library import Cost, operator
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 10
-_SORTED_AT_FIRST = 1024
 
 
 def uniform(seed: int, position: int) -> float:
@@ -67,7 +66,8 @@ def draw(
     passes the uniform number of seed and position.
     """
     largest = np.nanmax(line)
-    scaled = (line - largest) / np.float32(temperature)
+    with np.errstate(over="ignore"):  # of a tiny temperature: minus infinity is what is meant
+        scaled = (line - largest) / np.float32(temperature)
     weights = np.exp(np.nan_to_num(scaled, nan=-np.inf).astype(np.float64))
     if min_p > 0.0:
         weights[weights < min_p] = 0.0
@@ -91,21 +91,15 @@ def _first(weights: np.ndarray, count: int) -> np.ndarray:
 
 
 def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
-    """The places of the largest weights that together first reach ``share`` of all, ascending.
-
-    Only as many are sorted as are needed: most of the probability lies on few tokens.
-    """
+    """The places of the largest weights that together first reach ``share`` of all, ascending."""
     total = float(weights.sum())
-    count = min(_SORTED_AT_FIRST, len(weights))
-    while True:
-        places = _first(weights, count) if count < len(weights) else np.arange(len(weights))
-        places = places[np.argsort(-weights[places], kind="stable")]
-        before = np.cumsum(weights[places]) - weights[places]
-        keep = before < share * total
-        keep[0] = True
-        if count == len(weights) or not keep[-1]:
-            return np.sort(places[keep])
-        count = min(8 * count, len(weights))
+    # Below this all together have less than what the nucleus leaves out: none of them is in it.
+    places = np.flatnonzero(weights >= (1.0 - share) * total / len(weights))
+    candidates = weights[places]
+    ranked = np.sort(candidates)[::-1]
+    before = np.cumsum(ranked) - ranked
+    count = max(1, int(np.count_nonzero(before < share * total)))
+    return places[_first(candidates, count)] if count < len(places) else places
 
 
 def log_probabilities(

@@ -1,0 +1,111 @@
+"""The whole choice of a row: masks, bias, ends that are too early, penalties, and then the draw."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tilewright.compiler.ops.choose import Row, adjusted, choose_tokens
+from tilewright.compiler.ops.sample import draw, log_probabilities, uniform
+from tilewright.compiler.targets.step import Choosing
+
+LOGITS = np.array([1.0, 3.0, 2.0, -1.0], dtype=np.float32)
+
+
+def chosen(choosing: Choosing, logits: np.ndarray = LOGITS, **row: object) -> int:
+    rows = [Row(choosing, **{"position": 5, **row})]  # type: ignore[arg-type]
+    (token,), (is_number,) = choose_tokens(torch.from_numpy(logits)[None], rows)
+    assert is_number
+    return token
+
+
+def test_neutral_parameters_are_the_likeliest() -> None:
+    assert chosen(Choosing()) == 1
+    assert chosen(Choosing(top_k=1, temperature=5.0)) == 1
+    assert not Choosing(temperature=1.0, top_k=3, top_p=0.5, min_p=0.1).changes_logits
+
+
+@pytest.mark.parametrize(
+    ("choosing", "row", "expected"),
+    [
+        (Choosing(bias=((2, 1.5), (1, -0.25))), {}, [1.0, 2.75, 3.5, -1.0]),
+        (
+            Choosing(repetition_penalty=2.0),
+            {"prompt": (1, 3), "counts": {2: 1}},
+            [1.0, 1.5, 1.0, -2.0],
+        ),
+        (Choosing(frequency_penalty=0.5), {"counts": {1: 3, 0: 1}}, [0.5, 1.5, 2.0, -1.0]),
+        (
+            Choosing(presence_penalty=0.5),
+            {"prompt": (2,), "counts": {1: 3, 0: 0}},
+            [1.0, 2.5, 2.0, -1.0],
+        ),
+    ],
+)
+def test_logits_are_changed_by_hand(
+    choosing: Choosing, row: dict[str, object], expected: list[float]
+) -> None:
+    before = LOGITS.copy()
+    found = adjusted(LOGITS, Row(choosing, 5, **row), None)  # type: ignore[arg-type]
+    assert found.tolist() == expected
+    assert np.array_equal(LOGITS, before), "the logits themselves stay"
+
+
+def test_an_end_token_waits_until_there_are_enough_tokens() -> None:
+    choosing = Choosing(min_tokens=2, end_tokens=(1,))
+    assert [chosen(choosing, prompt=(0, 0, 0), position=at) for at in (3, 4, 5)] == [2, 2, 1]
+
+
+def test_a_mask_is_applied_before_the_bias_and_kept() -> None:
+    mask = np.array([True, False, False, True])
+    rows = [Row(Choosing(bias=((1, 100.0),)), 0)]
+    assert choose_tokens(torch.from_numpy(LOGITS)[None], rows, [mask]) == ([0], [True])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_a_number_say_so(temperature: float) -> None:
+    logits = torch.tensor([[math.nan] * 3, [-math.inf] * 3, [0.0, math.nan, 1.0]])
+    rows = [Row(Choosing(temperature=temperature), 0)] * 3
+    _, is_number = choose_tokens(logits[:2], rows[:2])
+    assert is_number == [False, False]
+    tokens, is_number = choose_tokens(logits[2:], rows[2:], [np.ones(3, dtype=bool)])
+    assert is_number == [True] and tokens[0] in (0, 2)
+
+
+def test_min_p_leaves_what_is_likely_enough() -> None:
+    weights = np.exp(LOGITS - 3.0)
+    for least in (0.05, 0.2, 0.5):
+        kept = {draw(LOGITS, temperature=1.0, min_p=least, seed=s, position=0) for s in range(400)}
+        assert kept == set(np.flatnonzero(weights >= least).tolist())
+
+
+@given(st.integers(0, 2**32), st.floats(0.05, 1.0), st.integers(0, 3000))
+def test_a_large_vocabulary_is_filtered_as_if_all_of_it_were_sorted(
+    seed: int, top_p: float, top_k: int
+) -> None:
+    """The nucleus of a flat distribution is wider than what is sorted at first."""
+    line = np.random.default_rng(seed % 7).normal(0, 0.3, 5000).astype(np.float32)
+    order = np.argsort(-line, kind="stable")
+    kept = order[: top_k or len(order)]
+    weights = np.exp((line - line.max()).astype(np.float64))
+    before = np.cumsum(weights[kept]) - weights[kept]
+    kept = np.sort(kept[(before < top_p * weights[kept].sum()) | (np.arange(len(kept)) == 0)])
+    cumulative = np.cumsum(weights[kept])
+    at = np.searchsorted(cumulative, uniform(seed, 3) * cumulative[-1], side="right")
+    expected = kept[min(at, len(kept) - 1)]
+    found = draw(line, temperature=1.0, top_k=top_k, top_p=top_p, seed=seed, position=3)
+    assert found == expected
+
+
+def test_log_probabilities_by_hand() -> None:
+    total = math.log(sum(math.exp(each) for each in LOGITS.tolist()))
+    ((value, top),) = log_probabilities(torch.from_numpy(LOGITS)[None], [2], 2)
+    assert value == pytest.approx(2.0 - total)
+    assert top == ((1, pytest.approx(3.0 - total)), (2, pytest.approx(2.0 - total)))
+    ties = torch.zeros(1, 5)
+    assert [at for at, _ in log_probabilities(ties, [4], 3)[0][1]] == [0, 1, 2]
