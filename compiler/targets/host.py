@@ -124,6 +124,7 @@ class HostExecutable(Executable):
         return self._sittings[seat].length
 
     def reset(self) -> None:
+        self._waiting.clear()
         for seat in list(self._sittings):
             self._apply(Close(seat))
 

@@ -21,6 +21,8 @@ _WORKSPACE = 2 << 30
 """Bytes left to the library, to captured graphs and to the context."""
 PROMPT_CHUNK = 65_536
 """Tokens of a prompt in one step: a longer one comes in pieces."""
+_MAX_SNAPSHOTS = 64
+_SHARE_OF_SNAPSHOTS = 8
 _GB = 1e9
 
 
@@ -47,14 +49,20 @@ def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> int
     Raises:
         CompileError: with the bytes needed and the largest context or batch that would fit.
     """
-    whole = options.max_batch * pages_of(options.max_context)
+    free = free_bytes(options, device)
+    if options.memory_fraction is not None and device.type == "cuda":
+        return shared_pages(plan, options, free)
+    check_fits(plan, options, free)
+    return options.max_batch * pages_of(options.max_context)
+
+
+def free_bytes(options: CompileOptions, device: torch.device) -> int:
+    """Bytes that may still be taken: of a CPU, which stands for a GPU in tests, any number."""
     if device.type != "cuda":
-        return whole
+        return 1 << 62
     free, total = torch.cuda.mem_get_info(device)
-    if options.memory_fraction is None:
-        check_fits(plan, options, free)
-        return whole
-    return shared_pages(plan, options, free - int((1 - options.memory_fraction) * total))
+    fraction = 1.0 if options.memory_fraction is None else options.memory_fraction
+    return free - int((1 - fraction) * total)
 
 
 def shared_pages(plan: Plan, options: CompileOptions, free: int) -> int:
@@ -65,7 +73,9 @@ def shared_pages(plan: Plan, options: CompileOptions, free: int) -> int:
     """
     check_fits(plan, replace(options, max_batch=1), free)
     left = free - weight_bytes(plan) - work_bytes(plan, options)
-    left -= options.max_batch * sequence_bytes(plan.sequence_states)
+    each = sequence_bytes(plan.sequence_states)
+    left -= options.max_batch * each
+    left -= min(_MAX_SNAPSHOTS * each, left // _SHARE_OF_SNAPSHOTS) if left > 0 else 0
     a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
     found = left // a_page if a_page else options.max_batch * pages_of(options.max_context)
     if found < pages_of(options.max_context):
@@ -125,6 +135,15 @@ def state_bytes(plan: Plan, options: CompileOptions) -> int:
     num_pages = options.max_batch * pages_of(options.max_context)
     a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
     return num_pages * a_page + options.max_batch * sequence_bytes(plan.sequence_states)
+
+
+def num_snapshots(plan: Plan, options: CompileOptions, free: int) -> int:
+    """Snapshots of a sequence's own state that there is room for in so many free bytes, beside
+    what steps need: at most 64, and none where sequences have no such state.
+    """
+    each = sequence_bytes(plan.sequence_states)
+    room = free - work_bytes(plan, options)
+    return min(_MAX_SNAPSHOTS, max(0, room // each)) if each else 0
 
 
 def work_bytes(plan: Plan, options: CompileOptions) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,27 +21,31 @@ from tilewright.compiler.targets.cuda.capture import (
     Choice,
     DecodeBucket,
     PromptBucket,
+    Seated,
     has_mixers,
     make_choice,
     prompt_buckets,
 )
-from tilewright.compiler.targets.cuda.device import PROMPT_CHUNK
+from tilewright.compiler.targets.cuda.device import PROMPT_CHUNK, free_bytes, num_snapshots
 from tilewright.compiler.targets.cuda.instructions import Plan
 from tilewright.compiler.targets.cuda.pages import PAGE, pages_of
 from tilewright.compiler.targets.cuda.readings import Readings
-from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import MAX_ROWS, Rows, Steps
 from tilewright.compiler.targets.cuda.weights import Weights
 from tilewright.compiler.targets.host import HostChoice, Sitting, log_probs
 from tilewright.compiler.targets.step import (
+    Back,
     Choosing,
     Chunk,
     Close,
     Copy,
     Edit,
+    HostPlace,
     Load,
     Open,
+    Out,
     Pages,
     Part,
     Save,
@@ -52,7 +56,6 @@ from tilewright.compiler.targets.step import (
 
 _NUM_ENDS = 16
 """End tokens of a seat that captured steps have room for; more capture anew."""
-_NUM_SNAPSHOTS = 64
 _CELL, _CELL_OF_MIXERS = 256, 1024
 """Tokens of a prompt that are worth reading the weights for; experts need more of them."""
 
@@ -79,12 +82,15 @@ class CudaExecutable(Executable):
         self._buckets = tuple(s for s in (1, 2, 4, 8, 16, 32, 64) if s < 2 * options.max_batch)
         is_gpu = device.type == "cuda"
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
+        self._state = PagedState(
+            plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states
+        )
         self.capabilities = Capabilities(
             max_seats=options.max_batch,
             max_context=options.max_context,
             page_size=PAGE,
             num_pages=num_pages,
-            num_snapshots=_NUM_SNAPSHOTS if plan.sequence_states else 0,
+            num_snapshots=num_snapshots(plan, options, free_bytes(options, device)),
             has_sequence_state=bool(plan.sequence_states),
             cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
             max_step_tokens=PROMPT_CHUNK,
@@ -92,13 +98,6 @@ class CudaExecutable(Executable):
         )
         self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
-        self._state = PagedState(
-            plan.states,
-            options,
-            device,
-            num_pages=num_pages,
-            sequence_specs=plan.sequence_states,
-        )
         self._steps = Steps(
             plan,
             weights,
@@ -116,6 +115,7 @@ class CudaExecutable(Executable):
         self._readings = Readings(options.max_batch, device)
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
         self._sittings: dict[Seat, Sitting] = {}
+        self._out: dict[HostPlace, tuple[Sitting, Tensor]] = {}
         self._seated: Seated | None = None
         self._waiting: list[HostChoice] = []
 
@@ -125,7 +125,7 @@ class CudaExecutable(Executable):
         self._apply(step.edits)
         parts: list[Part] = []
         if step.decode:
-            self._sit(step)
+            self._force(step)
             for first in range(0, len(step.decode), MAX_ROWS):
                 seats = step.decode[first : first + MAX_ROWS]
                 seats = step.decode if len(seats) == len(step.decode) else seats
@@ -134,36 +134,33 @@ class CudaExecutable(Executable):
         return StepOutput(tuple(parts))
 
     def reset(self) -> None:
-        self._leave()
-        for seat in list(self._sittings):
-            self._state.clear(seat)
+        self._seated = None
+        self._waiting.clear()
         self._sittings.clear()
+        self._out.clear()
+        self._state.reset()
 
     def _apply(self, edits: Sequence[Edit]) -> None:
         """All edits in their order; those of tables and pages go to the device together."""
         if any(not isinstance(edit, Pages | Close) for edit in edits):
             self._leave()
-        opened: list[tuple[Seat, Choosing]] = []
-        dealt: list[Pages] = []
+        opened: dict[Seat, Choosing] = {}
         for edit in edits:
             if isinstance(edit, Open):
-                assert edit.seat not in self._sittings, f"seat {edit.seat} is taken"
+                is_free = edit.seat not in self._sittings and not edit.keeps
+                assert is_free, f"seat {edit.seat} is taken, or to be kept"
+                assert 0 <= edit.seat < self.capabilities.max_seats, f"there is no {edit}"
                 self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt)
-                opened = [each for each in opened if each[0] != edit.seat]
-                opened.append((edit.seat, edit.choosing))
+                opened[edit.seat] = edit.choosing
             elif isinstance(edit, Close):
                 del self._sittings[edit.seat]
                 self._state.clear(edit.seat)
-                dealt = [each for each in dealt if each.seat != edit.seat]
             elif isinstance(edit, Pages):
-                dealt.append(edit)
                 self._state.note(edit)
             else:
-                self._state.deal(dealt)
-                dealt = []
                 self._move(edit)
-        self._state.deal(dealt)
-        most = max((len(choosing.end_tokens) for _, choosing in opened), default=0)
+        self._state.deal([edit for edit in edits if isinstance(edit, Pages)])
+        most = max((len(choosing.end_tokens) for choosing in opened.values()), default=0)
         if most > self._table.num_ends:
             self._table.widen(1 << (most - 1).bit_length())
             self._decodes.clear()
@@ -171,7 +168,7 @@ class CudaExecutable(Executable):
         self._table.open(opened)
 
     def _move(self, edit: Edit) -> None:
-        """Copies of state, within the device."""
+        """Copies of state, within the device or to the host and back."""
         if isinstance(edit, Copy):
             length = self._sittings[edit.source].length
             can_cut = not self.capabilities.has_sequence_state
@@ -182,24 +179,30 @@ class CudaExecutable(Executable):
             self._state.save(edit.seat, edit.snapshot, self._sittings[edit.seat].length)
         elif isinstance(edit, Load):
             self._sittings[edit.seat].length = self._state.load(edit.seat, edit.snapshot)
-        else:
-            raise AssertionError(f"{edit}: state does not leave this device yet")
+        elif isinstance(edit, Out):
+            sitting = self._sittings[edit.seat]
+            kept = replace(sitting, counts=dict(sitting.counts))
+            self._out[edit.place] = kept, self._table.tokens[edit.seat].clone()
+            self._state.put_out(edit.seat, edit.place, sitting.length)
+        elif isinstance(edit, Back):
+            kept, token = self._out.pop(edit.place)
+            sitting = self._sittings[edit.seat]
+            sitting.length, sitting.token, sitting.counts = kept.length, kept.token, kept.counts
+            self._table.hold(edit.seat, token.view(1))
+            self._state.take_back(edit.place, edit.seat, kept.length)
 
     def _leave(self) -> None:
         """What the bucket that ran last holds of its seats goes back to the table."""
         if self._seated is not None:
-            rows = self._seated.bucket.rows
-            self._table.give_back(self._seated.at, rows.tokens, rows.positions)
+            self._table.give_back(self._seated.at, self._seated.bucket.rows.tokens)
             self._seated = None
 
-    def _sit(self, step: Step) -> None:
+    def _force(self, step: Step) -> None:
         """Forced tokens into the table, where any are."""
         if not step.forced:
             return
         self._leave()
-        seats = list(step.forced)
-        tokens = torch.tensor([step.forced[seat] for seat in seats]).to(self._device)
-        self._table.tokens.index_copy_(0, self._table.index(seats), tokens)
+        self._table.put(list(step.forced), list(step.forced.values()))
         for seat, token in step.forced.items():
             self._sittings[seat].force(token)
 
@@ -207,48 +210,54 @@ class CudaExecutable(Executable):
         """One token of each of up to as many seats as a bucket has rows."""
         if self._seated is None or self._seated.seats is not seats:
             self._leave()
-            bucket = self._decode_bucket(len(seats))
-            at = self._table.index(seats, bucket.num_rows)
-            bucket.sit(self._table, at, len(seats))
-            chosen = [self._sittings[seat].choosing for seat in seats]
-            self._seated = Seated(
-                seats, bucket, at, all(c.is_greedy for c in chosen), any(map(_is_late, chosen))
-            )
+            self._seated = self._sit(seats)
         seated = self._seated
         bucket = seated.bucket
-        bucket.run(is_greedy=seated.is_greedy or seated.is_late or step.masked)
+        is_late = seated.is_late or step.masked or step.logprobs is not None
+        bucket.run(is_greedy=seated.is_greedy or is_late)
         for seat in seats:
             self._sittings[seat].length += 1
         logits = bucket.logits[: len(seats)]
-        if not (seated.is_late or step.masked or step.logprobs is not None):
-            kept = logits.to("cpu", copy=True) if step.want_logits else None
-            tokens, finished = bucket.choice.tokens, bucket.choice.finished
-            read = self._readings.of(tokens[: len(seats)], finished[: len(seats)])
-            return Part(seats, read, None if kept is None else lambda: kept)
-        return self._choose_late(seats, logits, step)
+        if is_late:
+            return self._choose_late(seats, logits, step)
+        return self._chosen(seats, logits, bucket.choice, step)
+
+    def _sit(self, seats: tuple[Seat, ...]) -> Seated:
+        """Seats take the rows of the smallest bucket."""
+        bucket = self._decode_bucket(len(seats))
+        at = self._table.index(seats, bucket.num_rows)
+        lengths = [self._sittings[seat].length for seat in seats]
+        padding = [-1] * (bucket.num_rows - len(seats))
+        bucket.sit(self._table, at, send(torch.tensor([*lengths, *padding]), self._device))
+        chosen = [self._sittings[seat].choosing for seat in seats]
+        is_greedy, is_late = all(c.is_greedy for c in chosen), any(map(_is_late, chosen))
+        return Seated(seats, bucket, at, is_greedy, is_late)
+
+    def _chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
+        """What the device chose, on its way to the host."""
+        kept = logits.to("cpu", copy=True) if step.want_logits else None
+        read = self._readings.of(choice.tokens[: len(seats)], choice.why[: len(seats)])
+        return Part(seats, read, None if kept is None else lambda: kept)
 
     def _prompt(self, chunk: Chunk, step: Step) -> Part | None:
         """A piece of a prompt; None where nothing is wanted of it."""
-        assert self._seated is None or chunk.seat not in self._seated.seats or self._unseat()
+        if self._seated is not None and chunk.seat in self._seated.seats:
+            self._leave()
         sitting = self._sittings[chunk.seat]
-        start = chunk.start
-        for end, snapshot in [each for each in sorted(chunk.saves) if each[0] < chunk.end]:
-            assert not chunk.echoes, "a chunk that echoes is in one piece"
-            part = chunk.tokens[start - chunk.start : end - chunk.start]
-            self._run_prompt(Chunk(chunk.seat, start, part), step)
-            self._state.save(chunk.seat, snapshot, end)
-            start = end
-        rest = replace(chunk, start=start, tokens=chunk.tokens[start - chunk.start :])
-        sitting.length, sitting.token = chunk.end, None
-        found = self._run_prompt(rest, step)
-        for end, snapshot in chunk.saves:
-            if end == chunk.end:
+        assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
+        ends = sorted({*(end for end, _ in chunk.saves), chunk.end})
+        assert len(ends) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
+        start, found = chunk.start, None
+        for end in ends:
+            tokens = chunk.tokens[start - chunk.start : end - chunk.start]
+            chooses = chunk.chooses and end == chunk.end
+            sitting.length, sitting.token = end, None
+            piece = replace(chunk, start=start, tokens=tokens, chooses=chooses)
+            found = self._run_prompt(piece, step)
+            for snapshot in [snapshot for at, snapshot in chunk.saves if at == end]:
                 self._state.save(chunk.seat, snapshot, end)
+            start = end
         return found
-
-    def _unseat(self) -> bool:
-        self._leave()
-        return True
 
     def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
         """Captured where it is short, and at most its last token wants logits."""
@@ -283,15 +292,14 @@ class CudaExecutable(Executable):
     def _end_prompt(
         self, chunk: Chunk, step: Step, logits: Tensor, choice: Choice, is_late: bool
     ) -> Part | None:
-        self._table.hold(chunk.seat, choice.tokens[:1], chunk.end)
-        seats = (chunk.seat,) if chunk.chooses else ()
-        if is_late and (chunk.chooses or chunk.echoes):
-            return self._choose_late(seats, logits, step, chunk if chunk.echoes else None)
         if not (chunk.chooses or chunk.echoes):
             return None
-        kept = logits.to("cpu", copy=True) if step.want_logits else None
-        read = self._readings.of(choice.tokens[: len(seats)], choice.finished[: len(seats)])
-        return Part(seats, read, None if kept is None else lambda: kept)
+        seats = (chunk.seat,) if chunk.chooses else ()
+        if is_late:
+            return self._choose_late(seats, logits, step, chunk if chunk.echoes else None)
+        if seats:
+            self._table.hold(chunk.seat, choice.tokens[:1])
+        return self._chosen(seats, logits, choice, step)
 
     def _long_prompt(self, tokens: Tensor, chunk: Chunk) -> Tensor:
         device = self._device
@@ -325,6 +333,7 @@ class CudaExecutable(Executable):
         return Part(seats, choice.read, (lambda: kept) if step.want_logits else None)
 
     def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+        assert self._waiting or not output.parts, "no choice waits"
         for choice in self._waiting:
             self._finish(choice, masks)
         self._waiting.clear()
@@ -334,8 +343,7 @@ class CudaExecutable(Executable):
         if not choice.seats:
             return
         self._leave()
-        tokens = torch.tensor(list(choice.read().tokens)).to(self._device)
-        self._table.tokens.index_copy_(0, self._table.index(choice.seats), tokens)
+        self._table.put(choice.seats, choice.read().tokens)
 
     def _decode_bucket(self, num_rows: int) -> DecodeBucket:
         size = next(size for size in self._buckets if size >= num_rows)
@@ -381,20 +389,6 @@ class CudaExecutable(Executable):
         if self._device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other
             torch.cuda.empty_cache()
-
-
-@dataclass(frozen=True, slots=True)
-class Seated:
-    """The seats in the rows of a bucket, in order, and their rows of the table, padding included.
-
-    ``is_late``: some of them are chosen for by the host.
-    """
-
-    seats: tuple[Seat, ...]
-    bucket: DecodeBucket
-    at: Tensor
-    is_greedy: bool
-    is_late: bool
 
 
 def _is_late(choosing: Choosing) -> bool:

@@ -16,7 +16,8 @@ from tilewright.compiler.targets.cuda.pages import (
     page_bytes,
     pages_of,
 )
-from tilewright.compiler.targets.step import Pages, Seat, Snapshot
+from tilewright.compiler.targets.cuda.seats import send
+from tilewright.compiler.targets.step import HostPlace, Pages, Seat, Snapshot
 
 
 def sequence_bytes(specs: Sequence[StateSpec]) -> int:
@@ -59,28 +60,28 @@ class PagedState:
         self._sequence_bytes = sequence_bytes(sequence_specs)
         self._held: dict[Seat, list[int]] = {}
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
+        self._places: dict[HostPlace, list[Tensor]] = {}
 
     def note(self, edit: Pages) -> None:
         """Keep in mind which pages a seat has; :meth:`deal` writes them."""
         held = self._held.setdefault(edit.seat, [])
+        assert edit.first <= len(held), f"seat {edit.seat} has no page before {edit.first}"
         held[edit.first :] = edit.ids
         width = self.tables.shape[1]
         assert len(held) <= width, f"seat {edit.seat} has {len(held)} pages of {width}"
 
     def deal(self, edits: Sequence[Pages]) -> None:
-        """Write pages into seats' tables, in one go."""
+        """Write pages into seats' tables, in one go; of two for one place the last counts."""
         if not edits:
             return
         width = self.tables.shape[1]
-        places: list[int] = []
-        numbers: list[int] = []
-        for edit in edits:
-            places += [edit.seat * width + edit.first + at for at in range(len(edit.ids))]
-            numbers += edit.ids
-        both = torch.tensor([places, numbers])
-        if self.device.type == "cuda":
-            both = both.pin_memory().to(self.device, non_blocking=True)
-        self.tables.view(-1).index_copy_(0, both[0], both[1].to(torch.int32))
+        pages = {
+            edit.seat * width + at: page
+            for edit in edits
+            for at, page in enumerate(edit.ids, edit.first)
+        }
+        places, ids = send(torch.tensor([list(pages), list(pages.values())]), self.device)
+        self.tables.view(-1).index_copy_(0, places.long(), ids.to(torch.int32))
 
     def clear(self, seat: Seat) -> None:
         """A seat has no pages any more; what is queued on the device still comes first."""
@@ -92,10 +93,8 @@ class PagedState:
         if num_positions % PAGE:
             at = num_positions // PAGE
             old, new = self._held[source][at], self._held[target][at]
-            for pages in self.pages.values():
-                pages.values[new] = pages.values[old]
-                if pages.exponents is not None:
-                    pages.exponents[new] = pages.exponents[old]
+            for pool in self._pools():
+                pool[new] = pool[old]
         for state in self.sequences.values():
             state[target] = state[source]
 
@@ -116,12 +115,50 @@ class PagedState:
             state[seat].copy_(place)
         return position
 
+    def put_out(self, seat: Seat, place: HostPlace, num_positions: int) -> None:
+        """Copy the pages of a seat's first positions, and its own state, to host memory."""
+        ids = self._ids(self._held[seat][: pages_of(num_positions)])
+        kept = [_to_host(each.index_select(0, ids)) for each in self._pools()]
+        kept += [_to_host(state[seat]) for state in self.sequences.values()]
+        self._places[place] = kept
+
+    def take_back(self, place: HostPlace, seat: Seat, num_positions: int) -> None:
+        """Copy what :meth:`put_out` kept into the pages and the state of a seat, and forget it."""
+        kept = iter(self._places.pop(place))
+        ids = self._ids(self._held[seat][: pages_of(num_positions)])
+        for pool in self._pools():
+            pool.index_copy_(0, ids, next(kept).to(self.device, non_blocking=True))
+        for state in self.sequences.values():
+            state[seat].copy_(next(kept), non_blocking=True)
+
+    def reset(self) -> None:
+        """Forget whose the pages are, and all that was kept."""
+        self._held.clear()
+        self._snapshots.clear()
+        self._places.clear()
+
+    def _pools(self) -> list[Tensor]:
+        """Tensors with a row a page: values and exponents of every layer."""
+        both = [(each.values, each.exponents) for each in self.pages.values()]
+        return [each for pair in both for each in pair if each is not None]
+
+    def _ids(self, pages: Sequence[int]) -> Tensor:
+        return send(torch.tensor(pages, dtype=torch.int64), self.device)
+
     def num_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         """Bytes of the pages of so many positions, and of what their sequences keep besides."""
         a_page = sum(page_bytes(each, self._kinds[each.name]) for each in self._specs)
         return pages_of(num_positions) * a_page + num_sequences * self._sequence_bytes
 
     def num_bytes_held(self) -> int:
-        """Bytes of what seats hold now; a page that several share counts once."""
+        """Bytes on the device of what seats and snapshots hold now; a page that several share
+        counts once.
+        """
         pages = {page for held in self._held.values() for page in held}
-        return self.num_bytes(PAGE * len(pages), len(self._held))
+        return self.num_bytes(PAGE * len(pages), len(self._held) + len(self._snapshots))
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in host memory, pinned where there is a GPU, behind what is queued there."""
+    kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return kept.copy_(values, non_blocking=True)

@@ -140,8 +140,9 @@ def sample(
 ) -> Tensor:
     """Token ids ``[R]`` from ``logits [R, V]``, row by row what :data:`ops.sample` picks.
 
-    Parameters are ``[R]`` each, see :class:`tilewright.compiler.targets.step.Choosing`; every row is sampled and
-    sorted, and the greedy ones are then taken from an argmax. No value is read by the host.
+    Parameters are ``[R]`` each, see :class:`tilewright.compiler.targets.step.Choosing`; every row
+    is sampled and sorted, and the greedy ones are then taken from an argmax. No value is read by
+    the host.
     """
     vocabulary = logits.shape[-1]
     wide = logits.float()

@@ -10,29 +10,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler import ops
+from tilewright.compiler.ops.choose import Row, choose_tokens
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample, uniform
+from tilewright.compiler.targets.step import GOES_ON, NOT_A_NUMBER, Choosing
 
 NAN, INF = float("nan"), float("inf")
 
 
-def chosen(logits: torch.Tensor, ends: list[list[int]]) -> tuple[list[int], list[bool]]:
+def chosen(logits: torch.Tensor, ends: list[list[int]]) -> tuple[list[int], list[int]]:
     """`choose` with poisoned outputs and scratch, larger than it needs to be."""
     num_rows, vocabulary = logits.shape
     device = logits.device
     tokens = torch.full((num_rows,), -77, device=device)
-    finished = torch.tensor([row % 2 == 0 for row in range(num_rows)], device=device)
+    why = torch.full((num_rows,), 77, dtype=torch.uint8, device=device)
     scratch = torch.full((num_rows + 1, num_keys(vocabulary) + 2), 2**62, device=device)
     end_tokens = torch.tensor(ends, dtype=torch.int64, device=device).view(num_rows, -1)
-    choose(tokens, finished, logits, end_tokens=end_tokens, scratch=scratch)
-    return tokens.tolist(), finished.tolist()
+    choose(tokens, why, logits, end_tokens=end_tokens, scratch=scratch)
+    return tokens.tolist(), why.tolist()
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 4096, 4097, 13000])
 def test_the_largest(vocabulary: int, device: torch.device) -> None:
     logits = torch.randn(3, vocabulary, device=device)
-    tokens, finished = chosen(logits, [[-1, -1]] * 3)
+    tokens, why = chosen(logits, [[-1, -1]] * 3)
     assert tokens == logits.argmax(-1).tolist()
-    assert finished == [False] * 3
+    assert why == [0] * 3
 
 
 @pytest.mark.parametrize("first", [0, 5, 4095, 4096, 8999])
@@ -51,25 +53,31 @@ def test_zeros_of_both_signs_are_equal(device: torch.device) -> None:
     assert chosen(logits, [[-1]] * 2)[0] == [3, 3]
 
 
-def test_nan_never_wins(device: torch.device) -> None:
-    logits = torch.full((4, 5000), NAN, device=device)
-    logits[0, 4500] = -INF
-    logits[1, 20], logits[1, 4999] = -5.0, -4.0
-    logits[2] = -INF
-    logits[2, 0] = -NAN
-    assert chosen(logits, [[-1]] * 4)[0] == [4500, 4999, 1, 0]
+def test_rows_without_a_number_to_choose_are_told_apart(device: torch.device) -> None:
+    """As `ops.choose_tokens` does: one NaN is enough, and so is nothing but minus infinity."""
+    logits = torch.full((6, 5000), NAN, device=device)
+    logits[1], logits[1, 4500] = -4.0, NAN
+    logits[2], logits[2, 7] = -4.0, INF
+    logits[3] = -INF
+    logits[4], logits[4, 4999] = -INF, torch.finfo(torch.float32).min
+    logits[5], logits[5, 3] = 1.0, torch.finfo(torch.float32).max
+    tokens, why = chosen(logits, [[-1]] * 6)
+    assert tokens == [0, 4500, 7, 0, 4999, 3]
+    assert why == [NOT_A_NUMBER] * 4 + [GOES_ON] * 2
+    expected = choose_tokens(logits.cpu(), [Row(Choosing(), 0)] * 6)
+    assert (tokens, [each != NOT_A_NUMBER for each in why]) == expected
 
 
-def test_finished_is_of_the_rows_own_end_tokens(device: torch.device) -> None:
+def test_end_tokens_are_the_rows_own(device: torch.device) -> None:
     logits = torch.zeros(4, 100, device=device)
     for row, token in enumerate((7, 99, 0, 7)):
         logits[row, token] = 1.0
     ends = [[7, -1, -1], [3, 5, 99], [-1, -1, -1], [8, 6, -1]]
-    assert chosen(logits, ends) == ([7, 99, 0, 7], [True, True, False, False])
+    assert chosen(logits, ends) == ([7, 99, 0, 7], [1, 1, 0, 0])
 
 
 def test_no_end_tokens_at_all(device: torch.device) -> None:
-    assert chosen(torch.eye(3, device=device), [[], [], []]) == ([0, 1, 2], [False] * 3)
+    assert chosen(torch.eye(3, device=device), [[], [], []]) == ([0, 1, 2], [0] * 3)
 
 
 def test_rows_of_a_wider_tensor(device: torch.device) -> None:
