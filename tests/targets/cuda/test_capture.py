@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,38 +11,82 @@ from torch import Tensor
 
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, noise
-from tests.tiny import compiled, lowered, precision_of, random_tokens, step, take_seat, tiny_model
-from tilewright.compiler.ops import SamplingBatch
-from tilewright.compiler.targets.base import Executable, StateHandle
+from tests.tiny import (
+    compiled,
+    copy_seat,
+    lowered,
+    precision_of,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
+from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.cuda import capture
 from tilewright.compiler.targets.cuda import steps as steps_module
 from tilewright.compiler.targets.cuda.capture import Captured, make_choice, prompt_buckets
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.steps import Rows
+from tilewright.compiler.targets.step import (
+    END_TOKEN,
+    NOT_A_NUMBER,
+    Back,
+    Choosing,
+    Chunk,
+    Close,
+    HostPlace,
+    Open,
+    Out,
+    Pages,
+    Seat,
+    Step,
+)
 
 CPU = torch.device("cpu")
 VOCABULARY = 1003
 
 
-def test_parameters_of_fewer_rows_leave_no_ends_of_the_rows_before() -> None:
+def test_fewer_rows_leave_no_parameters_of_the_rows_before() -> None:
+    table = SeatTable(4, 3, CPU)
+    ends = [(1, 2, 3), (4, 5, 6), (9,), ()]
+    chosen = [
+        Choosing(temperature=0.5, top_k=7, top_p=0.25, seed=2**40 + seat, end_tokens=each)
+        for seat, each in enumerate(ends)
+    ]
+    table.open({Seat(seat): each for seat, each in enumerate(chosen)})
     choice = make_choice(4, VOCABULARY, 3, torch.zeros(4, dtype=torch.int64), CPU)
+    choice.gather(table, table.index([Seat(0), Seat(1), Seat(2), Seat(3)]))
+    choice.gather(table, table.index([Seat(2), Seat(1)], 4))
+    assert choice.end_tokens.tolist() == [[9, -1, -1], [4, 5, 6], *[[-1] * 3] * 2]
+    assert choice.seeds.tolist() == [2**40 + 2, 2**40 + 1, 0, 0]
+    assert choice.top_p.tolist() == [0.25] * 2 + [1.0] * 2
+    assert choice.top_k.tolist() == [7, 7, 0, 0]
+    assert choice.temperature.tolist() == [0.5] * 2 + [0.0] * 2
 
-    def batch(rows: int, ends: list[int]) -> SamplingBatch:
-        return SamplingBatch(
-            temperature=torch.full((rows,), 0.5),
-            top_k=torch.full((rows,), 7),
-            top_p=torch.full((rows,), 0.25),
-            seeds=torch.arange(rows) + 2**40,
-            positions=torch.arange(rows) + 5,
-            end_tokens=torch.tensor([ends] * rows),
-        )
 
-    choice.upload(batch(4, [1, 2, 3]))
-    choice.upload(batch(2, [9]))
-    assert choice.end_tokens.tolist() == [[9, -1, -1]] * 2 + [[-1] * 3] * 2
-    assert choice.seeds[:2].tolist() == [2**40, 2**40 + 1]
-    assert choice.positions[:2].tolist() == [5, 6]
-    assert choice.top_p[:2].tolist() == [0.25] * 2 and choice.top_k[:2].tolist() == [7, 7]
+def test_a_seat_that_is_opened_again_has_parameters_of_its_own() -> None:
+    """Seeds are 64 bits, of either sign or none; a top k may be any number."""
+    table = SeatTable(2, 3, CPU)
+    table.open({Seat(1): Choosing(temperature=0.5, end_tokens=(1, 2, 3), seed=2**64 - 5)})
+    assert table.seeds.tolist() == [0, -5, 0] and table.end_tokens[1].tolist() == [1, 2, 3]
+    table.open({Seat(1): Choosing(end_tokens=(7,), seed=-(2**63), top_k=10**12)})
+    assert table.seeds.tolist() == [0, -(2**63), 0] and table.temperature[1] == 0.0
+    assert table.end_tokens[1].tolist() == [7, -1, -1] and table.top_k[1] == 2**31 - 1
+
+
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_a_choice_without_a_number_says_so(is_greedy: bool, device: torch.device) -> None:
+    """Rows whose logits have one are as ever, sampled or not."""
+    logits = torch.full((4, 40), -3.0, device=device)
+    logits[0, 5], logits[1], logits[2], logits[3, 11] = float("nan"), -torch.inf, torch.nan, 90.0
+    tokens = torch.zeros(4, dtype=torch.int64, device=device)
+    choice = make_choice(4, 40, 2, tokens, device)
+    choice.end_tokens[3, 1] = 11
+    if not is_greedy:
+        choice.temperature.fill_(0.7)
+    choice.apply(logits, is_greedy=is_greedy)
+    assert choice.why.tolist() == [NOT_A_NUMBER] * 3 + [END_TOKEN]
 
 
 def test_without_a_gpu_a_capture_is_the_function_itself() -> None:
@@ -61,12 +104,13 @@ def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
     model = tiny_model(std=0.2, num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
     found = compiled(model, "cuda", precision=precision_of("bf16"), compute="fast", max_batch=3)
     handles = [take_seat(found, 8) for _ in range(rows)]
-    step(found, [(handle, [3 + handle], 0) for handle in handles])
+    for handle in handles:
+        step(found, [(handle, [2], 0)])
+    step(found, [(handle, [3 + handle], 1) for handle in handles])
     inner: Any = found
-    assert found.capabilities.buckets == (1, 2, 4)
     (bucket,) = inner._decodes.values()
     assert bucket.num_rows == (1, 2, 4)[rows - 1]
-    assert bucket.rows.positions.tolist() == [1] * rows + [-1] * (bucket.num_rows - rows)
+    assert bucket.rows.positions.tolist() == [2] * rows + [-1] * (bucket.num_rows - rows)
 
 
 def test_longer_prompts_are_captured_where_they_are_many_launches() -> None:
@@ -113,16 +157,16 @@ def _closed() -> Iterator[None]:
         _MADE.pop().close()
 
 
-def on_device(name: str, **changes: Any) -> Executable:
+def on_device(name: str, *, max_batch: int = BATCH, **changes: Any) -> Executable:
     """Two layers of a small model with real sizes, for 40 sequences of 512 positions."""
     model = tiny_model(std=0.05, **{**CHANGES, **changes})
     precision = precision_of(name, kv_cache="bf16")
-    options = {"compute": "fast", "max_batch": BATCH, "max_context": 512}
+    options = {"compute": "fast", "max_batch": max_batch, "max_context": 512}
     _MADE.append(compiled(model, "cuda", precision=precision, **options))
     return _MADE[-1]
 
 
-def prompts_in(executable: Executable, count: int) -> list[tuple[StateHandle, list[int], int]]:
+def prompts_in(executable: Executable, count: int) -> list[tuple[Seat, list[int], int]]:
     """``count`` sequences of different lengths, and the token each is fed next."""
     work = []
     for index in range(count):
@@ -134,10 +178,20 @@ def prompts_in(executable: Executable, count: int) -> list[tuple[StateHandle, li
     return work
 
 
-def eager(executable: Executable, work: list[tuple[StateHandle, list[int], int]]) -> Tensor:
+def copies(
+    executable: Executable, work: list[tuple[Seat, list[int], int]]
+) -> list[tuple[Seat, list[int], int]]:
+    """The same work on seats of its own: a decode step cannot be taken back."""
+    return [
+        (copy_seat(executable, handle, position), tokens, position)
+        for handle, tokens, position in work
+    ]
+
+
+def eager(executable: Executable, work: list[tuple[Seat, list[int], int]]) -> Tensor:
     """The step of a bucket without its graph: the same rows, padding and all."""
     inner: Any = executable
-    size = next(size for size in executable.capabilities.buckets if size >= len(work))
+    size = next(size for size in inner._buckets if size >= len(work))
     rows = torch.zeros(3, size, dtype=torch.int64)
     rows[1] = -1
     for at, (handle, (token,), position) in enumerate(work):
@@ -152,9 +206,10 @@ def eager(executable: Executable, work: list[tuple[StateHandle, list[int], int]]
 def test_a_graph_is_the_step_bit_for_bit(name: str) -> None:
     executable = on_device(name)
     work = prompts_in(executable, 5)
+    again = copies(executable, work)
     captured = step(executable, work)
     assert torch.equal(eager(executable, work), captured)
-    assert torch.equal(step(executable, work), captured)
+    assert torch.equal(step(executable, again), captured)
 
 
 @pytest.mark.gpu
@@ -166,12 +221,13 @@ def test_a_graph_is_the_step_bit_for_bit(name: str) -> None:
     ],
 )
 def test_rows_of_a_batch_are_those_of_each_alone(name: str, count: int) -> None:
-    executable = on_device(name)
+    executable = on_device(name, max_batch=3 * count)
     work = prompts_in(executable, count)
+    singles, reverse = copies(executable, work), copies(executable, work)[::-1]
     together = step(executable, work)
-    alone = torch.cat([step(executable, [each]) for each in work])
+    alone = torch.cat([step(executable, [each]) for each in singles])
     assert torch.equal(together, alone)
-    assert torch.equal(step(executable, work[::-1]), together.flip(0))
+    assert torch.equal(step(executable, reverse), together.flip(0))
 
 
 @pytest.mark.gpu
@@ -215,21 +271,71 @@ def test_a_prompt_s_rows_are_near_those_of_its_bucket(length: int) -> None:
 @pytest.mark.gpu
 def test_a_chain_of_graphs_is_a_chain_of_steps() -> None:
     """Tokens, positions and random numbers go from step to step on the device."""
-    from tests.targets.cuda.test_executable import ROWS, decode_input, sampling
+    from tests.targets.cuda.test_executable import ROWS, first_step, release, started, step_by_step
 
     executable = on_device("bfp8")
-    inputs = decode_input(executable, sampling(ROWS, [[-1]] * 4), want_logits=False)
-    settled, expected = inputs, []
-    for _ in range(20):
-        expected.append(executable.step(settled).read())
-        settled = settled.following(torch.tensor(expected[-1][0]))
-    found, ahead = [], inputs
-    output = executable.step(ahead)
+    expected = step_by_step(executable, ROWS, 20)
+    seats = started(executable, ROWS)
+    earlier, found = executable.step(first_step(seats)).parts[0], []
     for _ in range(19):
-        ahead = ahead.ahead(output)
-        following = executable.step(ahead)
-        found.append(output.read())
-        output = following
-    found.append(output.read())
-    assert found == expected
-    assert dataclasses.replace(inputs).advanced == 0
+        later = executable.step(Step(decode=seats)).parts[0]
+        found.append(earlier.read().tokens)
+        earlier = later
+    assert [*found, earlier.read().tokens] == expected
+    release(executable, seats)
+
+
+@pytest.mark.gpu
+def test_parts_may_be_read_in_any_order_and_much_later() -> None:
+    """Also when their pinned places have come round again."""
+    from tests.targets.cuda.test_executable import ROWS, first_step, started, step_by_step
+
+    executable = on_device("bfp8")
+    expected = step_by_step(executable, ROWS, 40)
+    seats = started(executable, ROWS)
+    parts = [*executable.step(first_step(seats)).parts]
+    parts += [executable.step(Step(decode=seats)).parts[0] for _ in range(39)]
+    found = [part.read().tokens for part in reversed(parts)]
+    assert found[::-1] == expected
+    assert [part.read().tokens for part in parts] == expected
+
+
+@pytest.mark.gpu
+def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone() -> None:
+    from tests.targets.cuda.test_executable import ROWS, first_step, release, started
+
+    executable = on_device("bfp8", max_batch=70)
+    rows = [ROWS[index % len(ROWS)] for index in range(70)]
+    seats = started(executable, rows)
+    steps = [executable.step(first_step(seats)), executable.step(Step(decode=seats))]
+    whole = [[token for part in each.parts for token in part.read().tokens] for each in steps]
+    assert [part.seats for part in steps[0].parts] == [seats[:64], seats[64:]]
+    release(executable, seats)
+    seats = started(executable, rows)
+    forced = first_step(seats).forced
+    for index in (0, 33, 63, 64, 69):
+        alone = (seats[index],)
+        first = executable.step(Step(decode=alone, forced={seats[index]: forced[seats[index]]}))
+        second = executable.step(Step(decode=alone))
+        found = [each.parts[0].read().tokens for each in (first, second)]
+        assert found == [[tokens[index]] for tokens in whole], index
+
+
+@pytest.mark.gpu
+def test_state_goes_to_pinned_memory_and_back_while_steps_run() -> None:
+    """Nothing is waited for between; other sequences write over the pages meanwhile."""
+    executable = on_device("bfp8")
+    tokens, place = tuple(random_tokens(200, vocab_size=VOCABULARY)), HostPlace(0)
+    a, b, c = Seat(0), Seat(1), Seat(2)
+    begins = (Open(a, Choosing()), Pages(a, 0, (3, 2, 1, 0)))
+    executable.step(Step(edits=begins, prompts=(Chunk(a, 0, tokens, chooses=True),)))
+    expected = [executable.step(Step(decode=(a,))).parts[0] for _ in range(3)][1:]
+    executable.reset()
+    executable.step(Step(edits=begins, prompts=(Chunk(a, 0, tokens, chooses=True),)))
+    executable.step(Step(decode=(a,)))
+    taken = (Out(a, place), Close(a), Open(b, Choosing()), Pages(b, 0, (0, 1, 2, 3)))
+    executable.step(Step(edits=taken, prompts=(Chunk(b, 0, tokens[::-1], chooses=True),)))
+    again = (Open(c, Choosing()), Pages(c, 0, (9, 8, 7, 6)), Back(c, place))
+    found = [executable.step(Step(edits=again, decode=(c,))).parts[0]]
+    found.append(executable.step(Step(decode=(c,))).parts[0])
+    assert [part.read() for part in found] == [part.read() for part in expected]

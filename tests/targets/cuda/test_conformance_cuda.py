@@ -24,6 +24,7 @@ from tests.targets.test_conformance import (  # noqa: F401 (tests that any execu
 )
 from tests.tiny import (
     compiled,
+    copy_seat,
     leave_seat,
     precision_of,
     prefill,
@@ -33,7 +34,8 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import Executable, StateHandle, StepInput, StepOutput
+from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.step import Chunk, Part, Seat, Step, StepOutput
 
 SMALL: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 16, "intermediate_size": 32},
@@ -61,10 +63,15 @@ class Kept:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._executable, name)
 
-    def step(self, inputs: StepInput) -> StepOutput:
-        output = self._executable.step(inputs)
-        logits = None if output.logits is None else output.logits.clone()
-        return dataclasses.replace(output, logits=logits)
+    def step(self, step: Step) -> StepOutput:
+        return StepOutput(tuple(map(kept, self._executable.step(step).parts)))
+
+
+def kept(part: Part) -> Part:
+    if part.logits is None:
+        return part
+    logits = part.logits().clone()
+    return dataclasses.replace(part, logits=lambda: logits)
 
 
 def on_cuda(
@@ -143,7 +150,7 @@ def test_a_prompt_over_a_page_in_chunks_of_odd_sizes() -> None:
     tokens = random_tokens(67)
     expected = prefill(compiled(model, precision=precision, max_context=80), tokens)[-3:]
     fast = on_cuda(model, precision, "fast", max_context=80)
-    handle = fast.reserve(67)
+    handle = take_seat(fast, 67)
     done, rows = 0, []
     for size in (3, 1, 48, 13, 1, 1):
         rows.append(step(fast, [(handle, tokens[done : done + size], done)]))
@@ -180,7 +187,7 @@ def fast() -> Executable:
     return fast_one("bfp8")
 
 
-def started(executable: Executable, lengths: tuple[int, ...]) -> list[StateHandle]:
+def started(executable: Executable, lengths: tuple[int, ...]) -> list[Seat]:
     """Sequences with prompts of these lengths, a prompt for a length."""
     handles = [take_seat(executable, 40) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
@@ -191,16 +198,21 @@ def started(executable: Executable, lengths: tuple[int, ...]) -> list[StateHandl
 def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
     """Neither on how many rows there are, nor on which row it is."""
     lengths = (5, 1, 9, 3)
-    handles = started(fast, lengths)
     tokens = random_tokens(4, seed=99)
-    entries = [(handle, [tokens[i]], lengths[i]) for i, handle in enumerate(handles)]
-    alone = [step(fast, [entry]) for entry in entries]
+
+    def rows(orders: list[tuple[int, ...]]) -> list[Tensor]:
+        handles = started(fast, lengths)
+        entries = [(handle, [tokens[i]], lengths[i]) for i, handle in enumerate(handles)]
+        found = [step(fast, [entries[i] for i in order]) for order in orders]
+        for handle in handles:
+            leave_seat(fast, handle)
+        return found
+
+    alone = rows([(0,), (1,), (2,), (3,)])
     for order in ((0, 1, 2, 3), (2, 0, 3)):
-        together = step(fast, [entries[i] for i in order])
+        (together,) = rows([order])
         for row, i in enumerate(order):
             assert torch.equal(together[row], alone[i][0]), (order, i)
-    for handle in handles:
-        fast.free(handle)
 
 
 def poison(executable: Executable) -> None:
@@ -235,28 +247,49 @@ def test_pages_of_freed_sequences_leave_no_trace(fast: Executable) -> None:
     expected = in_pieces(fast, tokens, 4)
     handles = started(fast, (5, 3, 4, 2))
     for handle in (handles[2], handles[0], handles[3]):
-        fast.free(handle)
+        leave_seat(fast, handle)
     assert torch.equal(in_pieces(fast, tokens, 4), expected)
-    fast.free(handles[1])
-    assert fast.num_free() == 4
+    leave_seat(fast, handles[1])
+    assert fast.memory().state == 0
 
 
 def test_a_copy_has_the_bits_and_not_the_pages(fast: Executable) -> None:
+    """What is written behind the original's nine positions is nothing to its copies, nor theirs to
+    it.
+    """
     (handle,) = started(fast, (9,))
-    copied = fast.copy(handle, 9)
+    copies = [copy_seat(fast, handle, 9) for _ in range(2)]
     first = step(fast, [(handle, [3], 9)])
-    step(fast, [(handle, [50], 9)])  # writes over position 9 of the original alone
-    assert torch.equal(step(fast, [(copied, [3], 9)]), first)
-    step(fast, [(copied, [4], 9)])
-    assert torch.equal(step(fast, [(handle, [3], 9)]), first)
-    fast.free(handle)
-    fast.free(copied)
+    other = step(fast, [(copies[0], [50], 9)])
+    assert not torch.equal(first, other)
+    again = copy_seat(fast, handle, 9)  # shorter than what the original holds by now
+    assert torch.equal(step(fast, [(copies[1], [3], 9)]), first)
+    assert torch.equal(step(fast, [(again, [50], 9)]), other)
+    longer = step(fast, [(handle, [4], 10)])
+    assert torch.equal(step(fast, [(copies[1], [4], 10)]), longer)
+    for each in (handle, *copies, again):
+        leave_seat(fast, each)
+
+
+def test_a_copy_past_a_page_shares_it() -> None:
+    """Of 64 positions and two more, the two alone are copied."""
+    executable = on_cuda(
+        tiny_model(std=0.2, **SMALL), precision_of("bf16", kv_cache="bfp8"), "fast", max_context=80
+    )
+    handle = take_seat(executable)
+    chunk = Chunk(handle, 0, tuple(random_tokens(66)))
+    executable.step(Step(prompts=(chunk,)))
+    held = executable.memory().state
+    copied = copy_seat(executable, handle, 66)
+    assert executable.memory().state == held * 3 // 2
+    rows = [step(executable, [(each, [3], 66)]) for each in (handle, copied)]
+    assert torch.equal(*rows)
 
 
 def test_an_empty_copy_is_a_fresh_sequence(fast: Executable) -> None:
     (handle,) = started(fast, (6,))
-    fresh = fast.copy(handle, 0)
+    fresh = copy_seat(fast, handle, 0)
     tokens = random_tokens(6, seed=6)
     assert torch.equal(step(fast, [(fresh, tokens, 0)]), step(fast, [(handle, tokens, 0)]))
-    fast.free(handle)
-    fast.free(fresh)
+    leave_seat(fast, handle)
+    leave_seat(fast, fresh)

@@ -66,8 +66,9 @@ def test_the_pipeline_ends_with_the_fused_dialect() -> None:
 def test_what_an_executable_says_of_itself(model: SimpleNamespace) -> None:
     compiled = compile_model(model, BFP8, target="cuda", options=OPTIONS)
     found = compiled.executable.capabilities
-    assert (found.max_batch, found.max_context, found.buckets) == (2, 32, (1, 2))
-    assert not found.mixed_steps and found.max_prefill_sequences == 1
+    assert (found.max_seats, found.max_context, found.max_prompts) == (2, 32, 1)
+    assert (found.page_size, found.num_pages, found.num_snapshots) == (64, 2, 0)
+    assert found.late_choice and not found.has_sequence_state
     assert found.runs_ahead is torch.cuda.is_available()
     assert compiled.executable.vocab_size == 61
     compiled.executable.close()

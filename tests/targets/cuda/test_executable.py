@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests.grids import only
+from tests.models.test_qwen3_5 import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, BFP8_CACHE_NOISE, SMALL
 from tests.tiny import (
     compiled,
     copy_seat,
+    joined,
     leave_seat,
     precision_of,
+    prefill,
     random_tokens,
     step,
     take_seat,
     tiny_model,
 )
-from tilewright.compiler import ops
-from tilewright.compiler.errors import RequestError
-from tilewright.compiler.ops import SamplingBatch
+from tilewright.compiler.ops.choose import Row, choose_tokens
 from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.targets.base import Executable, StepInput, StepOutput
+from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.cuda import executable as executable_module
+from tilewright.compiler.targets.step import (
+    END_TOKEN,
+    GOES_ON,
+    Back,
+    Choosing,
+    Chosen,
+    Chunk,
+    Close,
+    HostPlace,
+    Open,
+    Out,
+    Pages,
+    Seat,
+    Step,
+)
 
 BF16 = precision_of("bf16", kv_cache="bfp8")
 
@@ -37,161 +56,256 @@ def executable() -> Executable:
     return compiled(tiny_model(std=0.2, **SMALL), "cuda", precision=BF16, compute="fast")
 
 
-def sampling(rows: list[tuple[float, int, float, int]], ends: list[list[int]]) -> SamplingBatch:
-    """(temperature, top k, top p, seed) a row; tokens will stand at position 30 and after."""
-    heat, top_k, top_p, seeds = zip(*rows, strict=True)
-    return SamplingBatch(
-        temperature=torch.tensor(heat),
-        top_k=torch.tensor(top_k),
-        top_p=torch.tensor(top_p),
-        seeds=torch.tensor(seeds),
-        positions=torch.arange(30, 30 + len(rows)),
-        end_tokens=torch.tensor(ends),
-        is_greedy=all(each <= 0 for each in heat),
-    )
+GREEDY = Choosing()
+ROWS = [
+    GREEDY,
+    Choosing(temperature=1.0, seed=5),
+    Choosing(temperature=1.5, top_k=7, seed=2**62 + 3),
+    Choosing(temperature=2.0, top_p=0.6, seed=-(2**60)),
+]
+PENALISED = Choosing(temperature=0.7, seed=8, repetition_penalty=1.5, frequency_penalty=0.3)
 
 
-ROWS = [(0.0, 0, 1.0, 0), (1.0, 0, 1.0, 5), (1.5, 7, 1.0, 2**62 + 3), (2.0, 0, 0.6, -(2**60))]
-NO_ENDS = [[-1]] * 4
+def started(executable: Executable, rows: Sequence[Choosing]) -> tuple[Seat, ...]:
+    """A seat for each row, with a prompt of its own: of two tokens, three, and so on."""
+    seats = tuple(take_seat(executable, 40 + len(rows), row) for row in rows)
+    for length, seat in enumerate(seats, 2):
+        chunk = Chunk(seat, 0, tuple(random_tokens(length, seed=length)))
+        assert not executable.step(Step(prompts=(chunk,))).parts
+    return seats
 
 
-def decode_input(
-    executable: Executable, batch: SamplingBatch, *, want_logits: bool = True
-) -> StepInput:
-    """A decode step of as many sequences as ``batch`` has rows, with prompts of their own."""
-    lengths = [2 + row for row in range(len(batch.seeds))]
-    handles = [take_seat(executable, 40) for _ in lengths]
-    for handle, length in zip(handles, lengths, strict=True):
-        step(executable, [(handle, random_tokens(length, seed=length), 0)])
-    count = len(lengths)
-    return StepInput(
-        torch.tensor(random_tokens(count, seed=77)),
-        torch.tensor(lengths),
-        torch.arange(count + 1),
-        torch.arange(count),
-        tuple(handles),
-        batch,
-        want_logits=want_logits,
-    )
+def first_step(seats: Sequence[Seat], *, want_logits: bool = False) -> Step:
+    """Each seat reads a token that is given."""
+    forced = dict(zip(seats, random_tokens(len(seats), seed=77), strict=True))
+    return Step(decode=tuple(seats), forced=forced, want_logits=want_logits)
 
 
-def release(executable: Executable, inputs: StepInput) -> None:
-    for handle in inputs.states:
-        leave_seat(executable, handle)
+def release(executable: Executable, seats: Sequence[Seat]) -> None:
+    for seat in seats:
+        leave_seat(executable, seat)
 
 
-def expected_choice(output: StepOutput, batch: SamplingBatch) -> tuple[list[int], list[bool]]:
-    assert output.logits is not None
-    parameters = batch.temperature, batch.top_k, batch.top_p, batch.seeds, batch.positions
-    tokens = ops.sample.reference(output.logits, *parameters)
-    return tokens.tolist(), (tokens.unsqueeze(-1) == batch.end_tokens).any(-1).tolist()
+def expected_choice(logits: Tensor, rows: Sequence[Choosing]) -> list[int]:
+    """Of the first step."""
+    given = [Row(row, length + 1) for length, row in enumerate(rows, 2)]
+    tokens, is_number = choose_tokens(logits, given)
+    assert all(is_number)
+    return tokens
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS[:1] * 3, ROWS[2:]], ids=["mixed", "greedy", "two"])
-def test_tokens_are_chosen_as_the_op_does(
-    executable: Executable, rows: list[tuple[float, int, float, int]]
-) -> None:
-    batch = sampling(rows, NO_ENDS[: len(rows)])
-    inputs = decode_input(executable, batch)
-    chosen = set()
-    for shift in range(1 if batch.is_greedy else 3):  # the same logits, other random numbers
-        moved = dataclasses.replace(batch, positions=batch.positions + shift)
-        output = executable.step(dataclasses.replace(inputs, sampling=moved))
-        assert output.read() == expected_choice(output, moved)
-        chosen.add(tuple(output.read()[0]))
-    assert batch.is_greedy or len(chosen) > 1
-    release(executable, inputs)
+def test_tokens_are_chosen_as_the_op_does(executable: Executable, rows: list[Choosing]) -> None:
+    chosen, is_greedy = set(), all(row.is_greedy for row in rows)
+    for shift in range(1 if is_greedy else 3):  # the same logits, other random numbers
+        moved = [replace(row, seed=row.seed + shift) for row in rows]
+        seats = started(executable, moved)
+        output = executable.step(first_step(seats, want_logits=True))
+        tokens = list(output.parts[0].read().tokens)
+        assert tokens == expected_choice(joined(output), moved)
+        chosen.add(tuple(tokens))
+        release(executable, seats)
+    assert is_greedy or len(chosen) > 1
 
 
 def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
-    inputs = decode_input(executable, sampling(ROWS[:1] * 3, NO_ENDS[:3]))
-    tokens, finished = executable.step(inputs).read()
-    assert finished == [False] * 3
+    def read(rows: list[Choosing]) -> Chosen:
+        seats = started(executable, rows)
+        found = executable.step(first_step(seats)).parts[0].read()
+        release(executable, seats)
+        return found
+
+    tokens = read([GREEDY] * 3).tokens
+    assert read([GREEDY] * 3).why == [GOES_ON] * 3
     others = [next(t for t in range(61) if t not in tokens) for _ in tokens]
-    ends = [[others[0], -1, -1], [others[1], tokens[1], -1], [tokens[2], tokens[2], others[2]]]
-    batch = sampling(ROWS[:1] * 3, ends)
-    assert executable.step(dataclasses.replace(inputs, sampling=batch)).read() == (
-        tokens,
-        [False, True, True],
-    )
-    heated = sampling([(1.0, 1, 1.0, 9)] * 3, ends)  # of one candidate each
-    assert executable.step(dataclasses.replace(inputs, sampling=heated)).read() == (
-        tokens,
-        [False, True, True],
-    )
-    release(executable, inputs)
+    ends = [(others[0],), (others[1], tokens[1]), (tokens[2], tokens[2], others[2])]
+    expected = Chosen(tokens, [GOES_ON, END_TOKEN, END_TOKEN])
+    assert read([Choosing(end_tokens=each) for each in ends]) == expected
+    one = Choosing(temperature=1.0, top_k=1, seed=9)  # of one candidate
+    assert read([replace(one, end_tokens=each) for each in ends]) == expected
+
+
+def test_more_end_tokens_than_there_is_room_for_make_room(executable: Executable) -> None:
+    """Those of seats that were open before still count, also where they were in a bucket."""
+    inner: Any = executable
+    seats = started(executable, [GREEDY, GREEDY])
+    tokens = executable.step(first_step(seats)).parts[0].read().tokens
+    release(executable, seats)
+    rows = [Choosing(end_tokens=(tokens[0],)), Choosing(end_tokens=(*range(100, 140), tokens[1]))]
+    seats = started(executable, rows[:1])
+    executable.step(first_step(seats))
+    release(executable, seats)
+    assert inner._table.num_ends < 41
+    seats = started(executable, rows)
+    assert executable.step(first_step(seats)).parts[0].read() == Chosen(tokens, [END_TOKEN] * 2)
+    release(executable, seats)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 9])
 @pytest.mark.parametrize("row", ROWS[:2], ids=["greedy", "sampled"])
 def test_a_prompt_chooses_its_first_token(
-    executable: Executable, num_tokens: int, row: tuple[float, int, float, int]
+    executable: Executable, num_tokens: int, row: Choosing
 ) -> None:
-    handle = take_seat(executable, 20)
-    batch = sampling([row], [[-1]])
-    inputs = StepInput(
-        torch.tensor(random_tokens(num_tokens)),
-        torch.arange(num_tokens),
-        torch.tensor([0, num_tokens]),
-        torch.tensor([num_tokens - 1]),
-        (handle,),
-        batch,
-        want_logits=True,
-    )
-    output = executable.step(inputs)
-    assert output.read() == expected_choice(output, batch)
-    leave_seat(executable, handle)
+    seat = take_seat(executable, 20, row)
+    chunk = Chunk(seat, 0, tuple(random_tokens(num_tokens)), chooses=True)
+    output = executable.step(Step(prompts=(chunk,), want_logits=True))
+    expected, _ = choose_tokens(joined(output), [Row(row, num_tokens)])
+    assert output.parts[0].read() == Chosen(expected, [GOES_ON])
+    leave_seat(executable, seat)
+
+
+def step_by_step(executable: Executable, rows: list[Choosing], count: int) -> list[list[int]]:
+    """The tokens of so many steps, each told by the host what to read."""
+    seats = started(executable, rows)
+    given, found = first_step(seats), []
+    for _ in range(count):
+        found.append(list(executable.step(given).parts[0].read().tokens))
+        given = Step(decode=seats, forced=dict(zip(seats, found[-1], strict=True)))
+    release(executable, seats)
+    return found
 
 
 @pytest.mark.parametrize("rows", [ROWS[:1] * 2, ROWS[1:3]], ids=["greedy", "sampled"])
 def test_running_ahead_is_the_same_step_by_step(
-    executable: Executable, rows: list[tuple[float, int, float, int]]
+    executable: Executable, rows: list[Choosing]
 ) -> None:
-    """Also where something else runs in between, and the device has to be told all again."""
-    num_steps, batch = 3, sampling(rows, NO_ENDS[: len(rows)])
-    settled = inputs = decode_input(executable, batch, want_logits=False)
-    expected = []
-    for _ in range(num_steps):
-        output = executable.step(settled)
-        expected.append(output.read())
-        settled = settled.following(torch.tensor(expected[-1][0]))
-    other = take_seat(executable, 8)
+    """Also where something else runs in between, and the rows have to be gathered again."""
+    expected = step_by_step(executable, rows, 3)
     for interrupted in (-1, 1):
-        ahead, found = inputs, []
-        for at in range(num_steps):
-            output = executable.step(ahead)
+        seats = started(executable, rows)
+        parts = [executable.step(first_step(seats)).parts[0]]
+        for at in range(1, 3):
             if at == interrupted:
-                kept = output.read()
-                output = StepOutput(torch.tensor(kept[0]), torch.tensor(kept[1]))
+                other = take_seat(executable, 8)
                 step(executable, [(other, [1, 2, 3], 0)])
                 step(executable, [(other, [4], 3)])
-            found.append(output.read())
-            ahead = ahead.ahead(output)
-        assert found == expected, interrupted
-    assert len({tuple(tokens) for tokens, _ in expected}) > 1
-    leave_seat(executable, other)
-    release(executable, inputs)
+                leave_seat(executable, other)
+            parts += executable.step(Step(decode=seats)).parts
+        assert [part.read().tokens for part in parts] == expected, interrupted
+        release(executable, seats)
+    assert len({tuple(tokens) for tokens in expected}) > 1
 
 
-def test_some_rows_of_a_decode_step_choose() -> None:
-    """Two sequences are fed, and only the second's token is asked for."""
-    executable = compiled(tiny_model(std=0.2, **SMALL), "cuda", precision=BF16, compute="fast")
-    batch = sampling(ROWS[:2], NO_ENDS[:2])
-    inputs = decode_input(executable, batch)
-    whole = executable.step(inputs)
-    assert whole.logits is not None
-    logits, expected = whole.logits.clone(), whole.read()
-    one = SamplingBatch(
-        **{
-            each.name: getattr(batch, each.name)[1:]
-            for each in dataclasses.fields(batch)
-            if each.name != "is_greedy"
-        }
-    )
-    part = dataclasses.replace(inputs, logit_rows=torch.tensor([1]), sampling=one)
-    output = executable.step(part)
-    assert output.logits is not None and torch.equal(output.logits, logits[1:])
-    assert output.read() == ([expected[0][1]], [expected[1][1]])
+def test_seats_that_leave_a_bucket_take_their_tokens_along(executable: Executable) -> None:
+    """One goes on alone, both come back in another order, and a third joins from its prompt."""
+    rows = [ROWS[1], GREEDY]
+    expected = [list(each) for each in zip(*step_by_step(executable, rows, 4), strict=True)]
+    seats = started(executable, rows)
+    a, b = seats
+    third = take_seat(executable, 40, GREEDY)
+    first = executable.step(first_step(seats))
+    alone = executable.step(Step(decode=(a,), prompts=(Chunk(third, 0, (7, 8), chooses=True),)))
+    both = [executable.step(Step(decode=(third, b, a))) for _ in range(2)]
+    found: dict[Seat, list[int]] = {}
+    for output in (first, alone, *both):
+        for part in output.parts:
+            for seat, token in zip(part.seats, part.read().tokens, strict=True):
+                found.setdefault(seat, []).append(token)
+    assert (found[a], found[b]) == (expected[0], expected[1][:3])
+    release(executable, (*seats, third))
+    fresh = take_seat(executable, 40)
+    assert found[third][0] == int(step(executable, [(fresh, (7, 8), 0)]).argmax())
+    leave_seat(executable, fresh)
+
+
+def test_one_seat_s_token_may_be_forced_beside_another_s_own(executable: Executable) -> None:
+    seats = started(executable, [GREEDY] * 2)
+    held = list(executable.step(first_step(seats)).parts[0].read().tokens)
+    mixed = joined(executable.step(Step(decode=seats, forced={seats[1]: 3}, want_logits=True)))
+    release(executable, seats)
+    seats = started(executable, [GREEDY] * 2)
+    executable.step(first_step(seats))
+    forced = dict(zip(seats, (held[0], 3), strict=True))
+    told = joined(executable.step(Step(decode=seats, forced=forced, want_logits=True)))
+    assert torch.equal(mixed, told)
+    release(executable, seats)
+
+
+@pytest.mark.parametrize("row", [GREEDY, ROWS[1], PENALISED], ids=["greedy", "sampled", "late"])
+def test_more_rows_than_a_bucket_has_come_in_parts(
+    executable: Executable, row: Choosing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row, GREEDY, row]
+    expected = step_by_step(executable, rows, 3)
+    monkeypatch.setattr(executable_module, "MAX_ROWS", 2)
+    seats = started(executable, rows)
+    outputs = [executable.step(first_step(seats))]
+    outputs += [executable.step(Step(decode=seats)) for _ in range(2)]
+    for output, tokens in zip(outputs, expected, strict=True):
+        assert [part.seats for part in output.parts] == [seats[:2], seats[2:]]
+        assert [token for part in output.parts for token in part.read().tokens] == tokens
+    output = executable.step(Step(decode=seats, masked=True))
+    only_one = np.arange(61) == 11
+    executable.choose(output, {seats[0]: only_one, seats[2]: only_one})
+    chosen = [token for part in output.parts for token in part.read().tokens]
+    assert (chosen[0], chosen[2]) == (11, 11)
+    release(executable, seats)
+
+
+def test_a_token_chosen_late_is_the_one_that_is_read_next(executable: Executable) -> None:
+    """Masked once, then on by the device alone, in another part of the random numbers."""
+    rows = [ROWS[1], GREEDY]
+    seats = started(executable, rows)
+    output = executable.step(replace(first_step(seats), masked=True))
+    executable.choose(output, {seat: np.arange(61) == 9 + seat for seat in seats})
+    tokens = output.parts[0].read().tokens
+    assert tokens == [9 + seat for seat in seats]
+    ahead = executable.step(Step(decode=seats, want_logits=True))
+    release(executable, seats)
+    seats = started(executable, rows)
+    executable.step(first_step(seats))
+    forced = dict(zip(seats, tokens, strict=True))
+    told = executable.step(Step(decode=seats, forced=forced, want_logits=True))
+    assert torch.equal(joined(ahead), joined(told))
+    assert ahead.parts[0].read() == told.parts[0].read()
+    release(executable, seats)
+
+
+def test_known_tokens_are_read_behind_a_prompt_that_chose_nothing(executable: Executable) -> None:
+    """As after preemption; the prompt is longer than any that is captured."""
+    inner: Any = executable
+    tokens = random_tokens(8)
+    expected = prefill(executable, tokens, [6, 1])[-1:]
+    sizes, inner._prompt_sizes = inner._prompt_sizes, (4,)
+    seat = take_seat(executable, 20)
+    assert not executable.step(Step(prompts=(Chunk(seat, 0, tuple(tokens[:6])),))).parts
+    step(executable, [(seat, tokens[6:7], 6)])
+    assert torch.equal(step(executable, [(seat, tokens[7:], 7)]), expected)
+    inner._prompt_sizes = sizes
+    leave_seat(executable, seat)
+
+
+@pytest.mark.parametrize("row", [ROWS[1], PENALISED], ids=["device", "late"])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_seat_that_went_to_the_host_and_back_goes_on(row: Choosing, hybrid: bool) -> None:
+    """On another seat, in other pages, while its own were written over by others."""
+    changes = {"model_type": "qwen3_5", **ON_CUDA} if hybrid else SMALL
+    options: dict[str, Any] = {"compute": "fast", "max_context": 128}
+    found = compiled(tiny_model(std=0.2, **changes), "cuda", precision=BF16, **options)
+    a, b, place = Seat(0), Seat(3), HostPlace(5)
+    prompt = tuple(random_tokens(70 if not hybrid else 9))
+    begins = (Open(a, row, prompt), Pages(a, 0, (4, 1)), Open(b, GREEDY), Pages(b, 0, (0, 2)))
+
+    def run(out_and_back: bool) -> list[Any]:
+        found.reset()
+        output = found.step(Step(edits=begins, prompts=(Chunk(a, 0, prompt, chooses=True),)))
+        parts, seat = [*output.parts, *found.step(Step(decode=(a,))).parts], a
+        if out_and_back:
+            found.step(Step(edits=(Out(a, place), Close(a), Close(b))))
+            assert found.memory().state == 0
+            taken = (Open(a, GREEDY), Pages(a, 0, (1, 4)))
+            found.step(Step(edits=taken, prompts=(Chunk(a, 0, (5,) * 66),)))
+            seat = Seat(2)
+            again = (Open(seat, row, prompt), Pages(seat, 0, (3, 0)), Back(seat, place))
+            parts += found.step(Step(edits=again, decode=(seat,))).parts
+        else:
+            parts += found.step(Step(decode=(a,))).parts
+        parts += found.step(Step(decode=(seat,))).parts
+        last = found.step(Step(decode=(seat,), want_logits=True))
+        return [[part.read() for part in parts], joined(last).tolist()]
+
+    assert run(True) == run(False)
+    found.close()
 
 
 def test_a_sequence_takes_the_pages_it_needs(executable: Executable) -> None:
@@ -206,17 +320,32 @@ def test_a_sequence_takes_the_pages_it_needs(executable: Executable) -> None:
     assert executable.memory().state == 0
 
 
-def test_too_many_and_too_long_sequences_are_refused(executable: Executable) -> None:
-    with pytest.raises(RequestError, match="a sequence of 65 positions; allowed: 1 to 64"):
-        take_seat(executable, 65)
-    handles = [take_seat(executable, 64) for _ in range(4)]
-    with pytest.raises(RequestError, match="all 4 sequences are in use"):
-        take_seat(executable, 1)
-    with pytest.raises(RequestError, match="all 4 sequences are in use"):
-        copy_seat(executable, handles[0], 1)
-    for handle in handles:
-        leave_seat(executable, handle)
-    assert executable.num_free() == 4 and executable.memory().state == 0
+def test_what_a_scheduler_gets_wrong_fails_an_assertion(executable: Executable) -> None:
+    seat = take_seat(executable, 40)
+    step(executable, [(seat, (1, 2, 3), 0)])
+    copied = copy_seat(executable, seat, 2)
+    wrong = [
+        Step(edits=(Open(seat, GREEDY),)),
+        Step(edits=(Open(Seat(4), GREEDY),)),
+        Step(edits=(Pages(seat, 2, (3,)),)),
+        Step(prompts=(Chunk(copied, 3, (1,)),)),
+    ]
+    for each in wrong:
+        with pytest.raises(AssertionError):
+            executable.step(each)
+    release(executable, (seat, copied))
+
+
+def test_a_reset_forgets_a_choice_that_waits_and_all_seats() -> None:
+    found = compiled(tiny_model(**SMALL), "cuda", precision=BF16, compute="fast")
+    begins = (Open(Seat(1), GREEDY), Pages(Seat(1), 0, (0,)))
+    chunk = Chunk(Seat(1), 0, (1, 2), chooses=True)
+    for _ in range(2):
+        output = found.step(Step(edits=begins, prompts=(chunk,), masked=True))
+        assert output.parts[0].seats == (Seat(1),)
+        found.reset()
+        assert found.memory().state == 0
+    found.close()
 
 
 def test_a_closed_executable_lets_its_memory_go() -> None:
@@ -263,7 +392,7 @@ def random_operations(twins: Twins, count: int, *, longest: int, seed: int) -> d
             method = method if ids else "prefill"
         if method == "prefill":
             ids = [chance.choice(live) if live and chance.random() < 0.3 else number]
-            if ids[0] not in live and len(live) == capabilities.max_batch:
+            if ids[0] not in live and len(live) == capabilities.max_seats:
                 method, ids = "remove", [chance.choice(live)]
         elif method == "remove":
             ids = chance.sample([*live, -1], 1)
@@ -281,7 +410,7 @@ def random_operations(twins: Twins, count: int, *, longest: int, seed: int) -> d
     for engine in twins.engines:
         assert set(engine.request_ids) == set(lengths)
         engine.remove(list(lengths))
-        assert engine.executable.num_free() == capabilities.max_batch
+    assert twins.engines[1].executable.memory().state == 0
     return done
 
 

@@ -1,17 +1,13 @@
-"""Pages of the key/value cache: their bytes, their layout, and who has which."""
+"""Pages of the key/value cache: their bytes and their layout."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tilewright.compiler.errors import RequestError
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
 from tilewright.compiler.targets.cuda.pages import (
     PAGE,
-    PagePool,
     allocate_pages,
     page_bytes,
     pages_of,
@@ -43,31 +39,3 @@ def test_a_page_is_64_positions(positions: int, pages: int) -> None:
 def test_an_unknown_kind_is_our_own_mistake() -> None:
     with pytest.raises(KeyError):
         allocate_pages(1, 1, 16, kind="fp8", device=CPU)
-
-
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=40))
-def test_no_page_is_had_twice_and_none_is_lost(calls: list[tuple[bool, int]]) -> None:
-    pool, taken = PagePool(12), []
-    for gives, count in calls:
-        if gives and taken:
-            pool.give(taken.pop(count % len(taken)))
-        elif count <= pool.num_free():
-            taken.append(pool.take(count))
-            assert len(taken[-1]) == count
-        else:
-            free = pool.num_free()
-            with pytest.raises(RequestError, match=rf"{count} pages .* the {free} free ones"):
-                pool.take(count)
-            assert pool.num_free() == free
-        had = [page for pages in taken for page in pages]
-        assert len(set(had)) == len(had) == 12 - pool.num_free()
-        assert set(had) <= set(range(12))
-
-
-def test_pages_given_back_are_taken_first() -> None:
-    """What was used last is what the caches of the device still know."""
-    pool = PagePool(6)
-    first, second = pool.take(2), pool.take(3)
-    assert (first, second) == ([0, 1], [2, 3, 4])
-    pool.give(first)
-    assert pool.take(2) == first

@@ -1,16 +1,18 @@
-"""What sequences keep beside their pages: bytes, copies, lengths."""
+"""What seats hold on the device: tables of pages, state of their own, snapshots, host copies."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tilewright.compiler.errors import RequestError
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.state import PagedState, sequence_bytes
+from tilewright.compiler.targets.step import HostPlace, Pages, Seat, Snapshot
 
+A, B, C = Seat(0), Seat(1), Seat(2)
 KV = StateSpec("kv", PER_TOKEN, (2, 1, 16), "bf16")
+BLOCKS = StateSpec("blocks", PER_TOKEN, (2, 1, 16), "bfp8")
 OWN = (
     StateSpec("window", PER_SEQUENCE, (6, 3), "fp32"),
     StateSpec("memory", PER_SEQUENCE, (2, 4, 5), "fp32"),
@@ -18,9 +20,25 @@ OWN = (
 PAGE_BYTES = 2 * 64 * 16 * 2
 
 
-def make(own: tuple[StateSpec, ...] = OWN) -> PagedState:
+def make(own: tuple[StateSpec, ...] = OWN, kv: tuple[StateSpec, ...] = (KV,)) -> PagedState:
     options = CompileOptions(max_batch=3, max_context=100)
-    return PagedState([KV], options, torch.device("cpu"), sequence_specs=own)
+    return PagedState(kv, options, torch.device("cpu"), num_pages=6, sequence_specs=own)
+
+
+def deal(state: PagedState, *edits: Pages) -> None:
+    for edit in edits:
+        state.note(edit)
+    state.deal(edits)
+
+
+def scribble(state: PagedState) -> None:
+    """Other values everywhere, none of them twice in a pool."""
+    for each in state.sequences.values():
+        each.normal_()
+    for pages in state.pages.values():
+        pages.values.copy_(torch.randint(-100, 100, pages.values.shape))
+        if pages.exponents is not None:
+            pages.exponents.copy_(torch.randint(0, 255, pages.exponents.shape))
 
 
 def test_bytes() -> None:
@@ -28,52 +46,88 @@ def test_bytes() -> None:
     state = make()
     assert sequence_bytes(OWN) == own == sum(each[0].nbytes for each in state.sequences.values())
     assert state.num_bytes(65) == 2 * PAGE_BYTES + own
-    assert state.num_bytes_taken() == 0
-    first, _ = state.reserve(10), state.reserve(80)
-    assert state.num_bytes_taken() == 3 * PAGE_BYTES + 2 * own
-    state.free(first)
-    assert state.num_bytes_taken() == 2 * PAGE_BYTES + own
+    assert state.num_bytes_held() == 0
+    deal(state, Pages(A, 0, (5,)), Pages(B, 0, (0, 1)))
+    assert state.num_bytes_held() == 3 * PAGE_BYTES + 2 * own
+    deal(state, Pages(C, 0, (0, 2)))  # a page that is shared
+    assert state.num_bytes_held() == 4 * PAGE_BYTES + 3 * own
+    state.save(A, Snapshot(3), 10)
+    state.save(B, Snapshot(3), 12)
+    assert state.num_bytes_held() == 4 * PAGE_BYTES + 4 * own
+    state.clear(A)
+    state.clear(C)
+    assert state.num_bytes_held() == 2 * PAGE_BYTES + 2 * own
+    state.reset()
+    assert state.num_bytes_held() == 0
     assert make(()).num_bytes(65) == 2 * PAGE_BYTES
 
 
+def test_tables_are_what_was_dealt_last() -> None:
+    """Two edits of one place in one go count in their order."""
+    state = make()
+    deal(state, Pages(B, 0, (4,)), Pages(A, 0, (1, 2)), Pages(B, 1, (3,)), Pages(A, 0, (2, 5)))
+    assert state.tables.tolist() == [[2, 5], [4, 3], [0, 0]]
+    deal(state, Pages(A, 1, (0,)))
+    assert state.tables.tolist() == [[2, 0], [4, 3], [0, 0]]
+
+
+@pytest.mark.parametrize(("first", "ids"), [(1, (0,)), (0, (0, 1, 2))])
+def test_a_gap_and_too_many_pages_are_our_own_mistakes(first: int, ids: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match="seat 2 has"):
+        make().note(Pages(C, first, ids))
+
+
 def test_a_copy_has_all_of_it_and_goes_its_own_way() -> None:
-    state = make()
-    handle = state.reserve(20)
-    state.ran(handle, 7)
+    state = make(kv=(KV, BLOCKS))
+    deal(state, Pages(A, 0, (3, 1)), Pages(B, 0, (3, 5)))
+    scribble(state)
+    before = [pool.clone() for pool in state._pools()]
+    state.copy(A, B, 70)
+    for pool, old in zip(state._pools(), before, strict=True):
+        assert torch.equal(pool[5], old[1]) and torch.equal(pool[:5], old[:5])
     for each in state.sequences.values():
-        each[handle] = torch.randn(each.shape[1:])
-    fresh = state.copy(handle, 7)
-    assert state.length(fresh) == 7 and fresh != handle
-    for each in state.sequences.values():
-        assert torch.equal(each[fresh], each[handle])
-        each[fresh] += 1
-        assert not torch.equal(each[fresh], each[handle])
+        assert torch.equal(each[B], each[A])
+        each[B] += 1
+        assert not torch.equal(each[B], each[A])
 
 
-@pytest.mark.parametrize("count", [0, 6, 8])
-def test_a_copy_of_another_length_is_refused(count: int) -> None:
+def test_whole_pages_are_not_copied() -> None:
     state = make()
-    handle = state.reserve(20)
-    state.ran(handle, 7)
-    words = (
-        f"a copy of the first {count} positions of a sequence of 7; allowed: all 7, since its "
-        "state cannot be cut back"
-    )
-    with pytest.raises(RequestError) as caught:
-        state.copy(handle, count)
-    assert str(caught.value) == words and state.num_free() == 2
+    deal(state, Pages(A, 0, (3,)), Pages(B, 0, (3,)))
+    scribble(state)
+    before = state.pages["kv"].values.clone()
+    state.copy(A, B, 64)
+    assert torch.equal(state.pages["kv"].values, before)
 
 
-def test_without_such_state_a_copy_may_be_shorter() -> None:
-    state = make(())
-    handle = state.reserve(20)
-    state.ran(handle, 7)
-    assert state.length(state.copy(handle, 3)) == 3
-
-
-def test_a_slot_s_length_begins_anew() -> None:
+def test_a_snapshot_is_what_was_there_then() -> None:
     state = make()
-    handle = state.reserve(20)
-    state.ran(handle, 7)
-    state.free(handle)
-    assert state.reserve(20) == handle and state.length(handle) == 0
+    scribble(state)
+    before = {name: each[A].clone() for name, each in state.sequences.items()}
+    state.save(A, Snapshot(0), 7)
+    scribble(state)
+    state.save(B, Snapshot(1), 9)
+    assert (state.load(C, Snapshot(0)), state.load(B, Snapshot(0))) == (7, 7)
+    for name, each in state.sequences.items():
+        assert torch.equal(each[C], before[name]) and torch.equal(each[B], before[name])
+
+
+def test_what_went_to_the_host_comes_back_into_other_pages() -> None:
+    """Of the positions there are, and no more: the rest of the seat's pages stay as they are."""
+    state = make(kv=(KV, BLOCKS))
+    deal(state, Pages(A, 0, (4, 2)))
+    scribble(state)
+    pools = [pool[4].clone() for pool in state._pools()]
+    own = [each[A].clone() for each in state.sequences.values()]
+    state.put_out(A, HostPlace(1), 64)
+    state.clear(A)
+    deal(state, Pages(C, 0, (0, 3)))
+    scribble(state)
+    others = [pool[3].clone() for pool in state._pools()]
+    state.take_back(HostPlace(1), C, 64)
+    for pool, kept, other in zip(state._pools(), pools, others, strict=True):
+        assert torch.equal(pool[0], kept) and torch.equal(pool[3], other)
+    for each, kept in zip(state.sequences.values(), own, strict=True):
+        assert torch.equal(each[C], kept)
+    with pytest.raises(KeyError):
+        state.take_back(HostPlace(1), C, 64)

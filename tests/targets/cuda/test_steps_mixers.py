@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from tests.models.test_qwen3_5_moe import ON_CUDA
-from tests.runtime.test_engine import Operations
+from tests.runtime.test_engine import CONTEXT, Operations
 from tests.targets.cuda.test_conformance_cuda import EXACT, on_cuda
 from tests.targets.test_conformance import assert_near
 from tests.tiny import (
     compiled,
+    copy_seat,
+    joined,
     leave_seat,
     lowered,
     precision_of,
@@ -24,11 +26,8 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.errors import RequestError
-from tilewright.compiler.ops import SamplingBatch
-from tilewright.compiler.runtime.batch import Piece, build_step
 from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.targets.base import CompileOptions, Executable, StepInput
+from tilewright.compiler.targets.base import CompileOptions, Executable
 from tilewright.compiler.targets.cuda import steps_experts
 from tilewright.compiler.targets.cuda.device import state_bytes, work_bytes
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
@@ -36,8 +35,10 @@ from tilewright.compiler.targets.cuda.kernels import native_delta
 from tilewright.compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
 from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps import Rows
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
+from tilewright.compiler.targets.step import Chunk, Copy, Load, Save, Snapshot, Step
 
 TINY: dict[str, Any] = {**ON_CUDA, "hidden_size": 16, "num_layers": 1, "linear_layers": (True,)}
 BF16 = precision_of("bf16")
@@ -61,17 +62,17 @@ def fast() -> Executable:
 def test_a_row_s_bits_do_not_depend_on_its_batch(fast: Executable) -> None:
     """Neither on how many rows there are, nor on which row it is."""
     lengths = (6, 2, 9)
-    handles = [fast.reserve(20) for _ in lengths]
+    handles = [take_seat(fast, 20) for _ in lengths]
     for handle, length in zip(handles, lengths, strict=True):
         step(fast, [(handle, random_tokens(length, seed=length), 0)])
     (alone,) = handles[:1]
-    again = fast.copy(alone, lengths[0])
+    again = copy_seat(fast, alone, lengths[0])
     single = step(fast, [(again, [7], lengths[0])])
     rows = [(handle, [7 + i], lengths[i]) for i, handle in enumerate(handles)]
     together = step(fast, rows[::-1])
     assert torch.equal(together[-1], single[0])
     for handle in (*handles, again):
-        fast.free(handle)
+        leave_seat(fast, handle)
 
 
 def test_one_kernel_convolves_and_applies_the_rule_in_decode_steps(
@@ -102,51 +103,66 @@ def test_a_copy_is_a_snapshot(exact: Executable) -> None:
     """What is done to one leaves the other as it was; a shorter copy is refused."""
     tokens = random_tokens(9)
     expected = prefill(exact, tokens)
-    handle = exact.reserve(20)
+    handle = take_seat(exact, 20)
     step(exact, [(handle, tokens[:5], 0)])
-    kept = exact.copy(handle, 5)
+    kept = copy_seat(exact, handle, 5)
     step(exact, [(handle, random_tokens(4, seed=5), 5)])
     for count in (5, 8, 10):
-        with pytest.raises(RequestError, match=r"of a sequence of 9; allowed: all 9, since"):
-            exact.copy(handle, count)
+        with pytest.raises(AssertionError, match="state of 9 is not cut back"):
+            exact.step(Step(edits=(Copy(handle, kept, count),)))
     assert_near(step(exact, [(kept, tokens[5:], 5)])[0], expected[-1], EXACT)
-    exact.free(handle)
-    exact.free(kept)
+    leave_seat(exact, handle)
+    leave_seat(exact, kept)
 
 
 def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
-    handles = [exact.reserve(20) for _ in range(2)]
+    handles = tuple(take_seat(exact, 20) for _ in range(2))
     for handle in handles:
         step(exact, [(handle, random_tokens(3), 0)])
-    batch = SamplingBatch(
-        temperature=torch.zeros(2),
-        top_k=torch.zeros(2, dtype=torch.int64),
-        top_p=torch.ones(2),
-        seeds=torch.zeros(2, dtype=torch.int64),
-        positions=torch.full((2,), 3),
-        end_tokens=torch.full((2, 1), -1),
-        is_greedy=True,
-    )
-    inputs = StepInput(
-        *(torch.tensor(each) for each in ([1, 2], [3, 3], [0, 1, 2], [0, 1])),
-        tuple(handles),
-        batch,
-        want_logits=True,
-    )
-    chosen = [[1], [2]]
-    for _ in range(3):
-        output = exact.step(inputs)
-        for row, token in zip(chosen, output.read()[0], strict=True):
-            row.append(token)
-        inputs = inputs.ahead(output)
-    with pytest.raises(RequestError, match=r"allowed: all 6, since"):
-        exact.copy(handles[1], 5)
-    copy = exact.copy(handles[1], 6)
-    assert output.logits is not None
-    again = prefill(exact, [*random_tokens(3), *chosen[1][:3]])
-    assert_near(output.logits[1], again[-1], EXACT)
+    forced = dict(zip(handles, (1, 2), strict=True))
+    parts = [*exact.step(Step(decode=handles, forced=forced)).parts]
+    parts += exact.step(Step(decode=handles)).parts
+    output = exact.step(Step(decode=handles, want_logits=True))
+    chosen = [2, *(part.read().tokens[1] for part in parts)]
+    copy = take_seat(exact, 20)
+    with pytest.raises(AssertionError, match="state of 6 is not cut back"):
+        exact.step(Step(edits=(Copy(handles[1], copy, 5),)))
+    exact.step(Step(edits=(Copy(handles[1], copy, 6),)))
+    again = prefill(exact, [*random_tokens(3), *chosen])
+    assert_near(joined(output)[1], again[-1], EXACT)
+    after = prefill(exact, [*random_tokens(3), *chosen, 7])
+    assert_near(step(exact, [(copy, [7], 6)])[0], after[-1], EXACT)
     for handle in (*handles, copy):
-        exact.free(handle)
+        leave_seat(exact, handle)
+
+
+def test_snapshots_on_the_way_through_a_prompt_continue_as_the_whole(exact: Executable) -> None:
+    """Also two of one position, one at the chunk's end, and one that is written over."""
+    tokens = random_tokens(9)
+    expected = prefill(exact, tokens)
+    handle, other = take_seat(exact, 20), take_seat(exact, 20)
+    before = exact.memory().state
+    saves = ((9, Snapshot(3)), (5, Snapshot(0)), (7, Snapshot(1)), (5, Snapshot(2)))
+    chunk = Chunk(handle, 0, tuple(tokens), chooses=True, saves=saves)
+    (part,) = exact.step(Step(prompts=(chunk,), want_logits=True)).parts
+    assert part.logits is not None
+    assert_near(part.logits()[0], expected[-1], EXACT)
+    assert exact.memory().state == before + 4 * sequence_bytes(states_of(exact))
+    exact.step(Step(edits=(Save(handle, Snapshot(1)),)))
+    exact.step(Step(edits=(Copy(handle, other, 9),)))
+    for snapshot, position in ((0, 5), (2, 5), (1, 9), (3, 9)):
+        exact.step(Step(edits=(Load(other, Snapshot(snapshot)),)))
+        rest = [*tokens, 11][position:]
+        got = step(exact, [(other, rest, position)])[0]
+        assert_near(got, prefill(exact, [*tokens, 11])[-1], EXACT)
+    leave_seat(exact, handle)
+    leave_seat(exact, other)
+    exact.reset()
+    assert exact.memory().state == 0
+
+
+def states_of(executable: Any) -> Any:
+    return executable._steps._plan.sequence_states
 
 
 def test_steps_of_padding_leave_every_state_as_it_is() -> None:
@@ -182,19 +198,19 @@ def test_experts_of_a_long_prompt_run_part_by_part(
 
 
 class OnPages(Operations):
-    """Memory is taken in whole pages, for as long as a sequence may become."""
+    """Memory is taken in whole pages, as a sequence comes to them."""
 
     def check_state(self) -> None:
         executable = self.engine.executable
         assert set(self.engine.request_ids) == set(self.histories)
-        assert executable.num_free() == self.batch - len(self.histories)
+        assert executable.memory().state == len(self.histories) * executable.state_bytes(CONTEXT)
 
 
 def test_random_operations_are_the_reference_s() -> None:
     model = model_of(num_experts=3, shared_size=0)
     executable = compiled(model, "cuda", precision=BF16, max_batch=2, max_context=32)
     oracle = compiled(model, "reference", precision=BF16, max_batch=32, max_context=32)
-    operations = OnPages(Engine(executable, prefill_chunk=13), oracle, seed=1)
+    operations = OnPages(Engine(executable, step_tokens=13), oracle, seed=1)
     operations.run(8)
     counts = operations.counts
     assert counts["prefill"] and counts["decode"] > 1 and counts["remove"], counts
@@ -219,16 +235,13 @@ def test_bytes_are_counted_before_anything_is_loaded() -> None:
 def test_the_experts_of_a_step_are_counted_and_the_step_is_run(exact: CudaExecutable) -> None:
     tokens = random_tokens(7)
     expected = prefill(exact, tokens)
-    handles = [exact.reserve(20) for _ in range(3)]
+    handles = [take_seat(exact, 20) for _ in range(3)]
     for handle in handles:
         step(exact, [(handle, tokens[:5], 0)])
-    alone = exact.chosen_experts(build_step([Piece(handles[0], tokens[5:6], 5, True)]))
+    alone = exact.chosen_experts(handles[:1], tokens[5:6])
     assert alone == [TINY["experts_per_token"]]
     assert_near(step(exact, [(handles[0], tokens[6:], 6)])[0], expected[-1], EXACT)
-    pieces = [
-        Piece(handle, [token], 5, True) for handle, token in zip(handles[1:], (3, 50), strict=True)
-    ]
-    (together,) = exact.chosen_experts(build_step(pieces))
+    (together,) = exact.chosen_experts(handles[1:], (3, 50))
     assert TINY["experts_per_token"] <= together <= TINY["num_experts"]
     for handle in handles:
-        exact.free(handle)
+        leave_seat(exact, handle)
