@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tilewright.compiler.bench.timing import Job
+from tilewright.compiler.bench.timing import OFFLINE, Job
 from tilewright.compiler.runtime.llm import LLM
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.targets.base import Executable
@@ -125,7 +125,7 @@ def _prompt_and_one_step(executable: Executable, job: Job) -> None:
 
 
 def _started(executable: Executable, jobs: Sequence[Job]) -> tuple[LLM, list[Request]]:
-    llm = LLM(executable)
+    llm = LLM(executable, policy=OFFLINE)
     requests = [Request(index, job.prompt, job.sampling) for index, job in enumerate(jobs)]
     for request in requests:
         llm.add(request)

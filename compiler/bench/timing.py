@@ -12,10 +12,14 @@ from dataclasses import dataclass, replace
 
 from tilewright.compiler.bench.record import Repeat
 from tilewright.compiler.runtime.llm import LLM, OnToken
-from tilewright.compiler.runtime.request import Request, SamplingParams
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.scheduler import Policy
 from tilewright.compiler.targets.base import Executable
 
 _WARM_UP_TOKENS = 8
+OFFLINE = Policy(reuses=False, prompts_first=True)
+"""How timed runs are scheduled: all prompts, each of them computed, then all decode together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,7 @@ def warm_up(executable: Executable, jobs: Sequence[Job]) -> None:
         Request(index, job.prompt, sampling)
         for index, (job, sampling) in enumerate(zip(jobs, short, strict=True))
     ]
-    LLM(executable).generate(requests)
+    LLM(executable, policy=OFFLINE).generate(requests)
 
 
 def time_once(
@@ -89,7 +93,7 @@ def time_once(
         Request(user, jobs[index].prompt, jobs[index].sampling) for user, index in enumerate(order)
     ]
     started = time.perf_counter()
-    LLM(executable).generate(requests, on_token)
+    LLM(executable, policy=OFFLINE).generate(requests, on_token)
     by_job = dict(zip(order, requests, strict=True))
     ordered = [by_job[index] for index in range(len(jobs))]
     return Run(

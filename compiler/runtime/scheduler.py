@@ -40,11 +40,14 @@ class Policy:
         step_ms: milliseconds for pieces of prompts while others decode; 0: no limit.
         step_tokens: tokens of prompts in one step; None: as many as the executable takes.
         reuses: whether prompts share what was computed for others with the same beginning.
+        prompts_first: whether streams wait while prompts are computed: right where all requests
+            are there from the beginning and nobody listens.
     """
 
     step_ms: float = STEP_MS
     step_tokens: int | None = None
     reuses: bool = True
+    prompts_first: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -266,6 +269,8 @@ class Scheduler:
 
     def _decode_rows(self) -> list[Running]:
         """Every seat that decodes, by seat; each has the page that its token is written to."""
+        if self.policy.prompts_first and any(each.num_left for each in self.running):
+            return []
         for running in [each for each in self.running if each.wants_decode]:
             if running in self.running:  # not preempted for another meanwhile
                 self._grow(running, running.computed + 1)
