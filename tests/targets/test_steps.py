@@ -131,6 +131,14 @@ def test_an_empty_mask_is_no_number(executable: Executable) -> None:
     assert output.parts[0].read().why == [NOT_A_NUMBER]
 
 
+def test_a_reset_forgets_a_choice_that_waits_and_all_seats(executable: Executable) -> None:
+    for _ in range(2):
+        executable.step(opened(executable, A, Choosing()))
+        output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
+        assert output.parts[0].seats == (A,)
+        executable.reset()
+
+
 def test_log_probabilities_are_those_of_the_raw_logits(executable: Executable) -> None:
     executable.step(opened(executable, A, PENALISED))
     chunk = Chunk(A, 0, PROMPT, chooses=True, echoes=True)

@@ -65,16 +65,6 @@ def test_fewer_rows_leave_no_parameters_of_the_rows_before() -> None:
     assert choice.temperature.tolist() == [0.5] * 2 + [0.0] * 2
 
 
-def test_a_seat_that_is_opened_again_has_parameters_of_its_own() -> None:
-    """Seeds are 64 bits, of either sign or none; a top k may be any number."""
-    table = SeatTable(2, 3, CPU)
-    table.open({Seat(1): Choosing(temperature=0.5, end_tokens=(1, 2, 3), seed=2**64 - 5)})
-    assert table.seeds.tolist() == [0, -5, 0] and table.end_tokens[1].tolist() == [1, 2, 3]
-    table.open({Seat(1): Choosing(end_tokens=(7,), seed=-(2**63), top_k=10**12)})
-    assert table.seeds.tolist() == [0, -(2**63), 0] and table.temperature[1] == 0.0
-    assert table.end_tokens[1].tolist() == [7, -1, -1] and table.top_k[1] == 2**31 - 1
-
-
 @pytest.mark.parametrize("is_greedy", [True, False])
 def test_a_choice_without_a_number_says_so(is_greedy: bool, device: torch.device) -> None:
     """Rows whose logits have one are as ever, sampled or not."""

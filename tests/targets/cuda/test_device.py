@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CompileError
@@ -17,6 +18,7 @@ from tilewright.compiler.targets.cuda import device as device_module
 from tilewright.compiler.targets.cuda.device import (
     check_fits,
     check_room,
+    num_snapshots,
     open_device,
     shared_pages,
     state_bytes,
@@ -25,8 +27,9 @@ from tilewright.compiler.targets.cuda.device import (
 )
 from tilewright.compiler.targets.cuda.instructions import Plan
 from tilewright.compiler.targets.cuda.numerics import cache_kind
-from tilewright.compiler.targets.cuda.pages import allocate_pages, pages_of
+from tilewright.compiler.targets.cuda.pages import allocate_pages, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.weights import load_weights
 
 MODEL = tiny_model(max_positions=4096)
@@ -185,3 +188,15 @@ def test_too_large_a_cache_is_refused_on_the_device() -> None:
     options = CompileOptions(max_batch=10**6, max_context=4096)
     with pytest.raises(CompileError, match="GB of the GPU's memory are free; allowed: a context"):
         check_room(plan_of(), options, open_device())
+
+
+def test_snapshots_take_what_is_left_and_leave_room_to_work(no_workspace: None) -> None:
+    model = tiny_model(model_type="qwen3_5", **ON_CUDA)
+    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+    each, work = sequence_bytes(plan.sequence_states), work_bytes(plan, OPTIONS)
+    found = [num_snapshots(plan, OPTIONS, work + room) for room in (-5, each - 1, 9 * each, 10**9)]
+    assert found == [0, 0, 9, 64]
+    assert num_snapshots(plan_of(), OPTIONS, 10**12) == 0
+    kept = weight_bytes(plan) + work + OPTIONS.max_batch * each
+    pool = shared_pages(plan, OPTIONS, kept + 10**8) * page_bytes(plan.states[0], "bf16")
+    assert 10**8 - pool * len(plan.states) >= 64 * each

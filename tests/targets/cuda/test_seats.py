@@ -1,0 +1,201 @@
+"""Seats of the cuda executable: who sits in a bucket's rows, what goes along, what is forced."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.models.test_qwen3_5 import ON_CUDA
+from tests.targets.cuda.test_conformance_cuda import SMALL
+from tests.targets.cuda.test_executable import (
+    BF16,
+    GREEDY,
+    ROWS,
+    executable,
+    first_step,
+    release,
+    started,
+    step_by_step,
+)
+from tests.tiny import (
+    compiled,
+    copy_seat,
+    joined,
+    leave_seat,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
+from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.cuda import executable as executable_module
+from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.step import (
+    Back,
+    Choosing,
+    Chunk,
+    Close,
+    HostPlace,
+    Open,
+    Out,
+    Pages,
+    Seat,
+    Step,
+)
+
+__all__ = ["executable"]
+
+PENALISED = Choosing(temperature=0.7, seed=8, repetition_penalty=1.5, frequency_penalty=0.3)
+
+
+def test_a_seat_that_is_opened_again_has_parameters_of_its_own() -> None:
+    """Seeds are 64 bits, of either sign or none; a top k may be any number."""
+    table = SeatTable(2, 3, torch.device("cpu"))
+    table.open({Seat(1): Choosing(temperature=0.5, end_tokens=(1, 2, 3), seed=2**64 - 5)})
+    assert table.seeds.tolist() == [0, -5, 0] and table.end_tokens[1].tolist() == [1, 2, 3]
+    table.open({Seat(1): Choosing(end_tokens=(7,), seed=-(2**63), top_k=10**12)})
+    assert table.seeds.tolist() == [0, -(2**63), 0] and table.temperature[1] == 0.0
+    assert table.end_tokens[1].tolist() == [7, -1, -1] and table.top_k[1] == 2**31 - 1
+
+
+def test_seats_that_leave_a_bucket_take_their_tokens_along(executable: Executable) -> None:
+    """One goes on alone, both come back in another order, and a third joins from its prompt."""
+    rows = [ROWS[1], GREEDY]
+    expected = [list(each) for each in zip(*step_by_step(executable, rows, 4), strict=True)]
+    seats = started(executable, rows)
+    a, b = seats
+    third = take_seat(executable, 40, GREEDY)
+    first = executable.step(first_step(seats))
+    alone = executable.step(Step(decode=(a,), prompts=(Chunk(third, 0, (7, 8), chooses=True),)))
+    both = [executable.step(Step(decode=(third, b, a))) for _ in range(2)]
+    found: dict[Seat, list[int]] = {}
+    for output in (first, alone, *both):
+        for part in output.parts:
+            for seat, token in zip(part.seats, part.read().tokens, strict=True):
+                found.setdefault(seat, []).append(token)
+    assert (found[a], found[b]) == (expected[0], expected[1][:3])
+    release(executable, (*seats, third))
+    fresh = take_seat(executable, 40)
+    assert found[third][0] == int(step(executable, [(fresh, (7, 8), 0)]).argmax())
+    leave_seat(executable, fresh)
+
+
+def test_one_seat_s_token_may_be_forced_beside_another_s_own(executable: Executable) -> None:
+    seats = started(executable, [GREEDY] * 2)
+    held = list(executable.step(first_step(seats)).parts[0].read().tokens)
+    mixed = joined(executable.step(Step(decode=seats, forced={seats[1]: 3}, want_logits=True)))
+    release(executable, seats)
+    seats = started(executable, [GREEDY] * 2)
+    executable.step(first_step(seats))
+    forced = dict(zip(seats, (held[0], 3), strict=True))
+    told = joined(executable.step(Step(decode=seats, forced=forced, want_logits=True)))
+    assert torch.equal(mixed, told)
+    release(executable, seats)
+
+
+@pytest.mark.parametrize("row", [GREEDY, ROWS[1], PENALISED], ids=["greedy", "sampled", "late"])
+def test_more_rows_than_a_bucket_has_come_in_parts(
+    executable: Executable, row: Choosing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [row, GREEDY, row]
+    expected = step_by_step(executable, rows, 3)
+    monkeypatch.setattr(executable_module, "MAX_ROWS", 2)
+    seats = started(executable, rows)
+    outputs = [executable.step(first_step(seats))]
+    outputs += [executable.step(Step(decode=seats)) for _ in range(2)]
+    for output, tokens in zip(outputs, expected, strict=True):
+        assert [part.seats for part in output.parts] == [seats[:2], seats[2:]]
+        assert [token for part in output.parts for token in part.read().tokens] == tokens
+    output = executable.step(Step(decode=seats, masked=True))
+    only_one = np.arange(61) == 11
+    executable.choose(output, {seats[0]: only_one, seats[2]: only_one})
+    chosen = [token for part in output.parts for token in part.read().tokens]
+    assert (chosen[0], chosen[2]) == (11, 11)
+    release(executable, seats)
+
+
+def test_a_token_chosen_late_is_the_one_that_is_read_next(executable: Executable) -> None:
+    """Masked once, then on by the device alone, in another part of the random numbers."""
+    rows = [ROWS[1], GREEDY]
+    seats = started(executable, rows)
+    output = executable.step(dataclasses.replace(first_step(seats), masked=True))
+    executable.choose(output, {seat: np.arange(61) == 9 + seat for seat in seats})
+    tokens = output.parts[0].read().tokens
+    assert tokens == [9 + seat for seat in seats]
+    ahead = executable.step(Step(decode=seats, want_logits=True))
+    release(executable, seats)
+    seats = started(executable, rows)
+    executable.step(first_step(seats))
+    forced = dict(zip(seats, tokens, strict=True))
+    told = executable.step(Step(decode=seats, forced=forced, want_logits=True))
+    assert torch.equal(joined(ahead), joined(told))
+    assert ahead.parts[0].read() == told.parts[0].read()
+    release(executable, seats)
+
+
+def test_known_tokens_are_read_behind_a_prompt_that_chose_nothing(executable: Executable) -> None:
+    """As after preemption; the prompt is longer than any that is captured."""
+    inner: Any = executable
+    tokens = random_tokens(8)
+    expected = prefill(executable, tokens, [6, 1])[-1:]
+    sizes, inner._prompt_sizes = inner._prompt_sizes, (4,)
+    seat = take_seat(executable, 20)
+    assert not executable.step(Step(prompts=(Chunk(seat, 0, tuple(tokens[:6])),))).parts
+    step(executable, [(seat, tokens[6:7], 6)])
+    assert torch.equal(step(executable, [(seat, tokens[7:], 7)]), expected)
+    inner._prompt_sizes = sizes
+    leave_seat(executable, seat)
+
+
+@pytest.mark.parametrize("row", [ROWS[1], PENALISED], ids=["device", "late"])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_seat_that_went_to_the_host_and_back_goes_on(row: Choosing, hybrid: bool) -> None:
+    """On another seat, in other pages, while its own were written over by others."""
+    changes = {"model_type": "qwen3_5", **ON_CUDA} if hybrid else SMALL
+    options: dict[str, Any] = {"compute": "fast", "max_context": 128}
+    found = compiled(tiny_model(std=0.2, **changes), "cuda", precision=BF16, **options)
+    a, b, place = Seat(0), Seat(3), HostPlace(5)
+    prompt = tuple(random_tokens(70 if not hybrid else 9))
+    begins = (Open(a, row, prompt), Pages(a, 0, (4, 1)), Open(b, GREEDY), Pages(b, 0, (0, 2)))
+
+    def run(out_and_back: bool) -> list[Any]:
+        found.reset()
+        output = found.step(Step(edits=begins, prompts=(Chunk(a, 0, prompt, chooses=True),)))
+        parts, seat = [*output.parts, *found.step(Step(decode=(a,))).parts], a
+        if out_and_back:
+            found.step(Step(edits=(Out(a, place), Close(a), Close(b))))
+            assert found.memory().state == 0
+            taken = (Open(a, GREEDY), Pages(a, 0, (1, 4)))
+            found.step(Step(edits=taken, prompts=(Chunk(a, 0, (5,) * 66),)))
+            seat = Seat(2)
+            again = (Open(seat, row, prompt), Pages(seat, 0, (3, 0)), Back(seat, place))
+            parts += found.step(Step(edits=again, decode=(seat,))).parts
+        else:
+            parts += found.step(Step(decode=(a,))).parts
+        parts += found.step(Step(decode=(seat,))).parts
+        last = found.step(Step(decode=(seat,), want_logits=True))
+        return [[part.read() for part in parts], joined(last).tolist()]
+
+    assert run(True) == run(False)
+    found.close()
+
+
+def test_what_a_scheduler_gets_wrong_fails_an_assertion(executable: Executable) -> None:
+    seat = take_seat(executable, 40)
+    step(executable, [(seat, (1, 2, 3), 0)])
+    copied = copy_seat(executable, seat, 2)
+    wrong = [
+        Step(edits=(Open(seat, GREEDY),)),
+        Step(edits=(Open(Seat(4), GREEDY),)),
+        Step(edits=(Pages(seat, 2, (3,)),)),
+        Step(prompts=(Chunk(copied, 3, (1,)),)),
+    ]
+    for each in wrong:
+        with pytest.raises(AssertionError):
+            executable.step(each)
+    release(executable, (seat, copied))
