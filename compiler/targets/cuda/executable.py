@@ -118,6 +118,7 @@ class CudaExecutable(Executable):
         self._out: dict[HostPlace, tuple[Sitting, Tensor]] = {}
         self._seated: Seated | None = None
         self._waiting: list[HostChoice] = []
+        self._is_closed = False
 
     @torch.no_grad()
     def step(self, step: Step) -> StepOutput:
@@ -382,6 +383,9 @@ class CudaExecutable(Executable):
         return self._state.num_bytes(num_positions, num_sequences)
 
     def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._decodes.clear()
         self._prompts.clear()
         self._seated = None

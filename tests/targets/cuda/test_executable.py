@@ -277,3 +277,9 @@ def test_a_thousand_random_operations_on_the_device(kind: str) -> None:
     done = random_operations(twins, 1000, longest=700, seed=4)
     assert min(done.values()) > 50
     assert twins.worst < max(BOUNDS[kind], 1e-4)
+
+
+def test_what_is_closed_may_be_closed_again() -> None:
+    made = compiled(tiny_model(num_layers=1), "cuda", precision=BF16, compute="fast")
+    made.close()
+    made.close()
