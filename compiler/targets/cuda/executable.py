@@ -118,7 +118,6 @@ class CudaExecutable(Executable):
         self._out: dict[HostPlace, tuple[Sitting, Tensor]] = {}
         self._seated: Seated | None = None
         self._waiting: list[HostChoice] = []
-        self._is_closed = False
 
     @torch.no_grad()
     def step(self, step: Step) -> StepOutput:
@@ -383,13 +382,13 @@ class CudaExecutable(Executable):
         return self._state.num_bytes(num_positions, num_sequences)
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
         self._decodes.clear()
         self._prompts.clear()
         self._seated = None
-        del self._steps, self._state, self._weights
+        for name in {"_steps", "_state", "_weights"} & set(
+            vars(self)
+        ):  # once: it may be asked twice
+            delattr(self, name)
         if self._device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other
             torch.cuda.empty_cache()
