@@ -385,10 +385,7 @@ class CudaExecutable(Executable):
         self._decodes.clear()
         self._prompts.clear()
         self._seated = None
-        for name in {"_steps", "_state", "_weights"} & set(
-            vars(self)
-        ):  # once: it may be asked twice
-            delattr(self, name)
+        vars(self).update(dict.fromkeys(("_steps", "_state", "_weights")))
         if self._device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other
             torch.cuda.empty_cache()
