@@ -385,7 +385,8 @@ class CudaExecutable(Executable):
         self._decodes.clear()
         self._prompts.clear()
         self._seated = None
-        vars(self).update(dict.fromkeys(("_steps", "_state", "_weights")))
+        for name in ("_steps", "_state", "_weights"):
+            vars(self).pop(name, None)  # it may be closed twice
         if self._device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other
             torch.cuda.empty_cache()
