@@ -88,7 +88,7 @@ PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 
 perf: $(WITH_DEMO)
 	for precision in $(PERF_PRECISIONS); do for case in $(PERF_CASES); do \
-	    "$(BIN)/tilewright" run --case performance-$$case --precision $$precision \
+	    "$(BIN)/tilewright" bench --case performance-$$case --precision $$precision \
 	        --results $(PERF_RESULTS) || exit $$?; \
 	done; done
 	"$(BIN)/tilewright" perf --results $(PERF_RESULTS)
@@ -103,7 +103,7 @@ BOARDS := n150 n300 t3k tg
 # A shape that a board has no room for, or heads for, is said and left out.
 perf-boards: $(WITH_DEMO)
 	for board in $(BOARDS); do for shape in $(BOARD_SHAPES); do for case in $(BOARD_CASES); do \
-	    "$(BIN)/tilewright" run --model shape:$$shape --target $$board --case $$case \
+	    "$(BIN)/tilewright" bench --model shape:$$shape --target $$board --case $$case \
 	        --results $(BOARD_RESULTS) || [ $$? -eq 2 ] || exit 1; \
 	done; done; done
 	"$(BIN)/tilewright" sweep pareto --targets n300 --precisions performance accuracy \

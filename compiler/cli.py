@@ -17,7 +17,9 @@ from tilewright.compiler.errors import TilewrightError, allowed
 _COMMANDS = "tilewright.compiler.commands"
 
 VERBS = {
-    "run": (f"{_COMMANDS}.run", "answer prompts with a model, and measure it"),
+    "run": (f"{_COMMANDS}.run", "answer a prompt with a model"),
+    "chat": (f"{_COMMANDS}.chat", "talk with a model, turn by turn"),
+    "bench": (f"{_COMMANDS}.bench", "measure a model: speed, memory, accuracy"),
     "compile": (f"{_COMMANDS}.compile", "compile a model into a folder, ONNX or MLIR"),
     "convert": (f"{_COMMANDS}.convert", "write a model for dllama, or into the cache"),
     "sweep": (f"{_COMMANDS}.sweep.main", "measure many configurations; find the best"),

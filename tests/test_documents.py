@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 FOLDERS = ("bench", "compiler", "demo", "docs", "models", "precision_cfgs", "results", "tests")
 SCRIPTS = {
-    "simple_text_demo": "run",
+    "simple_text_demo": "bench",
     "sweep": "sweep",
     "bench_cuda": "bench-cuda",
     "compare_peers": "compare",

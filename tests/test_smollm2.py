@@ -275,7 +275,7 @@ def run_alone(path: Path, name: str, *options: str) -> tuple[Result, float]:
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", *options]
     started = time.perf_counter()
     done = subprocess.run(
-        [sys.executable, "-m", "tilewright.compiler.cli", "run", "--model", str(path), *argv],
+        [sys.executable, "-m", "tilewright.compiler.cli", "bench", "--model", str(path), *argv],
         cwd=ROOT,
         capture_output=True,
         timeout=300,

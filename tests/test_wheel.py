@@ -160,7 +160,7 @@ def test_installed_command_prints_its_version(wheel: Path, installed: Path) -> N
 
 def test_a_model_runs_where_only_its_dependencies_are(installed: Path, tiny_gguf: Path) -> None:
     """As `make demo` installs them: what else the tests' environment holds cannot be imported."""
-    argv = ["run", "--model", str(tiny_gguf), "--prompt", "hello", "--no-results"]
+    argv = ["bench", "--model", str(tiny_gguf), "--prompt", "hello", "--no-results"]
     argv += ["--max-generated-tokens", "2", "--repeat-batches", "1"]
     code = "from tilewright.compiler.cli import main\n"
     code += f"print(main.__code__.co_filename)\ncode = main({argv})\n"

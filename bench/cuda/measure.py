@@ -189,7 +189,7 @@ def _runs_of(row: Row) -> tuple[int, int, int]:
 
 
 def run_options(row: Row, *, target: str, repeats: int) -> RunOptions:
-    """What ``tilewright run`` would be asked for a row; more repeats do not change a case.
+    """What ``tilewright bench`` would be asked for a row; more repeats do not change a case.
 
     Raises:
         CheckpointError: for a shape whose architecture is not built.

@@ -161,14 +161,31 @@ class ModelArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointArguments(ModelArguments):
-    """A checkpoint, which may be named without ``--model``, and a folder to write to."""
+class PathArguments(ModelArguments):
+    """A model, which may be named without ``--model``."""
+
+    path: str | None = option("the same as --model", "path", nargs="?", metavar="PATH")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointArguments(PathArguments):
+    """A checkpoint, and a folder to write to."""
 
     precision: str | None = option(
         f"{PRECISION_FORMS} (default: {CHECKPOINT_PRECISION})", group="model", metavar="NAME"
     )
-    path: str | None = option("the same as --model", "path", nargs="?", metavar="PATH")
     output: str | None = option("a new or empty folder", "-o", "--output", metavar="DIR")
+
+
+def take_path(arguments: argparse.Namespace) -> None:
+    """Let ``arguments.model`` be what `PathArguments` name.
+
+    Raises:
+        ConfigError: where two are named.
+    """
+    if arguments.path is not None and arguments.model is not None:
+        raise ConfigError("PATH and --model; allowed: one of them")
+    arguments.model = arguments.path or arguments.model
 
 
 def take_checkpoint(arguments: argparse.Namespace) -> None:
@@ -177,9 +194,7 @@ def take_checkpoint(arguments: argparse.Namespace) -> None:
     Raises:
         ConfigError: where two are named, or a compiled folder.
     """
-    if arguments.path is not None and arguments.model is not None:
-        raise ConfigError("PATH and --model; allowed: one of them")
-    arguments.model = arguments.path or arguments.model
+    take_path(arguments)
     if arguments.model is not None and is_compiled(arguments.model):
         raise ConfigError(f"{arguments.model}: is compiled already; allowed: a checkpoint")
 

@@ -1,4 +1,4 @@
-"""``tilewright run`` on a board that is not there: emulated text and accuracy, predicted speed.
+"""``tilewright bench`` on a board that is not there: emulated text and accuracy, predicted speed.
 
 What the emulator takes on this machine is never printed as a board's figure.
 """

@@ -1,4 +1,4 @@
-"""A loaded model, compiled and measured: ``tilewright run`` without its arguments and printing."""
+"""A loaded model, compiled and measured: ``tilewright bench`` but for arguments and printing."""
 
 from __future__ import annotations
 

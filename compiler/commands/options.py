@@ -1,4 +1,4 @@
-"""What ``tilewright run`` is asked to do, checked before anything heavy is imported."""
+"""What ``tilewright bench`` is asked to do, checked before anything heavy is imported."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from tilewright.compiler.bench.prompts import (
     sample_prompts,
 )
 from tilewright.compiler.commands.arguments import (
-    ModelArguments,
     ModelOptions,
     Parser,
+    PathArguments,
     add_options,
     integer,
     option,
     read_model_options,
     real,
+    take_path,
     values_of,
 )
 from tilewright.compiler.errors import ConfigError
@@ -114,9 +115,9 @@ class RunOptions:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of ``tilewright run`` and ``demo/simple_text_demo.py``."""
-    found = Parser(prog="tilewright run", description="Answer prompts with a model; measure it.")
-    add_options(found, ModelArguments, _Asked, _CaseChanges, RunOptions)
+    """The options of ``tilewright bench`` and ``demo/simple_text_demo.py``."""
+    found = Parser(prog="tilewright bench", description="Answer prompts with a model; measure it.")
+    add_options(found, PathArguments, _Asked, _CaseChanges, RunOptions)
     return found
 
 
@@ -129,6 +130,7 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
     arguments = parser().parse_args(list(argv))
     if arguments.list:
         return None
+    take_path(arguments)
     named = CASES[arguments.case]
     prompts = _user_prompts(arguments)
     case = _changed_case(named, values_of(_CaseChanges, arguments), prompts)

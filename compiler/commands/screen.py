@@ -1,4 +1,4 @@
-"""What ``tilewright run`` shows besides its figures: answers as they come, and explanations."""
+"""What ``tilewright bench`` shows besides its figures: answers as they come, and explanations."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.kept import KeptSeats
 from tilewright.compiler.runtime.pages import PagePool, chain_keys, pages_of
-from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request
+from tilewright.compiler.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, Request
 from tilewright.compiler.targets.base import Capabilities
 from tilewright.compiler.targets.step import (
     Chunk,
@@ -39,7 +40,9 @@ class Policy:
     Attributes:
         step_ms: milliseconds for pieces of prompts while others decode; 0: no limit.
         step_tokens: tokens of prompts in one step; None: as many as the executable takes.
-        reuses: whether prompts share what was computed for others with the same beginning.
+        reuses: whether prompts share what was computed for others with the same beginning: pages,
+            or, on executables without them, the seats of sequences that have ended. Whoever
+            measures has it off, so that no figure comes from a cache.
         prompts_first: whether streams wait while prompts are computed: right where all requests
             are there from the beginning and nobody listens.
     """
@@ -102,6 +105,7 @@ class Scheduler:
         self.capabilities = capabilities
         self.policy = policy or Policy()
         self.pool = PagePool(capabilities.num_pages)
+        self.kept = KeptSeats(whole=capabilities.has_sequence_state)
         self.waiting: list[tuple[int, int, Request]] = []
         self.running: list[Running] = []
         self.num_preemptions = 0
@@ -193,7 +197,7 @@ class Scheduler:
         request.finish_reason = reason
         for each in self.running:
             if each.request is request:
-                self._leave(each)
+                self._leave(each, may_keep=reason != FAILED)
                 return
         self.waiting = [entry for entry in self.waiting if entry[2] is not request]
 
@@ -212,6 +216,8 @@ class Scheduler:
         for running in reversed(list(self.running)):
             self._preempt(running)
         self.pool.forget()
+        for seat in self.kept.forget():
+            heapq.heappush(self._free_seats, seat)
         self._edits.clear()
         self._decode = ()
 
@@ -219,14 +225,28 @@ class Scheduler:
         """End a request early."""
         self.finish(request, CANCELLED)
 
-    def _leave(self, running: Running) -> None:
+    def _leave(self, running: Running, *, may_keep: bool = False) -> None:
         self.running.remove(running)
-        self._edits.append(Close(running.seat))
-        heapq.heappush(self._free_seats, running.seat)
+        held = self._held_tokens(running) if may_keep else ()
+        if held:
+            self.kept.keep(running.seat, held)
+        else:
+            self._edits.append(Close(running.seat))
+            heapq.heappush(self._free_seats, running.seat)
         self.pool.release(running.pages)
 
+    def _held_tokens(self, running: Running) -> tuple[int, ...]:
+        """What a seat holds that another prompt may begin with; empty where it is not kept."""
+        request = running.request
+        if self.capabilities.page_size or not self.policy.reuses or request.is_private:
+            return ()
+        known = (*request.prompt, *request.output)
+        if self.capabilities.has_sequence_state and running.computed > len(known):
+            return ()  # the state has taken in tokens that were dropped
+        return known[: running.computed]
+
     def _admit(self) -> None:
-        while self.waiting and self._free_seats:
+        while self.waiting and (self._free_seats or self.kept):
             request = self.waiting[0][2]
             shared, needed = self._wanted_pages(request)
             if self.capabilities.page_size and not self._has_room(shared, needed):
@@ -252,11 +272,12 @@ class Scheduler:
         return shared, pages_of(most, size) - len(shared)
 
     def _seat(self, request: Request, shared: list[int], num_fresh: int) -> None:
-        seat = Seat(heapq.heappop(self._free_seats))
+        seat, keeps = self._choose_seat(request)
         choosing = request.sampling.choosing()
         running = Running(request, seat, asked=len(request.output), replay=deque(request.output))
+        running.computed = request.num_cached = keeps
         wants_prompt = choosing.is_penalised or choosing.min_tokens
-        self._edits.append(Open(seat, choosing, request.prompt if wants_prompt else ()))
+        self._edits.append(Open(seat, choosing, request.prompt if wants_prompt else (), keeps))
         if size := self.capabilities.page_size:
             self.pool.hold(shared)
             running.pages = [*shared, *self.pool.take(num_fresh)]
@@ -266,6 +287,25 @@ class Scheduler:
                 running.keys = chain_keys(request.prompt, size)
             self._edits.append(Pages(seat, 0, tuple(running.pages)))
         self.running.append(running)
+
+    def _choose_seat(self, request: Request) -> tuple[Seat, int]:
+        """The seat for a request, and how many first positions of its prompt that holds already.
+
+        While others are free, a kept seat is left to its own next turn where most of it would be
+        lost for little of this prompt.
+        """
+        found = None if request.is_private else self.kept.find(request.prompt)
+        if found is not None:
+            seat, length = found
+            most = min(len(request.prompt), self.kept.length(seat))
+            if not self._free_seats or 2 * length >= most:
+                self.kept.take(seat)
+                return seat, length
+        if not self._free_seats:
+            seat = self.kept.take_oldest()
+            self._edits.append(Close(seat))
+            return seat, 0
+        return Seat(heapq.heappop(self._free_seats)), 0
 
     def _decode_rows(self) -> list[Running]:
         """Every seat that decodes, by seat; each has the page that its token is written to."""

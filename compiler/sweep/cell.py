@@ -22,7 +22,7 @@ _NO_IDENTITY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """A run of ``tilewright run`` in a process of its own.
+    """A run of ``tilewright bench`` in a process of its own.
 
     Attributes:
         model: what ``--model`` takes; ``model_name`` and ``model_hash`` say what it was then.
@@ -85,7 +85,7 @@ class Cell:
         return f"{name or self.precision} {self.case}{number}{text}"
 
     def arguments(self, threads: int | None = None) -> list[str]:
-        """The options of ``tilewright run``; ``threads`` where the cell itself names none."""
+        """The options of ``tilewright bench``; ``threads`` where the cell itself names none."""
         found = ["--model", self.model, "--target", self.target, "--precision", self.heading]
         found += ["--case", self.case, "--compute", self.compute, "--json", "--no-results"]
         if self.text is not None:

@@ -27,7 +27,7 @@ from tilewright.compiler.sweep.journal import (
     Started,
 )
 
-RUN = (*PYTHON, "-m", "tilewright.compiler.cli", "run")
+BENCH = (*PYTHON, "-m", "tilewright.compiler.cli", "bench")
 
 _LOOK_SECONDS = 0.1
 _MAX_REASON = 300
@@ -47,7 +47,7 @@ def launcher(*, timeout_s: float, max_bytes: int | None = None) -> Launch:
     """
 
     def launch(cell: Cell, log: Path, threads: int | None) -> Child:
-        command, what = [*RUN, *cell.arguments(threads)], f"{log}: a cell"
+        command, what = [*BENCH, *cell.arguments(threads)], f"{log}: a cell"
         return Child(command, log=log, timeout_s=timeout_s, max_bytes=max_bytes, what=what)
 
     return launch

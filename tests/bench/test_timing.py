@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.runtime.queued import QueuedExecutable
 from tests.tiny import compiled, random_tokens, tiny_model
 from tilewright.compiler.bench.timing import Job, figures, time_jobs
 from tilewright.compiler.runtime.request import Request, SamplingParams
@@ -118,3 +119,12 @@ def test_without_rotation_every_user_keeps_its_prompt(served: Served) -> None:
     assert {(user, prompt) for _, user, prompt in served.heard} == {
         (user, job.prompt) for user, job in enumerate(jobs)
     }
+
+
+def test_no_figure_comes_from_a_cache() -> None:
+    """Four users with one prompt, thrice: each computes all of it."""
+    executable = QueuedExecutable(page_size=4, num_pages=64, runs_ahead=False)
+    job = Job(tuple(range(20)), SamplingParams(max_tokens=3))
+    time_jobs(executable, [job] * 4, num_repeats=2)
+    computed = sum(len(chunk.tokens) for step in executable.given for chunk in step.prompts)
+    assert computed == 3 * 4 * 20

@@ -84,14 +84,14 @@ def results(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str], results: Path) -> Refused:
-    """Runs ``tilewright run`` in this process; its only line on standard error, without the name.
+    """Runs ``tilewright bench`` in this process; its only line on standard error, without the name.
 
     Checks what is true of every user error: exit code 2, one line, nothing printed or written.
     """
 
-    def run(*argv: str, verb: str = "run") -> str:
+    def run(*argv: str, verb: str = "bench") -> str:
         before = set(results.parent.parent.rglob("*"))
-        options = ["--results", str(results)] if verb == "run" else []
+        options = ["--results", str(results)] if verb == "bench" else []
         assert main([verb, *options, *argv]) == 2
         captured = capfd.readouterr()
         assert captured.out == ""

@@ -1,4 +1,4 @@
-"""``tilewright run`` on boards that are not here: emulated, predicted, never called measured."""
+"""``tilewright bench`` on boards that are not here: emulated, predicted, never called measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(tiny_gguf: Path, results: Path, capfd: pytest.CaptureFixture[str]) -> Ru
     def succeed(*argv: str, target: str = "n150") -> str:
         model = () if "--model" in argv else ("--model", str(tiny_gguf))
         where = ("--target", target, "--results", str(results))
-        assert main(["run", *model, *where, *argv]) == 0
+        assert main(["bench", *model, *where, *argv]) == 0
         return str(capfd.readouterr().out)
 
     return succeed

@@ -29,7 +29,7 @@ def said(argv: list[str], capfd: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("shape", SHOWN)
 def test_a_run_prints_it_beside_its_text(shape: str, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = ["run", "--model", f"shape:{shape}", "--target", "reference", "--batch-size", "2", *RUN]
+    argv = ["bench", f"shape:{shape}", "--target", "reference", "--batch-size", "2", *RUN]
     plan = said(argv, capfd)
     assert "on reference, performance" in plan and "2 sequences of" in plan
     for group in SHOWN[shape]:
@@ -45,7 +45,7 @@ def test_it_comes_before_anything_is_compiled(
         raise CompileError("stopped here")
 
     monkeypatch.setattr("tilewright.compiler.commands.measure.compile_for", stop)
-    assert main(["run", "--model", "shape:tiny-moe", "--target", "reference", *RUN]) == 2
+    assert main(["bench", "--model", "shape:tiny-moe", "--target", "reference", *RUN]) == 2
     _, err = capfd.readouterr()
     assert err.index("experts_ff1_3") < err.index("tilewright: stopped here\n")
 
@@ -61,7 +61,7 @@ def test_what_is_compiled_already_has_none(
 ) -> None:
     folder = str(tmp_path / "out")
     said(["compile", "shape:tiny", "-o", folder, "--target", "reference"], capfd)
-    assert "bytes of" not in said(["run", "--model", folder, *RUN], capfd)
+    assert "bytes of" not in said(["bench", "--model", folder, *RUN], capfd)
 
 
 @pytest.mark.parametrize("compute", COMPUTE_MODES)
@@ -70,7 +70,7 @@ def test_layers_of_their_own(compute: str, capfd: pytest.CaptureFixture[str]) ->
         "precision_cfg = {experts_ff1_3: q40, experts_ff2: bf16, shared_ff2: fp32, delta_in: q80}, "
         "layer_cfg = {1: {experts_ff1_3: bf16}}"
     )
-    argv = ["run", "--model", "shape:tiny-hybrid", "--target", "reference", "--compute", compute]
+    argv = ["bench", "--model", "shape:tiny-hybrid", "--target", "reference", "--compute", compute]
     out = " ".join(said([*argv, "--precision", precision, *RUN], capfd).split())
     assert "│ experts_ff1_3 │ q40, bf16 │" in out and "│ experts_ff2 │ bf16 │" in out
     assert "│ shared_ff2 │ fp32 │" in out and "│ delta_in │ q80 │" in out
@@ -78,7 +78,7 @@ def test_layers_of_their_own(compute: str, capfd: pytest.CaptureFixture[str]) ->
 
 def test_both_tables_of_an_explained_run_agree(capfd: pytest.CaptureFixture[str]) -> None:
     """What a step reads of products is told before and after compiling, as the target holds it."""
-    argv = ["run", "--model", "shape:tiny", "--target", "cpu", "--explain", *RUN]
+    argv = ["bench", "--model", "shape:tiny", "--target", "cpu", "--explain", *RUN]
     assert main([*argv, "--precision", "performance"]) == 0
     out, err = capfd.readouterr()
 

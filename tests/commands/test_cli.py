@@ -77,8 +77,8 @@ def test_an_error_of_many_lines_is_printed_as_one(
     def fail(argv: list[str]) -> int:
         raise TilewrightError("one\n  two\r\nthree")
 
-    monkeypatch.setattr("tilewright.compiler.commands.run.main", fail)
-    assert main(["run"]) == 2
+    monkeypatch.setattr("tilewright.compiler.commands.bench.main", fail)
+    assert main(["bench"]) == 2
     assert capsys.readouterr().err == "tilewright: one two three\n"
 
 
@@ -86,17 +86,17 @@ def test_a_keyboard_interrupt_has_its_own_exit_code(monkeypatch: pytest.MonkeyPa
     def interrupted(argv: list[str]) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tilewright.compiler.commands.run.main", interrupted)
-    assert main(["run"]) == 130
+    monkeypatch.setattr("tilewright.compiler.commands.bench.main", interrupted)
+    assert main(["bench"]) == 130
 
 
 def test_bugs_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: list[str]) -> int:
         raise ValueError("ours")
 
-    monkeypatch.setattr("tilewright.compiler.commands.run.main", fail)
+    monkeypatch.setattr("tilewright.compiler.commands.bench.main", fail)
     with pytest.raises(ValueError, match="ours"):
-        main(["run"])
+        main(["bench"])
 
 
 BAD = {
@@ -152,12 +152,12 @@ sys.exit(code)
 
 def test_arguments_are_checked_before_torch_is_imported() -> None:
     for argv, _ in BAD.values():
-        code, out, error = process("-c", _WITHOUT, "run", *argv)
+        code, out, error = process("-c", _WITHOUT, "bench", *argv)
         assert (code, out) == (2, "heavy:\n"), error
 
 
 _ON_CUDA = (
-    ("run", "--target", "cuda"),
+    ("bench", "--target", "cuda"),
     ("bench-cuda", "--rows", "1b-bf16-b1"),
     ("compare-targets", "--runs", "cuda"),
 )

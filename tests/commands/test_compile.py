@@ -56,7 +56,7 @@ Run = Callable[..., str]
 
 
 def result_of(run: Run, *argv: str | Path) -> Result:
-    result = loads(run("run", "--json", "--no-results", *argv))
+    result = loads(run("bench", "--json", "--no-results", *argv))
     assert isinstance(result, Result)
     return result
 
@@ -67,7 +67,7 @@ def test_a_folder_runs_without_its_checkpoint(
 ) -> None:
     choices = ("--target", target, "--precision", "all-bfp8")
     first = result_of(run, "--model", checkpoint, *choices, *ASKED)
-    text = run("run", "--no-results", "--model", checkpoint, *choices, *ASKED).splitlines()[0]
+    text = run("bench", "--no-results", "--model", checkpoint, *choices, *ASKED).splitlines()[0]
     out = run("compile", checkpoint, "-o", tmp_path / "out", *choices)
     assert "manifest.json" in out and f"tilewright run --model {tmp_path / 'out'}" in out
     checkpoint.unlink()
@@ -77,7 +77,7 @@ def test_a_folder_runs_without_its_checkpoint(
         assert getattr(second, name) == getattr(first, name), name
     for name in ("precision_name", "precision_id", "effective_id", "resident_bytes", "cache_bytes"):
         assert getattr(second, name) == getattr(first, name), name
-    out = run("run", "--no-results", "--explain", "--model", moved, *ASKED)
+    out = run("bench", "--no-results", "--explain", "--model", moved, *ASKED)
     assert text in out.splitlines()
     assert "numeric contract" in out and "one decode step" in out and "all-bfp8" in out
 
@@ -221,8 +221,8 @@ def test_dumps_show_every_pass(run: Run, checkpoint: Path, tmp_path: Path) -> No
     run("compile", checkpoint, "-o", tmp_path / "out", "--dump", tmp_path / "dump" / "it")
     names = sorted(path.name for path in (tmp_path / "dump" / "it").iterdir())
     assert names[0] == "01_canonicalize_graph.txt" and names[-1].endswith("fuse_rope_attention.txt")
-    run("run", "--no-results", "--model", checkpoint, *ASKED, "--dump", tmp_path / "run")
-    run("run", "--no-results", "--model", checkpoint, *ASKED, "--dump", tmp_path / "again")
+    run("bench", "--no-results", "--model", checkpoint, *ASKED, "--dump", tmp_path / "run")
+    run("bench", "--no-results", "--model", checkpoint, *ASKED, "--dump", tmp_path / "again")
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names, "not cached"
 

@@ -1,4 +1,4 @@
-"""The command line of ``tilewright run``, read and refused without a model being opened."""
+"""The command line of ``tilewright bench``, read and refused without a model being opened."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_is_marked_in_its_table_line_and_json(
     results: Path, own_cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["run", *SHAPE, "--case", "performance-ci-1", "--results", str(results)]
+    argv = ["bench", *SHAPE, "--case", "performance-ci-1", "--results", str(results)]
     assert main([*argv, "--repeat-batches", "1"]) == 0
     out, _ = capfd.readouterr()
     assert f"{MARK} on cpu" in out and "text means nothing" in out
@@ -53,7 +53,7 @@ def test_a_run_is_marked_in_its_table_line_and_json(
 def test_every_target_streams_a_text(
     results: Path, target: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["run", *SHAPE, "--target", target, "--prompt", "hé", "--results", str(results), *FEW]
+    argv = ["bench", *SHAPE, "--target", target, "--prompt", "hé", "--results", str(results), *FEW]
     assert main(argv) == 0
     out, _ = capfd.readouterr()
     assert out.startswith("Tiny: random weights; ") and f"{MARK} on {target}" in out
@@ -64,7 +64,7 @@ def test_every_target_streams_a_text(
 def test_a_text_is_the_same_again(results: Path, capfd: pytest.CaptureFixture[str]) -> None:
     texts = []
     for _ in range(2):
-        argv = ["run", *SHAPE, "--prompt", "a", "--no-results", "--batch-size", "2", *FEW]
+        argv = ["bench", *SHAPE, "--prompt", "a", "--no-results", "--batch-size", "2", *FEW]
         assert main(argv) == 0
         texts.append(capfd.readouterr().out.partition("performance-batch-1")[0])
     assert texts[0] == texts[1] and "[1] " in texts[0]
@@ -73,7 +73,7 @@ def test_a_text_is_the_same_again(results: Path, capfd: pytest.CaptureFixture[st
 def test_perf_marks_the_row(
     results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["run", *SHAPE, "--case", "performance-ci-1", "--repeat-batches", "1"]
+    argv = ["bench", *SHAPE, "--case", "performance-ci-1", "--repeat-batches", "1"]
     assert main([*argv, "--results", str(results)]) == 0
     document = tmp_path / "PERF.md"
     markers = "<!-- tilewright:begin results -->\n<!-- tilewright:end results -->\n"
@@ -91,7 +91,7 @@ def test_a_compiled_shape_stays_marked(
     assert "random weights" in capfd.readouterr().out
     manifest = read_manifest(folder)
     assert (manifest.model.name, manifest.model.weights) == ("Tiny", "random")
-    argv = ["run", "--model", str(folder), "--prompt", "hello", *FEW, "--results", str(results)]
+    argv = ["bench", "--model", str(folder), "--prompt", "hello", *FEW, "--results", str(results)]
     assert main(argv) == 0
     assert MARK in capfd.readouterr().out
     (result,) = read(results)

@@ -58,7 +58,7 @@ def test_a_model_runs(
 ) -> None:
     few = ("--max-generated-tokens", "2", "--repeat-batches", "1")
     assert "decode (t/s/u)" in run(
-        folder, COMMAND, "run", "--model", tiny_gguf, "--prompt", "hello", *few
+        folder, COMMAND, "bench", "--model", tiny_gguf, "--prompt", "hello", *few
     )
 
 

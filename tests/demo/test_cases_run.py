@@ -54,7 +54,7 @@ def run(case: Case, path: Path, results: Path, *options: str) -> list[str]:
     """The command line of a case, cut short."""
     short = ["--max-generated-tokens", str(NUM_TOKENS), "--repeat-batches", "1"]
     argv = ["--model", str(path), "--results", str(results), "--no-token-accuracy", *short]
-    return ["run", "--case", case.name, *argv, *options]
+    return ["bench", "--case", case.name, *argv, *options]
 
 
 def check(case: Case, argv: list[str], results: Path, *, max_context: int) -> None:
@@ -107,7 +107,7 @@ def test_answers_are_streamed_and_rotation_is_checked(
 ) -> None:
     argv = ["--case", "performance-eval-repeat", "--model", str(smollm2_path), "--no-results"]
     short = ["--batch-size", "4", "--max-generated-tokens", "8", "--repeat-batches", "2"]
-    assert main(["run", *argv, *short]) == 0
+    assert main(["bench", *argv, *short]) == 0
     out = capfd.readouterr().out
     assert "every prompt gave the same text at every repeat" in out
     answers = [line for line in out.splitlines() if line.startswith("[")]

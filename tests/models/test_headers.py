@@ -35,7 +35,7 @@ import sys
 from tilewright.compiler.cli import main
 heavy = ("torch", "onnxruntime", "tokenizers")
 for path in sys.argv[1:3]:
-    for verb in ("run", "compile", "convert", "reference"):
+    for verb in ("run", "chat", "bench", "compile", "convert", "reference"):
         argv = [verb, "--model", path]
         argv += ["-o", sys.argv[3]] if verb in ("compile", "convert") else []
         assert main(argv) == 2

@@ -210,7 +210,7 @@ def test_errors_are_one_line(error: Exception, words: str, hub: Hub) -> None:
 
 def test_a_command_prints_one_line(hub: Hub, capfd: pytest.CaptureFixture[str]) -> None:
     hub.answer = http_error(errors.RepositoryNotFoundError, 401)
-    assert main(["run", "--no-results", "--model", "a/b"]) == 2
+    assert main(["bench", "--no-results", "--model", "a/b"]) == 2
     captured = capfd.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1 and "no such repository" in captured.err

@@ -112,7 +112,8 @@ class QueuedExecutable(Executable):
         limits = self.capabilities
         for edit in step.edits:
             if isinstance(edit, Open):
-                assert edit.seat not in self._opened and 0 <= edit.seat < limits.max_seats
+                assert (edit.seat in self._opened) == (edit.keeps > 0)
+                assert 0 <= edit.seat < limits.max_seats
                 self._opened.add(edit.seat)
             elif isinstance(edit, Close):
                 self._opened.remove(edit.seat)
@@ -155,9 +156,13 @@ class QueuedExecutable(Executable):
     def _apply(self, edit: Edit) -> None:
         if isinstance(edit, Open):
             own = [] if self.capabilities.page_size else [edit.seat]
-            self._seats[edit.seat] = _Held(edit.choosing, own)
-            if own:
+            if edit.keeps:
+                held = self._seats[edit.seat]
+                length, whole = held.length, self.capabilities.has_sequence_state
+                assert edit.keeps == length if whole else edit.keeps <= length
+            elif own:
                 self._memory[edit.seat] = {}
+            self._seats[edit.seat] = _Held(edit.choosing, own, edit.keeps)
         elif isinstance(edit, Close):
             del self._seats[edit.seat]
         else:

@@ -58,7 +58,7 @@ def answers(
 ) -> dict[int, tuple[list[int], str | None]]:
     """Outputs by job; ``arrivals`` jobs come at once, one more with every step."""
     requests = {index: Request(index, *jobs()[index]) for index in order}
-    llm = LLM(executable, policy=Policy(step_tokens=chunk))
+    llm = LLM(executable, policy=Policy(step_tokens=chunk, reuses=False))
     coming = list(requests.values())
     for request in coming[:arrivals]:
         llm.add(request)

@@ -17,7 +17,7 @@ from tilewright.compiler.child import Child
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep import runner
 from tilewright.compiler.sweep.journal import Finished
-from tilewright.compiler.sweep.runner import RUN, finished, launcher
+from tilewright.compiler.sweep.runner import BENCH, finished, launcher
 
 CELL = cell()
 RESULT = speed_result(CELL, [100.0])
@@ -138,7 +138,7 @@ def test_a_cell_that_takes_too_long_is_ended_kindly(
 def test_a_program_that_is_not_there_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "RUN", (str(tmp_path / "no\n"),))
+    monkeypatch.setattr(runner, "BENCH", (str(tmp_path / "no\n"),))
     with pytest.raises(ConfigError) as caught:
         launcher(timeout_s=1.0)(CELL, tmp_path / "x.log", None)
     said = str(caught.value)
@@ -152,12 +152,12 @@ def test_nothing_is_read_from_the_terminal(tmp_path: Path) -> None:
 
 def test_a_folder_of_the_user_s_is_never_imported_in_our_place(tmp_path: Path) -> None:
     """The working directory is no place to import from, whatever packages lie there."""
-    assert (sys.executable, "-P", "-m", "tilewright.compiler.cli", "run") == RUN
+    assert (sys.executable, "-P", "-m", "tilewright.compiler.cli", "bench") == BENCH
     for name in ("models", "compiler", "tilewright"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise SystemExit('theirs')")
-    done = subprocess.run([*RUN, "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("usage: tilewright run")
+    done = subprocess.run([*BENCH, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: tilewright bench")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what Linux lets a process say of itself")

@@ -58,7 +58,7 @@ def test_a_large_vocabulary_is_never_whole_in_memory(folder: Path) -> None:
     argv = ["--case", "performance-ci-1", "--precision", "all-bfp8", "--no-results", "--json"]
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", "--no-cache"]
     done = subprocess.run(
-        [sys.executable, "-m", "tilewright.compiler.cli", "run", "--model", str(folder), *argv],
+        [sys.executable, "-m", "tilewright.compiler.cli", "bench", "--model", str(folder), *argv],
         capture_output=True,
         timeout=300,
         check=True,

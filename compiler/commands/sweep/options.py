@@ -78,20 +78,20 @@ class SweepOptions:
     plan: str
     asked: dict[str, str]
     models: tuple[str, ...] = option(
-        "as tilewright run (default: smollm2)", group=_WHAT, nargs="+", metavar="PATH"
+        "as tilewright bench (default: smollm2)", group=_WHAT, nargs="+", metavar="PATH"
     )
     targets: tuple[str, ...] = option("default: cpu", group=_WHAT, nargs="+", metavar="NAME")
     devices: tuple[str, ...] = option(
         "default: each target's own", group=_WHAT, nargs="+", metavar="NAME"
     )
     precisions: tuple[str, ...] = option(
-        "as tilewright run, beside a plan's own (default: none)",
+        "as tilewright bench, beside a plan's own (default: none)",
         group=_WHAT,
         nargs="+",
         metavar="NAME",
     )
     cases: tuple[str, ...] | None = option(
-        "see tilewright run --list (default: the plan's)", group=_WHAT, nargs="+", metavar="NAME"
+        "see tilewright bench --list (default: the plan's)", group=_WHAT, nargs="+", metavar="NAME"
     )
     rounds: int = option("of every speed case (default: 3)", group=_WHAT, type=integer(1, 10_000))
     compute: str = option("default: fast", group=_WHAT, choices=("fast", "exact"))
@@ -99,7 +99,7 @@ class SweepOptions:
         "of a speed cell (default: all cores)", group=_WHAT, type=integer(1, 1024)
     )
     accuracy_text: str | None = option(
-        "as tilewright run (default: accuracy)", group=_WHAT, metavar="TEXT"
+        "as tilewright bench (default: accuracy)", group=_WHAT, metavar="TEXT"
     )
     base: str = option("what others are compared with (default: bf16)", group=_WHAT, metavar="NAME")
     levels: tuple[Level, ...] = option(
@@ -250,7 +250,7 @@ def _check_asked(plan: str, found: Mapping[str, Any]) -> None:
     if plan != "search" and found["other_code"] is not None:
         raise ConfigError("--other-code without --resume; allowed: both, or neither")
     if plan == "grid" and not found["precisions"]:
-        raise ConfigError("a grid without --precisions; allowed: one or more, as tilewright run")
+        raise ConfigError("a grid without --precisions; allowed: one or more, as tilewright bench")
     if plan == "search" and all(found[name] is None for name in BOUNDS):
         options = ["--" + name.replace("_", "-") for name in BOUNDS]
         raise ConfigError(f"a search without a bound; {allowed(options)}, or several of them")

@@ -17,7 +17,7 @@ from tilewright.compiler.commands.sweep import run
 from tilewright.compiler.commands.sweep.options import read_options
 from tilewright.compiler.environment import environment
 from tilewright.compiler.sweep.journal import Asked, Journal, Planned, Started
-from tilewright.compiler.sweep.runner import RUN
+from tilewright.compiler.sweep.runner import BENCH
 
 ROOT = Path(__file__).resolve().parents[3]
 CASES = ("--cases", "performance-device-perf")
@@ -166,7 +166,7 @@ def test_a_cell_takes_little_longer_than_the_demo_s_own_run_of_it(
     tiny_gguf: Path, tmp_path: Path
 ) -> None:
     """At most 1.3 times: medians of three, in turn."""
-    demo = [*RUN, "--no-results", "--json"]
+    demo = [*BENCH, "--no-results", "--json"]
     heading = run_of(tiny_gguf)
     demo += ["--model", str(tiny_gguf), "--precision", heading, "--case", CASES[1]]
     subprocess.run(demo, check=True, capture_output=True)  # so that both find it compiled

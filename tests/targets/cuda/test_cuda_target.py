@@ -132,7 +132,7 @@ def command(*argv: str) -> int:
 
 def run_of(model: str, *more: str) -> tuple[str, ...]:
     asked = ("--prompt", "hi", "--max-generated-tokens", "3", "--no-results")
-    return ("run", "--model", model, "--target", "cuda", *asked, *more)
+    return ("bench", "--model", model, "--target", "cuda", *asked, *more)
 
 
 SHAPE = "shape:tiny"
@@ -177,7 +177,7 @@ def test_the_command_compiles_without_a_gpu(
     assert (folder / "weight-00000.safetensors").is_file()
     capfd.readouterr()
     asked = ("--prompt", "hi", "--max-generated-tokens", "3", "--no-results")
-    assert command("run", "--model", str(folder), *asked) == 2
+    assert command("bench", "--model", str(folder), *asked) == 2
     _, err = capfd.readouterr()
     assert "this machine has no GPU that torch can use" in err
 

@@ -1,4 +1,4 @@
-"""``tilewright run``: a prompt's way from path to text, with its figures."""
+"""``tilewright bench``: a prompt's way from path to text, with its figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tilewright run`` on a tiny model: what it prints and records, and models it cannot run."""
+"""``tilewright bench`` on a tiny model: what it prints and records, and models it cannot run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(
     """Runs a command that must succeed; standard output and error."""
 
     def succeed(*argv: str) -> tuple[str, str]:
-        assert main(["run", "--model", str(tiny_gguf), "--results", str(results), *argv]) == 0
+        assert main(["bench", "--model", str(tiny_gguf), "--results", str(results), *argv]) == 0
         return capfd.readouterr()
 
     return succeed
@@ -157,7 +157,7 @@ def test_texts_that_differ_are_an_exit_code(
 
     monkeypatch.setattr(timing, "time_once", unstable)
     argv = ["--case", "performance-eval-repeat", "--batch-size", "3", *FEW, "--no-results"]
-    assert main(["run", "--model", str(tiny_gguf), *argv]) == 1
+    assert main(["bench", "--model", str(tiny_gguf), *argv]) == 1
     assert "prompts gave different texts at different repeats" in capfd.readouterr().out
 
 
@@ -223,7 +223,7 @@ def test_an_accuracy_text_of_too_few_tokens_is_refused_before_anything_runs(
 
 def test_a_folder_is_a_model_too(tiny_folder: Path, results: Path) -> None:
     argv = ["--model", str(tiny_folder), "--prompt", "hello", "--results", str(results)]
-    assert main(["run", *argv, *FEW]) == 0
+    assert main(["bench", *argv, *FEW]) == 0
     (result,) = read(results)
     assert result.prompt_length == 5
 

@@ -1,0 +1,104 @@
+"""Seats that are kept: a later prompt of the same beginning computes only what is new."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.queued import QueuedExecutable
+from tilewright.compiler.runtime.kept import KeptSeats
+from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.scheduler import Policy
+from tilewright.compiler.targets.step import Close, Open, Seat
+
+
+def loop(*, reuses: bool = True, **limits: Any) -> tuple[LLM, QueuedExecutable]:
+    executable = QueuedExecutable(**{"runs_ahead": False, **limits})
+    return LLM(executable, policy=Policy(reuses=reuses)), executable
+
+
+def ask(llm: LLM, *prompt: int, wanted: int = 3, **facts: Any) -> Request:
+    request = Request(0, prompt, SamplingParams(max_tokens=wanted), **facts)
+    llm.generate([request])
+    return request
+
+
+def alone(*prompt: int, wanted: int = 3) -> list[int]:
+    return ask(loop(reuses=False)[0], *prompt, wanted=wanted).output
+
+
+@pytest.mark.parametrize("has_sequence_state", [False, True])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_a_chat_computes_its_last_reply_and_the_new_message(
+    has_sequence_state: bool, runs_ahead: bool
+) -> None:
+    llm, executable = loop(has_sequence_state=has_sequence_state, runs_ahead=runs_ahead)
+    said: tuple[int, ...] = (1, 2, 3, 4)
+    for turn in range(4):
+        request = ask(llm, *said)
+        assert request.output == alone(*said)
+        # the last token of an answer is chosen, and never read by the device
+        assert request.num_cached == (len(said) - 3 if turn else 0)
+        said = (*said, *request.output, 5, 6)
+    assert executable.num_open == 1
+    assert sum(isinstance(e, Open) for step in executable.given for e in step.edits) == 4
+    assert not any(isinstance(e, Close) for step in executable.given for e in step.edits)
+
+
+def test_where_prompts_part_the_common_part_stays_unless_the_state_cannot_be_cut() -> None:
+    for has_sequence_state, found in ((False, 4), (True, 0)):
+        llm, _ = loop(max_seats=1, has_sequence_state=has_sequence_state)
+        ask(llm, 1, 2, 3, 4, 5)
+        other = ask(llm, 1, 2, 3, 4, 9, 9)
+        assert (other.num_cached, other.output) == (found, alone(1, 2, 3, 4, 9, 9))
+
+
+def test_the_same_prompt_again_computes_its_last_token_alone() -> None:
+    llm, _ = loop()
+    assert ask(llm, 1, 2, 3).output == ask(llm, 1, 2, 3).output
+    assert ask(llm, 1, 2, 3).num_cached == 2
+
+
+def test_the_least_recently_used_seat_makes_room() -> None:
+    llm, executable = loop(max_seats=2)
+    for first in (1, 2, 1, 3):
+        ask(llm, first, 7, 7)
+    assert executable.num_open == 2, "never more than the seats there are"
+    assert ask(llm, 1, 7, 7, 8).num_cached >= 3
+    assert ask(llm, 2, 7, 7, 8).num_cached == 0
+
+
+def test_a_long_history_is_left_to_its_own_turn_while_seats_are_free() -> None:
+    llm, _ = loop(max_seats=2)
+    first = ask(llm, 1, 2, 3, 4, 5, 6, 7, 8)
+    assert ask(llm, 1, 2, 19, 20, 21, 22).num_cached == 0
+    assert ask(llm, 1, 2, 3, 4, 5, 6, 7, 8, *first.output, 9).num_cached == 10
+
+
+@pytest.mark.parametrize("facts", [{"is_private": True}, {}])
+def test_nothing_is_kept_of_private_requests_nor_where_figures_are_taken(facts: Any) -> None:
+    llm, executable = loop(reuses=bool(facts))
+    ask(llm, 1, 2, 3, **facts)
+    assert executable.num_open == len(llm.scheduler.kept) == 0
+    assert ask(llm, 1, 2, 3, 4).num_cached == 0
+
+
+def test_a_device_that_fails_holds_nothing_afterwards() -> None:
+    llm, _ = loop(max_seats=2)
+    ask(llm, 1, 2, 3)
+    llm.scheduler.evacuate()
+    llm.executable.reset()
+    again = ask(llm, 1, 2, 3, 4)
+    assert (again.num_cached, again.output) == (0, alone(1, 2, 3, 4))
+
+
+def test_of_equal_beginnings_the_most_recent_is_found() -> None:
+    kept = KeptSeats(whole=False)
+    kept.keep(Seat(0), (1, 2, 3))
+    kept.keep(Seat(1), (1, 2, 4))
+    assert kept.find((1, 2, 5, 6)) == (Seat(1), 2)
+    assert kept.find((1, 2, 3, 6)) == (Seat(0), 3)
+    assert kept.find((1,)) is None and kept.find((9, 9)) is None
