@@ -26,7 +26,7 @@ from tilewright.compiler.bench.results import loads
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.runtime.engine import Engine
-from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request, SamplingParams
 from tilewright.compiler.targets.base import Executable
 from tilewright.models import LoadedModel, load_model
@@ -136,7 +136,7 @@ def answered(model: LoadedModel, reference: Executable) -> list[Request]:
     """The greedy answers of the reference, all five at once, 64 tokens at most."""
     params = SamplingParams(max_tokens=64, end_tokens=tuple(model.tokenizer.eos_ids))
     requests = [Request(index, prompt, params) for index, prompt in enumerate(chats(model))]
-    LLM(reference).generate(requests)
+    EngineLoop(reference).generate(requests)
     assert len({tuple(request.output) for request in requests}) == 5
     assert max(len(request.output) for request in requests) == 64
     return requests
@@ -238,7 +238,7 @@ def test_the_fast_cpu_answers_a_question(model: LoadedModel, fast: Executable) -
     ends = tuple(model.tokenizer.eos_ids)
     prompt = tuple(model.tokenizer.encode(text, add_special=False))
     request = Request(0, prompt, SamplingParams(max_tokens=40, end_tokens=ends))
-    LLM(fast).generate([request])
+    EngineLoop(fast).generate([request])
     assert model.tokenizer.decode(request.output).startswith("Gravity is a fundamental concept")
 
 

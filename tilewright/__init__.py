@@ -10,15 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tilewright.compiler.commands.llm import LLM
     from tilewright.compiler.driver import compile_model
     from tilewright.compiler.runtime.engine import Engine
-    from tilewright.compiler.runtime.llm import LLM
     from tilewright.models import load_model
 
 __all__ = ["LLM", "Engine", "compile_model", "load_model"]
 
 _HOMES = {
-    "LLM": "tilewright.compiler.runtime.llm",
+    "LLM": "tilewright.compiler.commands.llm",
     "Engine": "tilewright.compiler.runtime.engine",
     "compile_model": "tilewright.compiler.driver",
     "load_model": "tilewright.models",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tilewright.compiler.bench.timing import OFFLINE, Job
-from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.targets.base import Executable
 
@@ -124,15 +124,15 @@ def _prompt_and_one_step(executable: Executable, job: Job) -> None:
     _end(llm, requests)
 
 
-def _started(executable: Executable, jobs: Sequence[Job]) -> tuple[LLM, list[Request]]:
-    llm = LLM(executable, policy=OFFLINE)
+def _started(executable: Executable, jobs: Sequence[Job]) -> tuple[EngineLoop, list[Request]]:
+    llm = EngineLoop(executable, policy=OFFLINE)
     requests = [Request(index, job.prompt, job.sampling) for index, job in enumerate(jobs)]
     for request in requests:
         llm.add(request)
     return llm, requests
 
 
-def _end(llm: LLM, requests: Sequence[Request]) -> None:
+def _end(llm: EngineLoop, requests: Sequence[Request]) -> None:
     for request in requests:
         llm.cancel(request)
 

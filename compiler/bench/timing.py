@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tilewright.compiler.bench.record import Repeat
-from tilewright.compiler.runtime.llm import LLM, OnToken
+from tilewright.compiler.runtime.loop import EngineLoop, OnToken
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.scheduler import Policy
@@ -82,7 +82,7 @@ def warm_up(executable: Executable, jobs: Sequence[Job]) -> None:
         Request(index, job.prompt, sampling)
         for index, (job, sampling) in enumerate(zip(jobs, short, strict=True))
     ]
-    LLM(executable, policy=OFFLINE).generate(requests)
+    EngineLoop(executable, policy=OFFLINE).generate(requests)
 
 
 def time_once(
@@ -93,7 +93,7 @@ def time_once(
         Request(user, jobs[index].prompt, jobs[index].sampling) for user, index in enumerate(order)
     ]
     started = time.perf_counter()
-    LLM(executable, policy=OFFLINE).generate(requests, on_token)
+    EngineLoop(executable, policy=OFFLINE).generate(requests, on_token)
     by_job = dict(zip(order, requests, strict=True))
     ordered = [by_job[index] for index in range(len(jobs))]
     return Run(

@@ -27,7 +27,7 @@ from tilewright.compiler.commands.source import Source, precision_of
 from tilewright.compiler.driver import lower_model, resolve_precision, silent
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.passes.dumps import dump_folder
-from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
@@ -183,7 +183,7 @@ class _Board:
         requests = [
             Request(user, job.prompt, job.sampling) for user, job in enumerate(self._plan.jobs)
         ]
-        LLM(compiled.executable).generate(
+        EngineLoop(compiled.executable).generate(
             requests, lambda request, token: printer.hear(0, request, token)
         )
         printer.close([request.output for request in requests])

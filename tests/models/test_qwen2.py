@@ -20,7 +20,7 @@ from tests.tiny import QWEN2, precision_of, tiny_model
 from tests.twins import assert_eager_equals_twin
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.errors import CheckpointError
-from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request, SamplingParams
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.models import load_model
@@ -102,7 +102,7 @@ def greedy(path: Path, target: str = "reference") -> list[str]:
         Request(index, tuple(loaded.tokenizer.encode(prompt)), params)
         for index, prompt in enumerate(PROMPTS)
     ]
-    LLM(executable).generate(requests)
+    EngineLoop(executable).generate(requests)
     executable.close()
     return [loaded.tokenizer.decode(request.output, skip_special=False) for request in requests]
 

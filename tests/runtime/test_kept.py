@@ -8,19 +8,19 @@ import pytest
 
 from tests.runtime.queued import QueuedExecutable
 from tilewright.compiler.runtime.kept import KeptSeats
-from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.scheduler import Policy
 from tilewright.compiler.targets.step import Close, Open, Seat
 
 
-def loop(*, reuses: bool = True, **limits: Any) -> tuple[LLM, QueuedExecutable]:
+def loop(*, reuses: bool = True, **limits: Any) -> tuple[EngineLoop, QueuedExecutable]:
     executable = QueuedExecutable(**{"runs_ahead": False, **limits})
-    return LLM(executable, policy=Policy(reuses=reuses)), executable
+    return EngineLoop(executable, policy=Policy(reuses=reuses)), executable
 
 
-def ask(llm: LLM, *prompt: int, wanted: int = 3, **facts: Any) -> Request:
+def ask(llm: EngineLoop, *prompt: int, wanted: int = 3, **facts: Any) -> Request:
     request = Request(0, prompt, SamplingParams(max_tokens=wanted), **facts)
     llm.generate([request])
     return request

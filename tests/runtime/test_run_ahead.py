@@ -11,7 +11,7 @@ from tests.runtime.queued import VOCAB, Clock, QueuedExecutable
 from tests.runtime.test_scheduler import answer
 from tilewright.compiler.bench.timing import figures
 from tilewright.compiler.runtime import llm as llm_module
-from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import CANCELLED, STOPPED, Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 
@@ -39,7 +39,7 @@ def first_new(tokens: list[int], least: int = 2) -> int:
 
 def test_the_next_step_is_launched_before_the_last_is_read() -> None:
     executable = QueuedExecutable()
-    LLM(executable).generate([request(wanted=4)])
+    EngineLoop(executable).generate([request(wanted=4)])
     assert executable.log == [
         ("launch", 0),
         ("launch", 1),  # it decodes what the prompt chooses, before the host has seen it
@@ -54,13 +54,13 @@ def test_the_next_step_is_launched_before_the_last_is_read() -> None:
 
 def test_an_executable_that_does_not_run_ahead_is_read_step_by_step() -> None:
     executable = QueuedExecutable(runs_ahead=False)
-    LLM(executable).generate([request(wanted=4)])
+    EngineLoop(executable).generate([request(wanted=4)])
     assert executable.log == [(what, n) for n in range(4) for what in ("launch", "read")]
 
 
 def test_who_decodes_is_the_same_object_while_nobody_comes_or_goes() -> None:
     executable = QueuedExecutable(max_prompts=3)
-    LLM(executable).generate([request(number=n, wanted=9) for n in range(3)])
+    EngineLoop(executable).generate([request(number=n, wanted=9) for n in range(3)])
     decodes = [step for step in executable.given if step.decode]
     assert len(decodes) == 8
     for one, other in pairwise(decodes):
@@ -71,7 +71,7 @@ def test_an_end_token_ends_the_request_and_the_flight_is_waited_for() -> None:
     wanted = whole_answer(request(wanted=20))
     at = first_new(wanted)
     executable = QueuedExecutable()
-    llm, stopped = LLM(executable), request(wanted=20, ends=(wanted[at], NEVER))
+    llm, stopped = EngineLoop(executable), request(wanted=20, ends=(wanted[at], NEVER))
     llm.generate([stopped])
     assert stopped.output == wanted[: at + 1]
     assert stopped.finish_reason == STOPPED
@@ -86,7 +86,7 @@ def test_the_others_keep_the_flight_of_one_that_ended() -> None:
     at = first_new(alone[1])
     executable = QueuedExecutable(max_prompts=3)
     made[1] = request(number=1, wanted=15, ends=(alone[1][at],))
-    LLM(executable).generate(made)
+    EngineLoop(executable).generate(made)
     assert [one.output for one in made] == [alone[0], alone[1][: at + 1], alone[2]]
     sizes = [len(step.decode) for step in executable.given if step.decode]
     assert sizes == [3] * (at + 1) + [2] * (13 - at), "nothing was computed twice"
@@ -94,7 +94,7 @@ def test_the_others_keep_the_flight_of_one_that_ended() -> None:
 
 def test_a_newcomer_is_admitted_while_a_step_is_in_flight() -> None:
     executable = QueuedExecutable()
-    llm, first, second = LLM(executable), request(wanted=12), request(number=1, wanted=3)
+    llm, first, second = EngineLoop(executable), request(wanted=12), request(number=1, wanted=3)
     llm.add(first)
     for _ in range(3):
         llm.step()
@@ -108,7 +108,7 @@ def test_a_newcomer_is_admitted_while_a_step_is_in_flight() -> None:
 @pytest.mark.parametrize("others", [0, 1])
 def test_a_request_cancelled_in_flight_leaves_the_others_alone(others: int) -> None:
     executable = QueuedExecutable()
-    llm = LLM(executable)
+    llm = EngineLoop(executable)
     made = [request(number=n, wanted=10) for n in range(1 + others)]
     for one in made:
         llm.add(one)
@@ -135,7 +135,7 @@ def test_the_device_does_not_wait_for_the_host(
     executable = QueuedExecutable(clock=clock, runs_ahead=runs_ahead, max_prompts=2)
     executable.step_seconds, executable.host_seconds = 0.010, 0.004
     made = [request(number=n, wanted=30) for n in range(2)]
-    LLM(executable).generate(made)
+    EngineLoop(executable).generate(made)
     repeat = figures(made, 0.0)
     assert repeat.decode_tsu == pytest.approx(rate)
     steps = [later - earlier for earlier, later in pairwise(made[1].token_times[1:])]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
 from tilewright.compiler.errors import RequestError
-from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.scheduler import Policy
@@ -75,10 +75,10 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
 
 def run(
     jobs: list[Job], executable: QueuedExecutable, *, policy: Policy | None = None
-) -> tuple[LLM, list[Request], list[list[int]]]:
+) -> tuple[EngineLoop, list[Request], list[list[int]]]:
     """Serve the jobs as they come; also, step by step, who got a token."""
     made = [job.request(number) for number, job in enumerate(jobs)]
-    llm, tokens = LLM(executable, policy=policy), []
+    llm, tokens = EngineLoop(executable, policy=policy), []
     coming = sorted(range(len(jobs)), key=lambda n: (jobs[n].arrival, n))
     while coming or llm.has_work():
         while coming and (jobs[coming[0]].arrival <= len(tokens) or not llm.has_work()):
@@ -93,7 +93,7 @@ def run(
 def answer(made: Request) -> list[int]:
     """What the request is answered on its own."""
     alone = Request(0, made.prompt, made.sampling)
-    LLM(QueuedExecutable(runs_ahead=False)).generate([alone])
+    EngineLoop(QueuedExecutable(runs_ahead=False)).generate([alone])
     return alone.output
 
 
@@ -132,7 +132,7 @@ def test_what_was_computed_for_others_is_not_computed_again(
 
 def test_a_second_prompt_of_the_same_beginning_computes_its_own_end_alone() -> None:
     executable = QueuedExecutable(page_size=4, num_pages=64)
-    llm = LLM(executable)
+    llm = EngineLoop(executable)
     first, second = Job(20, 3, 2, 0, 0).request(0), Job(20, 3, 2, 0, 0).request(1)
     llm.generate([first])
     llm.generate([second])
@@ -144,7 +144,7 @@ def test_a_second_prompt_of_the_same_beginning_computes_its_own_end_alone() -> N
 def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
     """Pieces of a cell each, and a token of the stream with each of them."""
     executable = QueuedExecutable(cell=4)
-    llm = LLM(executable)
+    llm = EngineLoop(executable)
     stream, long = Job(0, 2, 40, 0, 0).request(0), Job(0, 20, 1, 0, 0).request(1)
     llm.add(stream)
     for _ in range(3):
@@ -160,7 +160,7 @@ def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
 
 def test_without_pages_left_the_newest_waits_and_is_replayed() -> None:
     executable = QueuedExecutable(page_size=4, num_pages=12)
-    llm = LLM(executable)
+    llm = EngineLoop(executable)
     made = [Job(0, 8, 30, 0, 0).request(number) for number in range(3)]
     llm.generate(made)
     assert llm.scheduler.num_preemptions and not made[0].num_preemptions
@@ -183,7 +183,7 @@ def test_cancelled_requests_stop_and_the_others_do_not(
     jobs: list[Job], limits: dict[str, Any], cancels: list[tuple[int, int]]
 ) -> None:
     executable = QueuedExecutable(**limits)
-    llm = LLM(executable)
+    llm = EngineLoop(executable)
     made = [job.request(number) for number, job in enumerate(jobs)]
     for request in made:
         llm.add(request)
@@ -204,8 +204,8 @@ def test_cancelled_requests_stop_and_the_others_do_not(
     assert llm.scheduler.pool.num_held == 0
 
 
-def one(**limits: Any) -> LLM:
-    return LLM(QueuedExecutable(**{"max_seats": 2, "runs_ahead": False, **limits}))
+def one(**limits: Any) -> EngineLoop:
+    return EngineLoop(QueuedExecutable(**{"max_seats": 2, "runs_ahead": False, **limits}))
 
 
 def test_an_end_token_ends_a_request_and_is_its_last() -> None:
@@ -265,7 +265,7 @@ def test_generate_queues_all_or_nothing() -> None:
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_a_callback_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
     executable = QueuedExecutable(runs_ahead=runs_ahead, max_seats=2)
-    llm = LLM(executable)
+    llm = EngineLoop(executable)
     requests = batch_of(3, 4, 5)
 
     def on_token(request: Request, token: int) -> None:

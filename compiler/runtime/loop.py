@@ -22,7 +22,7 @@ class _Launched:
     output: StepOutput
 
 
-class LLM:
+class EngineLoop:
     """Runs requests on an executable, continuously batched. Token ids in, token ids out.
 
     It owns the executable's seats and pages from the beginning, when it clears them. Where the

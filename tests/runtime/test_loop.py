@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
-from tilewright.compiler.runtime.llm import LLM
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import LENGTH, STOPPED, Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.scheduler import Policy
@@ -58,7 +58,7 @@ def answers(
 ) -> dict[int, tuple[list[int], str | None]]:
     """Outputs by job; ``arrivals`` jobs come at once, one more with every step."""
     requests = {index: Request(index, *jobs()[index]) for index in order}
-    llm = LLM(executable, policy=Policy(step_tokens=chunk, reuses=False))
+    llm = EngineLoop(executable, policy=Policy(step_tokens=chunk, reuses=False))
     coming = list(requests.values())
     for request in coming[:arrivals]:
         llm.add(request)
@@ -107,7 +107,7 @@ def test_seeds_matter_and_repeat(executable: Executable) -> None:
     def sampled(seed: int) -> list[int]:
         params = SamplingParams(temperature=1.5, seed=seed, max_tokens=12)
         request = Request(0, (1, 2, 3), params)
-        LLM(executable).generate([request])
+        EngineLoop(executable).generate([request])
         return request.output
 
     assert sampled(1) == sampled(1)
@@ -122,7 +122,7 @@ def test_an_end_token_is_the_last_of_the_output(
     assert reason == LENGTH and len(output) == params.max_tokens
     end = output[5]
     stopped = Request(0, prompt, replace(params, end_tokens=(99, end)))
-    LLM(executable).generate([stopped])
+    EngineLoop(executable).generate([stopped])
     assert stopped.output == output[: output.index(end) + 1]
     assert stopped.finish_reason == STOPPED
 
@@ -131,7 +131,7 @@ def test_tokens_are_heard_in_order_at_rising_times(executable: Executable) -> No
     requests = [Request(index, *job) for index, job in enumerate(jobs())]
     random.Random(3).shuffle(requests)
     heard: dict[int, list[int]] = {request.request_id: [] for request in requests}
-    LLM(executable, policy=Policy(step_tokens=9)).generate(
+    EngineLoop(executable, policy=Policy(step_tokens=9)).generate(
         requests, lambda request, token: heard[request.request_id].append(token)
     )
     for request in requests:
@@ -142,7 +142,7 @@ def test_tokens_are_heard_in_order_at_rising_times(executable: Executable) -> No
 
 
 def test_a_request_cancelled_while_it_is_heard_ends_there(executable: Executable) -> None:
-    llm = LLM(executable)
+    llm = EngineLoop(executable)
     params = SamplingParams(max_tokens=20)
     first, second = (Request(index, (1, 2), params) for index in range(2))
 
@@ -158,5 +158,5 @@ def test_a_request_cancelled_while_it_is_heard_ends_there(executable: Executable
 def test_a_context_can_be_used_to_its_end(executable: Executable) -> None:
     """The last token is not fed back, so one more than the context fits together."""
     request = Request(0, tuple(random_tokens(CONTEXT - 3)), SamplingParams(max_tokens=4))
-    LLM(executable).generate([request])
+    EngineLoop(executable).generate([request])
     assert len(request.output) == 4

@@ -1,0 +1,216 @@
+"""What ``tilewright run`` and ``tilewright chat`` share: their options, the way to a model that
+answers, and the dim lines on standard error. Imports nothing heavy before a sign of life.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import IO, TYPE_CHECKING, Any
+
+from tilewright.compiler.commands.arguments import (
+    CHECKPOINT_PRECISION,
+    ModelOptions,
+    Parser,
+    PathArguments,
+    add_options,
+    integer,
+    option,
+    read_model_options,
+    real,
+    take_path,
+    values_of,
+)
+from tilewright.compiler.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tilewright.compiler.commands.llm import LLM, Answer
+    from tilewright.compiler.commands.source import Source
+
+_REDRAW_S = 0.1
+_SAMPLING = "sampling"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingArguments:
+    """How tokens are chosen, by the runtime's names for it; None where nothing is said."""
+
+    max_tokens: int | None = option(
+        "of an answer (default: 512, or what there is room for)",
+        group=_SAMPLING,
+        type=integer(1, 1 << 20),
+        metavar="N",
+    )
+    temperature: float | None = option(
+        "0 is greedy (default: 0)", group=_SAMPLING, type=real(0, 100)
+    )
+    top_k: int | None = option(
+        "0 is off (default: 0)", group=_SAMPLING, type=integer(0, (1 << 31) - 1)
+    )
+    top_p: float | None = option(
+        "1 is off (default: 1)", group=_SAMPLING, type=real(0, 1, above=True)
+    )
+    min_p: float | None = option("0 is off (default: 0)", group=_SAMPLING, type=real(0, 1))
+    repetition_penalty: float | None = option(
+        "1 is off (default: 1)", group=_SAMPLING, type=real(0, 10, above=True)
+    )
+    seed: int | None = option(
+        "of the random choices (default: 0)", group=_SAMPLING, type=integer(0, (1 << 63) - 1)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskArguments:
+    """What is asked of a model besides a prompt."""
+
+    system: str | None = option("the system message", metavar="TEXT")
+    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
+    no_cache: bool = option("compile anew and keep nothing", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A checked command line: the model, and what is asked of it; ``sampling`` by name."""
+
+    model: ModelOptions
+    arguments: Any
+    sampling: Mapping[str, Any]
+
+
+def read_asked(argv: Sequence[str], kind: type, *, prog: str, description: str) -> Asked:
+    """Read a command line of a path, ``kind``'s own options and those of this module.
+
+    Raises:
+        TilewrightError: for anything that can be seen to be wrong without the model.
+    """
+    parser = Parser(prog=prog, description=description)
+    add_options(parser, PathArguments, kind, SamplingArguments)
+    arguments = parser.parse_args(list(argv))
+    take_path(arguments)
+    given = values_of(SamplingArguments, arguments)
+    check_text(arguments.system, "the system message")
+    return Asked(
+        model=read_model_options(arguments, CHECKPOINT_PRECISION),
+        arguments=arguments,
+        sampling={name: value for name, value in given.items() if value is not None},
+    )
+
+
+def check_text(text: str | None, what: str) -> None:
+    """Refuse what the command line could not decode. Raises ConfigError."""
+    try:
+        (text or "").encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} is not valid UTF-8; allowed: UTF-8 text") from None
+
+
+def messages_of(system: str | None) -> list[dict[str, str]]:
+    """A chat that has only begun."""
+    return [{"role": "system", "content": system}] if system else []
+
+
+class Sign:
+    """A dim line on a terminal that says what is being done; the next one replaces it.
+
+    Where ``stream`` is no terminal there is none, and `note` writes its lines plain.
+    """
+
+    def __init__(self, stream: IO[str] | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._is_terminal = self._stream.isatty()
+        self._is_dim = self._is_terminal and not os.environ.get("NO_COLOR")
+        self._shown_at = 0.0
+
+    def show(self, text: str) -> None:
+        """Say what is being done."""
+        if self._is_terminal:
+            self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
+
+    def progress(self, what: str, done: int, total: int) -> None:
+        """Say how far a compilation has come, ten times a second at the most."""
+        now = time.monotonic()
+        if now - self._shown_at > _REDRAW_S:
+            self._shown_at = now
+            self.show(f"{what} {100 * done // max(total, 1)} %")
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        self.clear()
+        self._write(f"{self._dim(' '.join(text.split()))}\n")
+
+    def write_lines(self, text: str) -> None:
+        """Lines that were asked for."""
+        self.clear()
+        self._write(f"{text}\n")
+
+    def clear(self) -> None:
+        """Nothing is being done any more."""
+        if self._is_terminal:
+            self._write("\r\x1b[K")
+
+    def _dim(self, text: str) -> str:
+        return f"\x1b[2m{text}\x1b[0m" if self._is_dim else text
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def open_asked(asked: Asked, sign: Sign) -> Source:
+    """The model that is asked, open but not compiled; from here on heavy modules are imported."""
+    sign.show(f"opening {asked.model.path}")
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.compiler.commands.source import open_source
+
+    source = open_source(asked.model.path)
+    if source.weights == "random":
+        from tilewright.compiler.commands.console import RANDOM_NOTE
+
+        sign.note(RANDOM_NOTE.format(source.name))
+    return source
+
+
+def compile_asked(asked: Asked, source: Source, sign: Sign, *, context: int) -> LLM:
+    """The model that is asked, ready to answer one sequence of so many positions."""
+    from tilewright.compiler.commands.llm import LLM
+    from tilewright.compiler.commands.source import compile_source
+    from tilewright.compiler.targets.base import CompileOptions
+
+    choices = CompileOptions(
+        max_context=context, compute=asked.model.compute, num_threads=asked.arguments.threads
+    )
+    use_cache = not asked.arguments.no_cache
+    compiled = compile_source(source, asked.model, choices, sign.progress, use_cache=use_cache)
+    for note in compiled.notes:
+        sign.note(note)
+    return LLM.of_compiled(source, compiled)
+
+
+def cost_line(llm: LLM, answer: Answer) -> str:
+    """What an answer cost, in one line."""
+    from tilewright.compiler.targets.table import get_target
+
+    compiled = llm.compiled
+    parts = [f"{len(answer.tokens)} tokens"]
+    if get_target(compiled.target).is_emulated:
+        parts.append("emulated: how long it took says nothing of the board")
+    else:
+        parts[0] += f" in {answer.total_s:.1f} s"
+        parts.append(f"the first after {answer.first_s:.2f} s")
+        if answer.tokens_per_second is not None:
+            parts.append(f"then {answer.tokens_per_second:.1f} t/s")
+    if answer.finish_reason == "length":
+        parts.append("cut short there (--max-tokens)")
+    elif answer.finish_reason == "cancelled":
+        parts.append("stopped")
+    where = f"{llm.source.name} on {compiled.target}, {compiled.precision.name}"
+    return f"{', '.join(parts)}; {where}"
+
+
+def sampling_names() -> tuple[str, ...]:
+    """The sampling parameters that a command line and a chat know."""
+    return tuple(each.name for each in fields(SamplingArguments))
