@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.commands.arguments import (
     CHECKPOINT_PRECISION,
@@ -26,6 +26,7 @@ from tilewright.compiler.commands.arguments import (
     values_of,
 )
 from tilewright.compiler.errors import ConfigError
+from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.llm import LLM, Answer
@@ -81,8 +82,12 @@ class Asked:
     sampling: Mapping[str, Any]
 
 
-def read_asked(argv: Sequence[str], kind: type, *, prog: str, description: str) -> Asked:
+def read_asked(
+    argv: Sequence[str], kind: type, sign: Sign, *, prog: str, description: str
+) -> Asked:
     """Read a command line of a path, ``kind``'s own options and those of this module.
+
+    The first sign of life is given once it can be read, before files are looked at.
 
     Raises:
         TilewrightError: for anything that can be seen to be wrong without the model.
@@ -91,6 +96,7 @@ def read_asked(argv: Sequence[str], kind: type, *, prog: str, description: str) 
     add_options(parser, PathArguments, kind, SamplingArguments)
     arguments = parser.parse_args(list(argv))
     take_path(arguments)
+    sign.show(f"opening {arguments.model or DEFAULT_MODEL}")
     given = values_of(SamplingArguments, arguments)
     check_text(arguments.system, "the system message")
     return Asked(
@@ -114,20 +120,17 @@ def messages_of(system: str | None) -> list[dict[str, str]]:
 
 
 class Sign:
-    """A dim line on a terminal that says what is being done; the next one replaces it.
+    """A dim line of standard error that says what is being done; the next one replaces it.
 
-    Where ``stream`` is no terminal there is none, and `note` writes its lines plain.
+    Where that is no terminal there is none, and `note` writes its lines plain.
     """
 
-    def __init__(self, stream: IO[str] | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._is_terminal = self._stream.isatty()
-        self._is_dim = self._is_terminal and not os.environ.get("NO_COLOR")
+    def __init__(self) -> None:
         self._shown_at = 0.0
 
     def show(self, text: str) -> None:
         """Say what is being done."""
-        if self._is_terminal:
+        if sys.stderr.isatty():
             self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
 
     def progress(self, what: str, done: int, total: int) -> None:
@@ -149,20 +152,20 @@ class Sign:
 
     def clear(self) -> None:
         """Nothing is being done any more."""
-        if self._is_terminal:
+        if sys.stderr.isatty():
             self._write("\r\x1b[K")
 
     def _dim(self, text: str) -> str:
-        return f"\x1b[2m{text}\x1b[0m" if self._is_dim else text
+        is_dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        return f"\x1b[2m{text}\x1b[0m" if is_dim else text
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        sys.stderr.write(text)
+        sys.stderr.flush()
 
 
 def open_asked(asked: Asked, sign: Sign) -> Source:
     """The model that is asked, open but not compiled; from here on heavy modules are imported."""
-    sign.show(f"opening {asked.model.path}")
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands.source import open_source
 

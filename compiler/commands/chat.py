@@ -55,11 +55,9 @@ class _Arguments(AskArguments):
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    asked = read_asked(
-        argv, _Arguments, prog="tilewright chat", description="Talk with a model, turn by turn."
-    )
-    sign = Sign()
+    sign, words = Sign(), "Talk with a model, turn by turn."
     try:
+        asked = read_asked(argv, _Arguments, sign, prog="tilewright chat", description=words)
         source = open_asked(asked, sign)
         if not source.tokenizer.has_chat_template:
             raise RequestError(

@@ -206,7 +206,7 @@ def _emit(
 
 
 _USES = {
-    "program": "run it: tilewright run --model {}",
+    "program": "run it: tilewright run {}",
     "onnx": 'run it without Tilewright: python {}/generate.py "Why is the sky blue?"',
     "mlir": "{}/arguments.json says which tensors to feed, in order",
     "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',

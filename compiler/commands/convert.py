@@ -87,7 +87,7 @@ def _to_dllama(arguments: argparse.Namespace) -> int:
     for file in sorted(output.iterdir()):
         screen.print(f"{file.stat().st_size / 1e6:10,.1f} MB  {file.name}", soft_wrap=True)
     weights = arguments.weights or _USUAL_WEIGHTS
-    command = f"tilewright run --model {shlex.quote(str(output))} --precision {_RUN_AS[weights]}"
+    command = f"tilewright run {shlex.quote(str(output))} --precision {_RUN_AS[weights]}"
     screen.print(f"run it here: {command}", soft_wrap=True)
     return 0
 

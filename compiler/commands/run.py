@@ -41,12 +41,11 @@ class _Arguments(AskArguments):
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    asked = read_asked(
-        argv, _Arguments, prog="tilewright run", description="Answer a prompt with a model."
-    )
-    prompt = _prompt(asked.arguments.prompt)
     sign, started = Sign(), time.perf_counter()
+    words = "Answer a prompt with a model."
     try:
+        asked = read_asked(argv, _Arguments, sign, prog="tilewright run", description=words)
+        prompt = _prompt(asked.arguments.prompt)
         source = open_asked(asked, sign)
         tokens = _tokens(source, prompt, asked.arguments.system)
         llm = compile_asked(asked, source, sign, context=_context(source, asked, len(tokens)))

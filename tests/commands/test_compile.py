@@ -69,7 +69,7 @@ def test_a_folder_runs_without_its_checkpoint(
     first = result_of(run, "--model", checkpoint, *choices, *ASKED)
     text = run("bench", "--no-results", "--model", checkpoint, *choices, *ASKED).splitlines()[0]
     out = run("compile", checkpoint, "-o", tmp_path / "out", *choices)
-    assert "manifest.json" in out and f"tilewright run --model {tmp_path / 'out'}" in out
+    assert "manifest.json" in out and f"tilewright run {tmp_path / 'out'}" in out
     checkpoint.unlink()
     moved = (tmp_path / "out").rename(tmp_path / "moved")
     second = result_of(run, "--model", moved, *ASKED)

@@ -53,7 +53,7 @@ def test_a_gguf_file_for_dllama(
     name = MODEL.format(weights)
     assert sorted(path.name for path in folder.iterdir()) == [name, TOKENIZER]
     precision = {"q40": "stored", "f32": "accuracy"}[weights]
-    assert name in said and f"tilewright run --model {folder} --precision {precision}\n" in said
+    assert name in said and f"tilewright run {folder} --precision {precision}\n" in said
     source, found = load_model(tiny_gguf), load_model(folder)
     assert found.name == "tiny" and found.checkpoint.path == folder / name
     order = [*range(3, 262), 0, 1, 2]  # special tokens come first there, and last for dllama

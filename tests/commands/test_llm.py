@@ -1,0 +1,113 @@
+"""`tilewright.LLM` on a tiny model: texts, chats, batches, streams, and turns that save work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tilewright import LLM
+from tilewright.compiler.errors import ConfigError, RequestError
+from tilewright.models.tokenizer.chat_template import Message
+
+HELLO: list[Message] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_gguf: Path) -> Iterator[LLM]:
+    with LLM(tiny_gguf, precision="bf16", max_seats=3, use_cache=False) as made:
+        yield made
+
+
+def test_a_text_is_continued_and_a_chat_goes_through_the_template(llm: LLM) -> None:
+    plain = llm.generate("hello", max_tokens=4, end_tokens=())
+    asked = llm.chat("hello", max_tokens=4, end_tokens=())
+    assert plain.num_prompt_tokens == len(llm.tokenizer.encode("hello", add_special=True))
+    assert asked.num_prompt_tokens > plain.num_prompt_tokens
+    assert llm.chat(HELLO, max_tokens=4, end_tokens=()).tokens == asked.tokens
+    for answer in (plain, asked):
+        assert len(answer.tokens) == 4 and answer.finish_reason == "length"
+        assert str(answer) == answer.text == llm.tokenizer.decode(answer.tokens)
+        assert 0 < answer.first_s < answer.total_s and answer.tokens_per_second
+
+
+def test_several_run_as_one_batch_and_in_order(llm: LLM) -> None:
+    prompts = ["hello", "a b c", "twelve", "the end"]
+    sampling = {"max_tokens": 5, "end_tokens": ()}
+    together = llm.generate(prompts, **sampling)
+    assert [each.tokens for each in together] == [
+        llm.generate(prompt, **sampling).tokens for prompt in prompts
+    ]
+    chats = llm.chat([HELLO, "hello", [*HELLO, {"role": "assistant", "content": "b"}]], **sampling)
+    assert chats[0].tokens == chats[1].tokens and len(chats) == 3
+    assert llm.generate([]) == []
+
+
+def test_the_models_own_end_tokens_end_an_answer_unless_others_are_named(llm: LLM) -> None:
+    free = llm.generate("hello", max_tokens=6, end_tokens=())
+    stopped = llm.generate("hello", max_tokens=6, end_tokens=free.tokens[2:3])
+    at = free.tokens.index(free.tokens[2])
+    assert (stopped.tokens, stopped.finish_reason) == (free.tokens[: at + 1], "stop")
+    assert llm.chat("x", max_tokens=2, logit_bias={llm.tokenizer.eos_ids[0]: 100}).tokens == (
+        llm.tokenizer.eos_ids[0],
+    )
+
+
+def test_a_stream_gives_the_text_piece_by_piece(llm: LLM) -> None:
+    whole = llm.chat("hello", max_tokens=12, end_tokens=())
+    with llm.stream_chat("hello", max_tokens=12, end_tokens=()) as stream:
+        pieces = list(stream)
+    assert len(pieces) > 2 and "".join(pieces) == whole.text == stream.answer.text
+    assert stream.answer.finish_reason == "length"
+
+
+def test_streams_run_side_by_side_and_one_left_early_frees_its_seat(llm: LLM) -> None:
+    sampling = {"max_tokens": 9, "end_tokens": ()}
+    wanted = [llm.generate(text, **sampling).text for text in ("one", "two")]
+    one, two = llm.stream("one", **sampling), llm.stream("two", **sampling)
+    said = [next(one), next(two)]
+    assert ["".join([first, *rest]) for first, rest in zip(said, (one, two), strict=True)] == wanted
+    with llm.stream("three", **sampling) as left:
+        next(left)
+    assert left.answer.finish_reason == "cancelled"
+    assert not llm._loop.has_work()
+    with llm.stream("three", **sampling):
+        pass
+    assert not llm._loop.has_work(), "one never begun is not left in the queue"
+
+
+def test_a_later_turn_computes_only_what_is_new(llm: LLM) -> None:
+    first = llm.chat("tell me a long story", max_tokens=8)
+    chat: list[Message] = [{"role": "user", "content": "tell me a long story"}]
+    chat += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "more"}]
+    later = llm.chat(chat, max_tokens=4, end_tokens=())
+    assert first.num_prompt_tokens <= later.num_cached_tokens < later.num_prompt_tokens
+
+
+def test_what_cannot_be_asked_is_refused_by_name(llm: LLM, tiny_gguf: Path) -> None:
+    with pytest.raises(RequestError, match=r"'temprature'; .*did you mean 'temperature'\?"):
+        llm.chat("hello", temprature=1)
+    with pytest.raises(RequestError, match="temperature -1; allowed: 0 to 100"):
+        llm.generate("hello", temperature=-1)
+    with pytest.raises(RequestError, match="of a wrong kind"):
+        llm.generate("hello", temperature="hot")
+    with pytest.raises(RequestError, match="do not fit the context"):
+        llm.generate("hello " * 2000)
+    with pytest.raises(RequestError, match="at least one message"):
+        llm.chat([])
+    with pytest.raises(ConfigError, match=r"a context of 9999; allowed by this model: 1 to 1536"):
+        LLM(tiny_gguf, max_context=9999)
+    with pytest.raises(ConfigError, match=r"unknown target 'cdua'; .*did you mean 'cuda'\?"):
+        LLM(tiny_gguf, target="cdua")
+
+
+def test_a_second_one_finds_the_program_in_the_cache(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    stages: list[str] = []
+    for _ in range(2):
+        stages.clear()
+        LLM(tiny_gguf, progress=lambda what, done, total: stages.append(what)).close()
+    assert "trace" not in stages and len(list((tmp_path / "programs").glob("*/manifest.json"))) == 1
