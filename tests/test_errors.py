@@ -29,7 +29,7 @@ def test_the_closest_name_is_proposed_and_nothing_that_is_far() -> None:
     [
         (["rum"], "run"),
         (["run", "--target", "n15o"], "n150"),
-        (["run", "--case", "performance-bach-1"], "performance-batch-1"),
+        (["bench", "--case", "performance-bach-1"], "performance-batch-1"),
         (["run", "--precision", "acuracy"], "accuracy"),
         (["run", "--model", "shape:llama-3.1-8"], "shape:llama-3.1-8b"),
         (["sweep", "paretto"], "pareto"),

@@ -25,6 +25,8 @@ WITHOUT_TORCH = (
     "tilewright.compiler.bench.results",
     "tilewright.compiler.bench.perf_md",
     "tilewright.compiler.commands.options",
+    "tilewright.compiler.commands.chat",
+    "tilewright.compiler.commands.run",
     "tilewright.compiler.commands.sweep.control",
     "tilewright.compiler.commands.sweep.main",
     "tilewright.compiler.commands.sweep.options",

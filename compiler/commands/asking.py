@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.commands.arguments import (
     CHECKPOINT_PRECISION,
+    PRECISION_FORMS,
     ModelOptions,
     Parser,
     PathArguments,
@@ -65,9 +66,12 @@ class SamplingArguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskArguments:
-    """What is asked of a model besides a prompt."""
+class AskArguments(PathArguments):
+    """Which model is asked, and what of it besides a prompt."""
 
+    precision: str | None = option(
+        f"{PRECISION_FORMS} (default: {CHECKPOINT_PRECISION})", group="model", metavar="NAME"
+    )
     system: str | None = option("the system message", metavar="TEXT")
     threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
     no_cache: bool = option("compile anew and keep nothing", default=False)
@@ -93,7 +97,7 @@ def read_asked(
         TilewrightError: for anything that can be seen to be wrong without the model.
     """
     parser = Parser(prog=prog, description=description)
-    add_options(parser, PathArguments, kind, SamplingArguments)
+    add_options(parser, kind, SamplingArguments)
     arguments = parser.parse_args(list(argv))
     take_path(arguments)
     sign.show(f"opening {arguments.model or DEFAULT_MODEL}")

@@ -115,7 +115,7 @@ class Talk:
         if word in ("quit", "exit", "bye"):
             return False
         if word not in commands:
-            known = allowed((*(f"/{name}" for name in commands), "/quit"), wanted=f"/{word}")
+            known = allowed((*(f"/{name}" for name in commands), "/quit"), f"/{word}")
             raise ConfigError(f"unknown command /{word[:60]}; {known}")
         commands[word](rest)
         return True
@@ -190,7 +190,7 @@ def _with(sampling: dict[str, Any], name: str, text: str) -> dict[str, Any]:
 
     known = sampling_names()
     if name not in known:
-        names = allowed((*known, "system"), wanted=name)
+        names = allowed((*known, "system"), name)
         raise ConfigError(f"unknown setting {name[:60]!r}; {names}")
     kind = int if name in ("max_tokens", "top_k", "seed") else float
     try:

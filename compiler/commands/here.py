@@ -1,4 +1,4 @@
-"""``tilewright run`` on this machine's own devices: texts as they come, then measured figures."""
+"""``tilewright bench`` on this machine's own devices: texts as they come, then measured figures."""
 
 from __future__ import annotations
 

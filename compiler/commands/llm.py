@@ -314,9 +314,7 @@ def sampling_of(asked: Mapping[str, Any]) -> SamplingParams:
     values = dict(asked)
     for name in values:
         if name not in known:
-            raise RequestError(
-                f"unknown sampling parameter {name!r}; {allowed(known, wanted=name)}"
-            )
+            raise RequestError(f"unknown sampling parameter {name!r}; {allowed(known, name)}")
     if isinstance(values.get("logit_bias"), Mapping):
         values["logit_bias"] = tuple(values["logit_bias"].items())
     if "end_tokens" in values:

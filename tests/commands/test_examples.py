@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,8 +51,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("python"))
-def test_python(block: str) -> None:
-    exec(compile(block.replace(MODEL, "shape:tiny"), "<example>", "exec"), {})
+def test_python(block: str, tiny_gguf: Path) -> None:
+    exec(compile(block.replace(MODEL, str(tiny_gguf)), "<example>", "exec"), {})
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
@@ -67,9 +69,10 @@ def test_yaml(block: str) -> None:
 @pytest.mark.parametrize(
     "block", [each for each in blocks("bash") if commands_on_a_checkpoint(str(each.values[0]))]
 )
-def test_commands(block: str, tiny_gguf: Path) -> None:
+def test_commands(block: str, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     for words in commands_on_a_checkpoint(block):
         argv = [str(tiny_gguf) if word == MODEL else word for word in words[1:]]
-        if argv[0] == "run":
-            argv += ["--max-generated-tokens", "4"]
+        if argv[0] in ("run", "chat"):
+            argv += ["--max-tokens", "4"]
         assert main(argv) == 0, words
