@@ -26,9 +26,28 @@ class KeptSeats:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def keep(self, seat: Seat, tokens: Sequence[int]) -> None:
-        """The sequence on a seat has ended, and its state holds these tokens."""
-        self._tokens[seat] = tuple(tokens)
+    def keep(self, seat: Seat, tokens: Sequence[int], computed: int) -> bool:
+        """The sequence on a seat has ended: its first ``computed`` tokens were read, of which these
+        are known. Whether the seat is kept: not where it holds nothing, or what cannot be cut off.
+        """
+        is_kept = computed > 0 and not (self._whole and computed > len(tokens))
+        if is_kept:
+            self._tokens[seat] = tuple(tokens[:computed])
+        return is_kept
+
+    def take_best(self, prompt: Sequence[int], *, are_others_free: bool) -> tuple[Seat, int] | None:
+        """The seat that shares the longest beginning with a prompt, and how many tokens that is:
+        it is not kept any more. None where no seat shares any, and where ``are_others_free`` and
+        most of the seat would be lost for little of this prompt.
+        """
+        found = self.find(prompt)
+        if found is None:
+            return None
+        seat, length = found
+        if are_others_free and 2 * length < min(len(prompt), len(self._tokens[seat])):
+            return None
+        del self._tokens[seat]
+        return found
 
     def find(self, prompt: Sequence[int]) -> tuple[Seat, int] | None:
         """The seat that shares the longest beginning with a prompt, and how many tokens that is;
@@ -44,14 +63,6 @@ class KeptSeats:
             if length and (best is None or length >= best[1]):
                 best = seat, length
         return best
-
-    def length(self, seat: Seat) -> int:
-        """How many tokens a kept seat holds."""
-        return len(self._tokens[seat])
-
-    def take(self, seat: Seat) -> None:
-        """A kept seat has another use from now on."""
-        del self._tokens[seat]
 
     def take_oldest(self) -> Seat:
         """The least recently used seat, which has another use from now on."""

@@ -227,23 +227,13 @@ class Scheduler:
 
     def _leave(self, running: Running, *, may_keep: bool = False) -> None:
         self.running.remove(running)
-        held = self._held_tokens(running) if may_keep else ()
-        if held:
-            self.kept.keep(running.seat, held)
-        else:
+        request = running.request
+        may_keep &= self.policy.reuses and not self.capabilities.page_size
+        known = (*request.prompt, *request.output) if may_keep and not request.is_private else ()
+        if not known or not self.kept.keep(running.seat, known, running.computed):
             self._edits.append(Close(running.seat))
             heapq.heappush(self._free_seats, running.seat)
         self.pool.release(running.pages)
-
-    def _held_tokens(self, running: Running) -> tuple[int, ...]:
-        """What a seat holds that another prompt may begin with; empty where it is not kept."""
-        request = running.request
-        if self.capabilities.page_size or not self.policy.reuses or request.is_private:
-            return ()
-        known = (*request.prompt, *request.output)
-        if self.capabilities.has_sequence_state and running.computed > len(known):
-            return ()  # the state has taken in tokens that were dropped
-        return known[: running.computed]
 
     def _admit(self) -> None:
         while self.waiting and (self._free_seats or self.kept):
@@ -289,18 +279,11 @@ class Scheduler:
         self.running.append(running)
 
     def _choose_seat(self, request: Request) -> tuple[Seat, int]:
-        """The seat for a request, and how many first positions of its prompt that holds already.
-
-        While others are free, a kept seat is left to its own next turn where most of it would be
-        lost for little of this prompt.
-        """
-        found = None if request.is_private else self.kept.find(request.prompt)
+        """The seat for a request, and how many first positions of its prompt that holds already."""
+        prompt = () if request.is_private else request.prompt
+        found = self.kept.take_best(prompt, are_others_free=bool(self._free_seats))
         if found is not None:
-            seat, length = found
-            most = min(len(request.prompt), self.kept.length(seat))
-            if not self._free_seats or 2 * length >= most:
-                self.kept.take(seat)
-                return seat, length
+            return found
         if not self._free_seats:
             seat = self.kept.take_oldest()
             self._edits.append(Close(seat))

@@ -41,7 +41,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"tilewright {__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["walk", "", "--verbose", "ru\nn"])
+@pytest.mark.parametrize("verb", ["walk", "", "--verbose", "xy\nz"])
 def test_an_unknown_verb_lists_the_known_ones(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -97,8 +97,8 @@ def test_a_device_that_fails_holds_nothing_afterwards() -> None:
 
 def test_of_equal_beginnings_the_most_recent_is_found() -> None:
     kept = KeptSeats(whole=False)
-    kept.keep(Seat(0), (1, 2, 3))
-    kept.keep(Seat(1), (1, 2, 4))
+    kept.keep(Seat(0), (1, 2, 3), 3)
+    kept.keep(Seat(1), (1, 2, 4), 3)
     assert kept.find((1, 2, 5, 6)) == (Seat(1), 2)
     assert kept.find((1, 2, 3, 6)) == (Seat(0), 3)
     assert kept.find((1,)) is None and kept.find((9, 9)) is None

@@ -10,7 +10,7 @@ import pytest
 from tests.runtime.queued import VOCAB, Clock, QueuedExecutable
 from tests.runtime.test_scheduler import answer
 from tilewright.compiler.bench.timing import figures
-from tilewright.compiler.runtime import llm as llm_module
+from tilewright.compiler.runtime import loop as loop_module
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import CANCELLED, STOPPED, Request
 from tilewright.compiler.runtime.sampling import SamplingParams
@@ -131,7 +131,7 @@ def test_the_device_does_not_wait_for_the_host(
     read, so the rate of a timed run is the device's.
     """
     clock = Clock()
-    monkeypatch.setattr(llm_module, "time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr(loop_module, "time", SimpleNamespace(perf_counter=clock))
     executable = QueuedExecutable(clock=clock, runs_ahead=runs_ahead, max_prompts=2)
     executable.step_seconds, executable.host_seconds = 0.010, 0.004
     made = [request(number=n, wanted=30) for n in range(2)]
