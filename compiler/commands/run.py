@@ -102,11 +102,21 @@ def _tokens(source: Source, prompt: str, system: str | None) -> tuple[int, ...]:
 
 
 def _context(source: Source, asked: Asked, num_prompt: int) -> int:
-    """Room for the prompt and its answer."""
+    """Room for the prompt and its answer.
+
+    Raises:
+        RequestError: where the model has less.
+    """
     from tilewright.compiler.commands.llm import MAX_TOKENS
 
+    least, most = asked.sampling.get("max_tokens", 1), source.max_positions
+    if num_prompt + least > most:
+        raise RequestError(
+            f"a prompt of {num_prompt} tokens and {least} to generate do not fit the context; "
+            f"allowed by this model: {most} together"
+        )
     wanted = num_prompt + asked.sampling.get("max_tokens", MAX_TOKENS)
-    return min(source.max_positions, max(wanted, _LEAST_CONTEXT))
+    return min(most, max(wanted, _LEAST_CONTEXT))
 
 
 def _answer(llm: LLM, tokens: tuple[int, ...], asked: Asked, sign: Sign) -> Answer:

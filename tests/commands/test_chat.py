@@ -79,7 +79,7 @@ def test_piped_lines_stop_at_the_first_that_cannot_be_done(
     piped: Piped, lines: str, said: str
 ) -> None:
     code, out, error = piped(lines)
-    assert (code, out) == (2, "") and said in error and error.count("\n") == 1
+    assert (code, out) == (2, "") and said in error.splitlines()[-1]
 
 
 def test_a_model_without_a_template_is_refused(refused: Refused, tiny_folder: Path) -> None:

@@ -47,17 +47,17 @@ def run_proposed(run: Run, words: list[str], *more: str) -> str:
     return run(*words[1:], *more)
 
 
-SHORT = ("--prompt", "hello", "--max-generated-tokens", "2", "--no-results")
+SHORT = ("--prompt", "hello", "--max-tokens", "2")
 
 
 @pytest.mark.parametrize("target", ["cpu", "reference"])
 def test_a_compiled_folder_is_run(target: str, run: Run, tiny_gguf: Path, tmp_path: Path) -> None:
     said = run("compile", tiny_gguf, "-o", tmp_path / ODD, "--target", target)
-    assert "TTFT" in run_proposed(run, proposed(said, "run it: "), *SHORT)
+    assert "2 tokens in " in run_proposed(run, proposed(said, "run it: "), *SHORT)
 
 
 @pytest.mark.parametrize(
-    ("weights", "precision"), [("q40", "all-q40"), ("f32", "accuracy"), (None, "all-q40")]
+    ("weights", "precision"), [("q40", "stored"), ("f32", "accuracy"), (None, "stored")]
 )
 def test_a_converted_model_is_run_as_it_was_written(
     weights: str | None, precision: str, run: Run, tiny_gguf: Path, tmp_path: Path
@@ -67,7 +67,7 @@ def test_a_converted_model_is_run_as_it_was_written(
     said = run("convert", tiny_gguf, "-o", tmp_path / ODD, *choice)
     words = proposed(said, "run it here: ")
     assert words[-2:] == ["--precision", precision]
-    assert "TTFT" in run_proposed(run, words, *SHORT)
+    assert "2 tokens in " in run_proposed(run, words, *SHORT)
 
 
 def test_an_onnx_folder_answers(run: Run, tiny_gguf: Path, tmp_path: Path) -> None:
@@ -109,7 +109,9 @@ def test_what_a_sweep_proposes(run: Run, tiny_gguf: Path, tmp_path: Path, refuse
     assert "Cell " in run_proposed(run, [str(path) if word == "%s" else word for word in words])
 
 
-@pytest.mark.parametrize("verb", ["run", "compile", "convert", "perf", "reference", "sweep grid"])
+@pytest.mark.parametrize(
+    "verb", ["run", "chat", "bench", "compile", "convert", "perf", "reference", "sweep grid"]
+)
 def test_an_unknown_option_points_to_help_that_is_there(
     verb: str, refused: Refused, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -133,7 +135,7 @@ def test_no_hint_is_missing_here(run: Run) -> None:
                 line,
             ):
                 found.add(path.relative_to(CODE).as_posix())
-    assert "performance-batch-1" in run("run", "--list"), "what options of sweeps point to"
+    assert "performance-batch-1" in run("bench", "--list"), "what options of sweeps point to"
     assert found == {
         "commands/compile.py",
         "commands/convert.py",

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pty
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +40,8 @@ def test_the_answer_is_all_of_standard_output(
     monkeypatch.chdir(tmp_path)
     out, error = run(capfd, tiny_gguf, "--prompt", "hello", *SIX)
     assert out == f"{answer}\n"
-    (line,) = error.splitlines()
+    choice, line = error.splitlines()
+    assert choice.startswith("precision auto: accuracy, ")
     assert line.startswith("6 tokens in ") and "t/s" in line and "\x1b" not in line
     assert "cut short there (--max-tokens)" in line and "tiny on cpu, " in line
     assert list(tmp_path.iterdir()) == [], "nothing is written unless it is asked for"
@@ -56,7 +56,7 @@ def test_figures_and_json_are_asked_for(
     facts = json.loads(out)
     assert (facts["text"], facts["finish_reason"], len(facts["tokens"])) == (answer, "length", 6)
     assert 0 < facts["timings"]["first_token_s"] <= facts["timings"]["total_s"]
-    assert error == ""
+    assert "t/s" not in error
 
 
 @pytest.mark.parametrize("argv", [(), ("--prompt", "-")])
@@ -131,16 +131,3 @@ sys.exit(main(sys.argv[1:]))
     assert f"opening {tiny_gguf}"[:80] in error
     *_, line, end = error.split("\x1b[K")[-1].split("\n")
     assert line.strip().startswith("\x1b[2m6 tokens") and end == ""
-
-
-def test_what_compile_and_convert_suggest_can_be_run(
-    tiny_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    for verb, argv in (("compile", ("--precision", "bf16")), ("convert", ())):
-        folder = tmp_path / f"of {verb}"
-        assert main([verb, str(tiny_gguf), "-o", str(folder), *argv]) == 0
-        said = capfd.readouterr().out.splitlines()[-1]
-        command = shlex.split(said.partition(": ")[2])
-        assert command[:2] == ["tilewright", "run"]
-        assert main([*command[1:], "--prompt", "hello", *SIX]) == 0, said
-        capfd.readouterr()
