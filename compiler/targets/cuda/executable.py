@@ -98,13 +98,8 @@ class CudaExecutable(Executable):
         )
         self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
-        self._steps = Steps(
-            plan,
-            weights,
-            self._state,
-            max_rows=min(MAX_ROWS, self._buckets[-1]),
-            exact=options.compute == "exact",
-        )
+        rows, exact = min(MAX_ROWS, self._buckets[-1]), options.compute == "exact"
+        self._steps = Steps(plan, weights, self._state, max_rows=rows, exact=exact)
         if is_gpu:
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
