@@ -132,6 +132,10 @@ def _long_context(k: int) -> tuple[str, _Setting]:
 # Each stands once for every precision of `PRECISIONS`, which completes its name.
 _TEMPLATES: Mapping[str, tuple[str, _Setting]] = {
     "batch-1": ("one user, one question", {}),
+    "short": (
+        "one user, one question, 16 tokens: what an emulated board answers soon",
+        {"max_generated_tokens": 16, "num_repeats": 1},
+    ),
     "batch-32": ("32 users, 32 questions", {"batch_size": 32}),
     **{f"long-context-{k}k": _long_context(k) for k in (2, 16, 32, 64)},
     "reasoning": (

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
 from tilewright.compiler.bench.display import decimal, percent
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.row import model_text
@@ -34,6 +35,7 @@ from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
 from tilewright.compiler.targets.tenstorrent.memory_plan import plan_memory
 from tilewright.compiler.targets.tenstorrent.perf_model import Prediction, explain_time, predict
+from tilewright.compiler.targets.tenstorrent.program import Matmul
 from tilewright.compiler.targets.tenstorrent.text import program_text
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
     from tilewright.compiler.driver import Compiled
 
+_START_SECONDS, _MULTIPLIES_PER_SECOND = 30.0, 1.2e9
+"""What the emulator needs before its first token, and its rate on two cores; both rough."""
 _GROUPS = 32
 """Data-parallel groups of the largest box."""
 
@@ -57,6 +61,7 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     measure.print_plan(err(), source, options, plan)
     records = [board.predicted()] if board.num_generated > 1 else []
     if options.case.is_natural or options.case.token_accuracy:
+        say_expected_time(board.num_emulated, options.case.precision)
         records.append(board.emulated(screen))
     if options.explain:
         explain_contract(screen, board.contract)
@@ -72,6 +77,18 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     kept = [each for each in records if each.kind == "predicted" or each.accuracy is not None]
     keep_results(screen, options, kept)
     return 0
+
+
+def say_expected_time(num_multiplies: int, precision: str) -> None:
+    """One line on standard error before minutes of emulation, with the case that takes fewer."""
+    seconds = _START_SECONDS + num_multiplies / _MULTIPLIES_PER_SECOND
+    text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+    err().print(
+        f"the board is emulated, multiply by multiply: about {text} on two cores "
+        f"(the shortest answer: --case {precision}-short)",
+        style="dim",
+        soft_wrap=True,
+    )
 
 
 def _check(source: Source, options: RunOptions) -> None:
@@ -135,6 +152,16 @@ class _Board:
     @property
     def _needs_executable(self) -> bool:
         return self._options.case.is_natural or self._options.case.token_accuracy
+
+    @property
+    def num_emulated(self) -> int:
+        """Multiplies by weights for the prompts, the answers and the accuracy's positions."""
+        products = (each.weight for each in self.decode.instructions if isinstance(each, Matmul))
+        num_weights = sum(weight.rows * weight.columns for weight in products)
+        num_tokens = ACCURACY_CONTEXT if self._options.case.token_accuracy else 0
+        if self._options.case.is_natural:
+            num_tokens += sum(len(j.prompt) + j.sampling.max_tokens for j in self._plan.jobs)
+        return num_tokens * num_weights * self.decode.mesh.num_chips
 
     def predicted(self) -> Result:
         """The record of the performance model's figures."""

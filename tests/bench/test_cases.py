@@ -33,7 +33,7 @@ from tilewright.compiler.bench.record import Accuracy
 from tilewright.compiler.errors import ConfigError
 
 SUFFIXES = (
-    *("batch-1", "batch-32", "ci-1", "ci-32", "dp-4", "dp-8", "reasoning", "stress"),
+    *("batch-1", "short", "batch-32", "ci-1", "ci-32", "dp-4", "dp-8", "reasoning", "stress"),
     *("long-context-2k", "long-context-16k", "long-context-32k", "long-context-64k"),
     *("token-matching", "top-1", "eval-repeat", "device-perf"),
 )

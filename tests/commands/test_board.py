@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands.conftest import Refused
+from tilewright.compiler.bench.cases import CASES
 from tilewright.compiler.bench.results import loads, read
 from tilewright.compiler.cli import main
 
@@ -117,3 +118,17 @@ def test_what_a_board_has_not_is_refused(refused: Refused, tiny_gguf: Path) -> N
     rotated = ("--model", str(tiny_gguf), "--case", "performance-eval-repeat", "--target", "n150")
     assert "emulated once; allowed: other cases" in refused(*rotated)
     assert "4 query heads over 8 chips" in refused(*model[:-1], "t3k")
+
+
+def test_how_long_an_emulation_takes_is_said_before_it_begins(
+    tiny_gguf: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And the case that it names is there, and short."""
+    model = ("--model", str(tiny_gguf), "--target", "n150", "--no-results")
+    assert main(["run", *model, "--prompt", "hello", *FEW]) == 0
+    said = capfd.readouterr().err
+    assert "the board is emulated, multiply by multiply: about 30 s on two cores" in said
+    name = said.partition("--case ")[2].partition(")")[0]
+    assert name == "performance-short" and CASES[name].max_generated_tokens == 16
+    assert main(["run", *model, "--case", "performance-device-perf"]) == 0
+    assert "emulated" not in capfd.readouterr().err, "a prediction takes no time"
