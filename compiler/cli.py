@@ -20,6 +20,8 @@ VERBS = {
     "run": (f"{_COMMANDS}.run", "answer a prompt with a model"),
     "chat": (f"{_COMMANDS}.chat", "talk with a model, turn by turn"),
     "bench": (f"{_COMMANDS}.bench", "measure a model: speed, memory, accuracy"),
+    "serve": (f"{_COMMANDS}.serve", "serve a model over HTTP, as OpenAI's API does"),
+    "bench-serve": (f"{_COMMANDS}.bench_serve", "load a server, and say how fast it answers"),
     "compile": (f"{_COMMANDS}.compile", "compile a model into a folder, ONNX or MLIR"),
     "convert": (f"{_COMMANDS}.convert", "write a model for dllama, or into the cache"),
     "sweep": (f"{_COMMANDS}.sweep.main", "measure many configurations; find the best"),

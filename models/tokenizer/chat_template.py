@@ -46,10 +46,14 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         special_tokens: Mapping[str, str] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt text of ``messages`` (``role``, ``content`` and what the template reads).
 
-        Keys whose value is None are dropped, as transformers does.
+        Keys whose value is None are dropped, as transformers does. ``tools``: functions that may
+        be called, as JSON schemas; None where there are none. ``variables``: what else the
+        template may read, as ``enable_thinking``.
 
         Raises:
             RequestError: no messages, or messages that the template refuses or fails on.
@@ -60,15 +64,13 @@ class ChatTemplate:
             {key: _plain(value) for key, value in message.items() if value is not None}
             for message in messages
         ]
+        given: dict[str, object] = {"tools": _plain(tools), "documents": None}
+        given |= {name: _plain(value) for name, value in (variables or {}).items()}
+        given |= {**(special_tokens or {}), "messages": plain}
+        given["add_generation_prompt"] = add_generation_prompt
         try:
-            with bounded(self.source, plain):
-                return self._template.render(
-                    messages=plain,
-                    tools=None,
-                    documents=None,
-                    add_generation_prompt=add_generation_prompt,
-                    **(special_tokens or {}),
-                )
+            with bounded(self.source, given):
+                return self._template.render(given)
         # Template code can raise anything that Python operators raise.
         except Exception as error:
             raise RequestError(f"{self.where}: chat template: {one_line(error)}") from None

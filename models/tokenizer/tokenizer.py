@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,16 @@ class Tokenizer:
         return StreamDecoder(self, skip_special)
 
     def apply_chat_template(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The prompt text of a chat; encode it without ``add_special``.
+
+        ``tools`` and ``variables``: see `ChatTemplate.render`.
 
         Raises:
             RequestError: the checkpoint has no chat template, or it fails on these messages.
@@ -133,7 +140,14 @@ class Tokenizer:
             messages,
             add_generation_prompt=add_generation_prompt,
             special_tokens=self._vocabulary.special_tokens,
+            tools=tools,
+            variables=variables,
         )
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template."""
+        return None if self._template is None else self._template.source
 
     def content_hash(self) -> str:
         """SHA-256 over vocabulary, pipeline, added and named tokens, and chat template."""

@@ -1,0 +1,129 @@
+"""``tilewright serve``: a front for HTTP, and an engine in a process of its own."""
+
+from __future__ import annotations
+
+import http.client
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.compiler.child import PYTHON
+from tilewright.compiler.commands.serve_options import ServeOptions, read_serve_options
+from tilewright.compiler.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tilewright.models.tokenizer.tokenizer import Tokenizer
+
+_NEEDED = ("aiohttp", "uvloop", "zmq", "prometheus_client")
+_LOOK_SECONDS = 0.1
+_LAST_BYTES = 4096
+
+
+def main(argv: list[str]) -> int:
+    """Serve until a signal; returns the exit code."""
+    options = read_serve_options(argv)
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"serve needs {', '.join(missing)}; allowed: pip install 'tilewright[serve]'"
+        )
+    if options.detach:
+        return _detach(options, [each for each in argv if each != "--detach"])
+    return _serve(options, argv)
+
+
+def _serve(options: ServeOptions, argv: list[str]) -> int:
+    from tilewright.compiler.serve.server import serve
+    from tilewright.compiler.serve.settings import Settings
+
+    settings = Settings(
+        host=options.host,
+        port=options.port,
+        api_keys=options.api_key,
+        names=options.served_model_name,
+        strict_model=options.strict_model,
+        cors_origins=options.cors_origins,
+        template_variables=options.template_variables,
+        defaults=options.defaults,
+        max_queue=options.max_queue,
+        queue_timeout=options.queue_timeout,
+        drain_timeout=options.drain_timeout,
+        metrics_prefix=options.metrics_names,
+    )
+
+    def say(port: int) -> None:
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        defaults = ", ".join(f"{name} {value:g}" for name, value in options.defaults.items())
+        print(f"tilewright: http://{host}:{port} (requests that say nothing: {defaults})")
+        sys.stdout.flush()
+
+    def load(folder: Path) -> Tokenizer:
+        return _load_tokenizer(folder, options.chat_template)
+
+    command = ["-m", "tilewright.compiler.commands.serve_engine", "{}", *argv]
+    return serve(settings, command, load, on_listening=say)
+
+
+def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
+    """The tokenizer that the engine has left, with another chat template where one is named."""
+    from tilewright.models.checkpoints.base import TokenizerSource
+    from tilewright.models.tokenizer.load import read_vocabulary
+    from tilewright.models.tokenizer.tokenizer import Tokenizer
+
+    vocabulary = read_vocabulary(TokenizerSource(folder))
+    if chat_template is not None:
+        vocabulary = replace(vocabulary, chat_template=chat_template)
+    return Tokenizer(vocabulary)
+
+
+def _detach(options: ServeOptions, argv: list[str]) -> int:
+    """Start a server apart from this process, and wait until it answers or ends."""
+    path = options.log
+    if path is None:
+        handle, name = tempfile.mkstemp(prefix="tilewright-serve-", suffix=".log")
+        os.close(handle)
+        path = Path(name)
+    command = [*PYTHON, "-m", "tilewright.compiler.cli", "serve", *argv]
+    try:
+        with path.open("ab") as log:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise ConfigError(f"--log {path}: {error.strerror}; allowed: a file to write") from None
+    try:
+        while child.poll() is None:
+            if _is_healthy(options.host, options.port) and child.poll() is None:
+                print(f"tilewright: pid {child.pid}, port {options.port}, log {path}")
+                return 0
+            time.sleep(_LOOK_SECONDS)
+    except KeyboardInterrupt:
+        child.send_signal(signal.SIGTERM)
+        raise
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - _LAST_BYTES))
+        sys.stderr.write(log.read().decode("utf-8", errors="replace"))
+    return child.returncode or 1
+
+
+def _is_healthy(host: str, port: int) -> bool:
+    where = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    connection = http.client.HTTPConnection(where, port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,177 @@
+"""What ``tilewright serve`` is asked to do, checked before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tilewright.compiler.bench.cases import CASES, DEFAULT_CASE
+from tilewright.compiler.commands.arguments import (
+    ModelArguments,
+    ModelOptions,
+    Parser,
+    add_options,
+    integer,
+    option,
+    read_model_options,
+    real,
+    values_of,
+)
+from tilewright.compiler.errors import ConfigError
+
+_DEFAULTS: dict[str, dict[str, float]] = {
+    "greedy": {"temperature": 0.0, "top_p": 1.0},
+    "openai": {"temperature": 1.0, "top_p": 1.0},
+}
+_MAX_KEYS, _MAX_CONTEXT = 1024, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    path: str | None = option("the same as --model", "path", nargs="?", metavar="MODEL")
+    sampling_defaults: str = option(
+        "temperature of requests that name none: greedy 0, openai 1",
+        default="greedy",
+        group="requests",
+        choices=tuple(_DEFAULTS),
+    )
+    chat_template: str | None = option(
+        "a Jinja file instead of the checkpoint's", group="requests", metavar="FILE"
+    )
+    default_chat_template_kwargs: str | None = option(
+        "what templates may read, as '{\"enable_thinking\": false}'",
+        group="requests",
+        metavar="JSON",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """A checked command line."""
+
+    model: ModelOptions
+    defaults: dict[str, float]
+    chat_template: str | None
+    template_variables: dict[str, Any]
+    host: str = option("the address to listen on", default="127.0.0.1")
+    port: int = option("0: any that is free", default=8000, type=integer(0, 65535))
+    detach: bool = option("return once it serves, and leave it running", default=False)
+    log: Path | None = option(
+        "what --detach leaves the server's messages in (default: a new temporary file)",
+        type=Path,
+        metavar="FILE",
+    )
+    max_seats: int = option(
+        "requests that run at a time",
+        "--max-seats",
+        "--max-num-seqs",
+        default=8,
+        group="engine",
+        type=integer(1, 4096),
+    )
+    max_context: int | None = option(
+        f"positions of a request (default: the model's, up to {_MAX_CONTEXT})",
+        "--max-context",
+        "--max-model-len",
+        group="engine",
+        type=integer(2, 1 << 24),
+    )
+    step_ms: float = option(
+        "of prompts beside running answers; 0: no limit",
+        default=20.0,
+        group="engine",
+        type=real(0, 10_000),
+    )
+    step_tokens: int | None = option(
+        "of prompts in one step",
+        "--step-tokens",
+        "--max-num-batched-tokens",
+        group="engine",
+        type=integer(1, 1 << 20),
+    )
+    threads: int | None = option("CPU threads", group="engine", type=integer(1, 1024))
+    no_cache: bool = option("compile anew and keep nothing", default=False, group="engine")
+    api_key: tuple[str, ...] = option(
+        "keys that clients must have one of", default=(), group="requests", metavar="KEY"
+    )
+    served_model_name: tuple[str, ...] = option(
+        "what the model is called; the first is reported",
+        default=(),
+        group="requests",
+        metavar="NAME",
+    )
+    strict_model: bool = option("404 for another model's name", default=False, group="requests")
+    cors_origins: tuple[str, ...] = option(
+        "foreign origins whose pages may ask", default=(), group="requests", metavar="ORIGIN"
+    )
+    max_queue: int = option(
+        "requests that wait", default=1024, group="requests", type=integer(1, 1 << 20)
+    )
+    queue_timeout: float = option(
+        "seconds", default=600.0, group="requests", type=real(0, 1e6, above=True)
+    )
+    drain_timeout: float = option("seconds", default=30.0, group="requests", type=real(0, 1e6))
+    metrics_names: str = option(
+        "the prefix of metrics",
+        default="tilewright",
+        group="requests",
+        choices=("tilewright", "vllm"),
+    )
+
+    @property
+    def context(self) -> int:
+        """Positions of a request, if the model has so many."""
+        return self.max_context or _MAX_CONTEXT
+
+
+def read_serve_options(argv: Sequence[str]) -> ServeOptions:
+    """The checked command line.
+
+    Raises:
+        TilewrightError: for anything that can be seen to be wrong without the model.
+    """
+    parser = Parser(
+        prog="tilewright serve", description="Serve a model over HTTP, as OpenAI's API does."
+    )
+    add_options(parser, ModelArguments, _Asked, ServeOptions, without=("dump",))
+    arguments = parser.parse_args(list(argv))
+    arguments.dump = None
+    if arguments.path is not None and arguments.model is not None:
+        raise ConfigError("MODEL and --model; allowed: one of them")
+    arguments.model = arguments.path or arguments.model
+    given = values_of(ServeOptions, arguments)
+    if len(given["api_key"]) > _MAX_KEYS or not all(given["api_key"]):
+        raise ConfigError(f"--api-key: allowed: up to {_MAX_KEYS}, none of them empty")
+    if arguments.detach and not arguments.port:
+        raise ConfigError("--detach with --port 0; allowed: a port that is named")
+    return ServeOptions(
+        model=read_model_options(arguments, CASES[DEFAULT_CASE].precision),
+        defaults=_DEFAULTS[arguments.sampling_defaults],
+        chat_template=_template(arguments.chat_template),
+        template_variables=_variables(arguments.default_chat_template_kwargs),
+        **given,
+    )
+
+
+def _template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"--chat-template {path}: {reason}; allowed: a Jinja file") from None
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        name = "--default-chat-template-kwargs"
+        raise ConfigError(f"{name} {str(text)[:100]!r}; allowed: a JSON object")
+    return found

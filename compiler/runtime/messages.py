@@ -1,0 +1,121 @@
+"""What passes between an engine and those it serves: plain records, the same in one process or two.
+
+Times are seconds measured by the engine's own clock and carried as intervals. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeAlias
+
+import msgspec
+
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.targets.step import LogProbs
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Serve a request. ``request_id`` is new to this engine; lower ``priority`` comes first."""
+
+    request_id: int
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a request now; nothing more is said of it. One that has ended already is ignored."""
+
+    request_id: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """Leave the loop; what still runs is given up."""
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The engine serves from now on.
+
+    Attributes:
+        max_positions: the most positions a request may need: prompt and answer, less the last
+            token, which is never read.
+        facts: what the model is, for people: name, target, precision, device, weights.
+    """
+
+    vocab_size: int
+    max_seats: int
+    max_context: int
+    max_positions: int
+    num_pages: int = 0
+    page_size: int = 0
+    invariant: str = "none"
+    facts: dict[str, str] = {}
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start; ``message`` says why in one line."""
+
+    message: str
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """A request has a seat, after ``queue_s`` in the queue; ``num_cached`` tokens of its prompt
+    need not be computed. Said again after a preemption.
+    """
+
+    request_id: int
+    queue_s: float
+    num_cached: int
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """The next tokens of an answer, and their log probabilities where they were asked for."""
+
+    request_id: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[LogProbs, ...] = ()
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """A request has ended by itself: ``reason`` is ``stop`` (an end token) or ``length``.
+
+    ``prefill_s`` runs from the seat to the first token, ``decode_s`` from there to the last.
+    """
+
+    request_id: int
+    reason: str
+    prefill_s: float
+    decode_s: float
+    num_preemptions: int = 0
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A request cannot be served to its end. ``code``: ``engine_error`` or ``not_a_number``."""
+
+    request_id: int
+    code: str
+    message: str
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The loop is alive: what it holds now, and counts since its start."""
+
+    num_running: int
+    num_waiting: int
+    num_pages_held: int
+    num_steps: int
+    num_preemptions: int
+    num_dropped: int
+
+
+ToEngine: TypeAlias = Submit | Cancel | Stop
+FromEngine: TypeAlias = Ready | Refused | Started | Tokens | Finished | Failed | Beat
+
+
+class Transport(Protocol):
+    """How messages reach an engine's loop and leave it: a socket in service, queues in tests."""
+
+    def receive(self, seconds: float) -> list[ToEngine]:
+        """What has come, in order; where there is nothing, wait for up to so many seconds."""
+
+    def send(self, messages: list[FromEngine]) -> None:
+        """Give messages to the other side, in order, without waiting for it."""

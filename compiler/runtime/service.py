@@ -1,0 +1,224 @@
+"""An engine that serves: messages in, steps, messages out. One thread; knows no texts and no clients."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+
+from tilewright.compiler.errors import RequestError, one_line
+from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.runtime.messages import (
+    Beat,
+    Cancel,
+    Failed,
+    Finished,
+    FromEngine,
+    Ready,
+    Started,
+    Stop,
+    Submit,
+    ToEngine,
+    Tokens,
+    Transport,
+)
+from tilewright.compiler.runtime.request import FAILED, Request
+from tilewright.compiler.runtime.scheduler import Policy
+from tilewright.compiler.targets.base import Executable
+
+BEAT_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that runs or waits, and how much of it has been said."""
+
+    request: Request
+    seated_at: float | None = None
+    num_said: int = 0
+
+
+class EngineService:
+    """Serves what comes through a transport, on the steps of an :class:`EngineLoop`.
+
+    A step that raises costs the newest request alone and is made again; where the next one raises
+    too, all that run fail, and the loop goes on with what comes then.
+    """
+
+    def __init__(
+        self, executable: Executable, transport: Transport, *, policy: Policy | None = None
+    ) -> None:
+        self.loop = EngineLoop(executable, policy=policy)
+        self._transport = transport
+        self._live: dict[int, _Live] = {}
+        self._num_steps = 0
+        self._num_failures = 0
+        self._next_beat = 0.0
+        self._is_stopped = False
+
+    def ready(self, facts: dict[str, str]) -> Ready:
+        """What clients must know before they ask."""
+        limits = self.loop.executable.capabilities
+        most = limits.max_context
+        if limits.page_size:
+            most = min(most, limits.num_pages * limits.page_size)
+        return Ready(
+            vocab_size=self.loop.executable.vocab_size,
+            max_seats=limits.max_seats,
+            max_context=limits.max_context,
+            max_positions=most,
+            num_pages=limits.num_pages,
+            page_size=limits.page_size,
+            invariant=limits.invariant,
+            facts=facts,
+        )
+
+    def run(self) -> None:
+        """Serve until a :class:`Stop` comes."""
+        while self.turn():
+            pass
+
+    def turn(self) -> bool:
+        """Hear what has come, make a step, say what it gave; False after a :class:`Stop`.
+
+        Without work it waits for a message, until the next heartbeat.
+        """
+        now = time.perf_counter()
+        patience = 0.0 if self.loop.has_work() else max(0.0, self._next_beat - now)
+        said: list[FromEngine] = []
+        for message in self._transport.receive(patience):
+            self._hear(message, said)
+        if self.loop.has_work():
+            self._step(said)
+            if not self.loop.has_work():
+                self._next_beat = 0.0  # what is held now is nothing
+        if (now := time.perf_counter()) >= self._next_beat:
+            self._next_beat = now + BEAT_SECONDS
+            said.append(self._beat())
+        if said:
+            self._transport.send(said)
+        return not self._is_stopped
+
+    def _hear(self, message: ToEngine, said: list[FromEngine]) -> None:
+        if isinstance(message, Submit):
+            request = Request(
+                message.request_id, message.prompt, message.sampling, priority=message.priority
+            )
+            try:
+                self.loop.add(request)
+            except RequestError as error:  # the front has let through what it should refuse
+                said.append(Failed(message.request_id, "engine_error", str(error)))
+                return
+            self._live[message.request_id] = _Live(request)
+        elif isinstance(message, Cancel):
+            live = self._live.pop(message.request_id, None)
+            if live is not None:
+                self.loop.cancel(live.request)
+        else:
+            assert isinstance(message, Stop), message
+            self._is_stopped = True
+
+    def _step(self, said: list[FromEngine]) -> None:
+        began = time.perf_counter()
+        try:
+            served = self.loop.step()
+        except Exception as error:
+            self._take_failure(error, said)
+            return
+        self._num_steps += 1
+        self._num_failures = 0
+        self._say_started(began, said)
+        for request in served:
+            self._say_tokens(self._live[request.request_id], said)
+        ended = [live for live in self._live.values() if live.request.finish_reason is not None]
+        for live in ended:
+            self._say_end(live, said)
+
+    def _say_started(self, began: float, said: list[FromEngine]) -> None:
+        for running in self.loop.scheduler.running:
+            self._say_seated(running.request, began, said)
+
+    def _say_seated(self, request: Request, began: float, said: list[FromEngine]) -> None:
+        live = self._live.get(request.request_id)
+        if live is not None and live.seated_at is None:
+            live.seated_at = max(began, request.arrived_at)
+            waited = live.seated_at - request.arrived_at
+            said.append(Started(request.request_id, waited, request.num_cached))
+
+    def _say_tokens(self, live: _Live, said: list[FromEngine]) -> None:
+        request = live.request
+        if live.seated_at is None:  # it came and went within this step
+            self._say_seated(request, request.token_times[0], said)
+        fresh = tuple(request.output[live.num_said :])
+        if fresh:
+            found = tuple(request.logprobs[live.num_said :])
+            said.append(Tokens(request.request_id, fresh, found))
+            live.num_said += len(fresh)
+
+    def _say_end(self, live: _Live, said: list[FromEngine]) -> None:
+        request = live.request
+        del self._live[request.request_id]
+        if request.finish_reason == FAILED:
+            said.append(Failed(request.request_id, "not_a_number", request.error))
+            return
+        first, last = request.token_times[0], request.token_times[-1]
+        seated = live.seated_at if live.seated_at is not None else first
+        assert request.finish_reason is not None
+        said.append(
+            Finished(
+                request.request_id,
+                request.finish_reason,
+                first - seated,
+                last - first,
+                request.num_preemptions,
+            )
+        )
+
+    def _take_failure(self, error: Exception, said: list[FromEngine]) -> None:
+        """The first time the newest request ends, the second time all that have begun."""
+        traceback.print_exception(error, file=sys.stderr)
+        self._num_failures += 1
+        # the runtime has put back in the queue what ran: who is older comes first there
+        hit = [live for live in self._live.values() if live.seated_at is not None]
+        newest = max(self._live.values(), key=lambda each: each.request.arrived_at, default=None)
+        if self._num_failures == 1:
+            hit = [newest] if newest is not None else []
+        else:
+            hit = hit or list(self._live.values())
+            self._num_failures = 0
+        for live in hit:
+            self.loop.cancel(live.request)
+            del self._live[live.request.request_id]
+            reason = f"the step failed: {one_line(error)}"
+            said.append(Failed(live.request.request_id, "engine_error", reason))
+
+    def _beat(self) -> Beat:
+        scheduler = self.loop.scheduler
+        return Beat(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_pages_held=scheduler.pool.num_held,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_dropped=self.loop.num_dropped,
+        )
+
+
+class QueueTransport:
+    """Two queues in one process: who serves takes turns with who asks."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[ToEngine] = deque()
+        self.outbox: deque[FromEngine] = deque()
+
+    def receive(self, seconds: float) -> list[ToEngine]:
+        """All that was put into ``inbox``; never waits, for nobody else could fill it."""
+        found = list(self.inbox)
+        self.inbox.clear()
+        return found
+
+    def send(self, messages: list[FromEngine]) -> None:
+        """Append to ``outbox``."""
+        self.outbox.extend(messages)

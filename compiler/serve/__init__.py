@@ -1,0 +1,1 @@
+"""The OpenAI-compatible server: a front process that speaks HTTP, and what it asks an engine."""

@@ -1,0 +1,146 @@
+"""One choice of an answer: tokens in, pieces of text and their log probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tilewright.compiler.runtime.messages import Finished, Started, Tokens
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.serve.reasoning import Piece, ReasoningSplitter
+from tilewright.compiler.serve.stops import StopMatcher
+from tilewright.compiler.serve.texts import Decoder, TextCoder
+from tilewright.compiler.targets.step import LogProbs
+
+STOP, LENGTH = "stop", "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A token of the answer and what it scored; ``offset``: characters of text before it."""
+
+    token: int
+    scores: LogProbs
+    offset: int
+
+
+@dataclass(slots=True)
+class Choice:
+    """Follows one answer from its first token to its end.
+
+    Attributes:
+        tokens: those that count: all up to the one that completed a stop string.
+        finish_reason: ``stop`` or ``length`` once it has ended.
+        stop_reason: the stop string or the stop id that ended it.
+    """
+
+    coder: TextCoder
+    sampling: SamplingParams
+    matcher: StopMatcher
+    splitter: ReasoningSplitter
+    keeps_end: bool = False
+    tokens: list[int] = field(default_factory=list)
+    scored: list[Scored] = field(default_factory=list)
+    reasoning: str = ""
+    content: str = ""
+    num_reasoning: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    started: Started | None = None
+    finished: Finished | None = None
+    _num_characters: int = 0
+    _decoder: Decoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._decoder = self.coder.stream()
+
+    def push(self, message: Tokens) -> Piece:
+        """The text that is certain now; sets ``finish_reason`` where a stop string was found."""
+        found = [Piece()]
+        for at, token in enumerate(message.tokens):
+            if self.finish_reason is not None:
+                break
+            self.tokens.append(token)
+            is_end = token in self.sampling.end_tokens
+            text = "" if is_end and not self.keeps_end else self._decoder.push(token)
+            if message.logprobs and not is_end:
+                self.scored.append(Scored(token, message.logprobs[at], self._num_characters))
+            self._num_characters += len(text)
+            found.append(self._split(self.matcher.push(text)))
+            if self.matcher.found is not None:
+                self.finish_reason, self.stop_reason = STOP, self.matcher.found
+            elif is_end and token not in self.coder.eos_ids:
+                self.stop_reason = token
+        return self._kept(found)
+
+    def end(self, reason: str) -> Piece:
+        """What was held back, once the engine has said that the answer ended."""
+        if self.finish_reason is not None:
+            return self._kept([self.splitter.flush()])
+        last = self.matcher.push(self._decoder.flush())
+        pieces = [self._split(last + self.matcher.flush()), self.splitter.flush()]
+        self.finish_reason = STOP if self.matcher.found is not None else reason
+        self.stop_reason = self.matcher.found or self.stop_reason
+        return self._kept(pieces)
+
+    def _split(self, text: str) -> Piece:
+        piece = self.splitter.push(text)
+        self.num_reasoning += self.splitter.is_inside
+        return piece
+
+    def _kept(self, pieces: Sequence[Piece]) -> Piece:
+        piece = Piece("".join(p.reasoning for p in pieces), "".join(p.content for p in pieces))
+        self.reasoning += piece.reasoning
+        self.content += piece.content
+        return piece
+
+
+def token_text(coder: TextCoder, token: int) -> str:
+    """A token alone as text; bytes that are no character on their own become U+FFFD."""
+    return coder.token_bytes(token).decode("utf-8", errors="replace")
+
+
+def _named(coder: TextCoder, token: int) -> str:
+    """A token as the key of a table: bytes that are no text are spelled, so that no two meet."""
+    raw = coder.token_bytes(token)
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _floored(value: float) -> float:
+    return max(value, -9999.0)
+
+
+def chat_logprobs(coder: TextCoder, scored: Sequence[Scored], num_top: int) -> dict[str, object]:
+    """The form of chats: ``content[{token, logprob, bytes, top_logprobs}]``."""
+
+    def entry(token: int, value: float) -> dict[str, object]:
+        raw = coder.token_bytes(token)
+        text = raw.decode("utf-8", errors="replace")
+        return {"token": text, "logprob": _floored(value), "bytes": list(raw)}
+
+    content = []
+    for each in scored:
+        top = [entry(token, value) for token, value in each.scores.top[:num_top]]
+        content.append({**entry(each.token, each.scores.chosen), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def legacy_logprobs(
+    coder: TextCoder, scored: Sequence[Scored], num_top: int, *, offset: int
+) -> dict[str, object]:
+    """The form of completions: lists beside each other. ``offset``: characters of an echo."""
+    return {
+        "tokens": [_named(coder, each.token) for each in scored],
+        "token_logprobs": [_floored(each.scores.chosen) for each in scored],
+        "top_logprobs": [
+            {
+                _named(coder, token): _floored(value)
+                for token, value in reversed(each.scores.top[:num_top])
+            }
+            for each in scored
+        ],
+        "text_offset": [offset + each.offset for each in scored],
+    }

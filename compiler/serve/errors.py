@@ -1,0 +1,63 @@
+"""Errors as OpenAI's clients read them: a status, and one sentence with a code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error"}
+_TYPES |= {404: "not_found_error", 405: "invalid_request_error", 408: "timeout_error"}
+_TYPES |= {413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error"}
+_TYPES |= {500: "server_error", 503: "service_unavailable_error"}
+
+
+class ApiError(Exception):
+    """Ends a request with an error body.
+
+    Attributes:
+        param: the field of the request that is wrong, as ``messages[3].role``.
+        headers: sent with it, as ``retry-after``.
+        closes: whether the connection is closed behind it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        closes: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+        self.message = " ".join(message.split())
+        self.headers = dict(headers or {})
+        self.closes = closes
+
+    def body(self) -> bytes:
+        """The JSON of it."""
+        found = {
+            "message": self.message,
+            "type": _TYPES.get(self.status, "server_error"),
+            "param": self.param,
+            "code": self.code,
+        }
+        return msgspec.json.encode({"error": found})
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A value of the request is not allowed."""
+    return ApiError(400, code, message, param=param)
+
+
+def unsupported(param: str, message: str) -> ApiError:
+    """A known field asks for what this server does not do."""
+    return ApiError(400, "unsupported", f"{param}: {message}", param=param)
+
+
+def refuse(error: Exception, code: str = "invalid_value", param: str | None = None) -> ApiError:
+    """A user's error of a layer below as one of this API."""
+    return invalid(str(error), param, code)

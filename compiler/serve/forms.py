@@ -1,0 +1,168 @@
+"""How answers are spelled: as chats and as completions, whole and in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.compiler.serve.answers import Choice, Scored, chat_logprobs, legacy_logprobs
+from tilewright.compiler.serve.prepare import Asked
+from tilewright.compiler.serve.reasoning import Piece
+from tilewright.compiler.serve.texts import TextCoder
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """One request of a client: what is asked of the engine, and how it is answered.
+
+    ``asked`` and ``choices`` are in order of their index: ``n`` for each prompt.
+    """
+
+    request_id: str
+    created: int
+    model: str
+    fingerprint: str
+    coder: TextCoder
+    asked: list[Asked]
+    choices: list[Choice]
+    n: int = 1
+    priority: int = 0
+    is_chat: bool = True
+    echo: bool = False
+    num_top: int | None = None
+    streams: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    timings: bool = False
+    return_token_ids: bool = False
+    opened: set[int] = field(default_factory=set)
+
+    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+        """What every body and chunk begins with."""
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        else:
+            kind = "text_completion"
+        return {
+            "id": self.request_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompts and answers so far; a prompt of several choices counts once."""
+        prompt = sum(len(asked.prompt.tokens) for asked in self.asked[:: self.n])
+        answer = sum(len(choice.tokens) for choice in self.choices)
+        first = [choice.started for choice in self.choices[:: self.n]]
+        cached = sum(started.num_cached for started in first if started is not None)
+        reasoning = sum(choice.num_reasoning for choice in self.choices)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
+
+    def timing(self) -> dict[str, Any]:
+        """How long the first choice took, in llama.cpp's names and some more."""
+        choice, asked = self.choices[0], self.asked[0]
+        cached = choice.started.num_cached if choice.started is not None else 0
+        done = choice.finished
+        prompt_ms = 1e3 * done.prefill_s if done is not None else 0.0
+        decode_ms = 1e3 * done.decode_s if done is not None else 0.0
+        prompt_n, count = len(asked.prompt.tokens) - cached, len(choice.tokens)
+        return {
+            "cache_n": cached,
+            "prompt_n": prompt_n,
+            "prompt_ms": prompt_ms,
+            "prompt_per_second": _rate(prompt_n, prompt_ms),
+            "predicted_n": count,
+            "predicted_ms": decode_ms,
+            "predicted_per_token_ms": decode_ms / (count - 1) if count > 1 else 0.0,
+            "predicted_per_second": _rate(count - 1, decode_ms),
+            "queue_ms": 1e3 * choice.started.queue_s if choice.started is not None else 0.0,
+            "preemptions": done.num_preemptions if done is not None else 0,
+            "seed": asked.sampling.seed,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The body of an answer that is not streamed."""
+        made = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        body = {**self.head(is_chunk=False), "choices": made, "usage": self.usage()}
+        return {**body, "timings": self.timing()} if self.timings else body
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": index}
+        if self.is_chat:
+            message: dict[str, Any] = {"role": "assistant", "content": choice.content}
+            if choice.reasoning:
+                message["reasoning_content"] = message["reasoning"] = choice.reasoning
+            found["message"] = message
+        else:
+            echo = self.asked[index].prompt.text if self.echo else ""
+            found["text"] = echo + choice.content
+        found["logprobs"] = self._logprobs(index, choice.scored)
+        found["finish_reason"] = choice.finish_reason
+        found["stop_reason"] = choice.stop_reason
+        if self.return_token_ids:
+            found["token_ids"] = choice.tokens
+        return found
+
+    def chunk(self, index: int, piece: Piece, scored: Sequence[Scored]) -> dict[str, Any]:
+        """Text of a choice as it comes; the first one says who speaks."""
+        is_first = index not in self.opened
+        self.opened.add(index)
+        found: dict[str, Any] = {"index": index}
+        if self.is_chat:
+            delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
+            if piece.content or (is_first and not piece.reasoning):
+                delta["content"] = piece.content
+            if piece.reasoning:
+                delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
+            found["delta"] = delta
+        else:
+            echo = self.asked[index].prompt.text if self.echo and is_first else ""
+            found["text"] = echo + piece.content
+        found["logprobs"] = self._logprobs(index, scored)
+        found["finish_reason"] = None
+        return self._chunk([found])
+
+    def last_chunk(self, index: int) -> dict[str, Any]:
+        """The end of a choice: no text, and why it ended."""
+        choice = self.choices[index]
+        text: dict[str, Any] = {"delta": {}} if self.is_chat else {"text": ""}
+        found: dict[str, Any] = {"index": index, **text}
+        found |= {"logprobs": None, "finish_reason": choice.finish_reason}
+        found["stop_reason"] = choice.stop_reason
+        if self.return_token_ids:
+            found["token_ids"] = choice.tokens
+        return self._chunk([found])
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """What follows the last choice where usage was asked for."""
+        body = {**self.head(is_chunk=True), "choices": [], "usage": self.usage()}
+        return {**body, "timings": self.timing()} if self.timings else body
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        body = {**self.head(is_chunk=True), "choices": choices}
+        if self.continuous_usage:
+            body["usage"] = self.usage()
+        elif self.include_usage:
+            body["usage"] = None
+        return body
+
+    def _logprobs(self, index: int, scored: Sequence[Scored]) -> dict[str, Any] | None:
+        if self.num_top is None:
+            return None
+        if self.is_chat:
+            return chat_logprobs(self.coder, scored, self.num_top)
+        offset = len(self.asked[index].prompt.text) if self.echo else 0
+        return legacy_logprobs(self.coder, scored, self.num_top, offset=offset)
+
+
+def _rate(count: int, milliseconds: float) -> float:
+    return 1e3 * count / milliseconds if milliseconds > 0 and count > 0 else 0.0

@@ -1,0 +1,244 @@
+"""What the front knows while it runs, and how a client's request becomes a job."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tilewright.compiler import __version__
+from tilewright.compiler.runtime.messages import Ready
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.serve.answers import Choice
+from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient, Limits
+from tilewright.compiler.serve.errors import ApiError, invalid, unsupported
+from tilewright.compiler.serve.forms import Job
+from tilewright.compiler.serve.metrics import Metrics
+from tilewright.compiler.serve.prepare import (
+    Asked,
+    Prompt,
+    check_prompt,
+    encode,
+    render_chat,
+    sampling_for,
+)
+from tilewright.compiler.serve.reasoning import OPEN, ReasoningSplitter, begins_in_reasoning
+from tilewright.compiler.serve.requests import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    check_chat,
+    check_common,
+)
+from tilewright.compiler.serve.settings import Settings
+from tilewright.compiler.serve.stops import StopMatcher
+from tilewright.compiler.serve.texts import TextCoder
+
+LoadCoder = Callable[[Path], TextCoder]
+_SHORT = 4096  # characters that are tokenised at once, without a thread
+_T = TypeVar("_T")
+
+
+class Front:
+    """Settings, engine, tokenizer and metrics; made inside a running event loop.
+
+    Args:
+        command: of the engine; see `EngineClient`.
+        load_coder: makes the tokenizer of the folder that the engine leaves.
+    """
+
+    def __init__(self, settings: Settings, command: Sequence[str], load_coder: LoadCoder) -> None:
+        self.settings = settings
+        self.is_draining = False
+        self.created = int(time.time())
+        self.coder: TextCoder | None = None
+        self.metrics = Metrics(settings.metrics_prefix, "")
+        self.fingerprint = ""
+        self._load_coder = load_coder
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="texts")
+        limits = Limits(max_queue=settings.max_queue, queue_timeout=settings.queue_timeout)
+        self.client = EngineClient(command, self._take_ready, limits=limits)
+
+    async def _take_ready(self, folder: Path, ready: Ready) -> None:
+        """The engine is up: read its tokenizer, and name things."""
+        if self.coder is None:
+            self.coder = await self.in_thread(self._load_coder, folder / TOKENIZER)
+            self.metrics = Metrics(self.settings.metrics_prefix, self.names(ready)[0])
+        facts = [f"{key}={ready.facts[key]}" for key in sorted(ready.facts)]
+        digest = hashlib.sha256("\n".join([__version__, *facts]).encode())
+        self.fingerprint = f"fp_{digest.hexdigest()[:16]}"
+
+    def names(self, ready: Ready) -> tuple[str, ...]:
+        """What the model is called, the reported name first."""
+        return self.settings.names or (ready.facts.get("name", "model"),)
+
+    async def in_thread(self, function: Callable[..., _T], *arguments: Any, **named: Any) -> _T:
+        """Run what takes a while beside the event loop."""
+        call = partial(function, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
+        """The same where ``size`` characters are many; at once where they are few."""
+        if size < _SHORT:
+            return function(*given, **named)
+        return await self.in_thread(function, *given, **named)
+
+    def health(self) -> str:
+        """``ok``, ``loading``, ``draining`` or ``engine down``."""
+        if self.is_draining:
+            return "draining"
+        if self.client.is_healthy:
+            return "ok"
+        return "loading" if self.client.state == LOADING else "engine down"
+
+    def up(self) -> tuple[Ready, TextCoder]:
+        """The engine's facts and the tokenizer.
+
+        Raises:
+            ApiError: 503 while there is no engine, or the server is ending.
+        """
+        state = self.health()
+        ready, coder = self.client.ready, self.coder
+        if state == "draining" or ready is None or coder is None or self.client.state == LOADING:
+            code = state if state in ("draining", "loading") else "engine_down"
+            after = {"retry-after": "5"}
+            raise ApiError(503, code, f"the server is {state}", headers=after)
+        return ready, coder
+
+    async def chat_job(self, request: ChatRequest) -> Job:
+        """What a chat asks of the engine.
+
+        Raises:
+            ApiError: where it cannot be served.
+        """
+        check_chat(request)
+        ready, coder = self.up()
+        self.check_model(request, ready)
+        tools = request.tools if request.tool_choice != "none" else None
+        if tools:
+            raise unsupported("tools", "calls are not told from text yet; allowed: none")
+        variables = {**self.settings.template_variables, **(request.chat_template_kwargs or {})}
+        if request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+            if request.reasoning_effort == "none":
+                variables["enable_thinking"] = False
+        text = await self.in_thread(
+            render_chat,
+            coder,
+            request.messages,
+            variables=variables,
+            continues=bool(request.continue_final_message),
+            opens=request.add_generation_prompt is not False,
+        )
+        prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
+        check_prompt(prompt, ready, "messages")
+        num_top = (request.top_logprobs or 0) if request.logprobs else None
+        limit = request.max_completion_tokens or request.max_tokens
+        return self._job(request, [prompt], limit=limit, num_top=num_top, is_chat=True)
+
+    async def completion_job(self, request: CompletionRequest) -> Job:
+        """What a completion asks of the engine.
+
+        Raises:
+            ApiError: where it cannot be served.
+        """
+        check_common(request)
+        ready, coder = self.up()
+        self.check_model(request, ready)
+        if request.suffix:
+            raise unsupported("suffix", "text is only continued at its end")
+        if request.echo and request.logprobs is not None:
+            raise unsupported("echo", "log probabilities of prompts are not given yet")
+        prompts = []
+        for given in request.prompts():
+            if isinstance(given, str):
+                prompt = await self.aside(len(given), encode, coder, given, ready, add_special=True)
+            else:
+                text = coder.decode(given) if request.echo else ""
+                prompt = Prompt(text, tuple(given))
+            check_prompt(prompt, ready, "prompt")
+            prompts.append(prompt)
+        limit = request.max_tokens
+        return self._job(request, prompts, limit=limit, num_top=request.logprobs, is_chat=False)
+
+    def check_model(self, request: Common, ready: Ready) -> None:
+        """Raises ApiError 404 for another model, where the operator wants that."""
+        names = self.names(ready)
+        if self.settings.strict_model and request.model not in (None, *names):
+            said = f"model {str(request.model)[:100]!r}; allowed: {', '.join(names)}"
+            raise ApiError(404, "model_not_found", said, param="model")
+
+    def _job(
+        self,
+        request: Common,
+        prompts: Sequence[Prompt],
+        *,
+        limit: int | None,
+        num_top: int | None,
+        is_chat: bool,
+    ) -> Job:
+        ready, coder = self.up()
+        n = request.n or 1
+        if len(prompts) * n > self.settings.max_queue:
+            raise invalid(f"n: {len(prompts)} prompts of {n} choices are too many", "n")
+        asked, choices = [], []
+        for prompt in prompts:
+            first = sampling_for(
+                request,
+                prompt,
+                ready,
+                coder,
+                limit=limit,
+                logprobs=num_top,
+                defaults=self.settings.defaults,
+            )
+            for at in range(n):
+                one = Asked(prompt, with_seed(first, at))
+                asked.append(one)
+                choices.append(self._choice(request, one, coder, is_chat=is_chat))
+        options = request.stream_options
+        return Job(
+            request_id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
+            created=int(time.time()),
+            model=self.names(ready)[0],
+            fingerprint=self.fingerprint,
+            coder=coder,
+            asked=asked,
+            choices=choices,
+            n=n,
+            priority=request.priority or 0,
+            is_chat=is_chat,
+            echo=bool(getattr(request, "echo", False)),
+            num_top=num_top,
+            streams=bool(request.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.continuous_usage_stats),
+            timings=bool(request.timings),
+            return_token_ids=bool(request.return_token_ids),
+        )
+
+    def _choice(self, request: Common, asked: Asked, coder: TextCoder, *, is_chat: bool) -> Choice:
+        keeps = bool(request.include_stop_str_in_output)
+        thinks = is_chat and OPEN in (coder.chat_template or "")
+        return Choice(
+            coder=coder,
+            sampling=asked.sampling,
+            matcher=StopMatcher(request.stops, includes=keeps),
+            splitter=ReasoningSplitter(
+                is_open=is_chat and begins_in_reasoning(asked.prompt.text), may_open=thinks
+            ),
+            keeps_end=keeps,
+        )
+
+
+def with_seed(sampling: SamplingParams, at: int) -> SamplingParams:
+    """The sampling of choice ``at``: the seed, plus its number, in 64 bits."""
+    seed = (sampling.seed + at + (1 << 63)) % (1 << 64) - (1 << 63)
+    return replace(sampling, seed=seed)

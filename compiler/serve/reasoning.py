@@ -1,0 +1,83 @@
+"""Tells what a model thinks from what it answers, in text that comes in pieces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.compiler.serve.stops import StopMatcher
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+def begins_in_reasoning(prompt: str) -> bool:
+    """Whether a rendered prompt ends inside an open think block."""
+    return prompt.rfind(OPEN) > prompt.rfind(CLOSE)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of an answer: what is thought, and what is said."""
+
+    reasoning: str = ""
+    content: str = ""
+
+
+class ReasoningSplitter:
+    """Splits an answer at its think block; the parts are the same however the text is cut.
+
+    A block is read where the prompt has opened one (``is_open``), or where ``may_open`` and the
+    answer begins with its marker. White space around the block belongs to neither part.
+    """
+
+    def __init__(self, *, is_open: bool, may_open: bool = False) -> None:
+        self._close = StopMatcher((CLOSE,)) if is_open else None
+        self._undecided: str | None = "" if may_open and not is_open else None
+        self._at_start = is_open  # of a part that loses the white space at its start
+        self._space = ""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether what comes next is thought."""
+        return self._close is not None
+
+    def push(self, text: str) -> Piece:
+        """What is certain now that ``text`` has come."""
+        if self._undecided is not None:
+            begun = (self._undecided + text).lstrip()
+            if len(begun) < len(OPEN) and OPEN.startswith(begun):
+                self._undecided += text
+                return Piece()
+            text, self._undecided = self._undecided + text, None
+            if begun.startswith(OPEN):
+                self._close, self._at_start = StopMatcher((CLOSE,)), True
+                text = begun.removeprefix(OPEN)
+        if self._close is None:
+            return Piece(content=self._said(text))
+        thought = self._thought(self._close.push(text))
+        if self._close.found is None:
+            return Piece(thought)
+        rest, self._close, self._at_start = self._close.rest, None, True
+        return Piece(thought, self._said(rest))
+
+    def flush(self) -> Piece:
+        """What was held back, at the end of the answer."""
+        if self._undecided is not None:
+            text, self._undecided = self._undecided, None
+            return Piece(content=text)
+        return Piece() if self._close is None else Piece(self._thought(self._close.flush()))
+
+    def _thought(self, text: str) -> str:
+        """Without white space at both ends: what may be the last of it is held back."""
+        whole = self._space + text
+        if self._at_start:
+            whole = whole.lstrip()
+        kept = whole.rstrip()
+        self._space = whole[len(kept) :]
+        self._at_start = self._at_start and not kept
+        return kept
+
+    def _said(self, text: str) -> str:
+        if self._at_start:
+            text = text.lstrip()
+            self._at_start = not text
+        return text

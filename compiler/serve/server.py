@@ -1,0 +1,173 @@
+"""Runs a front: binds the port, starts the engine, ends both as the signals say."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.serve.app import make_app
+from tilewright.compiler.serve.front import Front, LoadCoder
+from tilewright.compiler.serve.settings import Settings
+
+_LOOK_SECONDS = 0.05
+_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+_LOG_CHARACTERS = 200
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The socket that clients connect to; port 0: any that is free.
+
+    Raises:
+        ConfigError: where it cannot be had.
+    """
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        found = socket.socket(family, kind, protocol)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(where)
+        found.listen(1024)
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{host} port {port}: {reason}; allowed: a free address") from None
+    return found
+
+
+def serve(
+    settings: Settings,
+    command: Sequence[str],
+    load_coder: LoadCoder,
+    *,
+    on_listening: Callable[[int], None],
+) -> int:
+    """Serve until a signal or the engine's end; returns the exit code.
+
+    ``on_listening`` is told the port; requests are answered with 503 until the engine is ready.
+
+    Raises:
+        TilewrightError: where the port is taken, or the engine cannot start.
+    """
+    import uvloop
+
+    bound = listen(settings.host, settings.port)
+    with contextlib.closing(bound), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(settings, command, load_coder, bound, on_listening))
+
+
+async def _run(
+    settings: Settings,
+    command: Sequence[str],
+    load_coder: LoadCoder,
+    bound: socket.socket,
+    on_listening: Callable[[int], None],
+) -> int:
+    front = Front(settings, command, load_coder)
+    runner = web.AppRunner(
+        make_app(front),
+        handler_cancellation=True,
+        access_log=None,
+        logger=_quiet_log(),
+        keepalive_timeout=75,
+        lingering_time=2,
+        max_headers=64,
+        auto_decompress=False,
+        shutdown_timeout=1.0,
+    )
+    await runner.setup()
+    loop = asyncio.get_running_loop()
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    assert runner.server is not None
+    listening = await loop.create_server(_guarded(runner.server, settings), sock=bound)
+    on_listening(bound.getsockname()[1])
+    try:
+        front.client.start()
+        ended = await _first(signals, front.client.ended)
+        if ended is None:
+            await _drain(front, signals)
+            return 0
+        code, _, said = ended.partition(" ")
+        if code == "2":
+            raise TilewrightError(said)
+        print(f"tilewright: {said}", file=sys.stderr)
+        return int(code)
+    finally:
+        listening.close()
+        await runner.cleanup()
+        await front.client.close()
+
+
+async def _first(signals: asyncio.Queue[int], ended: asyncio.Future[str]) -> str | None:
+    """What the engine's end is called; None where a signal came before it."""
+    heard = asyncio.ensure_future(signals.get())
+    waited: set[asyncio.Future[Any]] = {heard, ended}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    heard.cancel()
+    return ended.result() if ended.done() else None
+
+
+async def _drain(front: Front, signals: asyncio.Queue[int]) -> None:
+    """No new requests; those there are may finish in the time given, or until a second signal."""
+    front.is_draining = True
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + front.settings.drain_timeout
+    while front.client.num_live and loop.time() < deadline and signals.empty():
+        await asyncio.sleep(_LOOK_SECONDS)
+    front.client.fail_all("draining", "the server is ending")
+    await asyncio.sleep(_LOOK_SECONDS)  # the last events leave
+
+
+def _guarded(server: web.Server, settings: Settings) -> Callable[[], asyncio.Protocol]:
+    """Makes the protocol of each connection: one that sends no whole head in time is closed."""
+    loop = asyncio.get_running_loop()
+
+    def make() -> asyncio.Protocol:
+        if len(server.connections) >= settings.max_connections:
+            return _Busy()
+        handler = server()
+        loop.call_later(settings.header_timeout, close_if_silent, handler)
+        return handler
+
+    def close_if_silent(handler: web.RequestHandler) -> None:
+        if handler.transport is not None and not handler._request_count:
+            handler.force_close()
+
+    return make
+
+
+class _Busy(asyncio.Protocol):
+    """Says that there are too many connections, and closes."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        transport.write(_BUSY)
+        transport.close()
+
+
+class _Short(logging.Formatter):
+    """Log lines of the library hold what clients send: they are cut, and have no traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(record.getMessage().split())[:_LOG_CHARACTERS]
+
+
+def _quiet_log() -> logging.Logger:
+    log = logging.getLogger("tilewright.serve")
+    if not log.handlers:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(_Short())
+        log.addHandler(handler)
+        log.setLevel(logging.ERROR)
+        log.propagate = False
+    return log

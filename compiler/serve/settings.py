@@ -1,0 +1,40 @@
+"""What an operator chooses of the front."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_BODY = 8 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The front's part of ``tilewright serve``'s options.
+
+    Attributes:
+        names: what the model is called; the first is reported. Empty: its own name.
+        template_variables: what chat templates may read, where a request says nothing else.
+        defaults: sampling parameters of requests that do not say them.
+        metrics_prefix: ``tilewright`` or ``vllm``.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    strict_model: bool = False
+    cors_origins: tuple[str, ...] = ()
+    chat_template: str | None = None
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, float] = field(default_factory=dict)
+    max_queue: int = 1024
+    queue_timeout: float = 600.0
+    drain_timeout: float = 30.0
+    header_timeout: float = 10.0
+    body_timeout: float = 30.0
+    write_timeout: float = 60.0
+    ping_seconds: float = 15.0
+    max_connections: int = 2048
+    metrics_prefix: str = "tilewright"

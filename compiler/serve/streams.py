@@ -1,0 +1,172 @@
+"""Follows a job from the engine's messages to the client: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from aiohttp import web
+
+from tilewright.compiler.runtime.messages import Failed, Started, Tokens
+from tilewright.compiler.serve.answers import Choice, Scored
+from tilewright.compiler.serve.engine_client import Answer, EngineClient, Ticket
+from tilewright.compiler.serve.errors import ApiError
+from tilewright.compiler.serve.forms import Job
+from tilewright.compiler.serve.metrics import Metrics
+from tilewright.compiler.serve.reasoning import Piece
+from tilewright.compiler.serve.settings import Settings
+
+_EVENT, _END = b"data: ", b"\n\n"
+_PING = b": ping\n\n"
+_DONE = b"data: [DONE]\n\n"
+_UNAVAILABLE = ("queue_timeout", "engine_down", "draining")
+_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_HEADERS["x-accel-buffering"] = "no"
+
+
+class Follower:
+    """A job on its way.
+
+    Raises:
+        ApiError: out of `updates`, where the engine gives up one of its choices.
+    """
+
+    def __init__(self, job: Job, client: EngineClient, metrics: Metrics) -> None:
+        self._job, self._client, self._metrics = job, client, metrics
+        self._began = time.perf_counter()
+        self._last: list[float | None] = [None] * len(job.asked)
+        self._num_left = len(job.asked)
+
+    async def updates(
+        self, ping_seconds: float | None = None
+    ) -> AsyncGenerator[dict[int, tuple[Piece, list[Scored]]] | None, None]:
+        """What is new of each choice, all that is ready at a time; None where a while has passed
+        with nothing. Whatever ends the iteration, the engine is rid of the job.
+        """
+        job = self._job
+        ticket = self._client.submit(
+            [asked.prompt.tokens for asked in job.asked],
+            [asked.sampling for asked in job.asked],
+            priority=job.priority,
+        )
+        try:
+            while self._num_left:
+                try:
+                    async with asyncio.timeout(ping_seconds):
+                        messages = await ticket.take()
+                except TimeoutError:
+                    yield None
+                    continue
+                found: dict[int, tuple[Piece, list[Scored]]] = {}
+                for index, message in messages:
+                    self._take(index, message, ticket, found)
+                if found:
+                    yield found
+        finally:
+            ticket.close()
+
+    def _take(
+        self,
+        index: int,
+        message: Answer,
+        ticket: Ticket,
+        found: dict[int, tuple[Piece, list[Scored]]],
+    ) -> None:
+        choice = self._job.choices[index]
+        if choice.finish_reason is not None:
+            return  # what was on its way when a stop string ended it
+        if isinstance(message, Failed):
+            status = 503 if message.code in _UNAVAILABLE else 500
+            raise ApiError(status, message.code, message.message)
+        if isinstance(message, Started):
+            choice.started = choice.started or message
+            return
+        known = len(choice.scored)
+        if isinstance(message, Tokens):
+            self._time(index, len(message.tokens))
+            piece = choice.push(message)
+            if choice.finish_reason is not None:
+                ticket.cancel(index)
+        else:
+            choice.finished = message
+            piece = choice.end(message.reason)
+        if choice.finish_reason is not None:
+            self._ended(index, choice)
+        before, scored = found.get(index, (Piece(), []))
+        joined = Piece(before.reasoning + piece.reasoning, before.content + piece.content)
+        found[index] = (joined, scored + choice.scored[known:])
+
+    def _time(self, index: int, count: int) -> None:
+        now, last = time.perf_counter(), self._last[index]
+        if last is None:
+            self._metrics.first.observe(now - self._began)
+        else:
+            self._metrics.between.observe((now - last) / count)
+        self._last[index] = now
+
+    def _ended(self, index: int, choice: Choice) -> None:
+        self._num_left -= 1
+        seconds = time.perf_counter() - self._began
+        length = len(self._job.asked[index].prompt.tokens)
+        self._metrics.take(length, choice, seconds=seconds, num_choices=self._job.n)
+
+
+async def answer_whole(job: Job, follower: Follower) -> bytes:
+    """The body of an answer that is not streamed."""
+    async with aclosing(follower.updates()) as updates:
+        async for _ in updates:
+            pass
+    return msgspec.json.encode(job.whole())
+
+
+async def answer_stream(
+    request: web.Request, job: Job, follower: Follower, settings: Settings, headers: dict[str, str]
+) -> web.StreamResponse:
+    """Send chunks as they come; headers leave with the first of them, or the first ping."""
+    response = web.StreamResponse(headers={**_HEADERS, **headers})
+    response.enable_chunked_encoding()
+
+    async def write(data: bytes) -> None:
+        if not response.prepared:
+            await response.prepare(request)
+        async with asyncio.timeout(settings.write_timeout):
+            await response.write(data)
+
+    try:
+        async with aclosing(follower.updates(settings.ping_seconds)) as updates:
+            async for found in updates:
+                data = _PING if found is None else _chunks(job, found)
+                if data:
+                    await write(data)
+        tail = _event(job.usage_chunk()) if job.include_usage else b""
+        await write(tail + _DONE)
+    except ApiError as error:
+        if not response.prepared:
+            raise
+        await write(_EVENT + error.body() + _END)
+    except TimeoutError:  # the client reads no more
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+    await response.write_eof()
+    return response
+
+
+def _chunks(job: Job, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
+    """The events of what is new, for one write."""
+    data = b""
+    for index, (piece, scored) in found.items():
+        has_ended = job.choices[index].finish_reason is not None
+        is_unopened = index not in job.opened
+        if piece.content or piece.reasoning or scored or (has_ended and is_unopened):
+            data += _event(job.chunk(index, piece, scored))
+        if has_ended:
+            data += _event(job.last_chunk(index))
+    return data
+
+
+def _event(body: dict[str, object]) -> bytes:
+    return _EVENT + msgspec.json.encode(body) + _END

@@ -1,0 +1,50 @@
+"""What the server asks of a tokenizer, and how long texts are kept from its event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """Makes text of ids that come one at a time; what it has returned never changes."""
+
+    def push(self, index: int) -> str:
+        """The text that is certain now."""
+
+    def flush(self) -> str:
+        """What is left at the end."""
+
+
+class TextCoder(Protocol):
+    """A checkpoint's tokenizer. Its methods raise `RequestError` for what they cannot do."""
+
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    bos_id: int | None
+
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the chat template, or None."""
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]:
+        """Token ids of a text."""
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of ids."""
+
+    def token_bytes(self, index: int) -> bytes:
+        """The bytes a token adds to a text."""
+
+    def stream(self, skip_special: bool = True) -> Decoder:
+        """A decoder for one answer."""
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The prompt text of a chat."""

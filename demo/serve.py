@@ -1,0 +1,8 @@
+"""Serve a model over HTTP, as OpenAI's API does: the command ``tilewright serve``."""
+
+import sys
+
+from tilewright.compiler.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["serve", *sys.argv[1:]]))

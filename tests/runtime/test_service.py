@@ -1,0 +1,108 @@
+"""The engine's loop on queues: the answers an LLM gives, and what a failing step costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.runtime.queued import VOCAB, QueuedExecutable
+from tests.runtime.test_scheduler import answer
+from tilewright.compiler.runtime.service import EngineService, QueueTransport
+from tilewright.compiler.runtime.messages import (
+    Beat,
+    Cancel,
+    Failed,
+    Finished,
+    FromEngine,
+    Started,
+    Stop,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.sampling import SamplingParams
+
+
+def submit(number: int, wanted: int = 6) -> Submit:
+    prompt = tuple((5 * number + at) % VOCAB for at in range(3))
+    return Submit(number, prompt, SamplingParams(seed=number, max_tokens=wanted))
+
+
+def serve(executable: Any, *messages: ToEngine, turns: int = 60) -> list[FromEngine]:
+    """All that is said when these come at once, through the wire's encoding both ways."""
+    transport = QueueTransport()
+    loop = EngineService(executable, transport)
+    frame = msgspec.msgpack.encode(messages)
+    transport.inbox.extend(msgspec.msgpack.decode(frame, type=list[ToEngine]))
+    for _ in range(turns):
+        assert loop.turn()
+    said = msgspec.msgpack.encode(list(transport.outbox))
+    return msgspec.msgpack.decode(said, type=list[FromEngine])
+
+
+def tokens_of(said: list[FromEngine], number: int) -> list[int]:
+    return [
+        token
+        for message in said
+        if isinstance(message, Tokens) and message.request_id == number
+        for token in message.tokens
+    ]
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_each_request_is_told_as_if_it_were_alone(page_size: int) -> None:
+    asked = [submit(number) for number in range(7)]
+    pages = {"page_size": page_size, "num_pages": 32} if page_size else {}
+    said = serve(QueuedExecutable(**pages), *asked)
+    for each in asked:
+        assert tokens_of(said, each.request_id) == answer(Request(0, each.prompt, each.sampling))
+        own = [m for m in said if not isinstance(m, Beat) and m.request_id == each.request_id]
+        assert isinstance(own[0], Started) and isinstance(own[-1], Finished)
+        assert own[-1].reason == "length" and own[0].queue_s >= 0 <= own[-1].decode_s
+    beats = [message for message in said if isinstance(message, Beat)]
+    assert (beats[-1].num_running, beats[-1].num_waiting) == (0, 0)
+
+
+def test_a_cancelled_request_is_not_spoken_of_again() -> None:
+    executable = QueuedExecutable()
+    said = serve(executable, submit(1, 40), submit(2), Cancel(1), Cancel(99))
+    assert not tokens_of(said, 1) and len(tokens_of(said, 2)) == 6
+    assert executable.num_open == 0
+
+
+class _Failing(QueuedExecutable):
+    """Raises in so many steps that compute something, from the third on."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count, self.seen = count, 0
+
+    def step(self, step: Any) -> Any:
+        self.seen += bool(step.decode or step.prompts)
+        if self.seen > 2 and self.count and (step.decode or step.prompts):
+            self.count -= 1
+            raise RuntimeError("out of memory")
+        return super().step(step)
+
+
+@pytest.mark.parametrize(("count", "failed"), [(1, {3}), (2, {1, 2, 3})])
+def test_a_step_that_raises_costs_the_newest_and_then_all(count: int, failed: set[int]) -> None:
+    asked = [submit(number) for number in (1, 2, 3)]
+    said = serve(_Failing(count), *asked)
+    found = [message for message in said if isinstance(message, Failed)]
+    assert {message.request_id for message in found} == failed
+    assert all(m.code == "engine_error" and "out of memory" in m.message for m in found)
+    for each in asked:
+        if each.request_id not in failed:
+            whole = answer(Request(0, each.prompt, each.sampling))
+            assert tokens_of(said, each.request_id) == whole
+
+
+def test_stop_leaves_the_loop() -> None:
+    transport = QueueTransport()
+    loop = EngineService(QueuedExecutable(), transport)
+    transport.inbox.append(Stop())
+    assert not loop.turn()

@@ -1,0 +1,126 @@
+"""A server in processes of its own, on loopback, on a tiny random Llama."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands.conftest import tiny_gguf
+
+__all__ = ["Server", "post", "server", "start_server", "tiny_gguf"]
+
+_PATIENCE = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A running one; ``log`` holds what it has said."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """One request on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, named)
+            answer = connection.getresponse()
+            return answer.status, answer.read(), {k.lower(): v for k, v in answer.getheaders()}
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Any:
+        return json.loads(self.ask("GET", path)[1])
+
+    def gauge(self, name: str, **headers: str) -> float:
+        """A metric's value, all labels together."""
+        text = self.ask("GET", "/metrics", **headers)[1].decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"tilewright:{name}{{")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    def wait_until(self, is_so: Callable[[], bool], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not is_so():
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+
+    def is_healthy(self) -> bool:
+        try:
+            return self.ask("GET", "/health")[0] == 200
+        except OSError:
+            return False
+
+    def engine_pid(self) -> int:
+        found = subprocess.run(
+            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, check=True
+        )
+        return int(found.stdout.split()[0])
+
+
+def post(server: Server, path: str, body: Any) -> tuple[int, Any]:
+    """A JSON body, and what is answered."""
+    data = json.dumps(body).encode()
+    status, answer, _ = server.ask("POST", path, data, content_type="application/json")
+    return status, json.loads(answer)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Starts servers; those that still run at the end are killed."""
+    running = []
+
+    def start(*argv: str, port: int | None = None, waits: bool = True) -> Server:
+        log = tmp_path_factory.mktemp("serve") / "log"
+        port = free_port() if port is None else port
+        command = [sys.executable, "-P", "-m", "tilewright.compiler.cli", "serve", str(tiny_gguf)]
+        command += ["--port", str(port), "--threads", "1", "--no-cache", *argv]
+        with log.open("wb") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ)
+        server = Server(process, port, log)
+        running.append(server)
+        if waits:
+            server.wait_until(lambda: server.is_healthy() or process.poll() is not None, _PATIENCE)
+        return server
+
+    yield start
+    for server in running:
+        if server.process.poll() is None:
+            server.process.send_signal(signal.SIGKILL)
+            server.process.wait()
+
+
+@pytest.fixture(scope="session")
+def server(start_server: Start) -> Server:
+    """One that all tests share which leave it as it was."""
+    started = start_server("--target", "reference", "--max-seats", "4", "--max-context", "512")
+    assert started.process.poll() is None, started.log.read_text()
+    return started
