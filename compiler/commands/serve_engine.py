@@ -37,10 +37,10 @@ def main(argv: list[str]) -> int:
 def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> None:
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands.source import compile_source, open_source
-    from tilewright.compiler.runtime.service import EngineService
     from tilewright.compiler.runtime.request import Request
     from tilewright.compiler.runtime.sampling import SamplingParams
     from tilewright.compiler.runtime.scheduler import Policy
+    from tilewright.compiler.runtime.service import EngineService
     from tilewright.compiler.targets.base import CompileOptions
 
     source = open_source(options.model.path)

@@ -1,4 +1,4 @@
-"""An engine that serves: messages in, steps, messages out. One thread; knows no texts and no clients."""
+"""An engine that serves: messages in, steps, messages out. One thread; it knows no texts."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ import pytest
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
 from tests.runtime.test_scheduler import answer
-from tilewright.compiler.runtime.service import EngineService, QueueTransport
 from tilewright.compiler.runtime.messages import (
     Beat,
     Cancel,
@@ -24,6 +23,7 @@ from tilewright.compiler.runtime.messages import (
 )
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.service import EngineService, QueueTransport
 
 
 def submit(number: int, wanted: int = 6) -> Submit:
