@@ -41,7 +41,7 @@ def commands_on_a_checkpoint(block: str) -> list[list[str]]:
         for words in lines
         if words[:1] == ["tilewright"]
         and {MODEL, "compiled"} & set(words)
-        and not {"cuda", "n150"} & set(words)
+        and not {"cuda", "n150", "serve"} & set(words)
     ]
 
 

@@ -34,7 +34,7 @@ def submit(number: int, wanted: int = 6) -> Submit:
 def serve(executable: Any, *messages: ToEngine, turns: int = 60) -> list[FromEngine]:
     """All that is said when these come at once, through the wire's encoding both ways."""
     transport = QueueTransport()
-    loop = EngineService(executable, transport)
+    loop = EngineService(executable, transport, policy=Policy(reuses=False))
     frame = msgspec.msgpack.encode(messages)
     transport.inbox.extend(msgspec.msgpack.decode(frame, type=list[ToEngine]))
     for _ in range(turns):
