@@ -23,6 +23,7 @@ from tilewright.compiler.runtime.messages import (
 )
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.scheduler import Policy
 from tilewright.compiler.runtime.service import EngineService, QueueTransport
 
 
