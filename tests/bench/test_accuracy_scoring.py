@@ -28,6 +28,7 @@ from tilewright.compiler.bench.reference import Reference, Subject, build_refere
 from tilewright.compiler.bench.stats import mcnemar, wilson_interval
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.step import Step, StepOutput
 
 SUBJECT = Subject("tiny", "m", "t", "x")
 
@@ -111,13 +112,14 @@ def test_logits_that_are_no_numbers_are_refused(odd: float) -> None:
     made = compiled(tiny_model())
     step, reference = made.step, reference_of(*FIVES)
 
-    def broken(inputs: object) -> object:
-        output = step(inputs)  # type: ignore[arg-type]
-        assert output.logits is not None
-        output.logits[0, 7] = odd
+    def broken(given: Step) -> StepOutput:
+        output = step(given)
+        for part in output.parts:
+            assert part.logits is not None
+            part.logits()[0, 7] = odd
         return output
 
-    made.step = broken  # type: ignore[method-assign,assignment]
+    made.step = broken  # type: ignore[method-assign]
     with pytest.raises(CompileError, match="predicted position 0 are not finite"):
         teacher_force(made, reference)
 

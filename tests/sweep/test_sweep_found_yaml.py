@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.precision import PrecisionConfig, load_precision
+from tilewright.compiler.precision import OP_GROUP_OF, PHASES, PrecisionConfig, load_precision
 from tilewright.compiler.sweep.found_yaml import render, usual_levels
 from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, assign
 
@@ -71,8 +71,17 @@ def test_the_file_means_what_was_measured(
     measured = assign(base, lowered, name="measured", num_layers=NUM_LAYERS, groups=places)
     text = rendered(levels, base)
     found = read_back(text, folder)
-    assert found.resolve(NUM_LAYERS).id == measured.resolve(NUM_LAYERS).id
-    assert found.resolve(NUM_LAYERS).heading() == measured.resolve(NUM_LAYERS).heading()
+    told, meant = found.resolve(NUM_LAYERS), measured.resolve(NUM_LAYERS)
+    for part in levels:
+        assert told.format(part.group, layer=part.layer) == meant.format(
+            part.group, layer=part.layer
+        ), part
+        for phase in PHASES:
+            family = OP_GROUP_OF[part.group]
+            both = (each.fidelity(family, phase, layer=part.layer) for each in (told, meant))
+            assert len(set(both)) == 1, (part, phase)
+    if not any(part.group.startswith("delta") for part in levels):  # all layers have all groups
+        assert (told.id, told.heading()) == (meant.id, meant.heading())
     assert found.inherits == base_name
     assert found.description == "found by a search for top-1 >= 95 % on cpu"
 
