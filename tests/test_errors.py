@@ -64,4 +64,4 @@ def test_what_is_said_to_be_installed_is_there_to_install() -> None:
             text = path.read_text(encoding="utf-8")
             assert "pip install tilewright" not in text and "'tilewright[" not in text, path
             said |= set(re.findall(r"pip install -e '\.\[(\w+)\]'", text))
-    assert said == {"cuda", "plot", "show"} <= extras.keys()
+    assert said == {"cuda", "plot", "serve", "show"} <= extras.keys()

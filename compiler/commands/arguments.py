@@ -224,9 +224,12 @@ class ModelOptions:
 
 
 def read_model_options(
-    arguments: ModelArguments | argparse.Namespace, default_precision: str
+    arguments: ModelArguments | argparse.Namespace, default_precision: str, *, runs: bool = True
 ) -> ModelOptions:
     """Check them with no more of the model than its header; a hub name is fetched.
+
+    Args:
+        runs: whether this machine is to run what is compiled, and not only to write it.
 
     Raises:
         TilewrightError: an unknown target or configuration, a target that this machine cannot
@@ -235,7 +238,7 @@ def read_model_options(
     target = arguments.target or "cpu"
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS, target)}")
-    if target == "cuda":
+    if target == "cuda" and runs:
         check_gpu()
     if arguments.model is not None and is_compiled(arguments.model):
         path = Path(arguments.model).expanduser()

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     output = output_folder(arguments.output)
     take_checkpoint(arguments)
     _check_emission(arguments)
-    options = read_model_options(arguments, CHECKPOINT_PRECISION)
+    options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
     from tilewright.compiler.commands.byte_plan import print_byte_plan

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"serve needs {', '.join(missing)}; allowed: pip install 'tilewright[serve]'"
+            f"serve needs {', '.join(missing)}; allowed: pip install -e '.[serve]' in the clone"
         )
     if options.detach:
         return _detach(options, [each for each in argv if each != "--detach"])

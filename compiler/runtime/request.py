@@ -23,6 +23,8 @@ class Request:
         logprobs: of each of them, where ``sampling`` asks for it.
         finish_reason: None while it runs; then ``stop``, ``length``, ``cancelled`` or ``error``.
         num_cached: tokens of its prompt that did not have to be computed.
+        page_keys: names of the full pages of its prompt, by which they are shared; the scheduler
+            makes them once, where it shares at all.
     """
 
     request_id: int
@@ -37,6 +39,7 @@ class Request:
     arrived_at: float = 0.0
     token_times: list[float] = field(default_factory=list)
     num_cached: int = 0
+    page_keys: tuple[bytes, ...] = ()
     num_preemptions: int = 0
 
     @property

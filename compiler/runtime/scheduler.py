@@ -61,7 +61,7 @@ class Running:
         computed: positions that launched steps have computed, or were found in the cache.
         asked: tokens of the answer that launched steps choose, or that are known.
         replay: known tokens of the answer that decode steps must still read, after preemption.
-        keys: of the full pages of the prompt; ``num_named`` of them are in the prefix cache.
+        num_named: full pages of the prompt that are in the prefix cache.
     """
 
     request: Request
@@ -70,7 +70,6 @@ class Running:
     asked: int = 0
     replay: deque[int] = field(default_factory=deque)
     pages: list[int] = field(default_factory=list)
-    keys: list[bytes] = field(default_factory=list)
     num_named: int = 0
 
     @property
@@ -110,6 +109,9 @@ class Scheduler:
         self.running: list[Running] = []
         self.num_preemptions = 0
         self._cost = cost or (lambda rows, tokens: 0.0)
+        # state that cannot be cut back is not where a shared page ends
+        shares = self.policy.reuses and bool(capabilities.page_size)
+        self._shares_pages = shares and not capabilities.has_sequence_state
         self._free_seats = list(range(capabilities.max_seats))
         self._edits: list[Edit] = []
         self._decode: tuple[Seat, ...] = ()
@@ -141,6 +143,8 @@ class Scheduler:
             RequestError: for one that it refuses.
         """
         self.check(request)
+        if self._shares_pages and not request.is_private:
+            request.page_keys = tuple(chain_keys(request.prompt, self.capabilities.page_size))
         self._num_arrived += 1
         insort(self.waiting, (request.priority, self._num_arrived, request), key=lambda e: e[:2])
 
@@ -254,10 +258,8 @@ class Scheduler:
         size = self.capabilities.page_size
         if not size:
             return [], 0
-        shared = []
-        if self.policy.reuses and not self.capabilities.has_sequence_state:
-            usable = (len(request.prompt) - 1) // size  # the last token is always computed
-            shared = self.pool.find(chain_keys(request.prompt, size)[:usable])
+        usable = (len(request.prompt) - 1) // size  # the last token is always computed
+        shared = self.pool.find(request.page_keys[:usable])
         most = min(request.max_positions, len(request.prompt) + 1)
         return shared, pages_of(most, size) - len(shared)
 
@@ -273,8 +275,6 @@ class Scheduler:
             running.pages = [*shared, *self.pool.take(num_fresh)]
             running.num_named = len(shared)
             running.computed = request.num_cached = len(shared) * size
-            if self.policy.reuses:
-                running.keys = chain_keys(request.prompt, size)
             self._edits.append(Pages(seat, 0, tuple(running.pages)))
         self.running.append(running)
 
@@ -375,8 +375,9 @@ class Scheduler:
         ends = running.computed == len(request.prompt)
         tokens = request.prompt[start : running.computed]
         if size := self.capabilities.page_size:
-            for index in range(running.num_named, min(running.computed // size, len(running.keys))):
+            num_full = min(running.computed // size, len(request.page_keys))
+            for index in range(running.num_named, num_full):
                 # steps are in order: who finds the page computes behind the step that fills it
-                self.pool.name(running.pages[index], running.keys[index])
+                self.pool.name(running.pages[index], request.page_keys[index])
                 running.num_named = index + 1
         return Chunk(running.seat, start, tokens, chooses=ends and not request.output)

@@ -125,10 +125,10 @@ def test_how_long_an_emulation_takes_is_said_before_it_begins(
 ) -> None:
     """And the case that it names is there, and short."""
     model = ("--model", str(tiny_gguf), "--target", "n150", "--no-results")
-    assert main(["run", *model, "--prompt", "hello", *FEW]) == 0
+    assert main(["bench", *model, "--prompt", "hello", *FEW]) == 0
     said = capfd.readouterr().err
     assert "the board is emulated, multiply by multiply: about 30 s on two cores" in said
     name = said.partition("--case ")[2].partition(")")[0]
     assert name == "performance-short" and CASES[name].max_generated_tokens == 16
-    assert main(["run", *model, "--case", "performance-device-perf"]) == 0
+    assert main(["bench", *model, "--case", "performance-device-perf"]) == 0
     assert "emulated" not in capfd.readouterr().err, "a prediction takes no time"

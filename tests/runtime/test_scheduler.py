@@ -141,6 +141,18 @@ def test_a_second_prompt_of_the_same_beginning_computes_its_own_end_alone() -> N
     assert chunk.start == 20 and second.output == answer(second)
 
 
+def test_a_private_prompt_neither_finds_nor_leaves_pages() -> None:
+    llm = EngineLoop(QueuedExecutable(page_size=4, num_pages=64))
+    made = [Job(20, 3, 2, 0, 0).request(number) for number in range(3)]
+    made[0].is_private = made[2].is_private = True
+    for request in made:
+        llm.generate([request])
+    assert [request.num_cached for request in made] == [0, 0, 0]
+    again = Job(20, 3, 2, 0, 0).request(3)
+    llm.generate([again])
+    assert again.num_cached == 20, "from the one that was shared"
+
+
 def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
     """Pieces of a cell each, and a token of the stream with each of them."""
     executable = QueuedExecutable(cell=4)

@@ -51,6 +51,7 @@ def model(tmp_path: Path) -> SimpleNamespace:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without one, and nobody who asks for the interpreter."""
+    monkeypatch.setattr("tilewright.compiler.devices._num_gpus", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
@@ -147,7 +148,9 @@ def test_the_command_without_a_gpu_says_so_in_one_line(
     assert command(*run_of(SHAPE)) == 2
     _, err = capfd.readouterr()
     line = err.strip().splitlines()[-1]
-    assert "target cuda: this machine has no GPU that torch can use; allowed: --target cpu" in line
+    assert (
+        "target cuda: this machine has no GPU that its driver knows; allowed: --target cpu" in line
+    )
     assert "Traceback" not in err and made == []
 
 
