@@ -9,6 +9,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.step import LogProbs
 
@@ -20,6 +21,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     prompt: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
+    grammar: GrammarSpec | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

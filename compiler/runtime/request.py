@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.step import LogProbs
 
@@ -19,6 +20,7 @@ class Request:
     Attributes:
         priority: lower ones come first.
         is_private: whether what is computed for its prompt is shared with nobody.
+        grammar: what its answer must be; None: any text.
         output: the tokens chosen so far, an end token included.
         logprobs: of each of them, where ``sampling`` asks for it.
         finish_reason: None while it runs; then ``stop``, ``length``, ``cancelled`` or ``error``.
@@ -32,6 +34,7 @@ class Request:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
     is_private: bool = False
+    grammar: GrammarSpec | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
     finish_reason: str | None = None

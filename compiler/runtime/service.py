@@ -104,7 +104,11 @@ class EngineService:
     def _hear(self, message: ToEngine, said: list[FromEngine]) -> None:
         if isinstance(message, Submit):
             request = Request(
-                message.request_id, message.prompt, message.sampling, priority=message.priority
+                message.request_id,
+                message.prompt,
+                message.sampling,
+                priority=message.priority,
+                grammar=message.grammar,
             )
             try:
                 self.loop.add(request)

@@ -23,6 +23,7 @@ import zmq.asyncio
 
 from tilewright.compiler.child import PYTHON, Child, Ended
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.messages import (
     Beat,
     Cancel,
@@ -196,9 +197,12 @@ class EngineClient:
         prompts: Sequence[Sequence[int]],
         sampling: Sequence[SamplingParams],
         *,
+        grammars: Sequence[GrammarSpec | None] = (),
         priority: int = 0,
     ) -> Ticket:
         """Ask for answers to prompts that fit; see :class:`Ticket`.
+
+        ``grammars``: what each answer must be; empty: any text.
 
         Raises:
             ApiError: 503 while there is no engine, 429 where too much waits already.
@@ -208,9 +212,12 @@ class EngineClient:
             raise ApiError(503, code, f"the engine is {self.state}", headers={"retry-after": "5"})
         self._check_room(prompts)
         ticket = Ticket([], self)
-        for index, (prompt, each) in enumerate(zip(prompts, sampling, strict=True)):
+        obeyed = grammars or [None] * len(prompts)
+        for index, (prompt, each, grammar) in enumerate(
+            zip(prompts, sampling, obeyed, strict=True)
+        ):
             self._next_id += 1
-            message = Submit(self._next_id, tuple(prompt), each, priority)
+            message = Submit(self._next_id, tuple(prompt), each, priority, grammar)
             ticket.ids.append(self._next_id)
             self._asked[self._next_id] = _Asked(message, ticket, index)
             self._count(message, 1)

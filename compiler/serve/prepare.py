@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from tilewright.compiler.errors import RequestError
+from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.messages import Ready
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.errors import invalid, refuse
@@ -32,10 +33,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked for one choice."""
+    """What is asked for one choice; ``grammar``: what it must be, None for any text."""
 
     prompt: Prompt
     sampling: SamplingParams
+    grammar: GrammarSpec | None = None
 
 
 def render_chat(

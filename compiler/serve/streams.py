@@ -50,6 +50,7 @@ class Follower:
         ticket = self._client.submit(
             [asked.prompt.tokens for asked in job.asked],
             [asked.sampling for asked in job.asked],
+            grammars=[asked.grammar for asked in job.asked],
             priority=job.priority,
         )
         try:
