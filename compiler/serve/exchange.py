@@ -1,0 +1,56 @@
+"""How a handler reads a body and answers with JSON: limits of size, kind and time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import msgspec
+from aiohttp import web
+
+from tilewright.compiler.serve.errors import ApiError
+from tilewright.compiler.serve.front import Front
+from tilewright.compiler.serve.settings import MAX_BODY
+
+FRONT = web.AppKey("front", Front)
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Route: TypeAlias = tuple[str, str, Handler]
+"""Method, path, and who answers."""
+
+
+async def read_body(request: web.Request, front: Front) -> bytes:
+    """The bytes of a JSON body, within the limits.
+
+    Raises:
+        ApiError: 413, 415, or 408 for one that takes too long.
+    """
+    if request.content_length is not None and request.content_length > MAX_BODY:
+        raise too_large()
+    kind = request.headers.get("content-type")
+    if kind is not None and request.content_type != "application/json":
+        said = f"content-type {kind[:100]!r}; allowed: application/json"
+        raise ApiError(415, "unsupported_media_type", said, closes=True)
+    if request.headers.get("content-encoding", "identity") != "identity":
+        said = "content-encoding: allowed: none"
+        raise ApiError(415, "unsupported_media_type", said, closes=True)
+    try:
+        async with asyncio.timeout(front.settings.body_timeout):
+            return await request.read()
+    except TimeoutError:
+        seconds = front.settings.body_timeout
+        said = f"the body took longer than {seconds:g} s"
+        raise ApiError(408, "timeout", said, closes=True) from None
+
+
+def json_response(
+    body: Any, *, status: int = 200, headers: dict[str, str] | None = None
+) -> web.Response:
+    data = body if isinstance(body, bytes) else msgspec.json.encode(body)
+    return web.Response(status=status, body=data, content_type="application/json", headers=headers)
+
+
+def too_large() -> ApiError:
+    """A body beyond the limit; the connection is closed, so that the rest is not read."""
+    said = f"the body is too large; allowed: {MAX_BODY} bytes"
+    return ApiError(413, "too_large", said, closes=True)

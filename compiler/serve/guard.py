@@ -1,0 +1,130 @@
+"""Stands before every handler: names requests, checks who asks, spells errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import secrets
+import sys
+import traceback
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from tilewright.compiler.serve.errors import ApiError
+from tilewright.compiler.serve.exchange import FRONT, Handler, too_large
+from tilewright.compiler.serve.front import Front
+
+_OPEN = ("/", "/health", "/v1/health", "/live", "/page.css", "/page.js")
+_NOT_HERE = {
+    "/v1/embeddings": "embeddings are not computed",
+    "/v1/responses": "chats are asked for at /v1/chat/completions",
+    "/v1/messages": "chats are asked for at /v1/chat/completions",
+    "/v1/images/generations": "images are not made",
+    "/v1/audio/transcriptions": "audio is not read",
+}
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Names every request, checks who asks, and makes every error one of the API's."""
+    front = request.app[FRONT]
+    request["id"] = _request_id(request)
+    try:
+        allowed_origin = _check_origin(request, front)
+        if request.method == "OPTIONS" and allowed_origin:
+            return _preflight(allowed_origin)
+        _check_key(request, front)
+        response = await handler(request)
+        if allowed_origin and not response.prepared:
+            response.headers["access-control-allow-origin"] = allowed_origin
+    except ApiError as error:
+        response = _refusal(front, error)
+    except web.HTTPRequestEntityTooLarge:
+        response = _refusal(front, too_large())
+    except web.HTTPException as error:
+        response = _refusal(front, _missing(request, error))
+    except (ConnectionError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        traceback.print_exception(error, file=sys.stderr)
+        response = _refusal(front, ApiError(500, "internal_error", "the server has a fault"))
+    if not response.prepared:
+        response.headers["x-request-id"] = request["id"]
+    return response
+
+
+def _request_id(request: web.Request) -> str:
+    given = request.headers.get("x-request-id", "")
+    is_good = 0 < len(given) <= 128 and given.isascii() and given.isprintable()
+    return given if is_good else secrets.token_hex(16)
+
+
+def _refusal(front: Front, error: ApiError) -> web.Response:
+    front.metrics.refuse(error.code)
+    response = web.Response(
+        status=error.status,
+        body=error.body(),
+        content_type="application/json",
+        headers=error.headers,
+    )
+    if error.closes:
+        response.force_close()
+    return response
+
+
+def _missing(request: web.Request, error: web.HTTPException) -> ApiError:
+    path = request.path[:200]
+    if error.status == 405:
+        said = f"{request.method} {path}; allowed: {error.headers.get('allow', '')}"
+        return ApiError(405, "method_not_allowed", said)
+    if path in _NOT_HERE:
+        return ApiError(404, "not_found", f"{path}: {_NOT_HERE[path]}")
+    if error.status == 404:
+        return ApiError(404, "not_found", f"{path}: there is nothing here")
+    return ApiError(error.status, "invalid_request", error.reason)
+
+
+def _check_key(request: web.Request, front: Front) -> None:
+    keys = front.settings.api_keys
+    if not keys or request.path in _OPEN:
+        return
+    given = request.headers.get("authorization", "").encode("utf-8", "surrogateescape")
+    fits = [hmac.compare_digest(given, f"Bearer {key}".encode()) for key in keys]
+    if not any(fits):
+        said = "authorization: not a key of this server; allowed: Bearer and one of its keys"
+        raise ApiError(401, "invalid_api_key", said, headers={"www-authenticate": "Bearer"})
+
+
+def _check_origin(request: web.Request, front: Front) -> str:
+    """The foreign origin that may ask; empty where a page of this server asks, or no browser."""
+    origin, host = request.headers.get("origin"), request.headers.get("host", "")
+    is_browser = origin is not None or "sec-fetch-site" in request.headers
+    if is_browser and _is_loopback(front.settings.host):
+        name = urlsplit(f"//{host}").hostname or ""
+        if not _is_loopback(name) and f"http://{host}" not in front.settings.cors_origins:
+            raise ApiError(403, "origin", f"host {host[:100]!r}; allowed: this machine's own")
+    if origin is None or urlsplit(origin).netloc == host:
+        return ""
+    if origin in front.settings.cors_origins or "*" in front.settings.cors_origins:
+        return origin
+    said = f"origin {origin[:100]!r}; allowed: this server's own page and --cors-origins"
+    raise ApiError(403, "origin", said)
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
+def _preflight(origin: str) -> web.Response:
+    headers = {
+        "access-control-allow-origin": origin,
+        "access-control-allow-methods": "GET, POST",
+        "access-control-allow-headers": "authorization, content-type, x-request-id",
+        "access-control-max-age": "600",
+    }
+    return web.Response(status=204, headers=headers)

@@ -1,0 +1,1 @@
+"""Which path is answered by what, by topic."""

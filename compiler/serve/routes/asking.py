@@ -1,0 +1,45 @@
+"""Chats and completions: from a body to an answer, whole or streamed."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from tilewright.compiler.serve.exchange import FRONT, Route, json_response, read_body
+from tilewright.compiler.serve.forms import Job
+from tilewright.compiler.serve.front import Front
+from tilewright.compiler.serve.requests import ChatRequest, CompletionRequest, decode
+from tilewright.compiler.serve.streams import Follower, answer_stream, answer_whole
+
+
+async def _chat(request: web.Request) -> web.StreamResponse:
+    front = request.app[FRONT]
+    body = await read_body(request, front)
+    asked, ignored = decode(body, ChatRequest)
+    return await _answer(request, front, await front.chat_job(asked), ignored)
+
+
+async def _completions(request: web.Request) -> web.StreamResponse:
+    front = request.app[FRONT]
+    body = await read_body(request, front)
+    asked, ignored = decode(body, CompletionRequest)
+    return await _answer(request, front, await front.completion_job(asked), ignored)
+
+
+async def _answer(
+    request: web.Request, front: Front, job: Job, ignored: list[str]
+) -> web.StreamResponse:
+    headers = {}
+    if ignored:
+        names = [key if key.isascii() and key.isprintable() else "?" for key in ignored]
+        headers["x-ignored-fields"] = ", ".join(names)[:1000]
+    follower = Follower(job, front.client, front.metrics)
+    if job.streams:
+        headers["x-request-id"] = request["id"]
+        return await answer_stream(request, job, follower, front.settings, headers)
+    return json_response(await answer_whole(job, follower), headers=headers)
+
+
+ROUTES: list[Route] = [
+    ("POST", "/v1/chat/completions", _chat),
+    ("POST", "/v1/completions", _completions),
+]

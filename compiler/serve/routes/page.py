@@ -1,0 +1,27 @@
+"""The chat page: its files, and what a browser may do with them."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from aiohttp import web
+
+from tilewright.compiler.serve.exchange import Route
+
+_PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css")}
+_PAGE["/page.js"] = ("page.js", "text/javascript")
+_CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+async def _page(request: web.Request) -> web.Response:
+    name, kind = _PAGE[request.path]
+    data = files("tilewright.compiler.serve").joinpath("page", name).read_bytes()
+    headers = {"content-security-policy": _CSP, "x-content-type-options": "nosniff"}
+    headers |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}
+    return web.Response(body=data, content_type=kind, charset="utf-8", headers=headers)
+
+
+ROUTES: list[Route] = [("GET", path, _page) for path in _PAGE]

@@ -1,0 +1,77 @@
+"""Texts to tokens and back, and the text of a chat."""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from tilewright.compiler.errors import RequestError
+from tilewright.compiler.serve.answers import token_text
+from tilewright.compiler.serve.errors import invalid, refuse
+from tilewright.compiler.serve.exchange import FRONT, Route, json_response, read_body
+from tilewright.compiler.serve.prepare import encode, render_chat
+from tilewright.compiler.serve.requests import (
+    DetokenizeRequest,
+    TemplateRequest,
+    TokenizeRequest,
+    decode,
+)
+
+
+async def _tokenize(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    asked, _ = decode(await read_body(request, front), TokenizeRequest)
+    ready, coder = front.up()
+    add_special = bool(asked.add_special_tokens or asked.add_special)
+    if asked.messages is not None:
+        opens = asked.add_generation_prompt is not False
+        variables = {**front.settings.template_variables, **(asked.chat_template_kwargs or {})}
+        text = await front.in_thread(
+            render_chat, coder, asked.messages, tools=asked.tools, variables=variables, opens=opens
+        )
+    elif (found := asked.prompt if asked.prompt is not None else asked.content) is not None:
+        text = found
+        if asked.prompt is not None and asked.add_special_tokens is None:
+            add_special = True  # as completions do, and as vLLM's default is
+    else:
+        raise invalid("no text; allowed: prompt, messages or content")
+    prompt = await front.aside(len(text), encode, coder, text, ready, add_special=add_special)
+    tokens = list(prompt.tokens)
+    pieces = [token_text(coder, token) for token in tokens]
+    if asked.content is not None:
+        pairs = [{"id": t, "piece": p} for t, p in zip(tokens, pieces, strict=True)]
+        return json_response({"tokens": pairs if asked.with_pieces else tokens})
+    said = {"count": len(tokens), "max_model_len": ready.max_positions, "tokens": tokens}
+    return json_response({**said, "token_strs": pieces} if asked.return_token_strs else said)
+
+
+async def _detokenize(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    asked, _ = decode(await read_body(request, front), DetokenizeRequest)
+    _, coder = front.up()
+    try:
+        text = await front.aside(len(asked.tokens), coder.decode, asked.tokens, False)
+    except RequestError as error:
+        raise refuse(error, param="tokens") from None
+    return json_response({"prompt": text, "content": text})
+
+
+async def _apply_template(request: web.Request) -> web.Response:
+    front = request.app[FRONT]
+    asked, _ = decode(await read_body(request, front), TemplateRequest)
+    _, coder = front.up()
+    text = await front.in_thread(
+        render_chat,
+        coder,
+        asked.messages,
+        tools=asked.tools,
+        variables={**front.settings.template_variables, **(asked.chat_template_kwargs or {})},
+        opens=asked.add_generation_prompt is not False,
+    )
+    return json_response({"prompt": text})
+
+
+ROUTES: list[Route] = [
+    ("POST", "/tokenize", _tokenize),
+    ("POST", "/detokenize", _detokenize),
+    ("POST", "/apply-template", _apply_template),
+]
