@@ -6,8 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import secrets
-import sys
-import traceback
+from socket import gethostname
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -15,14 +14,20 @@ from aiohttp import web
 from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.exchange import FRONT, Handler, too_large
 from tilewright.compiler.serve.front import Front
+from tilewright.compiler.serve.says import say, say_fault
 
 _OPEN = ("/", "/health", "/v1/health", "/live", "/page.css", "/page.js")
 _NOT_HERE = {
     "/v1/embeddings": "embeddings are not computed",
     "/v1/responses": "chats are asked for at /v1/chat/completions",
     "/v1/messages": "chats are asked for at /v1/chat/completions",
-    "/v1/images/generations": "images are not made",
-    "/v1/audio/transcriptions": "audio is not read",
+    "/v1/images": "images are not made",
+    "/v1/audio": "audio is neither read nor made",
+    "/v1/load_lora_adapter": "adapters are not loaded",
+    "/v1/unload_lora_adapter": "adapters are not loaded",
+    "/lora-adapters": "adapters are not loaded",
+    "/slots": "told with --admin alone",
+    "/reset_prefix_cache": "done with --admin alone",
 }
 
 
@@ -31,14 +36,14 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Names every request, checks who asks, and makes every error one of the API's."""
     front = request.app[FRONT]
     request["id"] = _request_id(request)
+    request["headers"] = {"x-request-id": request["id"]}
     try:
-        allowed_origin = _check_origin(request, front)
-        if request.method == "OPTIONS" and allowed_origin:
-            return _preflight(allowed_origin)
+        if allowed_origin := _check_origin(request, front):
+            request["headers"]["access-control-allow-origin"] = allowed_origin
+            if request.method == "OPTIONS":
+                return _preflight(allowed_origin)
         _check_key(request, front)
         response = await handler(request)
-        if allowed_origin and not response.prepared:
-            response.headers["access-control-allow-origin"] = allowed_origin
     except ApiError as error:
         response = _refusal(front, error)
     except web.HTTPRequestEntityTooLarge:
@@ -48,10 +53,12 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:
-        traceback.print_exception(error, file=sys.stderr)
+        say_fault(error, f"{request.method} {request.path[:100]!r} {request['id']}")
         response = _refusal(front, ApiError(500, "internal_error", "the server has a fault"))
+    if response.status >= 500 and response.status != 503:
+        say(f"{request.method} {request.path[:100]!r} {request['id']}: {response.status}")
     if not response.prepared:
-        response.headers["x-request-id"] = request["id"]
+        response.headers.update(request["headers"])
     return response
 
 
@@ -79,8 +86,9 @@ def _missing(request: web.Request, error: web.HTTPException) -> ApiError:
     if error.status == 405:
         said = f"{request.method} {path}; allowed: {error.headers.get('allow', '')}"
         return ApiError(405, "method_not_allowed", said)
-    if path in _NOT_HERE:
-        return ApiError(404, "not_found", f"{path}: {_NOT_HERE[path]}")
+    for begin, why in _NOT_HERE.items():
+        if path == begin or path.startswith(begin + "/"):
+            return ApiError(404, "not_found", f"{path}: {why}")
     if error.status == 404:
         return ApiError(404, "not_found", f"{path}: there is nothing here")
     return ApiError(error.status, "invalid_request", error.reason)
@@ -100,17 +108,39 @@ def _check_key(request: web.Request, front: Front) -> None:
 def _check_origin(request: web.Request, front: Front) -> str:
     """The foreign origin that may ask; empty where a page of this server asks, or no browser."""
     origin, host = request.headers.get("origin"), request.headers.get("host", "")
+    named = front.settings.cors_origins
     is_browser = origin is not None or "sec-fetch-site" in request.headers
-    if is_browser and _is_loopback(front.settings.host):
-        name = urlsplit(f"//{host}").hostname or ""
-        if not _is_loopback(name) and f"http://{host}" not in front.settings.cors_origins:
-            raise ApiError(403, "origin", f"host {host[:100]!r}; allowed: this machine's own")
-    if origin is None or urlsplit(origin).netloc == host:
+    is_ours = _is_our_host(host, front.settings.host)
+    if is_browser and not is_ours and not {f"http://{host}", f"https://{host}"} & set(named):
+        said = f"host {host[:100]!r}; allowed: this machine's own, and those of --cors-origins"
+        raise ApiError(403, "origin", said)
+    if origin is None or origin in (f"http://{host}", f"https://{host}"):
         return ""
-    if origin in front.settings.cors_origins or "*" in front.settings.cors_origins:
+    if origin in named or "*" in named:
         return origin
     said = f"origin {origin[:100]!r}; allowed: this server's own page and --cors-origins"
     raise ApiError(403, "origin", said)
+
+
+def _is_our_host(host: str, bound: str) -> bool:
+    """Whether a browser that asks this host asks us by our own name, and not by one that somebody
+    has pointed at our address: at a loopback address only such a one, else an address or our name.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if _is_loopback(bound):
+        return _is_loopback(name)
+    return _is_address(name) or name in ("localhost", bound.lower(), gethostname().lower())
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_loopback(name: str) -> bool:

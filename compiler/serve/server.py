@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,12 +13,18 @@ from aiohttp import web
 
 from tilewright.compiler.errors import ConfigError, TilewrightError
 from tilewright.compiler.serve.app import make_app
+from tilewright.compiler.serve.connections import Connection, connections_for, limits
+from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.front import Front, LoadCoder
+from tilewright.compiler.serve.says import say
 from tilewright.compiler.serve.settings import Settings
 
 _LOOK_SECONDS = 0.05
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-_LOG_CHARACTERS = 200
+_BUSY = ApiError(503, "overloaded", "there are too many connections").body()
+_BUSY_HEAD = (
+    "HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\nretry-after: 5\r\n"
+    f"content-type: application/json\r\ncontent-length: {len(_BUSY)}\r\n\r\n"
+)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -73,15 +77,7 @@ async def _run(
 ) -> int:
     front = Front(settings, command, load_coder)
     runner = web.AppRunner(
-        make_app(front),
-        handler_cancellation=True,
-        access_log=None,
-        logger=_quiet_log(),
-        keepalive_timeout=75,
-        lingering_time=2,
-        max_headers=64,
-        auto_decompress=False,
-        shutdown_timeout=1.0,
+        make_app(front), handler_cancellation=True, shutdown_timeout=1.0, **limits()
     )
     await runner.setup()
     loop = asyncio.get_running_loop()
@@ -89,7 +85,7 @@ async def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     assert runner.server is not None
-    listening = await loop.create_server(_guarded(runner.server, settings), sock=bound)
+    listening = await loop.create_server(_accepting(runner.server, settings), sock=bound)
     on_listening(bound.getsockname()[1])
     try:
         front.client.start()
@@ -100,7 +96,7 @@ async def _run(
         code, _, said = ended.partition(" ")
         if code == "2":
             raise TilewrightError(said)
-        print(f"tilewright: {said}", file=sys.stderr)
+        say(said)
         return int(code)
     finally:
         listening.close()
@@ -128,20 +124,15 @@ async def _drain(front: Front, signals: asyncio.Queue[int]) -> None:
     await asyncio.sleep(_LOOK_SECONDS)  # the last events leave
 
 
-def _guarded(server: web.Server, settings: Settings) -> Callable[[], asyncio.Protocol]:
-    """Makes the protocol of each connection: one that sends no whole head in time is closed."""
-    loop = asyncio.get_running_loop()
+def _accepting(server: web.Server, settings: Settings) -> Callable[[], asyncio.Protocol]:
+    """Makes the protocol of each connection; of one too many, a refusal."""
+    most = connections_for(settings.max_connections)
+    if most < settings.max_connections:
+        say(f"{most} connections at a time, not {settings.max_connections}: the system's limit")
 
     def make() -> asyncio.Protocol:
-        if len(server.connections) >= settings.max_connections:
-            return _Busy()
-        handler = server()
-        loop.call_later(settings.header_timeout, close_if_silent, handler)
-        return handler
-
-    def close_if_silent(handler: web.RequestHandler) -> None:
-        if handler.transport is not None and not handler._request_count:
-            handler.force_close()
+        is_full = len(server.connections) >= most
+        return _Busy() if is_full else Connection(server, settings)
 
     return make
 
@@ -151,23 +142,5 @@ class _Busy(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(_BUSY)
+        transport.write(_BUSY_HEAD.encode() + _BUSY)
         transport.close()
-
-
-class _Short(logging.Formatter):
-    """Log lines of the library hold what clients send: they are cut, and have no traceback."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return " ".join(record.getMessage().split())[:_LOG_CHARACTERS]
-
-
-def _quiet_log() -> logging.Logger:
-    log = logging.getLogger("tilewright.serve")
-    if not log.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(_Short())
-        log.addHandler(handler)
-        log.setLevel(logging.ERROR)
-        log.propagate = False
-    return log

@@ -17,6 +17,7 @@ from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.metrics import Metrics
 from tilewright.compiler.serve.reasoning import Piece
+from tilewright.compiler.serve.says import say_fault
 from tilewright.compiler.serve.settings import Settings
 
 _EVENT, _END = b"data: ", b"\n\n"
@@ -81,7 +82,8 @@ class Follower:
             return  # what was on its way when a stop string ended it
         if isinstance(message, Failed):
             status = 503 if message.code in _UNAVAILABLE else 500
-            raise ApiError(status, message.code, message.message)
+            after = {"retry-after": "5"} if status == 503 else None
+            raise ApiError(status, message.code, message.message, headers=after)
         if isinstance(message, Started):
             choice.started = choice.started or message
             return
@@ -133,8 +135,7 @@ async def answer_stream(
     async def write(data: bytes) -> None:
         if not response.prepared:
             await response.prepare(request)
-        async with asyncio.timeout(settings.write_timeout):
-            await response.write(data)
+        await response.write(data)
 
     try:
         async with aclosing(follower.updates(settings.ping_seconds)) as updates:
@@ -148,10 +149,12 @@ async def answer_stream(
         if not response.prepared:
             raise
         await write(_EVENT + error.body() + _END)
-    except TimeoutError:  # the client reads no more
-        if request.transport is not None:
-            request.transport.abort()
-        return response
+    except Exception as error:  # of ours: a second answer must not follow the first one's bytes
+        if not response.prepared or isinstance(error, ConnectionError):
+            raise
+        say_fault(error, f"a stream {request['id']}")
+        fault = ApiError(500, "internal_error", "the server has a fault")
+        await write(_EVENT + fault.body() + _END)
     await response.write_eof()
     return response
 

@@ -34,7 +34,7 @@ async def _answer(
         headers["x-ignored-fields"] = ", ".join(names)[:1000]
     follower = Follower(job, front.client, front.metrics)
     if job.streams:
-        headers["x-request-id"] = request["id"]
+        headers |= request["headers"]
         return await answer_stream(request, job, follower, front.settings, headers)
     return json_response(await answer_whole(job, follower), headers=headers)
 
