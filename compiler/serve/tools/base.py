@@ -1,0 +1,68 @@
+"""What a format of calls is, and the functions that a request declares."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from tilewright.compiler.serve.tools.events import ToolParser
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that may be called; ``schema`` is the JSON schema of its arguments."""
+
+    name: str
+    description: str = ""
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    is_strict: bool = False
+
+
+Call: TypeAlias = tuple[str, Mapping[str, Any]]
+"""A call of an earlier turn: a function's name, and its arguments."""
+
+
+def call_id() -> str:
+    """A new name of a call."""
+    return f"call_{secrets.token_hex(12)}"
+
+
+def result_message(name: str, content: str) -> str:
+    """What a function gave, as a user's turn for models that know no role of tools."""
+    return f"<tool_response>\n{content}\n</tool_response>"
+
+
+def listed(tools: Sequence[Tool]) -> str:
+    """Functions as JSON, one a line."""
+    return "\n".join(
+        json.dumps(
+            {"name": tool.name, "description": tool.description, "parameters": tool.schema},
+            ensure_ascii=False,
+        )
+        for tool in tools
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models is told of functions, and how it calls them.
+
+    Attributes:
+        marks: texts of chat templates that ask for it; one of them is enough.
+        parser: makes the reader of one answer.
+        instruction: the system message that asks for it, where a template does not.
+        write: calls of an earlier turn, for the same templates.
+        tokens: special tokens that belong to it, so that decoding must not leave them out.
+        new_id: names a call as this family's templates take it.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    parser: Callable[[Sequence[Tool]], ToolParser]
+    instruction: Callable[[Sequence[Tool]], str]
+    write: Callable[[Sequence[Call]], str]
+    tokens: tuple[str, ...] = ()
+    new_id: Callable[[], str] = call_id

@@ -1,0 +1,22 @@
+"""The formats in which models write calls, and which of them a chat template asks for."""
+
+from __future__ import annotations
+
+from tilewright.compiler.serve.tools.base import ToolFormat
+from tilewright.compiler.serve.tools.gemma import GEMMA
+from tilewright.compiler.serve.tools.hermes import HERMES
+from tilewright.compiler.serve.tools.llama3_json import LLAMA3_JSON
+from tilewright.compiler.serve.tools.mistral import MISTRAL
+from tilewright.compiler.serve.tools.phi4 import PHI4
+from tilewright.compiler.serve.tools.qwen3_coder import QWEN3_CODER
+
+FORMATS = {each.name: each for each in (QWEN3_CODER, HERMES, MISTRAL, PHI4, LLAMA3_JSON, GEMMA)}
+"""By name; of two whose marks a template has, the first one is meant."""
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """The format whose marks stand in a chat template, or None."""
+    for each in FORMATS.values():
+        if any(mark in template for mark in each.marks):
+            return each
+    return None

@@ -1,0 +1,88 @@
+"""Which kinds of JSON value a schema lets an argument have; nothing is validated here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_KINDS: tuple[tuple[type, str], ...] = (
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    (list, "array"),
+    (dict, "object"),
+    (type(None), "null"),
+)
+_MAX_HOPS = 8
+
+
+def kind_of(value: object) -> str:
+    """The JSON schema's name of a value's kind."""
+    return next(name for kind, name in _KINDS if isinstance(value, kind))
+
+
+def kinds(schema: object, root: Mapping[str, Any], hops: int = _MAX_HOPS) -> frozenset[str]:
+    """The kinds that a value may have; empty where the schema does not say.
+
+    ``root`` is the schema whose ``$defs`` are referred to.
+    """
+    if not isinstance(schema, Mapping) or not hops:
+        return frozenset()
+    named = schema.get("type")
+    if isinstance(named, str):
+        return frozenset((named,))
+    if isinstance(named, list):
+        return frozenset(each for each in named if isinstance(each, str))
+    if isinstance(choices := schema.get("enum"), list):
+        return frozenset(kind_of(each) for each in choices)
+    if "const" in schema:
+        return frozenset((kind_of(schema["const"]),))
+    if isinstance(place := schema.get("$ref"), str):
+        return kinds(_at(place, root), root, hops - 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(branches := schema.get(key), list):
+            found = [kinds(branch, root, hops - 1) for branch in branches[:64]]
+            return frozenset().union(*found) if all(found) else frozenset()
+    return frozenset()
+
+
+def parameters(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
+    """The kinds of each property of an object's schema."""
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    return {name: kinds(each, schema) for name, each in properties.items()}
+
+
+def value_of(text: str, allowed: frozenset[str]) -> str:
+    """A value that a model wrote as plain text, as JSON of one of the kinds allowed.
+
+    What cannot be read as any of them is a string.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        words = {"True": True, "False": False, "None": None}
+        if text.strip() not in words:
+            return json.dumps(text, ensure_ascii=False)
+        value = words[text.strip()]
+    kind = kind_of(value)
+    is_allowed = not allowed or kind in allowed or (kind == "integer" and "number" in allowed)
+    if is_allowed and kind != "string":
+        return json.dumps(value, ensure_ascii=False)
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(name: str) -> object:
+    raise ValueError(name)
+
+
+def _at(place: str, root: Mapping[str, Any]) -> object:
+    found: object = root
+    for step in place.removeprefix("#").split("/")[1:]:
+        if not isinstance(found, Mapping):
+            return None
+        found = found.get(step.replace("~1", "/").replace("~0", "~"))
+    return found
