@@ -43,7 +43,12 @@ WITHOUT_TORCH = (
     "tilewright.compiler.cli",
 )
 
-WITH_TORCH = ("tilewright.compiler.ops", "tilewright.compiler.driver")
+WITH_TORCH = (
+    "tilewright.compiler.ops",
+    "tilewright.compiler.driver",
+    "tilewright.compiler.commands.source",
+    "tilewright.compiler.commands.llm",
+)
 
 IMPORT_EACH = """
 import importlib, json, os, sys
@@ -53,7 +58,8 @@ for module in sys.argv[1:]:
     if os.fork() == 0:
         importlib.import_module(module)
         torch = sys.modules.get("torch")
-        heavy = sorted({"torch", "onnxruntime", "transformers", "triton"} & set(sys.modules))
+        names = {"torch", "onnxruntime", "transformers", "triton", "sympy"}
+        heavy = sorted(names & set(sys.modules))
         found = [heavy, torch is not None and torch.cuda.is_initialized()]
         os.write(writing, json.dumps(found).encode())
         os._exit(0)
@@ -85,5 +91,7 @@ def test_imports_without_torch(module: str, imported: dict[str, tuple[list[str],
 
 @pytest.mark.parametrize("module", WITH_TORCH)
 def test_initialises_no_device(module: str, imported: dict[str, tuple[list[str], bool]]) -> None:
+    """Nor is sympy imported, which a start from the cache has no use for: a quarter of a second."""
     assert "torch" in imported[module][0]
+    assert "sympy" not in imported[module][0]
     assert not imported[module][1]

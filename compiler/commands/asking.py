@@ -4,11 +4,13 @@ answers, and the dim lines on standard error. Imports nothing heavy before a sig
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -171,14 +173,28 @@ class Sign:
 def open_asked(asked: Asked, sign: Sign) -> Source:
     """The model that is asked, open but not compiled; from here on heavy modules are imported."""
     warnings.filterwarnings("ignore", module="torch")
-    from tilewright.compiler.commands.source import open_source
+    with _collected_later():
+        from tilewright.compiler.commands.source import open_source
 
-    source = open_source(asked.model.path)
+        source = open_source(asked.model.path)
     if source.weights == "random":
         from tilewright.compiler.commands.console import RANDOM_NOTE
 
         sign.note(RANDOM_NOTE.format(source.name))
     return source
+
+
+@contextmanager
+def _collected_later() -> Iterator[None]:
+    """Imports leave a million objects and no garbage, through which Python would look again and
+    again for a tenth of the time until the first word.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def compile_asked(asked: Asked, source: Source, sign: Sign, *, context: int) -> LLM:

@@ -15,7 +15,6 @@ import msgspec
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
@@ -121,6 +120,9 @@ class _Builder:
         self._nodes: dict[str, Node] = {}
         self._functions = _functions()
         self._sizes: dict[str, Any] = {}
+        # imports sympy, which costs a quarter of a second, and most programs' graphs are not read
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
         self._mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def build(self) -> GraphModule:

@@ -29,7 +29,7 @@ from tilewright.models.checkpoints.base import (
     unknown_tensor,
 )
 from tilewright.models.checkpoints.gguf_config import config_of_gguf
-from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, read_header
+from tilewright.models.checkpoints.gguf_header import TENSOR_TYPES, GGUFTensor, header_of
 from tilewright.models.checkpoints.gguf_hybrid import (
     DECAY,
     Order,
@@ -82,7 +82,7 @@ class GGUFCheckpoint:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._map = map_file(path)
-        header = read_header(memoryview(self._map), path)
+        header = header_of(path)
         self._metadata = header.metadata
         name = header.metadata.get("general.architecture")
         model_type = find_gguf_type(name, f"{path}: general.architecture")

@@ -6,8 +6,10 @@ It does not know what the metadata or the tensors mean.
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from tilewright.compiler.errors import CheckpointError, allowed
+from tilewright.models.checkpoints.mapped_file import map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -23,6 +26,7 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
+_SETTLED_NS = 3_000_000_000
 _SCALARS: Mapping[int, str] = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
     6: "<f4", _BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -113,6 +117,27 @@ class _Cursor:
             return str(raw, "utf-8")
         except UnicodeDecodeError:
             raise self.error(f"{what} before byte {self.at} is not UTF-8") from None
+
+
+def header_of(path: Path) -> GGUFHeader:
+    """The header of the GGUF file at ``path``, as `read_header` reads it.
+
+    One command looks at it several times, and its vocabulary takes long to read, so the last one
+    is kept while the file system says that nothing was written to its file.
+    """
+    try:
+        found = path.stat()
+    except OSError:
+        return read_header(memoryview(map_file(path)), path)
+    if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
+        return read_header(memoryview(map_file(path)), path)  # a later write could look the same
+    times = (found.st_mtime_ns, found.st_ctime_ns)
+    return _settled_header(path, (found.st_dev, found.st_ino, found.st_size, *times))
+
+
+@functools.lru_cache(maxsize=1)
+def _settled_header(path: Path, state: tuple[int, ...]) -> GGUFHeader:
+    return read_header(memoryview(map_file(path)), path)
 
 
 def read_header(data: memoryview, path: Path) -> GGUFHeader:

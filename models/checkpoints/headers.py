@@ -25,11 +25,10 @@ def check_header(path: Path) -> None:
         where = path / "config.json"
         check_model_type(read_json(where).get("model_type"), f"{where}: model_type")
         return
-    data = memoryview(map_file(path))
     if path.suffix.lower() == ".m":
-        dllama_header.read_header(data, path)
+        dllama_header.read_header(memoryview(map_file(path)), path)
         return
-    name = gguf_header.read_header(data, path).metadata.get("general.architecture")
+    name = gguf_header.header_of(path).metadata.get("general.architecture")
     find_gguf_type(name, f"{path}: general.architecture")
 
 
@@ -42,14 +41,13 @@ def quantised_types(path: Path) -> tuple[str, ...]:
     """
     if path.is_dir():
         return ()
-    data = memoryview(map_file(path))
     sizes: Counter[str] = Counter()
     if path.suffix.lower() == ".m":
-        header, _ = dllama_header.read_header(data, path)
+        header, _ = dllama_header.read_header(memoryview(map_file(path)), path)
         for each in dllama_header.tensors(header):
             sizes[each.dtype] += each.nbytes
     else:
-        for tensor in gguf_header.read_header(data, path).tensors.values():
+        for tensor in gguf_header.header_of(path).tensors.values():
             sizes[tensor.dtype] += tensor.nbytes
     in_blocks = (name for name, _ in sizes.most_common())
     return tuple(name for name in in_blocks if gguf_header.TENSOR_TYPES[name][1] > 1)

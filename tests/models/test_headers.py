@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tilewright.compiler.errors import CheckpointError
-from tilewright.models import ShapeName, check_header
+from tilewright.models import ShapeName, check_header, load_model, quantised_types
+from tilewright.models.checkpoints import gguf_header
 
 ROOT = Path(__file__).resolve().parents[2]
 VERBS = ("run", "chat", "bench", "compile", "convert", "reference")
@@ -75,3 +76,24 @@ def test_what_headers_refuse(name: str, content: bytes, words: str, tmp_path: Pa
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         check_header(tmp_path if name == "config.json" else tmp_path / name)
+
+
+def test_a_header_is_read_once_while_its_file_stays_as_it_was(
+    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, whole = [], gguf_header.read_header
+
+    def counted(data: memoryview, path: Path) -> gguf_header.GGUFHeader:
+        read.append(path)
+        return whole(data, path)
+
+    monkeypatch.setattr(gguf_header, "read_header", counted)
+    for settled_ns, reads in ((1 << 62, 3), (0, 4)):  # a file just written, an old one
+        monkeypatch.setattr(gguf_header, "_SETTLED_NS", settled_ns)
+        check_header(tiny_gguf)
+        assert quantised_types(tiny_gguf) == ("Q4_0",)
+        load_model(tiny_gguf)
+        assert len(read) == reads
+    tiny_gguf.write_bytes(tiny_gguf.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match="cut short"):
+        check_header(tiny_gguf)
