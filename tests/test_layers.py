@@ -68,6 +68,7 @@ ONLY_IN = {
     "uvloop": ("tilewright.compiler.serve",),
     "zmq": ("tilewright.compiler.serve",),
     "prometheus_client": ("tilewright.compiler.serve",),
+    "llguidance": ("tilewright.compiler.runtime.matchers",),
     "llama_cpp": ("bench.peers",),
     "onnxruntime_genai": ("bench.peers",),
     "openvino_genai": ("bench.peers",),

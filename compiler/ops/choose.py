@@ -1,8 +1,9 @@
 """The choice of a row's token, in full: what comes before the draw that `sample` defines.
 
-The order is: tokens that are not allowed, bias and too early end tokens; penalties; then
-temperature, ``min_p``, top-k, top-p and the inverse of the cumulative distribution. Targets that
-choose on a device must make the same choices.
+The order is: tokens that are not allowed, end tokens that are too early (where any other is
+allowed), bias; repetition, frequency and presence penalties; then temperature, ``min_p``, top-k,
+top-p and the inverse of the cumulative distribution. Targets that choose on a device must make the
+same choices.
 """
 
 from __future__ import annotations
@@ -103,13 +104,20 @@ def adjusted(line: np.ndarray, row: Row, mask: np.ndarray | None) -> np.ndarray:
     line = line.copy()
     if mask is not None:
         line[~mask] = _NOTHING
-    if choosing.min_tokens > row.position - len(row.prompt):
+    if choosing.min_tokens > row.position - len(row.prompt) and not _only_ends(choosing, mask):
         line[list(choosing.end_tokens)] = _NOTHING
     for token, more in choosing.bias:
         line[token] += np.float32(more)
     if choosing.is_penalised:
         _penalise(line, row)
     return line
+
+
+def _only_ends(choosing: Choosing, mask: np.ndarray | None) -> bool:
+    """Whether a mask leaves nothing but end tokens: then they may come however early."""
+    if mask is None:
+        return False
+    return not np.delete(mask, list(choosing.end_tokens)).any()
 
 
 def _penalise(line: np.ndarray, row: Row) -> None:

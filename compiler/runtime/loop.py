@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tilewright.compiler.runtime.request import FAILED, Request, check_tokens
+from tilewright.compiler.runtime.masks import Masks, no_token
+from tilewright.compiler.runtime.matchers import Grammars
+from tilewright.compiler.runtime.request import FAILED, STOPPED, Request, check_tokens
 from tilewright.compiler.runtime.scheduler import Plan, Policy, Scheduler
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.step import NOT_A_NUMBER, StepOutput
@@ -28,10 +30,22 @@ class EngineLoop:
     It owns the executable's seats and pages from the beginning, when it clears them. Where the
     executable runs ahead, a step is launched before the tokens of the last one are read; tokens
     computed for requests that had ended meanwhile are dropped and counted.
+
+    A request with a grammar waits for its matcher before it is queued. The rows of such requests
+    are chosen late: their masks, which need the tokens before, are computed while the device runs
+    the forward part of the step.
     """
 
-    def __init__(self, executable: Executable, *, policy: Policy | None = None) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        *,
+        policy: Policy | None = None,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """``grammars``: of the model's tokenizer; None: requests may have none."""
         self.executable = executable
+        self.masks = Masks(grammars)
         executable.reset()
         self.scheduler = Scheduler(executable.capabilities, policy=policy, cost=executable.cost)
         self.num_dropped = 0
@@ -45,6 +59,7 @@ class EngineLoop:
                 fit the context with its output.
         """
         check_tokens(request.prompt, self.executable.vocab_size)
+        self.masks.check(request)
         self.scheduler.check(request)
 
     def add(self, request: Request) -> None:
@@ -55,10 +70,16 @@ class EngineLoop:
         """
         self.check(request)
         request.arrived_at = time.perf_counter()
-        self.scheduler.add(request)
+        if request.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self.masks.compile(request)
 
     def has_work(self) -> bool:
         """Whether any request waits or runs, or a step is on its way."""
+        return self._runs() or self.masks.is_compiling
+
+    def _runs(self) -> bool:
         return self.scheduler.has_work() or self._flight is not None
 
     def step(self) -> list[Request]:
@@ -66,17 +87,20 @@ class EngineLoop:
 
         Without work it does nothing.
         """
+        self._queue_compiled()
         launched = self._flight or self._launch()
         self._flight = None
         if launched is None:
             return []
         if self.executable.capabilities.runs_ahead:
             try:
-                self._flight = self._launch()
+                self._flight = self._launch(behind=launched)
             except BaseException:
                 self._flight = launched  # it was launched all the same, and is read later
                 raise
         served = self._read(launched)
+        if self._flight is not None and self._flight.plan.step.masked:
+            self._choose_in_flight(self._flight)
         self._land()
         return served
 
@@ -104,8 +128,22 @@ class EngineLoop:
 
     def cancel(self, request: Request) -> None:
         """End a request early; what is on its way for it is dropped."""
+        self.masks.forget(request)
         self.scheduler.cancel(request)
         self._land()
+
+    def _queue_compiled(self) -> None:
+        """Requests whose matchers are there by now go to the queue."""
+        for request, error in self.masks.compiled(waits=not self._runs()):
+            if error:
+                self._fail(request, error)
+            else:
+                self.scheduler.add(request)
+
+    def _fail(self, request: Request, error: str, code: str = "engine_error") -> None:
+        if request.finish_reason is None:
+            request.error, request.error_code = error, code
+            self.scheduler.finish(request, FAILED)
 
     def _land(self) -> None:
         """Wait for a flight that nobody wants any more, and free what it held."""
@@ -116,17 +154,50 @@ class EngineLoop:
         if closing is not None:
             self.executable.step(closing)
 
-    def _launch(self) -> _Launched | None:
+    def _launch(self, behind: _Launched | None = None) -> _Launched | None:
+        """The next step, ``behind`` one that is not read yet; else what it masks is chosen too."""
         plan = self.scheduler.schedule()
         if plan is None:
             return None
+        masked = plan.step.masked and behind is None
         try:
-            return _Launched(plan, self.executable.step(plan.step))
+            if masked:
+                self.masks.begin({seat: each.request for seat, each in plan.rows.items()})
+            launched = _Launched(plan, self.executable.step(plan.step))
+            if masked:
+                self._choose(launched)
+            return launched
         except BaseException:
-            # what was edited and computed is not known: all of it is done again, if anybody asks
-            self.scheduler.evacuate()
-            self.executable.reset()
+            self._abandon()
             raise
+
+    def _abandon(self) -> None:
+        """What was edited and computed is not known: all of it is done again, if anybody asks."""
+        self.scheduler.evacuate()
+        self.executable.reset()
+
+    def _choose_in_flight(self, flight: _Launched) -> None:
+        """Masks for a step on its way, now that the tokens before it have been read."""
+        rows = {seat: each.request for seat, each in flight.plan.rows.items()}
+        self.masks.begin({s: each for s, each in rows.items() if each.finish_reason is None})
+        try:
+            self._choose(flight)
+        except BaseException:
+            self._flight = None
+            self._abandon()
+            raise
+
+    def _choose(self, launched: _Launched) -> None:
+        """Choose the tokens of a masked step; a request whose answer has no next one ends."""
+        allowed = {}
+        for mask in self.masks.take():
+            if mask.allowed.any():
+                allowed[mask.seat] = mask.allowed
+            elif mask.request.matcher is not None and mask.request.matcher.is_finished:
+                self.scheduler.finish(mask.request, STOPPED)  # it has no end token to say so
+            else:
+                self._fail(mask.request, no_token(mask.request))
+        self.executable.choose(launched.output, allowed)
 
     def _read(self, launched: _Launched) -> list[Request]:
         served = []
@@ -139,8 +210,7 @@ class EngineLoop:
                     continue
                 request = running.request
                 if chosen.why[index] == NOT_A_NUMBER:
-                    request.error = "the model's logits are no numbers"
-                    self.scheduler.finish(request, FAILED)
+                    self._fail(request, "the model's logits are no numbers", "not_a_number")
                     continue
                 is_end = chosen.why[index] != 0
                 if not self.scheduler.take(running, chosen.tokens[index], is_end=is_end):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.step import LogProbs
+
+if TYPE_CHECKING:
+    from tilewright.compiler.runtime.matchers import Matcher
 
 STOPPED, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "error"
 
@@ -20,10 +24,11 @@ class Request:
     Attributes:
         priority: lower ones come first.
         is_private: whether what is computed for its prompt is shared with nobody.
-        grammar: what its answer must be; None: any text.
+        grammar: what its answer must be; None: any text. matcher: where the answer stands in it.
         output: the tokens chosen so far, an end token included.
         logprobs: of each of them, where ``sampling`` asks for it.
         finish_reason: None while it runs; then ``stop``, ``length``, ``cancelled`` or ``error``.
+        error, error_code: why it ended with ``error``, for people and for programs.
         num_cached: tokens of its prompt that did not have to be computed.
         page_keys: names of the full pages of its prompt, by which they are shared; the scheduler
             makes them once, where it shares at all.
@@ -35,10 +40,12 @@ class Request:
     priority: int = 0
     is_private: bool = False
     grammar: GrammarSpec | None = None
+    matcher: Matcher | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str = ""
+    error_code: str = "engine_error"
     arrived_at: float = 0.0
     token_times: list[float] = field(default_factory=list)
     num_cached: int = 0

@@ -182,6 +182,7 @@ class Scheduler:
             prompts=tuple(chunk for _, chunk in chunks),
             edits=tuple(self._edits),
             forced=forced,
+            masked=any(each.request.matcher is not None for each in rows.values()),
             logprobs=logprobs,
         )
         self._edits = []

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tilewright.compiler.errors import RequestError, one_line
 from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.runtime.messages import (
     Beat,
     Cancel,
@@ -48,9 +49,14 @@ class EngineService:
     """
 
     def __init__(
-        self, executable: Executable, transport: Transport, *, policy: Policy | None = None
+        self,
+        executable: Executable,
+        transport: Transport,
+        *,
+        policy: Policy | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        self.loop = EngineLoop(executable, policy=policy)
+        self.loop = EngineLoop(executable, policy=policy, grammars=grammars)
         self._transport = transport
         self._live: dict[int, _Live] = {}
         self._num_steps = 0
@@ -165,7 +171,7 @@ class EngineService:
         request = live.request
         del self._live[request.request_id]
         if request.finish_reason == FAILED:
-            said.append(Failed(request.request_id, "not_a_number", request.error))
+            said.append(Failed(request.request_id, request.error_code, request.error))
             return
         first, last = request.token_times[0], request.token_times[-1]
         seated = live.seated_at if live.seated_at is not None else first
