@@ -9,38 +9,31 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
 
 import zmq
 import zmq.asyncio
 
 from tilewright.compiler.child import PYTHON, Child, Ended
-from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.messages import (
     Beat,
-    Cancel,
-    Failed,
-    Finished,
     FromEngine,
     Ready,
     Refused,
-    Started,
     Stop,
     Submit,
     ToEngine,
-    Tokens,
 )
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.errors import ApiError
+from tilewright.compiler.serve.folders import MeetingFolder
+from tilewright.compiler.serve.says import say, write
 from tilewright.compiler.serve.sockets import address, encoder, from_engine
+from tilewright.compiler.serve.tickets import Desk, Limits, Ticket
 
 TOKENIZER = "tokenizer"
 """The folder in which the engine leaves its model's tokenizer for the front."""
@@ -49,60 +42,6 @@ LOADING, READY, DOWN = "loading", "ready", "down"
 HEALTHY_SECONDS, HUNG_SECONDS = 10.0, 60.0
 _LOOK_SECONDS = 0.1
 _MAX_RESTARTS, _RESTART_WINDOW = 3, 600.0
-_MAX_PATH = 100  # of a socket
-
-Answer: TypeAlias = Started | Tokens | Finished | Failed
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A request that the engine has, and who waits for it."""
-
-    message: Submit
-    ticket: Ticket
-    index: int
-    has_started: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Ticket:
-    """One or several requests that are waited for together; their answers come with an index."""
-
-    ids: list[int]
-    _client: EngineClient
-    _found: deque[tuple[int, Answer]] = field(default_factory=deque)
-    _event: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, index: int, message: Answer) -> None:
-        """Called by the client for each message."""
-        self._found.append((index, message))
-        self._event.set()
-
-    async def take(self) -> list[tuple[int, Answer]]:
-        """All that has come since the last call, in order; waits until there is something."""
-        await self._event.wait()
-        self._event.clear()
-        found = list(self._found)
-        self._found.clear()
-        return found
-
-    def cancel(self, index: int) -> None:
-        """One of the requests is not wanted any more."""
-        self._client.cancel(self.ids[index])
-
-    def close(self) -> None:
-        """None of them is."""
-        for request_id in self.ids:
-            self._client.cancel(request_id)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How much may wait: requests, full contexts of prompt tokens, seconds."""
-
-    max_queue: int = 1024
-    max_queued_contexts: int = 64
-    queue_timeout: float = 600.0
 
 
 class EngineClient:
@@ -119,6 +58,7 @@ class EngineClient:
         on_ready: Callable[[Path, Ready], Awaitable[None]],
         *,
         limits: Limits | None = None,
+        hung_seconds: float = HUNG_SECONDS,
     ) -> None:
         self.state = LOADING
         self.ready: Ready | None = None
@@ -127,11 +67,8 @@ class EngineClient:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._command = tuple(command)
         self._on_ready = on_ready
-        self._limits = limits or Limits()
-        self._asked: dict[int, _Asked] = {}
-        self._num_waiting = self._tokens_waiting = 0
-        self._rate = 0.0
-        self._next_id = 0
+        self._desk = Desk(self._give, limits or Limits())
+        self._hung_seconds = hung_seconds
         self._outbox: list[ToEngine] = []
         self._is_flushing = False
         self._context = zmq.asyncio.Context()
@@ -141,10 +78,7 @@ class EngineClient:
         self._restarted: deque[float] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closing = False
-        self._folder = tempfile.TemporaryDirectory(prefix="tilewright-serve-")
-        if len(self._folder.name) > _MAX_PATH - 8:
-            name = self._folder.name
-            raise ConfigError(f"{name}: too long for a socket; allowed: a shorter TMPDIR")
+        self._folder = MeetingFolder()
 
     @property
     def is_healthy(self) -> bool:
@@ -154,16 +88,16 @@ class EngineClient:
     @property
     def num_live(self) -> int:
         """Requests that wait or run."""
-        return len(self._asked)
+        return len(self._desk)
 
     @property
     def num_waiting(self) -> int:
         """Requests that the engine has not begun."""
-        return self._num_waiting
+        return self._desk.num_waiting
 
     def start(self) -> None:
         """Start the engine; requests are taken once it is ready."""
-        folder = Path(self._folder.name) / str(self.num_restarts)
+        folder = self._folder.path / str(self.num_restarts)
         folder.mkdir(mode=0o700)
         self.state = LOADING
         self._socket = self._context.socket(zmq.PAIR)
@@ -182,15 +116,17 @@ class EngineClient:
         """End the engine, kindly first; nothing is left of it."""
         self._is_closing = True
         if self._socket is not None:
-            with contextlib.suppress(zmq.ZMQError):
-                await self._socket.send(encoder.encode([Stop()]))
+            # an engine that has ended, or does not hear, would be waited for
+            with contextlib.suppress(zmq.ZMQError, TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._socket.send(encoder.encode([Stop()]))
         if self._child is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._child.wait, 3.0)
             self._kill()
             await asyncio.get_running_loop().run_in_executor(None, self._child.close)
         self._leave()
         self._context.destroy(linger=0)
-        self._folder.cleanup()
+        self._folder.remove()
 
     def submit(
         self,
@@ -210,66 +146,16 @@ class EngineClient:
         if self.state != READY or self.ready is None:
             code = "loading" if self.state == LOADING else "engine_down"
             raise ApiError(503, code, f"the engine is {self.state}", headers={"retry-after": "5"})
-        self._check_room(prompts)
-        ticket = Ticket([], self)
         obeyed = grammars or [None] * len(prompts)
-        for index, (prompt, each, grammar) in enumerate(
-            zip(prompts, sampling, obeyed, strict=True)
-        ):
-            self._next_id += 1
-            message = Submit(self._next_id, tuple(prompt), each, priority, grammar)
-            ticket.ids.append(self._next_id)
-            self._asked[self._next_id] = _Asked(message, ticket, index)
-            self._count(message, 1)
-            self._give(message)
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._limits.queue_timeout, self._expire, list(ticket.ids))
-        return ticket
-
-    def cancel(self, request_id: int) -> None:
-        """End a request; one that has ended already is ignored."""
-        if self._forget(request_id) is not None:
-            self._give(Cancel(request_id))
+        messages = [
+            Submit(0, tuple(prompt), each, priority, grammar)
+            for prompt, each, grammar in zip(prompts, sampling, obeyed, strict=True)
+        ]
+        return self._desk.submit(messages, max_context=self.ready.max_context)
 
     def fail_all(self, code: str, message: str) -> None:
         """Tell all who wait that nothing will come."""
-        for request_id in list(self._asked):
-            asked = self._asked[request_id]
-            self.cancel(request_id)
-            asked.ticket.put(asked.index, Failed(request_id, code, message))
-
-    def _check_room(self, prompts: Sequence[Sequence[int]]) -> None:
-        assert self.ready is not None
-        most = self._limits.max_queued_contexts * self.ready.max_context
-        tokens = self._tokens_waiting + sum(map(len, prompts))
-        is_full = self._num_waiting + len(prompts) > self._limits.max_queue
-        if is_full or (self._num_waiting and tokens > most):
-            seconds = self._tokens_waiting / self._rate if self._rate else 1.0
-            after = str(min(600, max(1, round(seconds))))
-            raise ApiError(
-                429,
-                "overloaded",
-                f"{self._num_waiting} requests wait already; try again in {after} s",
-                headers={"retry-after": after},
-            )
-
-    def _count(self, message: Submit, sign: int) -> None:
-        self._num_waiting += sign
-        self._tokens_waiting += sign * len(message.prompt)
-
-    def _forget(self, request_id: int) -> _Asked | None:
-        asked = self._asked.pop(request_id, None)
-        if asked is not None and not asked.has_started:
-            self._count(asked.message, -1)
-        return asked
-
-    def _expire(self, ids: Sequence[int]) -> None:
-        for request_id in ids:
-            asked = self._asked.get(request_id)
-            if asked is not None and not asked.has_started:
-                self.cancel(request_id)
-                said = f"waited {self._limits.queue_timeout:g} s in the queue"
-                asked.ticket.put(asked.index, Failed(request_id, "queue_timeout", said))
+        self._desk.fail(code, message)
 
     def _give(self, message: ToEngine) -> None:
         """What is asked in one turn of the event loop travels as one frame."""
@@ -295,34 +181,18 @@ class EngineClient:
         elif isinstance(message, Ready):
             await self._on_ready(folder, message)
             self.ready, self.state, self._last_beat = message, READY, time.monotonic()
-            for asked in self._asked.values():  # who waited when the last engine ended
-                self._give(asked.message)
+            for asked in self._desk.unanswered():  # those that waited when the last engine ended
+                self._give(asked)
         elif isinstance(message, Refused):
             self._end(f"2 {message.message}")
         else:
-            self._pass_on(message)
-
-    def _pass_on(self, message: Answer) -> None:
-        asked = self._asked.get(message.request_id)
-        if asked is None:
-            return
-        if isinstance(message, Started) and not asked.has_started:
-            asked.has_started = True
-            self._count(asked.message, -1)
-        elif isinstance(message, Finished):
-            spent = message.prefill_s + message.decode_s
-            if spent > 0:
-                rate = len(asked.message.prompt) / spent * max(1, self.beat.num_running)
-                self._rate = 0.9 * self._rate + 0.1 * rate if self._rate else rate
-        if isinstance(message, Finished | Failed):
-            self._forget(message.request_id)
-        asked.ticket.put(asked.index, message)
+            self._desk.hear(message, self.beat.num_running)
 
     async def _watch(self, child: Child) -> None:
         """Wait for the engine's end; kill it where it hangs."""
         while (ended := child.poll()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
-            if self.state == READY and time.monotonic() - self._last_beat > HUNG_SECONDS:
+            if self.state == READY and time.monotonic() - self._last_beat > self._hung_seconds:
                 self._kill()
         if not self._is_closing and not self.ended.done():
             await asyncio.sleep(_LOOK_SECONDS)  # what it said last is still heard
@@ -331,20 +201,17 @@ class EngineClient:
     def _take_end(self, ended: Ended) -> None:
         if self.ended.done():
             return
-        print("\n".join(ended.said), file=sys.stderr)
+        write("".join(f"{line}\n" for line in ended.said))
         was_ready, self.state = self.state == READY, DOWN
         now = time.monotonic()
         while self._restarted and now - self._restarted[0] > _RESTART_WINDOW:
             self._restarted.popleft()
         said = f"the engine ended ({ended.how})"
-        for request_id, asked in list(self._asked.items()):
-            if asked.has_started:
-                self._forget(request_id)
-                asked.ticket.put(asked.index, Failed(request_id, "engine_error", said))
+        self._desk.fail("engine_error", said, started_only=True)
         if len(self._restarted) >= _MAX_RESTARTS or (not was_ready and not self.num_restarts):
             self._end(f"1 {said}: {ended.last}")
             return
-        print(f"tilewright: {said}; starting it again", file=sys.stderr)
+        say(f"{said}; starting it again")
         self._restarted.append(now)
         self.num_restarts += 1
         self._outbox = []

@@ -14,6 +14,9 @@ from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.settings import MAX_BODY
 
 FRONT = web.AppKey("front", Front)
+ID = web.RequestKey("id", str)
+HEADERS = web.RequestKey("headers", dict[str, str])
+"""What every answer to a request is sent with."""
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Route: TypeAlias = tuple[str, str, Handler]
 """Method, path, and who answers."""

@@ -17,7 +17,7 @@ from tilewright.compiler import __version__
 from tilewright.compiler.runtime.messages import Ready
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.answers import Choice
-from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient, Limits
+from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient
 from tilewright.compiler.serve.errors import ApiError, invalid, unsupported
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.metrics import Metrics
@@ -40,6 +40,7 @@ from tilewright.compiler.serve.requests import (
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.stops import StopMatcher
 from tilewright.compiler.serve.texts import TextCoder
+from tilewright.compiler.serve.tickets import Limits
 
 LoadCoder = Callable[[Path], TextCoder]
 _SHORT = 4096  # characters that are tokenised at once, without a thread
@@ -64,7 +65,14 @@ class Front:
         self._load_coder = load_coder
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="texts")
         limits = Limits(max_queue=settings.max_queue, queue_timeout=settings.queue_timeout)
-        self.client = EngineClient(command, self._take_ready, limits=limits)
+        self.client = EngineClient(
+            command, self._take_ready, limits=limits, hung_seconds=settings.hung_seconds
+        )
+
+    async def close(self) -> None:
+        """End the engine; texts that are still being made are left."""
+        await self.client.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _take_ready(self, folder: Path, ready: Ready) -> None:
         """The engine is up: read its tokenizer, and name things."""

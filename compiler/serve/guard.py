@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from tilewright.compiler.serve.errors import ApiError
-from tilewright.compiler.serve.exchange import FRONT, Handler, too_large
+from tilewright.compiler.serve.exchange import FRONT, HEADERS, ID, Handler, too_large
 from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.says import say, say_fault
 
@@ -35,11 +35,11 @@ _NOT_HERE = {
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Names every request, checks who asks, and makes every error one of the API's."""
     front = request.app[FRONT]
-    request["id"] = _request_id(request)
-    request["headers"] = {"x-request-id": request["id"]}
+    request[ID] = _request_id(request)
+    request[HEADERS] = {"x-request-id": request[ID]}
     try:
         if allowed_origin := _check_origin(request, front):
-            request["headers"]["access-control-allow-origin"] = allowed_origin
+            request[HEADERS]["access-control-allow-origin"] = allowed_origin
             if request.method == "OPTIONS":
                 return _preflight(allowed_origin)
         _check_key(request, front)
@@ -53,12 +53,12 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     except (ConnectionError, asyncio.CancelledError):
         raise
     except Exception as error:
-        say_fault(error, f"{request.method} {request.path[:100]!r} {request['id']}")
+        say_fault(error, f"{request.method} {request.path[:100]!r} {request[ID]}")
         response = _refusal(front, ApiError(500, "internal_error", "the server has a fault"))
     if response.status >= 500 and response.status != 503:
-        say(f"{request.method} {request.path[:100]!r} {request['id']}: {response.status}")
+        say(f"{request.method} {request.path[:100]!r} {request[ID]}: {response.status}")
     if not response.prepared:
-        response.headers.update(request["headers"])
+        response.headers.update(request[HEADERS])
     return response
 
 

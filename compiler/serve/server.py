@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -68,6 +68,30 @@ def serve(
         return runner.run(_run(settings, command, load_coder, bound, on_listening))
 
 
+@contextlib.asynccontextmanager
+async def serving(
+    settings: Settings, command: Sequence[str], load_coder: LoadCoder, bound: socket.socket
+) -> AsyncIterator[Front]:
+    """A front that answers on ``bound``, and its engine, for as long as the block lasts."""
+    front = Front(settings, command, load_coder)
+    runner = web.AppRunner(
+        make_app(front), handler_cancellation=True, shutdown_timeout=1.0, **limits()
+    )
+    try:
+        await runner.setup()
+        assert runner.server is not None
+        accepting = _accepting(runner.server, settings)
+        listening = await asyncio.get_running_loop().create_server(accepting, sock=bound)
+        try:
+            front.client.start()
+            yield front
+        finally:
+            listening.close()
+    finally:
+        await runner.cleanup()
+        await front.close()
+
+
 async def _run(
     settings: Settings,
     command: Sequence[str],
@@ -75,20 +99,11 @@ async def _run(
     bound: socket.socket,
     on_listening: Callable[[int], None],
 ) -> int:
-    front = Front(settings, command, load_coder)
-    runner = web.AppRunner(
-        make_app(front), handler_cancellation=True, shutdown_timeout=1.0, **limits()
-    )
-    await runner.setup()
-    loop = asyncio.get_running_loop()
     signals: asyncio.Queue[int] = asyncio.Queue()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
-    assert runner.server is not None
-    listening = await loop.create_server(_accepting(runner.server, settings), sock=bound)
-    on_listening(bound.getsockname()[1])
-    try:
-        front.client.start()
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+    async with serving(settings, command, load_coder, bound) as front:
+        on_listening(bound.getsockname()[1])
         ended = await _first(signals, front.client.ended)
         if ended is None:
             await _drain(front, signals)
@@ -98,10 +113,6 @@ async def _run(
             raise TilewrightError(said)
         say(said)
         return int(code)
-    finally:
-        listening.close()
-        await runner.cleanup()
-        await front.client.close()
 
 
 async def _first(signals: asyncio.Queue[int], ended: asyncio.Future[str]) -> str | None:

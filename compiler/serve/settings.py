@@ -36,5 +36,6 @@ class Settings:
     body_timeout: float = 30.0
     write_timeout: float = 60.0
     ping_seconds: float = 15.0
+    hung_seconds: float = 60.0
     max_connections: int = 2048
     metrics_prefix: str = "tilewright"

@@ -12,13 +12,15 @@ from aiohttp import web
 
 from tilewright.compiler.runtime.messages import Failed, Started, Tokens
 from tilewright.compiler.serve.answers import Choice, Scored
-from tilewright.compiler.serve.engine_client import Answer, EngineClient, Ticket
+from tilewright.compiler.serve.engine_client import EngineClient
 from tilewright.compiler.serve.errors import ApiError
+from tilewright.compiler.serve.exchange import ID
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.metrics import Metrics
 from tilewright.compiler.serve.reasoning import Piece
 from tilewright.compiler.serve.says import say_fault
 from tilewright.compiler.serve.settings import Settings
+from tilewright.compiler.serve.tickets import Answer, Ticket
 
 _EVENT, _END = b"data: ", b"\n\n"
 _PING = b": ping\n\n"
@@ -152,7 +154,7 @@ async def answer_stream(
     except Exception as error:  # of ours: a second answer must not follow the first one's bytes
         if not response.prepared or isinstance(error, ConnectionError):
             raise
-        say_fault(error, f"a stream {request['id']}")
+        say_fault(error, f"a stream {request[ID]}")
         fault = ApiError(500, "internal_error", "the server has a fault")
         await write(_EVENT + fault.body() + _END)
     await response.write_eof()

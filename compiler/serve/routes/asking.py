@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from tilewright.compiler.serve.exchange import FRONT, Route, json_response, read_body
+from tilewright.compiler.serve.exchange import FRONT, HEADERS, Route, json_response, read_body
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.requests import ChatRequest, CompletionRequest, decode
@@ -28,13 +28,14 @@ async def _completions(request: web.Request) -> web.StreamResponse:
 async def _answer(
     request: web.Request, front: Front, job: Job, ignored: list[str]
 ) -> web.StreamResponse:
-    headers = {}
+    headers: dict[str, str] = {}
     if ignored:
         names = [key if key.isascii() and key.isprintable() else "?" for key in ignored]
         headers["x-ignored-fields"] = ", ".join(names)[:1000]
     follower = Follower(job, front.client, front.metrics)
     if job.streams:
-        headers |= request["headers"]
+        common = request[HEADERS]
+        headers |= common
         return await answer_stream(request, job, follower, front.settings, headers)
     return json_response(await answer_whole(job, follower), headers=headers)
 

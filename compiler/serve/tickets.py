@@ -1,0 +1,186 @@
+"""Who waits for what of an engine: requests under way, how many may wait, and for how long.
+
+Knows nothing of processes; what is to be told to the engine goes through a callable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import msgspec
+
+from tilewright.compiler.runtime.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    Started,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from tilewright.compiler.serve.errors import ApiError
+
+Answer: TypeAlias = Started | Tokens | Finished | Failed
+_MAX_RETRY_SECONDS = 600
+_OLD, _NEW = 0.9, 0.1  # shares of what is known and of what is measured, in the rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much may wait: requests, full contexts of prompt tokens, seconds."""
+
+    max_queue: int = 1024
+    max_queued_contexts: int = 64
+    queue_timeout: float = 600.0
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A request that the engine has, and who waits for it."""
+
+    message: Submit
+    ticket: Ticket
+    index: int
+    has_started: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One or several requests that are waited for together; their answers come with an index."""
+
+    ids: list[int]
+    _desk: Desk
+    _timer: asyncio.TimerHandle | None = None
+    _found: deque[tuple[int, Answer]] = field(default_factory=deque)
+    _event: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, index: int, message: Answer) -> None:
+        """Called by the desk for each message."""
+        self._found.append((index, message))
+        self._event.set()
+
+    async def take(self) -> list[tuple[int, Answer]]:
+        """All that has come since the last call, in order; waits until there is something."""
+        await self._event.wait()
+        self._event.clear()
+        found = list(self._found)
+        self._found.clear()
+        return found
+
+    def cancel(self, index: int) -> None:
+        """One of the requests is not wanted any more."""
+        self._desk.cancel(self.ids[index])
+
+    def close(self) -> None:
+        """None of them is."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for request_id in self.ids:
+            self._desk.cancel(request_id)
+
+
+class Desk:
+    """The requests under way.
+
+    Args:
+        give: takes what the engine is to be told.
+    """
+
+    def __init__(self, give: Callable[[ToEngine], None], limits: Limits) -> None:
+        self._give, self._limits = give, limits
+        self._asked: dict[int, _Asked] = {}
+        self._num_tokens_waiting = 0
+        self._rate = 0.0
+        self._next_id = 0
+        self.num_waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def submit(self, messages: Sequence[Submit], *, max_context: int) -> Ticket:
+        """Ask for answers, together; each message gets a number of its own.
+
+        Raises:
+            ApiError: 429 where too much waits already.
+        """
+        self._check_room(messages, max_context)
+        ticket = Ticket([], self)
+        for index, message in enumerate(messages):
+            self._next_id += 1
+            numbered = msgspec.structs.replace(message, request_id=self._next_id)
+            ticket.ids.append(self._next_id)
+            self._asked[self._next_id] = _Asked(numbered, ticket, index)
+            self._count(numbered, 1)
+            self._give(numbered)
+        loop = asyncio.get_running_loop()
+        ticket._timer = loop.call_later(self._limits.queue_timeout, self._expire, ticket)
+        return ticket
+
+    def cancel(self, request_id: int) -> None:
+        """End a request; one that has ended already is ignored."""
+        if self._forget(request_id) is not None:
+            self._give(Cancel(request_id))
+
+    def hear(self, message: Answer, num_running: int) -> None:
+        """Hand a message of the engine to who waits for it."""
+        asked = self._asked.get(message.request_id)
+        if asked is None:
+            return
+        if isinstance(message, Started) and not asked.has_started:
+            asked.has_started = True
+            self._count(asked.message, -1)
+        elif isinstance(message, Finished):
+            self._measure(asked.message, message, num_running)
+        if isinstance(message, Finished | Failed):
+            self._forget(message.request_id)
+        asked.ticket.put(asked.index, message)
+
+    def fail(self, code: str, said: str, *, started_only: bool = False) -> None:
+        """Tell those who wait, or those whose requests have begun, that nothing will come."""
+        for request_id, asked in list(self._asked.items()):
+            if asked.has_started or not started_only:
+                self.cancel(request_id)
+                asked.ticket.put(asked.index, Failed(request_id, code, said))
+
+    def unanswered(self) -> Iterator[Submit]:
+        """What an engine that is new must be asked."""
+        return (asked.message for asked in list(self._asked.values()))
+
+    def _check_room(self, messages: Sequence[Submit], max_context: int) -> None:
+        most = self._limits.max_queued_contexts * max_context
+        tokens = self._num_tokens_waiting + sum(len(message.prompt) for message in messages)
+        is_full = self.num_waiting + len(messages) > self._limits.max_queue
+        if is_full or (self.num_waiting and tokens > most):
+            seconds = self._num_tokens_waiting / self._rate if self._rate else 1.0
+            after = str(min(_MAX_RETRY_SECONDS, max(1, round(seconds))))
+            said = f"{self.num_waiting} requests wait already; try again in {after} s"
+            raise ApiError(429, "overloaded", said, headers={"retry-after": after})
+
+    def _count(self, message: Submit, sign: int) -> None:
+        self.num_waiting += sign
+        self._num_tokens_waiting += sign * len(message.prompt)
+
+    def _forget(self, request_id: int) -> _Asked | None:
+        asked = self._asked.pop(request_id, None)
+        if asked is not None and not asked.has_started:
+            self._count(asked.message, -1)
+        return asked
+
+    def _expire(self, ticket: Ticket) -> None:
+        for request_id in ticket.ids:
+            asked = self._asked.get(request_id)
+            if asked is not None and not asked.has_started:
+                self.cancel(request_id)
+                said = f"waited {self._limits.queue_timeout:g} s in the queue"
+                ticket.put(asked.index, Failed(request_id, "queue_timeout", said))
+
+    def _measure(self, asked: Submit, done: Finished, num_running: int) -> None:
+        """Tokens of prompts a second, all that run together."""
+        spent = done.prefill_s + done.decode_s
+        if spent > 0:
+            rate = len(asked.prompt) / spent * max(1, num_running)
+            self._rate = _OLD * self._rate + _NEW * rate if self._rate else rate

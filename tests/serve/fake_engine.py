@@ -1,0 +1,102 @@
+"""An engine process without a model: what a request asks for stands in its prompt.
+
+The first byte of the prompt's last line says what happens: ``C`` the process ends, ``H`` it hangs,
+``N`` the logits are no numbers, ``F`` the step fails, ``S`` a token every 10 ms, ``W`` it waits for
+ever, but a second engine answers; otherwise all tokens come at once. Answers are the alphabet,
+over and over.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+from tilewright.compiler.runtime.messages import (
+    Beat,
+    Cancel,
+    Failed,
+    Finished,
+    FromEngine,
+    Ready,
+    Started,
+    Stop,
+    Submit,
+    Tokens,
+)
+from tilewright.compiler.serve.sockets import SocketTransport
+
+CONTEXT = 4096
+_ALPHABET = tuple(range(97, 123))
+_BATCH = 64
+
+
+class FakeEngine:
+    """Answers until it is told to stop."""
+
+    def __init__(self, transport: SocketTransport, *, is_first: bool) -> None:
+        self._transport, self._is_first = transport, is_first
+        self._live: dict[int, tuple[Submit, int]] = {}
+        self._next_beat = 0.0
+
+    def run(self) -> None:
+        """Serve."""
+        while True:
+            said: list[FromEngine] = []
+            for message in self._transport.receive(0.01 if self._live else 0.2):
+                if isinstance(message, Stop):
+                    return
+                if isinstance(message, Cancel):
+                    self._live.pop(message.request_id, None)
+                else:
+                    assert isinstance(message, Submit)
+                    self._live[message.request_id] = (message, 0)
+            for request_id in list(self._live):
+                self._serve(request_id, said)
+            if said or time.monotonic() > self._next_beat:
+                self._next_beat = time.monotonic() + 0.2
+                said.append(Beat(len(self._live), 0, 0, 0, 0, 0))
+            if said:
+                self._transport.send(said)
+
+    def _serve(self, request_id: int, said: list[FromEngine]) -> None:
+        message, done = self._live[request_id]
+        text = bytes(token for token in message.prompt if token < 256)
+        what = text.strip().splitlines()[-1][:1]
+        if what == b"W" and self._is_first:
+            return
+        if what in (b"C", b"H"):
+            said.append(Started(request_id, 0.0, 0))
+            self._transport.send(said)
+            time.sleep(0.1 if what == b"C" else 3600)
+            os._exit(3)
+        if what in (b"N", b"F"):
+            code = "not_a_number" if what == b"N" else "engine_error"
+            said += [Started(request_id, 0.0, 0), Failed(request_id, code, "as asked")]
+            del self._live[request_id]
+            return
+        if not done:
+            said.append(Started(request_id, 0.0, 0))
+        count = min(message.sampling.max_tokens - done, 1 if what == b"S" else _BATCH)
+        tokens = tuple(_ALPHABET[at % 26] for at in range(done, done + count))
+        said.append(Tokens(request_id, tokens))
+        self._live[request_id] = (message, done + count)
+        if done + count == message.sampling.max_tokens:
+            said.append(Finished(request_id, "length", 0.001, 0.001))
+            del self._live[request_id]
+
+
+def main(folder: Path) -> None:
+    """Say that we are ready, and serve."""
+    transport = SocketTransport(folder)
+    facts = {"name": "fake", "target": "null", "precision": "{}", "weights": "random"}
+    transport.send([Ready(256, 4, CONTEXT, CONTEXT, facts=facts)])
+    try:
+        FakeEngine(transport, is_first=folder.name == "0").run()
+    finally:
+        transport.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

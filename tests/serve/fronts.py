@@ -1,0 +1,119 @@
+"""A front in this process, in a thread of its own, with an engine that has no model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tilewright.compiler.serve.front import Front
+from tilewright.compiler.serve.server import listen, serving
+from tilewright.compiler.serve.settings import Settings
+from tilewright.compiler.serve.texts import TextCoder
+from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.models.tokenizer.tokenizer import Tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+FAKE = Path(__file__).with_name("fake_engine.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A front that listens: what it knows may be read from here, for it is only read."""
+
+    front: Front
+    port: int
+    loop: asyncio.AbstractEventLoop
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(
+        self, method: str, path: str, body: bytes | None = None, **headers: str
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        """One request on a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, named)
+            answer = connection.getresponse()
+            return answer.status, answer.read(), {k.lower(): v for k, v in answer.getheaders()}
+        finally:
+            connection.close()
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Mapping[str, str]]:
+        """A JSON body, and what is answered."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        status, answer, said = self.ask(
+            "POST", path, data, content_type="application/json", **headers
+        )
+        return status, json.loads(answer), said
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+
+def wait_until(is_so: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.01)
+
+
+def load_bytes(folder: Path) -> TextCoder:
+    """Of the fake engine: a token a byte, and a template that writes the contents."""
+    plain = byte_tokenizer(256, "fake")
+    return Tokenizer(replace(plain._vocabulary, chat_template=TEMPLATE))
+
+
+@contextlib.contextmanager
+def running_front(
+    settings: Settings | None = None, *, waits: bool = True, send_buffer: int = 0
+) -> Iterator[Running]:
+    """A front, its engine, and their end. ``send_buffer``: bytes the kernel takes for a client."""
+    settings = settings or Settings()
+    found: list[Running] = []
+    ends = threading.Event()
+    faults: list[BaseException] = []
+
+    async def live(bound: socket.socket) -> None:
+        command = [str(FAKE), "{}"]
+        async with serving(settings, command, load_bytes, bound) as front:
+            loop = asyncio.get_running_loop()
+            found.append(Running(front, bound.getsockname()[1], loop))
+            while not ends.is_set():
+                await asyncio.sleep(0.01)
+
+    def run() -> None:
+        try:
+            with listen("127.0.0.1", 0) as bound:
+                if send_buffer:
+                    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+                asyncio.run(live(bound))
+        except BaseException as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: found or faults)
+        if waits:
+            wait_until(lambda: faults or found[0].front.health() == "ok")
+        assert not faults, faults
+        yield found[0]
+    finally:
+        ends.set()
+        thread.join(20)
+        assert not faults and not thread.is_alive(), faults
