@@ -53,12 +53,14 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo perf perf-boards peers compare docs test lint format test-gpu test-slow check-ttnn clean
+.PHONY: help demo perf perf-tables perf-check perf-boards peers compare docs test lint format test-gpu test-slow check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
 	@echo "make test      ruff, mypy and the tests that need no GPU"
 	@echo "make perf      measure PERF.md's CPU rows again and render them"
+	@echo "make perf-tables  render PERF.md, README and docs from the records as they are"
+	@echo "make perf-check  measure PERF.md's rows again: are they reproduced here?"
 	@echo "make perf-boards  emulate and predict PERF.md's rows of Tenstorrent boards"
 	@echo "make peers     install llama.cpp (built once), ONNX Runtime GenAI and OpenVINO GenAI"
 	@echo "make compare   measure the CPU target beside them"
@@ -81,8 +83,10 @@ test: $(WITH_TEST) $(TYPED)
 	tests=$$?; wait $$mypy; types=$$?; \
 	echo "mypy: $$(cat "$$said")"; rm -f "$$said"; [ $$tests -eq 0 ] && [ $$types -eq 0 ]
 
-# Every row of PERF.md's CPU tables, measured and rendered; about 20 minutes on two quiet cores.
+# Every row of PERF.md's CPU tables but the sweeps', measured and rendered; about 20 minutes on two
+# quiet cores. PERF_PRECISIONS='all-q40' PERF_CASES='ci-1' PERF_RESULTS=/tmp/cpu.jsonl is a short one.
 PERF_RESULTS := results/cpu.jsonl
+PERF_DOCUMENTS := README.md docs/figures.md
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 
@@ -91,7 +95,15 @@ perf: $(WITH_DEMO)
 	    "$(BIN)/tilewright" bench --case performance-$$case --precision $$precision \
 	        --results $(PERF_RESULTS) || exit $$?; \
 	done; done
-	"$(BIN)/tilewright" perf --results $(PERF_RESULTS)
+	"$(BIN)/tilewright" perf --results $(PERF_RESULTS) --also $(PERF_DOCUMENTS)
+
+# The tables of PERF.md, README and docs from the records as they are; nothing is measured.
+perf-tables: $(WITH_DEMO)
+	"$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS)
+
+# Measures all again that this machine can and says row by row what is not reproduced; see --help.
+perf-check: $(WITH_DEMO)
+	"$(BIN)/tilewright" perf-check $(ARGS)
 
 # The rows of boards that are not there. Predicted ones take 10 s each; the default model's accuracy
 # is emulated in 2 minutes a configuration on two quiet cores.
@@ -110,7 +122,7 @@ perf-boards: $(WITH_DEMO)
 	    --timeout 3600 --results results/sweeps/n300.jsonl
 	"$(BIN)/tilewright" sweep export results/sweeps/n300.jsonl --perf-md PERF.md \
 	    --results $(BOARD_RESULTS)
-	"$(BIN)/tilewright" perf
+	$(MAKE) perf-tables
 
 peers: $(WITH_PEERS)
 

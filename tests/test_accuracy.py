@@ -128,6 +128,25 @@ def test_there_are_rows_to_measure() -> None:
     assert len([row for row in here if not row.marks]) >= len(BARS), "too few without -m slow"
 
 
+@pytest.mark.parametrize("name", ["PERF.md", "docs/measure.md"])
+def test_the_documents_say_what_is_measured_by_default(name: str) -> None:
+    text = " ".join((PERF_MD.parent / name).read_text(encoding="utf-8").split())
+    listed = " and ".join(f"`{each}`" for each in BARS)
+    assert f"within half a point, both ways: by default those of {listed} on the CPU" in text
+    assert (
+        "`make test-slow` every CPU row of the default model. It measures no row of a GPU" in text
+    )
+
+
+def test_every_cpu_row_of_the_default_model_is_measured_by_default_or_slow() -> None:
+    default = measured_keys()
+    for param in ROWS:
+        section, row = param.values
+        if is_here(row):
+            key = key_of(row.model, row.device, section_precision(section))
+            assert bool(param.marks) == (key not in default)
+
+
 def table_of(*headings: str) -> list[Row]:
     """A file with a row of the default model for each heading."""
     row = "| Model | Device | Top-1 (%) |\n|---|---|---|\n| SmolLM2-135M-Instruct | CPU | 90 |\n"

@@ -167,8 +167,9 @@ class Bench:
         plan = replace(measure.plan_jobs(self.source, options), context=self._context)
         runs = time_jobs(self.compiled.executable, plan.jobs, num_repeats=options.case.num_repeats)
         result = measure.make_result(self.source, options, self.compiled, runs, plan=plan)
+        command = f"tilewright bench-cuda --rows {row.name} --repeats {self._repeats}"
         # one process measures several programs: its peak is not this one's
-        return _Measured(tuple(runs), replace(result, peak_memory_bytes=None))
+        return _Measured(tuple(runs), replace(result, peak_memory_bytes=None, command=command))
 
     def close(self) -> None:
         """Give the program's memory back, for the next one needs it."""

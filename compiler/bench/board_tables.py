@@ -20,13 +20,13 @@ from tilewright.compiler.bench.perf_md import (
 )
 from tilewright.compiler.bench.published import published_row
 from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.row import Row
 from tilewright.compiler.bench.selection import (
     BATCH_32,
     SHORT,
     SpeedTable,
     context_lengths,
     group_results,
+    table_rows,
 )
 from tilewright.compiler.bench.table import Table
 
@@ -46,6 +46,7 @@ _FIGURES = {
     row.TTFT_ERROR: row.TTFT_ERROR,
 }
 """What each column is called here, and what it is called where figures are measured."""
+_ORIGIN = (row.DATE, row.COMMIT, row.COMMAND)
 _PUBLISHED = {PUBLISHED_SPEED: "speed", PUBLISHED_TTFT: "ttft", PUBLISHED_TOP1: "top1"}
 
 INTRO = """\
@@ -63,15 +64,17 @@ measured here."""
 def board_table(results: Sequence[Result]) -> Table:
     """A row for every group, batch and prompt length; accuracy stands in the first of a group."""
     # kinds are told apart by their columns, so that both stand in one row
-    rows = []
+    figures = []
     for group in group_results(list(results)):
         tables: list[SpeedTable] = [SHORT, BATCH_32, *context_lengths([group])]
         speeds = [found for table in tables if (found := group.speed(table)) is not None]
         for index, found in enumerate(speeds or [None]):
-            accuracy = None if index else group.accuracy
-            figures = Row.of(found, accuracy, of=group.any, names=group.names)
-            rows.append((*row.cells(figures, _FIGURES.values()), *_published(found)))
-    return Table.of((*_FIGURES, *_PUBLISHED), rows)
+            figures.append((group, found, None if index else group.accuracy_result))
+    rows = [
+        (*row.cells(line, _FIGURES.values()), *_published(found), *row.cells(line, _ORIGIN))
+        for line, (_, found, _) in zip(table_rows(figures), figures, strict=True)
+    ]
+    return Table.of((*_FIGURES, *_PUBLISHED, *_ORIGIN), rows)
 
 
 def _published(result: Result | None) -> Iterable[str]:

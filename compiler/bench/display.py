@@ -74,6 +74,12 @@ def cell_text(text: str) -> str:
     return " ".join(text.replace("|", "/").split())
 
 
+def short_commit(commit: str | None, *, none: str = "unknown") -> str:
+    """Ten digits of a commit, and whether there were changes beside it: "18d3c11496-dirty"."""
+    head, dirty, _ = (commit or none).partition("-dirty")
+    return f"{head[:10]}{dirty}"
+
+
 def plain_text(text: str) -> str:
     """What a terminal would show of a log: escapes are gone, line ends stay, and of a line that was
     written over stands what was seen last.

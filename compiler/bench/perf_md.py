@@ -42,6 +42,7 @@ from tilewright.compiler.bench.row import (
     TOP5,
     TOTAL,
     TTFT,
+    TTFT_SPREAD,
 )
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.files import read_regular, replace_file
@@ -74,7 +75,7 @@ _BOARD_NUMBERS |= {PUBLISHED_TOP1, PUBLISHED_SPEED, PUBLISHED_TTFT}
 
 _PERCENT = {TOP1, TOP5, EMULATED_TOP1, EMULATED_TOP5, PUBLISHED_TOP1}
 _NUMERIC = _BOARD_NUMBERS | {TOP1, TOP5, SPEED, TTFT, AVG_TTFT, TOTAL, POSITIONS, KL, SPREAD, PEAK}
-_NUMERIC |= {FIRST_TTFT, MEDIAN_TTFT, LAST_TTFT}
+_NUMERIC |= {FIRST_TTFT, MEDIAN_TTFT, LAST_TTFT, TTFT_SPREAD}
 
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?(e[+-]?[0-9]+)?")
 _LONG_CONTEXT = re.compile(r"long-context \(([1-9][0-9]{0,5})k tokens\)")

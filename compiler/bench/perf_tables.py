@@ -14,7 +14,7 @@ from tilewright.compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT
 from tilewright.compiler.bench.display import cell_text, listed
 from tilewright.compiler.bench.precision_titles import count_layer_rules, linked_file, titles_of
 from tilewright.compiler.bench.record import KINDS, Result
-from tilewright.compiler.bench.row import KL, PAIRED, PEAK, POSITIONS, PRECISION, SPREAD, Row
+from tilewright.compiler.bench.row import KL, PAIRED, PEAK, POSITIONS, PRECISION, SPREAD
 from tilewright.compiler.bench.selection import (
     BATCH_32,
     SHORT,
@@ -25,19 +25,22 @@ from tilewright.compiler.bench.selection import (
     is_board,
     is_placed,
     row_order,
+    table_rows,
 )
 from tilewright.compiler.bench.table import Table
 
 _WHO = (row.MODEL, row.DEVICE)
+_NOISE = (row.SPEED_INTERVAL, SPREAD, row.TTFT_SPREAD)
+_ORIGIN = (row.DATE, row.COMMIT, row.MACHINE, row.COMMAND)
 _PERF_COLUMNS = (
     *(*_WHO, row.TOP1, row.TOP5, row.SPEED, row.TTFT),
-    *(row.TOP1_INTERVAL, row.TOP5_INTERVAL, POSITIONS, KL, PAIRED, SPREAD, PEAK),
+    *(row.TOP1_INTERVAL, row.TOP5_INTERVAL, POSITIONS, KL, PAIRED, *_NOISE, PEAK, *_ORIGIN),
 )
-_LONG_COLUMNS = (*_WHO, PRECISION, row.SPEED, row.TTFT, SPREAD, PEAK)
+_LONG_COLUMNS = (*_WHO, PRECISION, row.SPEED, row.TTFT, *_NOISE, PEAK, *_ORIGIN)
 _USER_TTFT = (row.FIRST_TTFT, row.MEDIAN_TTFT, row.LAST_TTFT)
 _BATCH_COLUMNS = (
     *(*_WHO, PRECISION, row.SPEED, row.AVG_TTFT, row.TOTAL),
-    *(*_USER_TTFT, SPREAD, PEAK),
+    *(*_USER_TTFT, *_NOISE, PEAK, *_ORIGIN),
 )
 
 _LEGEND = f"""\
@@ -46,8 +49,14 @@ Generated from recorded results; what stands between the markers is replaced the
 Top-1 and Top-5: the share of teacher-forced positions (`{POSITIONS}`) where the first guess is the
 fp32 reference's first, or among its five, with 95 % Wilson intervals. `{KL}`: mean divergence from
 the reference in nats. `{PAIRED}`: positions that only this configuration (+) and only the base (-)
-got right, with the exact McNemar p. Speed and TTFT: medians over repeats; `{SPREAD}`: (max - min) /
-median of the speed. `{PEAK}`: 10^6 bytes.
+got right, with the exact McNemar p. Speed and TTFT: medians over repeats; `{SPREAD}` and
+`{row.TTFT_SPREAD}`: (max - min) / median. `{row.SPEED_INTERVAL}`: of the mean over the repeats of
+one process, by Student's t; what differs between processes is not in it. `{PEAK}`: 10^6 bytes.
+
+`{row.DATE}`, `{row.COMMIT}`, `{row.MACHINE}` (with threads or devices) and `{row.COMMAND}` say
+where the figures come from, speed and accuracy each where they differ; "-": none says. A commit
+with `-dirty` had changes beside it. {row.OTHER_RUN}: some figure of the row is of another run (code
+or machine or hour) than most rows of its device in the table: do not compare it with them.
 """
 _SHORT = f"prefill {TABLE_PROMPT_LENGTH} tokens, {TABLE_GENERATED_TOKENS} generated"
 
@@ -132,33 +141,25 @@ def _case_plans(groups: list[Group]) -> list[TablePlan]:
 
 def _perf_plan(groups: list[Group], *, title: str, intro: str) -> TablePlan | None:
     """A table with accuracy and batch-1 speed; None without a row."""
-    rows = [(group, found) for group in groups if (found := _perf_row(group))]
+    printed = [group for group in groups if _has_perf_row(group)]
+    rows = table_rows([(group, group.speed(SHORT), group.accuracy_result) for group in printed])
     notes = [
         f"On {found.device}, {found.model}: {listed(group.names)} come to the same."
-        for group, found in rows
+        for group, found in zip(printed, rows, strict=True)
         if len(group.names) > 1
     ]
-    if not rows:
-        return None
-    table = row.table_of(_PERF_COLUMNS, [found for _, found in rows], *notes)
-    return TablePlan(2, title, intro, table)
+    return TablePlan(2, title, intro, row.table_of(_PERF_COLUMNS, rows, *notes)) if rows else None
 
 
-def _perf_row(group: Group) -> Row | None:
-    """A group's accuracy beside its batch-1 speed; None without either."""
-    found = group.speed(SHORT)
-    return _row(group, found) if found or group.accuracy else None
-
-
-def _row(group: Group, speed: Result | None) -> Row:
-    return Row.of(speed, group.accuracy, of=group.any, names=group.names)
+def _has_perf_row(group: Group) -> bool:
+    return group.speed(SHORT) is not None or group.accuracy_result is not None
 
 
 def _speed_plan(
     groups: list[Group], table: SpeedTable, *, columns: Sequence[str], title: str, intro: str
 ) -> TablePlan | None:
     """The groups' speeds of a table; None without any."""
-    rows = [_row(group, found) for group in groups if (found := group.speed(table))]
+    rows = table_rows([(group, found, None) for group in groups if (found := group.speed(table))])
     return TablePlan(2, title, intro, row.table_of(columns, rows)) if rows else None
 
 
@@ -193,7 +194,7 @@ def _precision_plans(groups: list[Group]) -> list[TablePlan]:
 
     A group has its row in the section of its first name; a section of its other headings says so.
     """
-    printed = [group for group in groups if _perf_row(group)]
+    printed = [group for group in groups if _has_perf_row(group)]
     titles = titles_of([result for group in printed for result in group.results])
     sections: dict[str, list[tuple[Group, Result]]] = {}
     for group in printed:

@@ -261,8 +261,9 @@ class Result:
     spreads as fractions. `decode_error`, `ttft_error`: of a predicted figure, the fraction of it
     that nine of ten such predictions err by at most. `batch` is per data-parallel group; `mesh` is
     rows x columns of devices in one group. `sampling` says how tokens were chosen, and is empty
-    where each was the likeliest. `ceilings` are those of the device in the same run. `timestamp` is
-    ISO 8601 with an offset; `environment` makes one.
+    where each was the likeliest. `ceilings` are those of the device in the same run. `command` is
+    the one that measured it, without where its output went; empty where none was noted. `timestamp`
+    is ISO 8601 with an offset; `environment` makes one.
 
     Raises:
         ConfigError: on a value outside its range, naming the field.
@@ -305,6 +306,7 @@ class Result:
     accuracy: Accuracy | None = None
     sampling: str = dataclasses.field(default="", metadata=ADDED_LATER)
     ceilings: Ceilings | None = dataclasses.field(default=None, metadata=ADDED_LATER)
+    command: str = dataclasses.field(default="", metadata=ADDED_LATER)
     contract: tuple[ContractLine, ...] = ()
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     commit: str | None = None

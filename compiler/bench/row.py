@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from tilewright.compiler.bench import display
+from tilewright.compiler.bench import display, stats
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Accuracy, Result
 from tilewright.compiler.bench.table import CsvValue, Table
 from tilewright.compiler.devices import BOARDS
@@ -24,12 +24,19 @@ class Row:
 
     Every field's name says its unit and is the name of its column in CSV and of its key in JSON.
     Rates are in tokens per second and, but for ``all_users_``, per user; ``names`` are the
-    configurations that the row stands for, with commas between them.
+    configurations that the row stands for, with commas between them. ``dates`` to ``commands`` say
+    when, on which code, on what and how the figures were taken ("-": no record says it);
+    ``is_of_other_run`` is set by whoever knows the table's other rows.
     """
 
     model: str = ""
     device: str = ""
     names: str = ""
+    dates: str = ""
+    commits: str = ""
+    machines: str = ""
+    commands: str = ""
+    is_of_other_run: bool = False
     accuracy_text: str | None = None
     reference_id: str | None = None
     positions: int | None = None
@@ -53,6 +60,8 @@ class Row:
     repeats: int | None = None
     decode_tokens_per_s: float | None = None
     decode_spread_fraction: float | None = None
+    decode_low_tokens_per_s: float | None = None
+    decode_high_tokens_per_s: float | None = None
     decode_error_fraction: float | None = None
     all_users_tokens_per_s: float | None = None
     prefill_tokens_per_s: float | None = None
@@ -74,16 +83,19 @@ class Row:
         *,
         of: Result | None = None,
         names: Sequence[str] = (),
+        taken: Sequence[Result] = (),
     ) -> Row:
         """The row of a timed result and of an accuracy, each of which may be missing.
 
-        ``of`` says whose model and device these are; without it ``speed`` does.
+        ``of`` says whose model and device these are; without it ``speed`` does. ``taken``: the
+        records that the figures are from, for what the row says of their origin.
         """
         owner = of or speed
         return cls(
             model="" if owner is None else model_text(owner),
             device="" if owner is None else device_text(owner),
             names=", ".join(names) or ("" if owner is None else owner.precision_name),
+            **origin(taken),
             **accuracy_figures(accuracy),
             **speed_figures(speed),
         )
@@ -105,6 +117,28 @@ def device_text(result: Result) -> str:
     """
     mesh = "" if result.target in BOARDS or result.mesh == "1x1" else f" ({result.mesh})"
     return f"{result.device}{mesh}" + (f" (DP={result.dp})" if result.dp > 1 else "")
+
+
+def origin(results: Sequence[Result]) -> dict[str, Any]:
+    """What a row says of where its figures come from: of several records each text once."""
+    texts = {
+        "dates": lambda r: r.when.date().isoformat(),
+        "commits": lambda r: display.short_commit(r.commit, none="-"),
+        "machines": machine_text,
+        "commands": lambda r: display.cell_text(display.plain_line(r.command)) or "-",
+    }
+    return {
+        name: "; ".join(dict.fromkeys(text(result) for result in results))
+        for name, text in texts.items()
+    }
+
+
+def machine_text(result: Result) -> str:
+    """The class of machine with its threads, and how many devices where there are several."""
+    rows, columns = map(int, result.mesh.split("x"))
+    count = result.dp * rows * columns
+    several = f", {count} devices" if count > 1 else ""
+    return display.cell_text(display.plain_line(f"{result.device_detail}{several}")) or "-"
 
 
 def accuracy_figures(accuracy: Accuracy | None) -> dict[str, Any]:
@@ -143,14 +177,28 @@ _OF_RESULT: Mapping[str, str] = MappingProxyType(
     }
 )
 """Which field of a record a field of a row is, where the two have not one name."""
+_SPEED_INTERVAL = ("decode_low_tokens_per_s", "decode_high_tokens_per_s")
 
 
 def speed_figures(result: Result | None) -> dict[str, Any]:
     """What a row says of a timed result; None everywhere without one."""
     if result is None:
         return dict.fromkeys(_SPEED_FIELDS)
-    found = {name: getattr(result, _OF_RESULT.get(name, name)) for name in _SPEED_FIELDS}
-    return {**found, "repeats": len(result.repeats)}
+    found = {
+        name: getattr(result, _OF_RESULT.get(name, name))
+        for name in _SPEED_FIELDS
+        if name not in _SPEED_INTERVAL
+    }
+    low_high = interval(result, "decode_tsu") or (None, None)
+    ends = zip(_SPEED_INTERVAL, low_high, strict=True)
+    return {**found, **dict(ends), "repeats": len(result.repeats)}
+
+
+def interval(result: Result, field: str) -> tuple[float, float] | None:
+    """The 95 % interval of the mean of a field of the repeats, in its unit; None of too few."""
+    values = [value for each in result.repeats if (value := getattr(each, field)) is not None]
+    found = stats.mean_interval(values)[1] if values else None
+    return None if found is None else (max(0.0, found[0]), found[1])
 
 
 def _interval(which: str) -> Callable[[Row], str]:
@@ -178,6 +226,9 @@ TOTAL = "Total (t/s)"
 FIRST_TTFT, MEDIAN_TTFT, LAST_TTFT = "first TTFT (ms)", "median TTFT (ms)", "last TTFT (ms)"
 TOP1_INTERVAL, TOP5_INTERVAL = "Top-1 95 % CI", "Top-5 95 % CI"
 POSITIONS, KL, PAIRED, SPREAD, PEAK = "Positions", "KL", "vs base", "Spread (%)", "Peak (MB)"
+SPEED_INTERVAL, TTFT_SPREAD = "Speed 95 % CI", "TTFT spread (%)"
+DATE, COMMIT, MACHINE, COMMAND = "Date", "Commit", "Machine", "Command"
+OTHER_RUN = "\u2020"
 WEIGHTS, SPEED_ERROR, TTFT_ERROR = "Weights (MB)", "Speed error (%)", "TTFT error (%)"
 LENGTHS = "Batch x prompt"
 
@@ -197,6 +248,10 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
         SPEED: _decimal("decode_tokens_per_s"),
         SPEED_ERROR: _percent("decode_error_fraction", 0),
         SPREAD: _percent("decode_spread_fraction"),
+        SPEED_INTERVAL: lambda row: display.span(
+            row.decode_low_tokens_per_s, row.decode_high_tokens_per_s
+        ),
+        TTFT_SPREAD: _percent("ttft_spread_fraction"),
         TOTAL: _decimal("all_users_tokens_per_s"),
         TTFT: _decimal("ttft_ms"),
         AVG_TTFT: _decimal("ttft_ms"),
@@ -206,6 +261,10 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
         LAST_TTFT: _decimal("ttft_last_ms"),
         PEAK: lambda row: display.megabytes(row.peak_memory_bytes),
         WEIGHTS: lambda row: display.megabytes(row.weight_bytes, 1),
+        DATE: lambda row: f"{row.dates} {OTHER_RUN}" if row.is_of_other_run else row.dates,
+        COMMIT: lambda row: row.commits,
+        MACHINE: lambda row: row.machines,
+        COMMAND: lambda row: row.commands,
     }
 )
 """What each column of a printed table says of a row, by the column's title."""

@@ -5,9 +5,10 @@ Knows nothing of how a table looks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from tilewright.compiler.bench.cases import (
     ACCURACY_TEXT,
@@ -15,6 +16,7 @@ from tilewright.compiler.bench.cases import (
     TABLE_PROMPT_LENGTH,
 )
 from tilewright.compiler.bench.record import Accuracy, Result
+from tilewright.compiler.bench.row import Row
 from tilewright.compiler.devices import BOARDS
 
 # An oracle and a test double make no claim of speed, and the oracle's accuracy is 100 % by nature.
@@ -50,8 +52,12 @@ class Group:
     @property
     def accuracy(self) -> Accuracy | None:
         """The newest accuracy."""
-        found = _newest(r for r in self.results if _has_accuracy(r))
-        return found.accuracy if found else None
+        return self.accuracy_result.accuracy if self.accuracy_result else None
+
+    @property
+    def accuracy_result(self) -> Result | None:
+        """The record of the newest accuracy."""
+        return _newest(r for r in self.results if _has_accuracy(r))
 
     def speed(self, table: SpeedTable) -> Result | None:
         """The newest result whose speed is one of a table."""
@@ -104,6 +110,41 @@ def told_apart(results: list[Result]) -> list[Result]:
     ]
 
 
+def table_rows(figures: Sequence[tuple[Group, Result | None, Result | None]]) -> list[Row]:
+    """The rows of one table: each a group, the record of its speed and that of its accuracy."""
+    taken = [[each for each in line[1:] if each is not None] for line in figures]
+    rows = []
+    for (group, speed, of_accuracy), results in zip(figures, taken, strict=True):
+        accuracy = None if of_accuracy is None else of_accuracy.accuracy
+        rows.append(Row.of(speed, accuracy, of=group.any, names=group.names, taken=results))
+    others = of_other_runs(taken)
+    return [replace(row, is_of_other_run=it) for row, it in zip(rows, others, strict=True)]
+
+
+def of_other_runs(rows: Sequence[Sequence[Result]]) -> list[bool]:
+    """Of the rows of a table, each with the records of its figures: whether one of these was taken
+    in another run than most rows of its device were (of equally many, than the newest).
+
+    A run is of one code on one machine, and no measurement is more than an hour behind the last.
+    """
+    runs: dict[int, _Run] = {}
+    last: dict[tuple[object, ...], Result] = {}
+    starts: dict[tuple[object, ...], datetime] = {}
+    for r in sorted((r for row in rows for r in row), key=lambda r: r.when):
+        key = (r.device, r.target, r.commit, *_machine(r))
+        if key not in last or r.when - last[key].when > _PAUSE:
+            starts[key] = r.when
+        last[key] = r
+        runs[id(r)] = (r.device, r.target), starts[key], key
+    counts = Counter(run for row in rows for run in {runs[id(r)] for r in row})
+    homes: dict[tuple[str, str], _Run] = {}
+    for run in sorted(counts, key=lambda run: (counts[run], run[1])):
+        homes[run[0]] = run
+    return [any(runs[id(r)] != homes[r.device, r.target] for r in row) for row in rows]
+
+
+_PAUSE = timedelta(hours=1)
+_Run = tuple[tuple[str, str], datetime, tuple[object, ...]]
 _Machine = tuple[str, str]
 
 

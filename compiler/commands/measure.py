@@ -337,6 +337,7 @@ def describe(
         heading=precision.heading,
         effective_id=contract.effective_id,
         sampling=sampling_text(plan.jobs[0].sampling),
+        command=options.command,
         contract=tuple(
             ContractLine(
                 field=entry.field,

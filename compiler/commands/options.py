@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -87,8 +88,11 @@ class _CaseChanges:
 class RunOptions:
     """A checked command line: the case with the user's changes, and everything around it.
 
-    ``is_case_changed`` also where its accuracy is measured on another text.
+    ``is_case_changed`` also where its accuracy is measured on another text. ``command``: what was
+    asked for, as it would be typed, without where output goes.
     """
+
+    command: str
 
     case: Case
     is_case_changed: bool
@@ -151,8 +155,19 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
         text=text,
         accuracy_text=accuracy_on,
         use_cache=not arguments.no_cache,
+        command=_command(argv),
         **given,
     )
+
+
+def _command(argv: Sequence[str]) -> str:
+    words = [word for word in argv if word not in ("--json", "--no-results", "--no-cache")]
+    for index in range(len(words) - 1, -1, -1):
+        if words[index] == "--results":
+            del words[index : index + 2]
+        elif words[index].startswith("--results="):
+            del words[index]
+    return shlex.join(["tilewright", "bench", *words])
 
 
 def _accuracy_text(wanted: str | None, case: Case) -> AccuracyText:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.documents import blocks_of, update_document
 from tilewright.compiler.bench.perf_tables import render_results
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import read
@@ -29,12 +30,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--output", default="PERF.md", metavar="FILE", help="the file to update (default: PERF.md)"
     )
+    parser.add_argument(
+        "--also", nargs="+", default=(), metavar="FILE", help="documents whose blocks to render too"
+    )
     arguments = parser.parse_args(argv)
     path = Path(arguments.results)
     results = [*read(path), *read_beside(path)]
     if not results:
         raise ConfigError(f"{arguments.results}: holds no results; allowed: at least one")
+    for document in arguments.also:
+        blocks_of(document)  # before anything is written
     print(update_tables(arguments.output, results))
+    for document in arguments.also:
+        update_document(document, results)
     return 0
 
 

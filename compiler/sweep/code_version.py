@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from tilewright.compiler.bench.display import short_commit
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.environment import Environment
-
-_COMMIT_DIGITS = 10
 
 
 def difference(result: Result, now: Environment) -> str:
@@ -15,8 +14,7 @@ def difference(result: Result, now: Environment) -> str:
     """
     parts = []
     if result.commit != now.commit:
-        head, dirty, _ = (result.commit or "unknown").partition("-dirty")
-        parts.append(f"commit {head[:_COMMIT_DIGITS]}{dirty}")
+        parts.append(f"commit {short_commit(result.commit)}")
     for name, version in now.versions.items():
         if (theirs := result.versions.get(name)) != version:
             parts.append(f"{name} {theirs or 'unknown'}")

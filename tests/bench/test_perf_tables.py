@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from tilewright.compiler.bench import perf_md
 from tilewright.compiler.bench.markdown import merge
 from tilewright.compiler.bench.perf_tables import plan_tables, render_results
-from tilewright.compiler.bench.record import KINDS, Accuracy, ContractLine, Paired, Result
+from tilewright.compiler.bench.record import (
+    KINDS,
+    Accuracy,
+    ContractLine,
+    Paired,
+    Repeat,
+    Result,
+    medians,
+)
 from tilewright.compiler.bench.selection import unplaced
 
 HEADINGS = {
@@ -80,6 +88,39 @@ def test_a_row_has_speed_and_accuracy_of_their_own_measurements() -> None:
     assert row.cells["vs base"] == "bf16 +8 -20 p=0.036"
     assert row.cells["Top-1 95 % CI"] == "89.1-93.9"
     assert (row.cells["Spread (%)"], row.cells["Peak (MB)"]) == ("1.2", "450")
+
+
+def test_a_row_says_where_its_figures_come_from() -> None:
+    repeats = [Repeat(ttft_ms=t, decode_tsu=s) for t, s in ((90, 99), (100, 100), (110, 101))]
+    command = "tilewright bench --prompt 'a|b'"
+    full = {"commit": "0123456789abcdef-dirty", "command": command, "mesh": "1x2", "dp": 2}
+    speed = make(day=2, repeats=repeats, **full, **medians(repeats))
+    (row,) = rows([speed], "performance")
+    assert row.cells["Speed 95 % CI"] == "97.5-102.5", "4.303 / sqrt(3), both ways"
+    assert (row.cells["Spread (%)"], row.cells["TTFT spread (%)"]) == ("2.0", "20.0")
+    assert row.cells["Date"] == "2026-01-02" and row.cells["Commit"] == "0123456789-dirty"
+    assert row.cells["Machine"] == "a processor / 2 threads, 4 devices"
+    assert row.cells["Command"] == "tilewright bench --prompt 'a/b'"
+    (row,) = rows([make()], "performance")  # a record from before these were kept
+    assert (row.cells["Commit"], row.cells["Command"]) == ("-", "-")
+    assert row.cells["Speed 95 % CI"] == "" == row.cells["TTFT spread (%)"]
+
+
+def test_rows_of_other_runs_are_marked() -> None:
+    """By code, machine and hour; speed and accuracy alike; each device has its own run."""
+    long = {"prompt_length": 2048, "commit": "a"}
+    at = "2026-01-01T{}:00+00:00".format
+    found = [
+        make("performance", **long, timestamp=at("08:00")),
+        make("accuracy", **long, timestamp=at("08:50")),
+        make("all-bfp8", **long, timestamp=at("09:40")),
+        make("mine", **long, timestamp=at("10:50")),
+    ]
+    other = make(**{**long, "commit": "b"}, device="H200", target="cuda", timestamp=at("09:00"))
+    printed = rows([*found, other], "long_context", context_k=2)
+    marked = {(r.device, r.precision) for r in printed if r.cells["Date"].endswith(" \u2020")}
+    assert len(printed) == 5 and marked == {("CPU", "mine")}
+    assert "\u2020" in render_results([make(commit="a"), measured_accuracy(commit="b")])
 
 
 def test_percentages_are_rounded_not_lifted() -> None:

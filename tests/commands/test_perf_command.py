@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from tests.commands.conftest import Refused
 from tilewright.compiler.bench.record import Repeat, medians
 from tilewright.compiler.bench.results import append
 from tilewright.compiler.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ("PERF.md", "README.md", "docs/figures.md")
 
 
 @pytest.fixture
@@ -34,6 +38,33 @@ def test_results_become_a_table(
     assert "SmolLM2-135M-Instruct" in text and "120" in text
     assert main(["perf", "--results", str(recorded), "--output", str(output)]) == 0
     assert output.read_text() == text, "rendering again changes nothing"
+
+
+def test_the_documents_are_what_is_rendered_of_the_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of their figures is written by hand; `make perf-tables` mends what fails here."""
+    copies = [Path(shutil.copy(ROOT / name, tmp_path)) for name in DOCUMENTS]
+    perf, *others = map(str, copies)
+    argv = ["--results", str(ROOT / "results" / "cpu.jsonl"), "--output", perf, "--also", *others]
+    assert main(["perf", *argv]) == 0
+    for name, copy in zip(DOCUMENTS, copies, strict=True):
+        assert copy.read_bytes() == (ROOT / name).read_bytes(), name
+
+
+def test_other_documents_get_their_tables(
+    recorded: Path, tmp_path: Path, refused: Refused, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (page := tmp_path / "page.md").write_text(
+        "Mine.\n\n<!-- tilewright:begin figures -->\nold\n<!-- tilewright:end figures -->\n"
+    )
+    (other := tmp_path / "other.md").write_text("Nothing to render.\n")
+    argv = ["--results", str(recorded), "--output", str(tmp_path / "PERF.md"), "--also"]
+    assert main(["perf", *argv, str(page)]) == 0
+    capfd.readouterr()
+    text = page.read_text()
+    assert text.startswith("Mine.") and "old" not in text and "| 120 t/s" in text
+    assert str(other) in refused(*argv, str(other), verb="perf")
 
 
 def test_what_other_machines_recorded_beside_it_is_rendered_too(tmp_path: Path) -> None:

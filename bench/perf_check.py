@@ -1,0 +1,276 @@
+"""``tilewright perf-check``: PERF.md's rows measured again, and which figures are not reproduced.
+
+What is measured is what the records say; a row that this machine cannot run is said to be skipped.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.cuda.rows import ROWS
+from tilewright.compiler.bench import row
+from tilewright.compiler.bench.cases import CASES
+from tilewright.compiler.bench.display import decimal, span
+from tilewright.compiler.bench.record import Result
+from tilewright.compiler.bench.results import read
+from tilewright.compiler.bench.selection import (
+    BATCH_32,
+    SHORT,
+    SpeedTable,
+    context_lengths,
+    group_results,
+    is_placed,
+)
+from tilewright.compiler.child import PYTHON, Child
+from tilewright.compiler.commands.arguments import option, parse, real
+from tilewright.compiler.devices import describe_cpu
+from tilewright.compiler.errors import ConfigError
+
+EXIT_NOT_REPRODUCED = 1
+ACCURACY_POINTS = 0.5
+"""Top-1 and top-5 are of the same positions: they may differ by so much, both ways."""
+_TOLERANCE = 5.0
+_RECORDS = ("cpu.jsonl", "h200.jsonl")
+_ROOT = Path(__file__).resolve().parents[1]
+_FOLDER = _ROOT / "results"
+_SCRIPTS = {"bench": "simple_text_demo.py", "bench-cuda": "bench_cuda.py"}
+_DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+_THREADS = re.compile(r"\b([0-9]+) threads\b")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    results: tuple[str, ...] = option(
+        f"JSON lines (default: {', '.join(_RECORDS)} of results/)",
+        default=tuple(str(_FOLDER / name) for name in _RECORDS),
+        metavar="FILE",
+    )
+    precisions: tuple[str, ...] = option("these alone", default=(), metavar="NAME")
+    cases: tuple[str, ...] = option("these alone", default=(), metavar="NAME")
+    tolerance: float = option(
+        "percent that a speed or TTFT may differ whatever its interval, since one process's "
+        f"repeats do not show what differs between processes ({_TOLERANCE:g})",
+        default=_TOLERANCE,
+        type=real(0, 100),
+    )
+    list: bool = option("say what would be measured and what skipped", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A record whose figures stand in PERF.md: its speed and TTFT, its accuracy, or both."""
+
+    record: Result
+    has_speed: bool
+    has_accuracy: bool
+
+    @property
+    def title(self) -> str:
+        """Which row it is of, in words."""
+        r = self.record
+        return f"{row.device_text(r)}, {row.model_text(r)}, {r.precision_name}, {r.case}"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One figure: what was recorded, what was found now, and whether that is the same."""
+
+    figure: str
+    recorded: str
+    now: str
+    is_reproduced: bool
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; 1 where a figure is not reproduced or could not be measured again.
+
+    Raises:
+        ConfigError: for a mistake in the arguments, or where no row can be measured here.
+    """
+    options = parse(
+        _Options,
+        argv,
+        prog="tilewright perf-check",
+        description="Measure PERF.md's rows again and say which are reproduced.",
+    )
+    found = claims([record for path in options.results for record in read(path)])
+    wanted = [
+        each
+        for each in found
+        if not options.precisions or each.record.precision_name in options.precisions
+        if not options.cases or each.record.case in options.cases
+    ]
+    reasons = {id(each): reason_to_skip(each.record) for each in wanted}
+    for each in wanted:
+        if reason := reasons[id(each)]:
+            print(f"skipped         {each.title}: {reason}")
+    here = [each for each in wanted if not reasons[id(each)]]
+    if not here:
+        raise ConfigError(f"none of {len(wanted)} rows can be measured here; allowed: one or more")
+    if options.list:
+        print("\n".join(f"to be measured  {each.title}" for each in here))
+        return 0
+    return _check(here, options.tolerance / 100)
+
+
+def _check(here: Sequence[Claim], tolerance: float) -> int:
+    num_figures = num_missed = 0
+    for claim, again in measured_again(here):
+        if isinstance(again, str):
+            verdicts = [Verdict("not measured", "", again, False)]
+        else:
+            verdicts = compare(claim, again, tolerance=tolerance)
+        for each in verdicts:
+            num_figures += 1
+            num_missed += not each.is_reproduced
+            word = "reproduced" if each.is_reproduced else "NOT REPRODUCED"
+            print(f"{word:<15} {claim.title}: {each.figure} {each.recorded}, now {each.now}")
+    print(f"{num_figures - num_missed} of {num_figures} figures of {len(here)} records reproduced")
+    return EXIT_NOT_REPRODUCED if num_missed else 0
+
+
+def claims(results: Sequence[Result]) -> list[Claim]:
+    """The measured records that PERF.md's rows are of, in the order of its rows."""
+    speeds: dict[int, Result] = {}
+    accuracies: dict[int, Result] = {}
+    for group in group_results([r for r in results if r.kind == "measured" and is_placed(r)]):
+        tables: list[SpeedTable] = [SHORT, BATCH_32, *context_lengths([group])]
+        speeds |= {id(r): r for table in tables if (r := group.speed(table)) is not None}
+        if (of_accuracy := group.accuracy_result) is not None:
+            accuracies[id(of_accuracy)] = of_accuracy
+    found = {**speeds, **accuracies}
+    return [Claim(record, key in speeds, key in accuracies) for key, record in found.items()]
+
+
+def reason_to_skip(record: Result) -> str:
+    """Why this machine cannot measure a record again; empty where it can."""
+    if record.target == "cpu":
+        cpu, threads = describe_cpu(), _threads(record)
+        if not record.device_detail.startswith(cpu.model_name) or threads > cpu.num_cores:
+            here = f"{cpu.model_name} with {cpu.num_cores} cores"
+            return f"was measured on {record.device_detail}; this is {here}"
+    elif record.target == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            return f"no {record.device} here"
+        if not re.search(rf"\b{re.escape(record.device)}\b", torch.cuda.get_device_name()):
+            return f"no {record.device} here; this is {torch.cuda.get_device_name()}"
+    else:
+        return f"no {record.device} here"
+    is_known = record.weights == "random" or record.model == _DEFAULT_MODEL or record.command
+    if not is_known:
+        return f"where the weights of {record.model} lie is not recorded"
+    if not record.command and cuda_row(record) is None and record.case not in CASES:
+        return f"case {record.case} was changed by options that are not recorded"
+    return ""
+
+
+def _threads(record: Result) -> int:
+    found = _THREADS.search(record.device_detail)
+    return int(found[1]) if found else 0
+
+
+def cuda_row(record: Result) -> str | None:
+    """The name of the row of ``tilewright bench-cuda`` that a record is of."""
+    if record.target != "cuda" or record.weights != "random":
+        return None
+    wanted = record.model.lower(), record.precision_name, record.batch, record.prompt_length
+    for each in ROWS:
+        shape, precision, context = each.program
+        found = shape, precision, each.batch, each.prompt_length
+        if found == wanted and context == record.context:
+            return each.name
+    return None
+
+
+def command_of(record: Result) -> list[str]:
+    """The arguments of ``tilewright`` that measure a record again: those recorded, else the ones
+    that its fields say.
+    """
+    if record.command:
+        words = shlex.split(record.command)[1:]
+    else:
+        words = ["bench", "--case", record.case, "--precision", record.precision_name]
+        if record.weights == "random":
+            words += ["--model", f"shape:{record.model.lower()}"]
+        if record.target != "cpu":
+            words += ["--target", record.target]
+    if record.target == "cpu" and "--threads" not in words and _threads(record):
+        words += ["--threads", str(_threads(record))]
+    return words
+
+
+def measured_again(here: Sequence[Claim]) -> Iterator[tuple[Claim, Result | str]]:
+    """Each claim with its new record, or with the reason why there is none. Each is measured in a
+    process of its own; those of ``bench-cuda`` together, since they share compiled programs.
+    """
+    rows = {id(each): cuda_row(each.record) for each in here}
+    shared = [each for each in here if rows[id(each)]]
+    for each in here:
+        if not rows[id(each)]:
+            found = run(command_of(each.record))
+            yield each, found if isinstance(found, str) else found[-1]
+    if not shared:
+        return
+    found = run(["bench-cuda", "--rows", *dict.fromkeys(str(rows[id(each)]) for each in shared)])
+    new = {} if isinstance(found, str) else {_key(record): record for record in found}
+    missing = found if isinstance(found, str) else "bench-cuda did not measure it"
+    for each in shared:
+        yield each, new.get(_key(each.record), missing)
+
+
+def _key(record: Result) -> tuple[object, ...]:
+    r = record
+    return r.model, r.precision_name, r.batch, r.prompt_length, r.num_generated, r.context
+
+
+def run(words: Sequence[str]) -> list[Result] | str:
+    """What a command records, measured now; how it ended where it records nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "results.jsonl"
+        script = _ROOT / "demo" / _SCRIPTS[words[0]]
+        with Child([*PYTHON, str(script), *words[1:], "--results", str(path)]) as child:
+            ended = child.wait()
+        assert ended is not None
+        found = read(path) if path.exists() else []
+        return found or f"{ended.how}: {ended.last}"
+
+
+def compare(claim: Claim, now: Result, *, tolerance: float) -> list[Verdict]:
+    """Each printed figure of a claim beside the one measured now. Two speeds or times are the same
+    where their 95 % intervals meet, each at least ``tolerance`` (a fraction) of its median wide to
+    either side.
+    """
+    old, found = claim.record, []
+    if now.effective_id != old.effective_id:
+        found.append(Verdict("arithmetic", old.effective_id, now.effective_id, False))
+    if claim.has_speed:
+        for figure, field in ((row.SPEED, "decode_tsu"), (row.TTFT, "ttft_ms")):
+            before, after = getattr(old, field), getattr(now, field)
+            if before is None or after is None:
+                continue
+            ends = [_ends(record, field, tolerance=tolerance) for record in (old, now)]
+            is_same = ends[0][0] <= ends[1][1] and ends[1][0] <= ends[0][1]
+            before_after = [
+                f"{decimal(value)} ({span(*each)})"
+                for value, each in zip((before, after), ends, strict=True)
+            ]
+            found.append(Verdict(figure, before_after[0], before_after[1], is_same))
+    if claim.has_accuracy:
+        was, has = row.accuracy_figures(old.accuracy), row.accuracy_figures(now.accuracy)
+        for figure, name in ((row.TOP1, "top1_percent"), (row.TOP5, "top5_percent")):
+            is_same = has[name] is not None and abs(was[name] - has[name]) <= ACCURACY_POINTS
+            found.append(Verdict(figure, decimal(was[name]), decimal(has[name], none="-"), is_same))
+    return found
+
+
+def _ends(record: Result, field: str, *, tolerance: float) -> tuple[float, float]:
+    middle = getattr(record, field)
+    low, high = row.interval(record, field) or (middle, middle)
+    return min(low, middle * (1 - tolerance)), max(high, middle * (1 + tolerance))
