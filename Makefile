@@ -32,6 +32,7 @@ MADE := $(VENV)/.made
 WITH_TORCH := $(VENV)/.torch
 WITH_DEMO := $(VENV)/.demo
 WITH_TEST := $(VENV)/.test
+WITH_PAGE := $(VENV)/.page
 WITH_PEERS := $(VENV)/.peers
 WITH_DOCS := $(VENV)/.docs
 WITH_TTNN := $(VENV)/ttnn/.made
@@ -53,7 +54,8 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo perf perf-tables perf-check perf-boards peers compare docs test lint format test-gpu test-slow check-ttnn clean
+.PHONY: help demo perf perf-tables perf-check perf-boards peers compare docs test lint format
+.PHONY: test-gpu test-slow test-page check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
@@ -67,6 +69,7 @@ help:
 	@echo "make docs      the documentation as a site, in site/"
 	@echo "make test-gpu  all tests that need CUDA devices"
 	@echo "make test-slow  all slow tests, and the long campaign of the fuzz tests"
+	@echo "make test-page the chat page in a headless Chromium, which has to be installed"
 	@echo "make check-ttnn  emitted programs and formats against ttnn, on mock boards"
 	@echo "make lint      ruff and mypy only"
 	@echo "make format    let ruff rewrite the sources"
@@ -143,6 +146,12 @@ test-slow: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -m 'slow and not gpu and not multigpu' $(ARGS)
 	"$(BIN)/python" -m pytest --quiet tests/fuzz --hypothesis-profile=campaign
 
+# Chromium is the system's own, for instance of Debian's package chromium; nothing is downloaded.
+test-page: $(WITH_PAGE)
+	@command -v chromium chromium-browser >/dev/null || \
+	    { echo "make: no chromium is installed; allowed: one in PATH, by that name" >&2; exit 1; }
+	"$(BIN)/python" -m pytest --quiet tests/serve/test_page.py $(ARGS)
+
 # About 6 minutes on two cores, besides an installation of 5 GB (less from an index of CPU builds).
 check-ttnn: $(WITH_TEST)
 	@if $(MAKE) --no-print-directory --silent "$(WITH_TTNN)"; then \
@@ -203,6 +212,11 @@ $(WITH_DEMO): $(WITH_TORCH) pyproject.toml
 $(WITH_PEERS): $(WITH_DEMO)
 	@echo "installing the peers; llama.cpp is built, which takes minutes"
 	@$(PIP) --editable ".[peers]"
+	@touch "$@"
+
+$(WITH_PAGE): $(WITH_TEST)
+	@echo "installing what drives the browser"
+	@$(PIP) --editable ".[page]"
 	@touch "$@"
 
 $(WITH_DOCS): $(WITH_TORCH) pyproject.toml

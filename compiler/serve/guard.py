@@ -16,7 +16,7 @@ from tilewright.compiler.serve.exchange import FRONT, HEADERS, ID, Handler, too_
 from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.says import say, say_fault
 
-_OPEN = ("/", "/health", "/v1/health", "/live", "/page.css", "/page.js")
+_OPEN = ("/", "/health", "/v1/health", "/live", "/page.css", "/page.js", "/markdown.js")
 _NOT_HERE = {
     "/v1/embeddings": "embeddings are not computed",
     "/v1/responses": "chats are asked for at /v1/chat/completions",

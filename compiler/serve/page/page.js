@@ -1,162 +1,143 @@
-"use strict";
+// The chat page: asks this server and no other. What a model says only ever becomes text nodes.
 
-// Everything a model says is put into the page as text nodes; nothing is ever parsed as HTML.
+import { copyButton, make, render } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
-const chat = $("chat");
-let messages = [];
-let running = null;
+const chat = $("chat"), turns = $("turns"), prompt = $("prompt"), settings = $("settings");
 
-function make(tag, name, text) {
-  const node = document.createElement(tag);
-  if (name) node.className = name;
-  if (text !== undefined) node.textContent = text;
-  return node;
-}
+let messages = []; // those the model has read or written, without the system message
+let running = null; // the AbortController of the answer that is being written
+let longest = 0; // positions of a sequence
+let follows = true; // whether the chat scrolls along with what is written
+let scrolledTo = 0;
+
+const seconds = (ms) => (ms < 9950 ? `${(ms / 1000).toFixed(ms < 995 ? 2 : 1)} s` : `${Math.round(ms / 1000)} s`);
+const number = (value) => value.toLocaleString("en");
+const tokens = (count) => `${number(count)} ${count === 1 ? "token" : "tokens"}`;
 
 function headers() {
   const found = { "content-type": "application/json" };
-  if ($("key").value) found.authorization = "Bearer " + $("key").value;
+  if ($("key").value) found.authorization = `Bearer ${$("key").value}`;
   return found;
-}
-
-// Marks inside a line: code, bold, italics. Whatever is left open stays as it was written.
-function addInline(parent, text) {
-  const marks = /(`+)([^`]+)\1|\*\*([^*\n]+)\*\*|\*([^*\s][^*\n]*)\*/g;
-  let from = 0;
-  for (const found of text.matchAll(marks)) {
-    parent.append(text.slice(from, found.index));
-    if (found[2] !== undefined) parent.append(make("code", "", found[2]));
-    else if (found[3] !== undefined) parent.append(make("strong", "", found[3]));
-    else parent.append(make("em", "", found[4]));
-    from = found.index + found[0].length;
-  }
-  parent.append(text.slice(from));
-}
-
-function kindOf(line) {
-  if (/^#{1,6} /.test(line)) return "heading";
-  if (/^\s*[-*+] /.test(line)) return "ul";
-  if (/^\s*\d+[.)] /.test(line)) return "ol";
-  if (/^> ?/.test(line)) return "quote";
-  return line.trim() ? "p" : "";
-}
-
-function addBlock(parent, kind, lines) {
-  if (kind === "heading") {
-    for (const line of lines) addInline(parent.appendChild(make("h3")), line.replace(/^#+ /, ""));
-  } else if (kind === "ul" || kind === "ol") {
-    const list = parent.appendChild(make(kind));
-    for (const line of lines) {
-      addInline(list.appendChild(make("li")), line.replace(/^\s*([-*+]|\d+[.)]) /, ""));
-    }
-  } else if (kind === "quote") {
-    addInline(parent.appendChild(make("blockquote")), lines.map((l) => l.slice(1)).join("\n"));
-  } else {
-    addInline(parent.appendChild(make("p")), lines.join("\n"));
-  }
-}
-
-function render(parent, text) {
-  parent.replaceChildren();
-  let kind = "", block = [], code = null, fence = "";
-  const close = () => {
-    if (block.length) addBlock(parent, kind, block);
-    block = [];
-  };
-  for (const line of text.split("\n")) {
-    const found = line.match(/^\s*(```+|~~~+)/);
-    if (code !== null) {
-      if (found && line.trim().startsWith(fence)) code = null;
-      else code.textContent += line + "\n";
-    } else if (found) {
-      close();
-      fence = found[1];
-      code = parent.appendChild(make("pre")).appendChild(make("code"));
-    } else {
-      const next = kindOf(line);
-      if (next !== kind) close();
-      kind = next;
-      if (kind) block.push(line);
-    }
-  }
-  close();
-}
-
-function addTurn(role) {
-  const turn = make("div", "turn " + role);
-  const thought = make("details", "thought");
-  thought.hidden = true;
-  thought.append(make("summary", "", "Reasoning"), make("div"));
-  const text = make("div", "text");
-  const note = make("div", "dim");
-  turn.append(thought, text, note);
-  chat.append(turn);
-  return { turn, thought, text, note, reasoning: "", content: "" };
-}
-
-function atBottom() {
-  return chat.scrollHeight - chat.scrollTop - chat.clientHeight < 60;
-}
-
-function show(answer) {
-  const stays = atBottom();
-  if (answer.reasoning) {
-    answer.thought.hidden = false;
-    answer.thought.lastChild.textContent = answer.reasoning;
-  }
-  render(answer.text, answer.content);
-  if (stays) chat.scrollTop = chat.scrollHeight;
 }
 
 function body() {
   const system = $("system").value.trim();
   const asked = {
     messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-    temperature: Number($("temperature").value),
-    top_p: Number($("top_p").value),
     stream: true,
     stream_options: { include_usage: true },
     timings: true,
   };
-  if ($("max_tokens").value) asked.max_tokens = Number($("max_tokens").value);
+  for (const name of ["temperature", "top_p", "max_tokens"]) {
+    if ($(name).value && $(name).validity.valid) asked[name] = Number($(name).value);
+  }
   return JSON.stringify(asked);
 }
 
+// --- turns ---------------------------------------------------------------------------------------
+
+function addUser(text) {
+  const turn = make("article", "turn user");
+  turn.append(make("div", "text", text));
+  turns.append(turn);
+  return turn;
+}
+
+function addAnswer(question) {
+  const turn = make("article", "turn assistant");
+  const thought = make("details", "thought");
+  thought.hidden = true;
+  thought.append(make("summary"), make("div"));
+  const text = make("div", "text waits");
+  const tools = make("div", "tools");
+  const note = make("span", "note dim");
+  const again = make("button", "quiet", "Again");
+  again.type = "button";
+  tools.append(note);
+  turn.append(thought, text, tools);
+  turns.append(turn);
+  const answer = {
+    turn, thought, text, tools, note, again, question,
+    reasoning: "", content: "", started: performance.now(), first: 0, thoughtFor: 0, drawn: 0,
+  };
+  again.addEventListener("click", () => askAgain(answer));
+  return answer;
+}
+
+function draw(answer) {
+  answer.drawn = 0;
+  if (answer.reasoning) {
+    answer.thought.hidden = false;
+    const isOver = answer.thoughtFor || !running;
+    answer.thought.firstChild.textContent = isOver ? `Thought for ${seconds(answer.thoughtFor)}` : "Thinking …";
+    answer.thought.lastChild.textContent = answer.reasoning.trim();
+  }
+  render(answer.text, answer.content);
+  answer.text.classList.toggle("waits", Boolean(running) && !answer.content);
+  answer.text.classList.toggle("writes", Boolean(running) && Boolean(answer.content));
+  if (follows) chat.scrollTop = chat.scrollHeight;
+}
+
+// At most once a frame, however fast the pieces come; hidden pages have no frames, but a timer.
+function drawSoon(answer) {
+  if (answer.drawn) return;
+  answer.drawn = document.hidden ? setTimeout(draw, 250, answer) : requestAnimationFrame(() => draw(answer));
+}
+
+function finish(answer, said, isError) {
+  const now = performance.now();
+  if (answer.reasoning && !answer.thoughtFor) answer.thoughtFor = now - answer.started;
+  if (said) answer.note.textContent = said;
+  answer.note.classList.toggle("error", isError);
+  if (answer.content) answer.tools.prepend(copyButton(() => answer.content));
+  answer.tools.insertBefore(answer.again, answer.note);
+  draw(answer);
+}
+
+// --- asking --------------------------------------------------------------------------------------
+
 function take(answer, event) {
   if (event.error) throw new Error(event.error.message);
-  for (const choice of event.choices) {
-    answer.reasoning += choice.delta.reasoning_content || "";
-    answer.content += choice.delta.content || "";
+  for (const { delta, finish_reason: reason } of event.choices) {
+    const { reasoning_content: reasoning = "", content = "" } = delta;
+    if ((reasoning || content) && !answer.first) answer.first = performance.now();
+    answer.reasoning += reasoning || "";
+    answer.content += content || "";
+    if (answer.content && answer.reasoning && !answer.thoughtFor) answer.thoughtFor = performance.now() - answer.started;
+    if (reason === "length") answer.isCut = true;
   }
-  if (event.usage && event.timings) {
-    const { usage, timings } = event;
-    answer.note.textContent =
-      `${usage.prompt_tokens} tokens read (${usage.prompt_tokens_details.cached_tokens} cached) in ` +
-      `${Math.round(timings.prompt_ms)} ms, ${usage.completion_tokens} written at ` +
-      `${timings.predicted_per_second.toFixed(1)} t/s`;
-  }
+  if (event.usage && event.timings) answer.note.textContent = figures(answer, event.usage, event.timings);
+}
+
+function figures(answer, usage, timings) {
+  const cached = usage.prompt_tokens_details?.cached_tokens || 0;
+  const read = `${tokens(usage.prompt_tokens)} read${cached ? `, ${number(cached)} of them cached` : ""}`;
+  const parts = [read, `first text after ${seconds((answer.first || performance.now()) - answer.started)}`];
+  parts.push(`${tokens(usage.completion_tokens)} at ${timings.predicted_per_second.toFixed(1)} t/s`);
+  if (answer.isCut) parts.push("cut short");
+  if (longest) $("room").textContent = `${number(usage.prompt_tokens + usage.completion_tokens)} of ${number(longest)} positions used`;
+  return parts.join(" · ");
 }
 
 async function follow(answer, signal) {
-  const response = await fetch("v1/chat/completions", {
-    method: "POST", headers: headers(), body: body(), signal,
-  });
+  const response = await fetch("v1/chat/completions", { method: "POST", headers: headers(), body: body(), signal });
   if (!response.ok) {
     const found = await response.json().catch(() => null);
-    throw new Error(found ? found.error.message : `status ${response.status}`);
+    throw new Error(found?.error?.message || `the server answered with status ${response.status}`);
   }
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let held = "";
   for (;;) {
     const { value, done } = await reader.read();
-    if (done) return;
+    if (done) throw new Error("the server went away in the middle of the answer");
     const events = (held + value).split("\n\n");
     held = events.pop();
     for (const event of events) {
-      if (event.startsWith("data: ") && event !== "data: [DONE]") take(answer, JSON.parse(event.slice(6)));
+      if (event === "data: [DONE]") return;
+      if (event.startsWith("data: ")) take(answer, JSON.parse(event.slice(6)));
     }
-    show(answer);
+    drawSoon(answer);
   }
 }
 
@@ -164,59 +145,134 @@ function setRunning(controller) {
   running = controller;
   $("send").hidden = controller !== null;
   $("stop").hidden = controller === null;
+  turns.setAttribute("aria-busy", String(controller !== null));
 }
 
-async function send() {
-  const text = $("prompt").value.trim();
-  if (!text || running) return;
-  $("prompt").value = "";
-  addTurn("user").text.textContent = text;
-  messages.push({ role: "user", content: text });
+// Asks for the answer to `messages`, the last of which is the user's.
+async function ask(question) {
   const asked = messages;
-  const answer = addTurn("assistant");
+  const answer = addAnswer(question);
+  follows = true;
   chat.scrollTop = chat.scrollHeight;
   const controller = new AbortController();
   setRunning(controller);
+  $("said").textContent = "";
+  let said = "", isError = false;
   try {
     await follow(answer, controller.signal);
   } catch (error) {
-    answer.note.textContent = controller.signal.aborted ? "stopped" : error.message;
-    answer.note.classList.toggle("error", !controller.signal.aborted);
+    isError = !controller.signal.aborted;
+    said = isError ? error.message : `stopped after ${seconds(performance.now() - answer.started)}`;
+    if (error instanceof TypeError && isError) said = "the server does not answer";
   }
-  if (answer.content) asked.push({ role: "assistant", content: answer.content });
-  else asked.pop();
-  show(answer);
+  cancelAnimationFrame(answer.drawn);
+  clearTimeout(answer.drawn);
+  if (answer.content && !isError) asked.push({ role: "assistant", content: answer.content });
+  if (asked !== messages) return; // another chat has begun meanwhile
   setRunning(null);
-  $("prompt").focus();
+  finish(answer, said, isError);
+  $("said").textContent = isError ? `Error: ${said}` : `Answer: ${answer.content || "none"}`;
+  if (isError) greet();
 }
 
+function send(text) {
+  text = text.trim();
+  if (!text || running) return;
+  if (messages.at(-1)?.role === "user") { // it was never answered: the next one takes its place
+    messages.pop();
+    [...turns.querySelectorAll(".user")].at(-1)?.classList.add("dropped");
+  }
+  prompt.value = "";
+  fit();
+  $("empty").hidden = true;
+  messages.push({ role: "user", content: text });
+  ask({ turn: addUser(text), at: messages.length });
+}
+
+// The same question once more; what came behind it is left.
+function askAgain({ question }) {
+  if (running) return;
+  const text = question.turn.querySelector(".text").textContent;
+  messages = messages.slice(0, question.at - 1);
+  messages.push({ role: "user", content: text });
+  question.turn.classList.remove("dropped");
+  while (question.turn.nextSibling) question.turn.nextSibling.remove();
+  prompt.focus();
+  ask({ turn: question.turn, at: messages.length });
+}
+
+function begin() {
+  const before = running;
+  messages = [];
+  if (before) before.abort();
+  setRunning(null);
+  turns.replaceChildren();
+  $("empty").hidden = false;
+  $("room").textContent = "Enter sends, Shift+Enter is a new line, Esc stops.";
+  prompt.focus();
+}
+
+// --- the page ------------------------------------------------------------------------------------
+
 async function greet() {
+  const model = $("model");
+  let said = "the server does not answer", state = "error";
   try {
     const response = await fetch("v1/models", { headers: headers() });
     const found = await response.json();
-    $("model").textContent = response.ok
-      ? `${found.data[0].id} on ${found.data[0].meta.target}, ${found.data[0].meta.weights} weights`
-      : found.error.message;
-    if (response.status === 503) setTimeout(greet, 2000);
+    if (response.ok) {
+      const { id, meta, max_model_len: most } = found.data[0];
+      longest = most || 0;
+      said = `${id} · ${[meta?.precision, meta?.target].filter(Boolean).join(" on ")}`;
+      if (meta?.weights === "random") said += " · random weights";
+      state = "ready";
+      document.title = `${id} · Tilewright`;
+    } else {
+      said = found.error.message;
+      if (response.status === 503) state = "waiting";
+      if (response.status === 401) said = "this server wants an API key: see the settings";
+    }
   } catch {
-    $("model").textContent = "the server does not answer";
-    setTimeout(greet, 2000);
+    // it is said that the server does not answer
   }
+  model.textContent = model.title = said;
+  model.dataset.state = state;
+  if (state !== "ready") setTimeout(greet, 2000);
 }
 
-$("form").addEventListener("submit", (event) => { event.preventDefault(); send(); });
-$("prompt").addEventListener("keydown", (event) => {
+function fit() {
+  prompt.style.height = "auto";
+  prompt.style.height = `${prompt.scrollHeight}px`;
+  $("send").disabled = !prompt.value.trim();
+}
+
+$("form").addEventListener("submit", (event) => { event.preventDefault(); send(prompt.value); });
+prompt.addEventListener("input", fit);
+prompt.addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
-    send();
+    send(prompt.value);
   }
 });
-$("stop").addEventListener("click", () => running && running.abort());
-$("clear").addEventListener("click", () => {
-  if (running) running.abort();
-  messages = [];
-  chat.replaceChildren();
-  $("prompt").focus();
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape" && running && !settings.open) running.abort();
 });
-$("key").addEventListener("change", greet);
+$("stop").addEventListener("click", () => { running?.abort(); prompt.focus(); });
+$("clear").addEventListener("click", begin);
+$("ideas").addEventListener("click", (event) => {
+  if (event.target.tagName === "BUTTON") { send(event.target.textContent); prompt.focus(); }
+});
+$("open-settings").addEventListener("click", () => settings.showModal());
+settings.addEventListener("click", (event) => { if (event.target === settings) settings.close(); });
+settings.addEventListener("close", () => { greet(); prompt.focus(); });
+$("theme").addEventListener("change", () => { document.documentElement.style.colorScheme = $("theme").value; });
+chat.addEventListener("scroll", () => {
+  const isAtEnd = chat.scrollHeight - chat.scrollTop - chat.clientHeight < 80;
+  if (isAtEnd) follows = true;
+  else if (chat.scrollTop < scrolledTo) follows = false; // only a reader scrolls back
+  scrolledTo = chat.scrollTop;
+  $("to-end").hidden = isAtEnd || !messages.length;
+});
+$("to-end").addEventListener("click", () => { follows = true; chat.scrollTop = chat.scrollHeight; });
+fit();
 greet();

@@ -8,8 +8,12 @@ from aiohttp import web
 
 from tilewright.compiler.serve.exchange import Route
 
-_PAGE = {"/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css")}
-_PAGE["/page.js"] = ("page.js", "text/javascript")
+_PAGE = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/markdown.js": ("markdown.js", "text/javascript"),
+}
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
