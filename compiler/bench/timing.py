@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from tilewright.compiler.bench.record import Repeat
 from tilewright.compiler.runtime.loop import EngineLoop, OnToken
 from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.scheduler import Policy
 from tilewright.compiler.targets.base import Executable
 
 _WARM_UP_TOKENS = 8

@@ -38,8 +38,8 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands.source import compile_source, open_source
     from tilewright.compiler.runtime.request import Request
+    from tilewright.compiler.runtime.running import Policy
     from tilewright.compiler.runtime.sampling import SamplingParams
-    from tilewright.compiler.runtime.scheduler import Policy
     from tilewright.compiler.runtime.service import EngineService
     from tilewright.compiler.targets.base import CompileOptions
 

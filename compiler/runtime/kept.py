@@ -7,78 +7,86 @@ seats alone; the bytes are the executable's.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from tilewright.compiler.targets.step import Seat
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The tokens that a kept seat has read, and the salt of those who may know of them."""
+
+    tokens: tuple[int, ...]
+    salt: str
+    num_bytes: int
 
 
 class KeptSeats:
     """The tokens that each kept seat has computed; there are never more of them than seats.
 
-    ``whole``: states cannot be cut back to a position, so that a seat is of use only where all
-    that it holds begins the prompt.
+    ``size_of``: bytes of the state of so many positions; ``most``: of all kept seats together.
     """
 
-    def __init__(self, *, whole: bool) -> None:
-        self._whole = whole
-        self._tokens: OrderedDict[Seat, tuple[int, ...]] = OrderedDict()
+    def __init__(self, size_of: Callable[[int], int], most: int) -> None:
+        self._size_of, self._most = size_of, most
+        self._num_bytes = 0
+        self._kept: OrderedDict[Seat, Kept] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._tokens)
+        return len(self._kept)
 
-    def keep(self, seat: Seat, tokens: Sequence[int], computed: int) -> bool:
-        """The sequence on a seat has ended: its first ``computed`` tokens were read, of which these
-        are known. Whether the seat is kept: not where it holds nothing, or what cannot be cut off.
+    def __iter__(self) -> Iterator[tuple[Seat, Kept]]:
+        """Seats, the least recently used first."""
+        return iter(self._kept.items())
+
+    def keep(self, seat: Seat, tokens: tuple[int, ...], salt: str) -> list[Seat]:
+        """The sequence on a seat, which has read ``tokens``, has ended. Returns the seats that
+        are kept no more, so that all fit: the least recently used, perhaps this very one.
         """
-        is_kept = computed > 0 and not (self._whole and computed > len(tokens))
-        if is_kept:
-            self._tokens[seat] = tuple(tokens[:computed])
-        return is_kept
+        kept = Kept(tokens, salt, self._size_of(len(tokens)))
+        self._kept[seat] = kept
+        self._num_bytes += kept.num_bytes
+        left = []
+        while self._num_bytes > self._most:
+            left.append(self.take_oldest())
+        return left
 
-    def take_best(self, prompt: Sequence[int], *, are_others_free: bool) -> tuple[Seat, int] | None:
-        """The seat that shares the longest beginning with a prompt, and how many tokens that is:
-        it is not kept any more. None where no seat shares any, and where ``are_others_free`` and
-        most of the seat would be lost for little of this prompt.
-        """
-        found = self.find(prompt)
-        if found is None:
-            return None
-        seat, length = found
-        if are_others_free and 2 * length < min(len(prompt), len(self._tokens[seat])):
-            return None
-        del self._tokens[seat]
-        return found
+    def touch(self, seat: Seat) -> None:
+        """A seat was of use."""
+        self._kept.move_to_end(seat)
 
-    def find(self, prompt: Sequence[int]) -> tuple[Seat, int] | None:
-        """The seat that shares the longest beginning with a prompt, and how many tokens that is;
-        of equal ones the most recently used. None where no seat shares any.
-
-        The last token of a prompt is always computed, so it is never counted.
-        """
-        best: tuple[Seat, int] | None = None
-        for seat, tokens in self._tokens.items():
-            length = common_length(tokens, prompt[:-1])
-            if self._whole and length < len(tokens):
-                continue
-            if length and (best is None or length >= best[1]):
-                best = seat, length
-        return best
-
-    def take_oldest(self) -> Seat:
-        """The least recently used seat, which has another use from now on."""
-        seat, _ = self._tokens.popitem(last=False)
+    def take(self, seat: Seat) -> Seat:
+        """A seat has another use from now on."""
+        self._num_bytes -= self._kept.pop(seat).num_bytes
         return seat
+
+    def take_oldest(self, *, besides: Seat | None = None) -> Seat:
+        """The least recently used seat has another use; ``besides`` is taken only if alone."""
+        seats = iter(self._kept)
+        seat = next(seats)
+        if seat == besides:
+            seat = next(seats, seat)
+        return self.take(seat)
 
     def forget(self) -> list[Seat]:
         """No seat is kept any more; returns those that were."""
-        seats = list(self._tokens)
-        self._tokens.clear()
+        seats = list(self._kept)
+        self._kept.clear()
+        self._num_bytes = 0
         return seats
 
 
-def common_length(one: Sequence[int], other: Sequence[int]) -> int:
+def common_length(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """How many first tokens two sequences share."""
-    for at, (left, right) in enumerate(zip(one, other, strict=False)):
-        if left != right:
-            return at
-    return min(len(one), len(other))
+    low, high = 0, min(len(one), len(other))
+    step = 32
+    while low < high:
+        middle = min(high, low + step)
+        if one[low:middle] == other[low:middle]:
+            low, step = middle, 2 * step
+        elif middle == low + 1:
+            break
+        else:
+            high, step = middle, max(1, (middle - low) // 2)
+    return low

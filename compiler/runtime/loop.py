@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tilewright.compiler.runtime.cost import StepCost, StepMeter
 from tilewright.compiler.runtime.masks import Masks, no_token
 from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.runtime.request import FAILED, STOPPED, Request, check_tokens
-from tilewright.compiler.runtime.scheduler import Plan, Policy, Scheduler
+from tilewright.compiler.runtime.running import Plan, Policy, Running
+from tilewright.compiler.runtime.scheduler import Scheduler
 from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.step import NOT_A_NUMBER, StepOutput
+from tilewright.compiler.targets.step import GOES_ON, NOT_A_NUMBER, Chosen, Seat, StepOutput
 
 OnToken = Callable[[Request, int], None]
 
@@ -47,7 +49,14 @@ class EngineLoop:
         self.executable = executable
         self.masks = Masks(grammars)
         executable.reset()
-        self.scheduler = Scheduler(executable.capabilities, policy=policy, cost=executable.cost)
+        self.cost = StepCost()
+        self._meter = StepMeter(self.cost)
+        self.scheduler = Scheduler(
+            executable.capabilities,
+            policy=policy,
+            cost=self.cost,
+            state_bytes=executable.state_bytes,
+        )
         self.num_dropped = 0
         self._flight: _Launched | None = None
 
@@ -147,7 +156,7 @@ class EngineLoop:
 
     def _land(self) -> None:
         """Wait for a flight that nobody wants any more, and free what it held."""
-        if self._flight is not None and not self.scheduler.running:
+        if self._flight is not None and not self.scheduler.seating.seated:
             flight, self._flight = self._flight, None
             self._read(flight)
         closing = self.scheduler.closing()
@@ -159,6 +168,8 @@ class EngineLoop:
         plan = self.scheduler.schedule()
         if plan is None:
             return None
+        if behind is None:
+            self._meter.begin(time.perf_counter())
         masked = plan.step.masked and behind is None
         try:
             if masked:
@@ -200,24 +211,44 @@ class EngineLoop:
         self.executable.choose(launched.output, allowed)
 
     def _read(self, launched: _Launched) -> list[Request]:
-        served = []
-        for part in launched.output.parts:
+        served: list[Request] = []
+        plan, parts = launched.plan, launched.output.parts
+        for part in parts:
             chosen = part.read()
-            now = time.perf_counter()
-            for index, seat in enumerate(part.seats):
-                running = launched.plan.rows.get(seat)
-                if running is None:
-                    continue
-                request = running.request
-                if chosen.why[index] == NOT_A_NUMBER:
-                    self._fail(request, "the model's logits are no numbers", "not_a_number")
-                    continue
-                is_end = chosen.why[index] != 0
-                if not self.scheduler.take(running, chosen.tokens[index], is_end=is_end):
-                    self.num_dropped += 1
-                    continue
-                request.token_times.append(now)
-                if chosen.logprobs is not None and request.sampling.logprobs is not None:
-                    request.logprobs.append(chosen.logprobs[index])
-                served.append(request)
+            self._take(plan.rows, part.seats, chosen, time.perf_counter(), served)
+        self._meter.read(
+            len(plan.step.decode),
+            plan.num_prompt_tokens,
+            time.perf_counter(),
+            are_prompts_read=not self.executable.capabilities.runs_ahead
+            or any(chunk.chooses for chunk in plan.step.prompts),
+            is_read=bool(parts) or not self.executable.capabilities.runs_ahead,
+        )
         return served
+
+    def _take(
+        self,
+        rows: Mapping[Seat, Running],
+        seats: Sequence[Seat],
+        chosen: Chosen,
+        now: float,
+        served: list[Request],
+    ) -> None:
+        """The tokens of a part go to their requests, and those into ``served``."""
+        take, logprobs = self.scheduler.take, chosen.logprobs
+        for index, (seat, token, why) in enumerate(
+            zip(seats, chosen.tokens, chosen.why, strict=True)
+        ):
+            running = rows.get(seat)
+            if running is None:
+                continue
+            request = running.request
+            if why == NOT_A_NUMBER:
+                self._fail(request, "the model's logits are no numbers", "not_a_number")
+            elif take(running, token, is_end=why != GOES_ON):
+                request.token_times.append(now)
+                if logprobs is not None and request.sampling.logprobs is not None:
+                    request.logprobs.append(logprobs[index])
+                served.append(request)
+            else:
+                self.num_dropped += 1

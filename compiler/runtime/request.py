@@ -23,13 +23,19 @@ class Request:
 
     Attributes:
         priority: lower ones come first.
+        client: whose it is; within a priority, clients take turns.
         is_private: whether what is computed for its prompt is shared with nobody.
         grammar: what its answer must be; None: any text. matcher: where the answer stands in it.
+        cache_salt: what is computed for its prompt is shared with those of the same salt alone.
+        like: the first of several choices for the same prompt, of which this is another; what that
+            has computed is copied. It is added before this one.
         output: the tokens chosen so far, an end token included.
         logprobs: of each of them, where ``sampling`` asks for it.
         finish_reason: None while it runs; then ``stop``, ``length``, ``cancelled`` or ``error``.
         error, error_code: why it ended with ``error``, for people and for programs.
         num_cached: tokens of its prompt that did not have to be computed.
+        order: counts arrivals; the scheduler's.
+        choices: the other choices for its prompt, where it is the first of several.
         page_keys: names of the full pages of its prompt, by which they are shared; the scheduler
             makes them once, where it shares at all.
     """
@@ -38,9 +44,12 @@ class Request:
     prompt: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0
+    client: str = ""
     is_private: bool = False
     grammar: GrammarSpec | None = None
     matcher: Matcher | None = None
+    cache_salt: str = ""
+    like: Request | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -51,6 +60,8 @@ class Request:
     num_cached: int = 0
     page_keys: tuple[bytes, ...] = ()
     num_preemptions: int = 0
+    order: int = 0
+    choices: list[Request] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -26,7 +26,7 @@ from tilewright.compiler.runtime.messages import (
     Transport,
 )
 from tilewright.compiler.runtime.request import FAILED, Request
-from tilewright.compiler.runtime.scheduler import Policy
+from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.targets.base import Executable
 
 BEAT_SECONDS = 1.0
@@ -208,8 +208,8 @@ class EngineService:
         scheduler = self.loop.scheduler
         return Beat(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_pages_held=scheduler.pool.num_held,
+            num_waiting=len(scheduler.line),
+            num_pages_held=scheduler.num_held_pages,
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_dropped=self.loop.num_dropped,

@@ -117,12 +117,6 @@ class Executable(ABC):
     def reset(self) -> None:
         """Close every seat and forget every page, for a runtime that begins anew."""
 
-    def cost(self, num_decode: int, num_prompt_tokens: int) -> float:
-        """Milliseconds that a step of so many decode rows and tokens of prompts is expected to
-        take; 0 where nothing is known yet.
-        """
-        return 0.0
-
     @abstractmethod
     def memory(self) -> MemoryUse:
         """What is held now."""

@@ -128,7 +128,8 @@ class Load:
 class Copy:
     """The first positions of one seat become those of another, which is open and empty.
 
-    Per-sequence state is copied whole, so it wants ``num_positions`` to be the source's length.
+    Per-sequence state is copied whole, so it wants ``num_positions`` to be the source's length, or
+    a :class:`Load` behind it.
     With pages, only the positions behind the last whole page are copied: whole pages are shared
     through :class:`Pages`.
     """
@@ -154,7 +155,14 @@ class Back:
     place: HostPlace
 
 
-Edit: TypeAlias = Open | Close | Pages | Save | Load | Copy | Out | Back
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Forget what :class:`Out` kept: the sequence has ended meanwhile."""
+
+    place: HostPlace
+
+
+Edit: TypeAlias = Open | Close | Pages | Save | Load | Copy | Out | Back | Drop
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +176,9 @@ class Chunk:
             per-sequence state there.
         echoes: whether the rows of all of its tokens are wanted, and not of the last one alone:
             their logits, and the log probability of each of its tokens behind the first.
+        also: of a chunk that chooses, seats that were opened for other choices of the same prompt,
+            and hold nothing: they get a copy of the state behind the chunk (with pages, of what
+            lies behind the last whole page), and a token of their own is chosen for each of them.
     """
 
     seat: Seat
@@ -176,6 +187,7 @@ class Chunk:
     chooses: bool = False
     saves: tuple[tuple[int, Snapshot], ...] = ()
     echoes: bool = False
+    also: tuple[Seat, ...] = ()
 
     @property
     def end(self) -> int:

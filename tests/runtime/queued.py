@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.compiler.targets.base import Capabilities, Executable, MemoryUse
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.step import (
+    Back,
     Choosing,
     Chosen,
     Chunk,
     Close,
+    Copy,
+    Drop,
     Edit,
+    HostPlace,
+    Load,
     Open,
+    Out,
     Pages,
     Part,
+    Save,
     Seat,
+    Snapshot,
     Step,
     StepOutput,
 )
@@ -42,12 +50,16 @@ class Clock:
 
 @dataclass(slots=True)
 class _Held:
-    """What the device knows of an open seat."""
+    """What the device knows of an open seat; ``state``: what is kept per sequence, the state behind
+    its first ``state_at`` positions.
+    """
 
     choosing: Choosing
     pages: list[int]
     length: int = 0
     token: int | None = None
+    state: int = 0
+    state_at: int = 0
 
 
 class QueuedExecutable(Executable):
@@ -73,6 +85,8 @@ class QueuedExecutable(Executable):
         self._num_chosen = 0
         self._seats: dict[Seat, _Held] = {}
         self._memory: dict[int, dict[int, int]] = {}
+        self._snapshots: dict[Snapshot, tuple[int, int]] = {}
+        self._places: dict[HostPlace, tuple[_Held, list[int]]] = {}
         self._opened: set[Seat] = set()
 
     def step(self, step: Step) -> StepOutput:
@@ -80,7 +94,7 @@ class QueuedExecutable(Executable):
         self._check(step)
         self.clock.now += self.host_seconds
         groups: list[tuple[Seat, ...]] = [step.decode] if step.decode else []
-        groups += [(chunk.seat,) for chunk in step.prompts if chunk.chooses]
+        groups += [(chunk.seat, *chunk.also) for chunk in step.prompts if chunk.chooses]
         answers: list[list[tuple[int, int]]] = [[] for _ in groups]
         if step.decode or step.prompts:
             start = max(self._device_free_at, self.clock.now)
@@ -117,7 +131,7 @@ class QueuedExecutable(Executable):
                 self._opened.add(edit.seat)
             elif isinstance(edit, Close):
                 self._opened.remove(edit.seat)
-        busy = [*step.decode, *(chunk.seat for chunk in step.prompts)]
+        busy = [*step.decode, *(seat for c in step.prompts for seat in (c.seat, *c.also))]
         assert len(set(busy)) == len(busy), "a seat twice in a step"
         assert set(busy) <= self._opened
         assert len(step.prompts) <= limits.max_prompts
@@ -139,14 +153,22 @@ class QueuedExecutable(Executable):
         for chunk in step.prompts:
             self._prompt(chunk)
             if chunk.chooses:
-                next(groups).append(self._choose(self._seats[chunk.seat]))
+                found = next(groups)
+                for seat in (chunk.seat, *chunk.also):
+                    if seat != chunk.seat:
+                        self._copy(chunk.seat, seat, chunk.end)
+                    found.append(self._choose(self._seats[seat]))
 
     def _prompt(self, chunk: Chunk) -> None:
         held = self._seats[chunk.seat]
         assert chunk.start == held.length or self._is_shared(held, chunk.start), "a gap"
         held.length = chunk.start
+        marks = dict(chunk.saves)
         for token in chunk.tokens:
             self._write(held, token)
+            if held.length in marks:
+                self._apply(Save(chunk.seat, marks.pop(held.length)))
+        assert not marks, "a snapshot outside the chunk"
         held.token = None
 
     def _is_shared(self, held: _Held, start: int) -> bool:
@@ -156,20 +178,60 @@ class QueuedExecutable(Executable):
     def _apply(self, edit: Edit) -> None:
         if isinstance(edit, Open):
             own = [] if self.capabilities.page_size else [edit.seat]
+            fresh = _Held(edit.choosing, own, edit.keeps)
             if edit.keeps:
                 held = self._seats[edit.seat]
-                length, whole = held.length, self.capabilities.has_sequence_state
-                assert edit.keeps == length if whole else edit.keeps <= length
+                assert edit.keeps <= held.length
+                fresh.state, fresh.state_at = held.state, held.state_at
             elif own:
                 self._memory[edit.seat] = {}
-            self._seats[edit.seat] = _Held(edit.choosing, own, edit.keeps)
+            self._seats[edit.seat] = fresh
         elif isinstance(edit, Close):
             del self._seats[edit.seat]
-        else:
-            assert isinstance(edit, Pages), edit
+        elif isinstance(edit, Pages):
             held = self._seats[edit.seat]
             assert edit.first <= len(held.pages)
             held.pages[edit.first :] = edit.ids
+        elif isinstance(edit, Save):
+            held = self._seats[edit.seat]
+            assert held.state_at == held.length and edit.snapshot < self.capabilities.num_snapshots
+            self._snapshots[edit.snapshot] = held.state, held.state_at
+        elif isinstance(edit, Load):
+            held = self._seats[edit.seat]
+            held.state, held.state_at = self._snapshots[edit.snapshot]
+            held.length = held.state_at
+        elif isinstance(edit, Copy):
+            self._copy(edit.source, edit.target, edit.num_positions)
+        else:
+            self._move(edit)
+
+    def _move(self, edit: Out | Back | Drop) -> None:
+        if isinstance(edit, Out):
+            held = self._seats[edit.seat]
+            assert edit.place not in self._places
+            self._places[edit.place] = replace(held), self._history(held)
+        elif isinstance(edit, Drop):
+            del self._places[edit.place]
+        else:
+            kept, history = self._places.pop(edit.place)
+            held = self._seats[edit.seat]
+            for token in history:
+                self._write(held, token)
+            held.token = kept.token
+            assert (held.length, held.state) == (kept.length, kept.state)
+
+    def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
+        old, new = self._seats[source], self._seats[target]
+        assert new.length == 0 and num_positions <= old.length
+        size = self.capabilities.page_size
+        if size:
+            at = num_positions // size
+            assert old.pages[:at] == new.pages[:at], "whole pages are shared"
+            if num_positions % size:
+                self._memory[new.pages[at]] = dict(self._memory[old.pages[at]])
+        else:
+            self._memory[target] = dict(self._memory[source])
+        new.length, new.state, new.state_at = num_positions, old.state, old.state_at
 
     def _check_pages(self, step: Step) -> None:
         """No page is written by a seat while another has it."""
@@ -190,11 +252,20 @@ class QueuedExecutable(Executable):
         size = self.capabilities.page_size or self.capabilities.max_context
         page = held.pages[held.length // size]
         self._memory.setdefault(page, {})[held.length % size] = token
+        if self.capabilities.has_sequence_state:
+            assert held.state_at == held.length, "state of another position"
+            held.state = zlib.crc32(bytes([token]), held.state)
+            held.state_at += 1
         held.length += 1
 
-    def _choose(self, held: _Held) -> tuple[int, int]:
+    def _history(self, held: _Held) -> list[int]:
         size = self.capabilities.page_size or self.capabilities.max_context
-        history = [self._memory[held.pages[at // size]][at % size] for at in range(held.length)]
+        return [self._memory[held.pages[at // size]][at % size] for at in range(held.length)]
+
+    def _choose(self, held: _Held) -> tuple[int, int]:
+        history = self._history(held)
+        if self.capabilities.has_sequence_state:
+            assert held.state == zlib.crc32(bytes(history)), "state of another history"
         facts = (history, held.choosing.seed, held.length)
         held.token = zlib.crc32(repr(facts).encode()) % VOCAB
         return held.token, int(held.token in held.choosing.end_tokens)
@@ -206,8 +277,14 @@ class QueuedExecutable(Executable):
 
     def reset(self) -> None:
         self._work_off()
-        self._seats.clear()
-        self._opened.clear()
+        for kept in (self._seats, self._opened, self._snapshots, self._places):
+            kept.clear()
+
+    @property
+    def num_places(self) -> int:
+        """Sequences whose state is in host memory."""
+        self._work_off()
+        return len(self._places)
 
     @property
     def num_open(self) -> int:
@@ -218,4 +295,4 @@ class QueuedExecutable(Executable):
         return MemoryUse(0, 0)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        return 0
+        return num_positions

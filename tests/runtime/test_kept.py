@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.runtime.queued import QueuedExecutable
-from tilewright.compiler.runtime.kept import KeptSeats
+from tilewright.compiler.runtime.kept import common_length
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.scheduler import Policy
 from tilewright.compiler.targets.step import Close, Open, Seat
 
 
@@ -82,7 +84,7 @@ def test_a_long_history_is_left_to_its_own_turn_while_seats_are_free() -> None:
 def test_nothing_is_kept_of_private_requests_nor_where_figures_are_taken(facts: Any) -> None:
     llm, executable = loop(reuses=bool(facts))
     ask(llm, 1, 2, 3, **facts)
-    assert executable.num_open == len(llm.scheduler.kept) == 0
+    assert executable.num_open == llm.scheduler.num_kept == 0
     assert ask(llm, 1, 2, 3, 4).num_cached == 0
 
 
@@ -96,9 +98,22 @@ def test_a_device_that_fails_holds_nothing_afterwards() -> None:
 
 
 def test_of_equal_beginnings_the_most_recent_is_found() -> None:
-    kept = KeptSeats(whole=False)
-    kept.keep(Seat(0), (1, 2, 3), 3)
-    kept.keep(Seat(1), (1, 2, 4), 3)
-    assert kept.find((1, 2, 5, 6)) == (Seat(1), 2)
-    assert kept.find((1, 2, 3, 6)) == (Seat(0), 3)
-    assert kept.find((1,)) is None and kept.find((9, 9)) is None
+    llm, _ = loop(max_seats=3)
+    for last in (3, 4):
+        ask(llm, 1, 2, last, wanted=1)
+    (seating,) = [llm.scheduler.seating]
+    assert seating.find(Request(0, (1, 2, 5, 6))).length == 2
+    assert seating.find(Request(0, (1, 2, 5, 6))).seat == Seat(1)
+    assert seating.find(Request(0, (1, 2, 3, 6))).seat == Seat(0)
+    assert not seating.find(Request(0, (1,))).length
+    assert not seating.find(Request(0, (9, 9))).length
+
+
+@given(st.lists(st.integers(0, 1), max_size=80), st.lists(st.integers(0, 1), max_size=80))
+def test_common_lengths_are_those_of_a_walk(one: list[int], other: list[int]) -> None:
+    length = next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
+    assert common_length(tuple(one), tuple(other)) == length
+    assert common_length((*one, 2, *other), (*one, 3)) == len(one)

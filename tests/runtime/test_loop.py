@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import LENGTH, STOPPED, Request
+from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.scheduler import Policy
 from tilewright.compiler.targets.base import Executable
 
 BATCH, CONTEXT, COUNT = 6, 64, 14

@@ -77,7 +77,7 @@ def test_an_end_token_ends_the_request_and_the_flight_is_waited_for() -> None:
     assert stopped.finish_reason == STOPPED
     assert len(stopped.token_times) == len(stopped.output)
     assert executable.log[-2:] == [("read", at), ("read", at + 1)], "one step too many was run"
-    assert llm.num_dropped == 1 and executable.num_open == len(llm.scheduler.kept) == 1
+    assert llm.num_dropped == 1 and executable.num_open == llm.scheduler.num_kept == 1
 
 
 def test_the_others_keep_the_flight_of_one_that_ended() -> None:
@@ -120,7 +120,7 @@ def test_a_request_cancelled_in_flight_leaves_the_others_alone(others: int) -> N
     llm.generate([])
     assert made[0].output == kept == answer(made[0])[: len(kept)]
     assert all(one.output == answer(one) for one in made[1:])
-    assert executable.num_open == len(llm.scheduler.kept)
+    assert executable.num_open == llm.scheduler.num_kept
 
 
 @pytest.mark.parametrize(("runs_ahead", "rate"), [(True, 1 / 0.010), (False, 1 / 0.014)])

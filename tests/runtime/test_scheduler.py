@@ -19,8 +19,8 @@ from tests.runtime.queued import VOCAB, QueuedExecutable
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import CANCELLED, LENGTH, STOPPED, Request
+from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.scheduler import Policy
 from tilewright.compiler.targets.step import Step, StepOutput
 
 CONTEXT = 64
@@ -68,8 +68,8 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
     }
     if draw(st.booleans()):
         found |= {"page_size": 4, "num_pages": draw(st.integers(16, 48))}
-    else:
-        found["has_sequence_state"] = draw(st.booleans())
+    if draw(st.booleans()):
+        found |= {"has_sequence_state": True, "num_snapshots": draw(st.integers(0, 6))}
     return found
 
 
@@ -85,8 +85,8 @@ def run(
             llm.add(made[coming.pop(0)])
         tokens.append([request.request_id for request in llm.step()])
         assert len(tokens) < 10_000, "no end"
-    assert executable.num_open == len(llm.scheduler.kept), "all seats are given back, or kept"
-    assert llm.scheduler.pool.num_held == 0, "and all pages"
+    assert executable.num_open == llm.scheduler.num_kept, "all seats are given back, or kept"
+    assert llm.scheduler.num_held_pages == 0, "and all pages"
     return llm, made, tokens
 
 
@@ -97,11 +97,12 @@ def answer(made: Request) -> list[int]:
     return alone.output
 
 
-@given(JOBS, limits(), st.sampled_from((0.0, 20.0)))
+@given(JOBS, limits(), st.sampled_from((0.0, 1e-9, 20.0)), st.sampled_from((0, 30, 1000)))
 def test_every_request_is_answered_as_if_it_were_alone(
-    jobs: list[Job], limits: dict[str, Any], step_ms: float
+    jobs: list[Job], limits: dict[str, Any], step_ms: float, host_bytes: int
 ) -> None:
-    _, made, _ = run(jobs, QueuedExecutable(**limits), policy=Policy(step_ms=step_ms))
+    policy = Policy(step_ms=step_ms, host_bytes=host_bytes, cache_replies=host_bytes > 30)
+    _, made, _ = run(jobs, QueuedExecutable(**limits), policy=policy)
     for request in made:
         assert (request.output, request.finish_reason) == (answer(request), LENGTH)
         assert len(request.token_times) == len(request.output)
@@ -112,7 +113,7 @@ def test_chunks_cover_what_is_not_cached_once_and_in_order(
     jobs: list[Job], limits: dict[str, Any]
 ) -> None:
     executable = QueuedExecutable(**limits)
-    llm, made, _ = run(jobs, executable, policy=Policy(reuses=False))
+    llm, made, _ = run(jobs, executable, policy=Policy(reuses=False, host_bytes=0))
     computed = sum(len(chunk.tokens) for step in executable.given for chunk in step.prompts)
     prompts = sum(len(request.prompt) for request in made)
     assert computed == prompts if not llm.scheduler.num_preemptions else computed > prompts
@@ -156,7 +157,7 @@ def test_a_private_prompt_neither_finds_nor_leaves_pages() -> None:
 def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
     """Pieces of a cell each, and a token of the stream with each of them."""
     executable = QueuedExecutable(cell=4)
-    llm = EngineLoop(executable)
+    llm = EngineLoop(executable, policy=Policy(step_ms=1e-9))
     stream, long = Job(0, 2, 40, 0, 0).request(0), Job(0, 20, 1, 0, 0).request(1)
     llm.add(stream)
     for _ in range(3):
@@ -170,14 +171,38 @@ def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
     llm.cancel(stream)
 
 
-def test_without_pages_left_the_newest_waits_and_is_replayed() -> None:
+@pytest.mark.parametrize("host_bytes", [0, 20, 1000])
+def test_without_pages_left_the_newest_waits_and_goes_on_where_it_was(host_bytes: int) -> None:
+    """Its state comes back from host memory, or what it has said is read again."""
+    executable = QueuedExecutable(page_size=4, num_pages=12)
+    llm = EngineLoop(executable, policy=Policy(host_bytes=host_bytes))
+    made = [Job(0, 8, 30, 0, 0).request(number) for number in range(3)]
+    most = 0
+    for request in made:
+        llm.add(request)
+    while llm.has_work():
+        llm.step()
+        most = max(most, llm.scheduler.num_swapped)
+        assert executable.num_places == llm.scheduler.num_swapped <= host_bytes // 8
+    assert llm.scheduler.num_preempted and not made[0].num_preemptions
+    assert [request.output for request in made] == [answer(request) for request in made]
+    assert bool(most) == (host_bytes > 0)
+    is_replayed = any(step.forced for step in executable.given)
+    assert is_replayed == (host_bytes < 1000), "known tokens are replayed one by one"
+
+
+def test_one_that_is_cancelled_while_its_state_is_away_leaves_none_there() -> None:
     executable = QueuedExecutable(page_size=4, num_pages=12)
     llm = EngineLoop(executable)
     made = [Job(0, 8, 30, 0, 0).request(number) for number in range(3)]
-    llm.generate(made)
-    assert llm.scheduler.num_preemptions and not made[0].num_preemptions
-    assert [request.output for request in made] == [answer(request) for request in made]
-    assert any(step.forced for step in executable.given), "known tokens are replayed one by one"
+    for request in made:
+        llm.add(request)
+    while not llm.scheduler.num_swapped:
+        llm.step()
+    llm.cancel(next(each for each in made if each.num_preemptions))
+    llm.generate([])
+    assert executable.num_places == llm.scheduler.num_swapped == 0
+    assert sum(request.finish_reason == LENGTH for request in made) == 2
 
 
 @given(JOBS, limits())
@@ -212,8 +237,8 @@ def test_cancelled_requests_stop_and_the_others_do_not(
         assert request.output == answer(request)[: len(request.output)]
         whole = len(request.output) == request.sampling.max_tokens
         assert request.finish_reason == (LENGTH if whole else CANCELLED)
-    assert executable.num_open == len(llm.scheduler.kept)
-    assert llm.scheduler.pool.num_held == 0
+    assert executable.num_open == llm.scheduler.num_kept
+    assert llm.scheduler.num_held_pages == 0
 
 
 def one(**limits: Any) -> EngineLoop:
@@ -286,7 +311,7 @@ def test_a_callback_that_raises_leaves_nothing_behind(runs_ahead: bool) -> None:
 
     with pytest.raises(KeyError):
         llm.generate(requests, on_token)
-    assert not llm.has_work() and executable.num_open == len(llm.scheduler.kept)
+    assert not llm.has_work() and executable.num_open == llm.scheduler.num_kept
     assert {request.finish_reason for request in requests} == {CANCELLED}
     (again,) = batch_of(3)
     llm.generate([again])
@@ -315,10 +340,10 @@ def test_an_executable_that_raises_leaves_nothing_behind(runs_ahead: bool) -> No
     llm.add(others[0])
     with pytest.raises(RuntimeError, match="step 3"):
         llm.generate(batch_of(3, 4, 5))
-    assert llm.scheduler.pool.num_held == 0 and llm.scheduler.pool.find([b""]) == []
+    assert llm.scheduler.num_held_pages == 0
     llm.generate([])
     assert others[0].output == answer(others[0]), "who asked before is served all the same"
-    assert llm.executable.num_open == len(llm.scheduler.kept)
+    assert llm.executable.num_open == llm.scheduler.num_kept
 
 
 def test_an_idle_step_is_no_error() -> None:

@@ -22,8 +22,8 @@ from tilewright.compiler.runtime.messages import (
     Tokens,
 )
 from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.runtime.scheduler import Policy
 from tilewright.compiler.runtime.service import EngineService, QueueTransport
 
 

@@ -1,0 +1,58 @@
+"""How many tokens of whose prompt the next step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilewright.compiler.runtime.cost import StepCost
+from tilewright.compiler.runtime.running import Policy, Running
+from tilewright.compiler.targets.base import Capabilities
+
+
+class PromptDealer:
+    """Deals the prompt tokens of a step to the oldest prompt and to the one with least left, in
+    turn: short ones pass long ones, and long ones get every second piece all the same.
+    """
+
+    def __init__(self, capabilities: Capabilities, policy: Policy, cost: StepCost) -> None:
+        self._limits, self._policy, self._cost = capabilities, policy, cost
+        self._is_shortest_next = False
+
+    def deal(self, pending: list[Running], num_decoding: int) -> list[tuple[Running, int]]:
+        """Prompts and how many tokens of each are next; there is at least one, and all of them
+        have tokens left.
+        """
+        pending.sort(key=lambda each: (each.request.priority, each.order))
+        order: Sequence[Running] = pending
+        if len(pending) > 1:
+            if num_decoding and self._is_shortest_next:
+                order = sorted(pending, key=lambda each: (each.request.priority, each.left))
+            self._is_shortest_next = not self._is_shortest_next
+        budget = self.budget(num_decoding)
+        dealt: list[tuple[Running, int]] = []
+        for running in order:
+            count = self._piece(running, budget)
+            if not count or len(dealt) == self._limits.max_prompts:
+                break
+            budget -= count
+            dealt.append((running, count))
+        return dealt
+
+    def _piece(self, running: Running, budget: int) -> int:
+        """Tokens of the next piece: all that is left, or whole pages of it."""
+        if running.left <= budget:
+            return running.left
+        grain = max(self._limits.page_size, 1)
+        return budget // grain * grain
+
+    def budget(self, num_decoding: int) -> int:
+        """Tokens of prompts that the next step takes: beside streams, as many whole cells as are
+        expected to take no longer than they may.
+        """
+        limits = self._limits
+        whole = min(self._policy.step_tokens or limits.max_step_tokens, limits.max_step_tokens)
+        if not num_decoding or not self._policy.step_ms:
+            return whole
+        allowed = max(self._policy.step_ms, self._cost.decode(num_decoding))
+        tokens = self._cost.tokens_within(allowed) or 0
+        return max(limits.cell, min(tokens, whole) // limits.cell * limits.cell)

@@ -1,0 +1,131 @@
+"""Seats over a pool of pages: full pages of prompts are shared, snapshots beside them."""
+
+from __future__ import annotations
+
+from tilewright.compiler.runtime.pages import PagePool, chain_keys, pages_of
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.running import Policy, Running
+from tilewright.compiler.runtime.seating import Found, Seating, StateBytes, common_keys
+from tilewright.compiler.targets.base import Capabilities
+from tilewright.compiler.targets.step import Pages
+
+
+class PagedSeating(Seating):
+    """A page enters the prefix cache when a step was planned that fills it, and is not written
+    from then on; steps are in order, so who finds it computes behind that step.
+    """
+
+    def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
+        super().__init__(capabilities, policy, state_bytes)
+        self.pool = PagePool(capabilities.num_pages)
+
+    @property
+    def _wants_keys(self) -> bool:
+        # state that cannot be cut back is not where a shared page ends, unless it was kept there
+        return not (self._has_state and self.snapshots.is_empty)
+
+    def find(self, request: Request) -> Found:
+        usable = (len(request.prompt) - 1) // self.grain  # the last token is always computed
+        pages = self.pool.find(request.page_keys[:usable])
+        if not pages or not self._has_state:
+            return Found(len(pages) * self.grain, tuple(pages))
+        found = self.snapshots.find(request.page_keys, len(pages))
+        if found is None:
+            return Found(junction=len(pages) * self.grain)
+        count, snapshot = found
+        junction = len(pages) * self.grain if count < len(pages) else 0
+        return Found(count * self.grain, tuple(pages[:count]), None, snapshot, junction)
+
+    def shared_with(self, request: Request, other: Running) -> int:
+        usable = (len(request.prompt) - 1) // self.grain
+        return min(common_keys(request.page_keys, other.request.page_keys), usable) * self.grain
+
+    def fits(self, request: Request, found: Found) -> bool:
+        return self._has_room(found.pages, self._num_fresh(request, found))
+
+    def sit(self, request: Request, found: Found) -> Running:
+        fresh = self._num_fresh(request, found)
+        seat = self._take_seat()
+        self._open(seat, request)
+        self.pool.hold(found.pages)
+        running = self._begin(request, seat, found)
+        self._give_pages(running, [*found.pages, *self.pool.take(fresh)])
+        running.num_named = len(found.pages)
+        self._load(seat, found)
+        return running
+
+    def follow(self, leader: Running, request: Request) -> Running | None:
+        num_full = len(request.prompt) // self.grain
+        fresh = self._num_first(request) - num_full
+        if not self._free or not self._has_room((), fresh):
+            return None
+        seat = self._take_seat()
+        self._open(seat, request)
+        shared = leader.pages[:num_full]
+        self.pool.hold(shared)
+        running = self._follower(leader, request, seat)
+        self._give_pages(running, [*shared, *self.pool.take(fresh)])
+        running.num_named = num_full
+        return running
+
+    def grow(self, running: Running) -> bool:
+        if not self.pool.num_available:
+            return False
+        (page,) = self.pool.take(1)
+        self.edits.append(Pages(running.seat, len(running.pages), (page,)))
+        running.pages.append(page)
+        running.room += self.grain
+        return True
+
+    def leave(self, running: Running, *, may_keep: bool) -> None:
+        self._take_out(running)
+        if may_keep and self.policy.cache_replies and not self._has_state:
+            self._name_reply(running)
+        self._give_seat(running.seat)
+        self.pool.release(running.pages)
+        running.pages = []
+
+    def note(self, running: Running) -> None:
+        keys = running.request.page_keys
+        num_full = min(running.computed // self.grain, len(keys))
+        for index in range(running.num_named, num_full):
+            self.pool.name(running.pages[index], keys[index])
+        running.num_named = max(running.num_named, num_full)
+
+    def can_return(self, running: Running) -> bool:
+        return self._has_room((), pages_of(running.computed + 1, self.grain))
+
+    def _deal(self, running: Running) -> None:
+        self._give_pages(running, self.pool.take(pages_of(running.computed + 1, self.grain)))
+        # the pages it had may still be named; these are copies of them
+        running.num_named = max(running.num_named, running.computed // self.grain)
+
+    def forget(self) -> None:
+        super().forget()
+        self.pool.forget()
+
+    def _give_pages(self, running: Running, pages: list[int]) -> None:
+        running.pages, running.room = pages, len(pages) * self.grain
+        self.edits.append(Pages(running.seat, 0, tuple(pages)))
+
+    def _num_first(self, request: Request) -> int:
+        """Pages for a prompt and the first position behind it, if that is ever read."""
+        return pages_of(min(request.max_positions, len(request.prompt) + 1), self.grain)
+
+    def _num_fresh(self, request: Request, found: Found) -> int:
+        return self._num_first(request) - len(found.pages)
+
+    def _has_room(self, shared: tuple[int, ...], num_fresh: int) -> bool:
+        """Whether there are so many pages, and one more for each that runs."""
+        revived = sum(not self.pool.count(page) for page in shared)
+        return num_fresh + revived + len(self.seated) <= self.pool.num_available
+
+    def _name_reply(self, running: Running) -> None:
+        """The full pages of an answer enter the prefix cache."""
+        request = running.request
+        if not self.policy.reuses or request.is_private:
+            return
+        known = (*request.prompt, *request.output)[: running.computed]
+        keys = chain_keys(known, self.grain, request.cache_salt)
+        for index in range(running.num_named, len(keys)):
+            self.pool.name(running.pages[index], keys[index])

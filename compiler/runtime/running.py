@@ -1,0 +1,84 @@
+"""A request that has a seat, what a user may choose of a scheduler, and what it plans."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.targets.step import HostPlace, Seat, Step
+
+STEP_MS = 20.0
+"""Milliseconds that a piece of a prompt may take beside running streams."""
+HOST_CACHE_BYTES = 4 << 30
+"""Host memory for the state of requests that do not run: preempted ones, and kept seats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """What a user may choose of a scheduler.
+
+    Attributes:
+        step_ms: milliseconds for pieces of prompts while others decode; 0: no limit.
+        step_tokens: tokens of prompts in one step; None: as many as the executable takes.
+        reuses: whether prompts share what was computed for others with the same beginning: pages,
+            or, on executables without them, the seats of sequences that have ended. Whoever
+            measures has it off, so that no figure comes from a cache.
+        prompts_first: whether streams wait while prompts are computed: right where all requests
+            are there from the beginning and nobody listens.
+        cache_replies: whether full pages of an answer are shared too. What finds them reads what
+            the kernels of decode have written, which is equal to a prompt's up to rounding.
+        host_bytes: host memory for the state of preempted requests, and as much for that of kept
+            seats; what does not fit is computed again.
+    """
+
+    step_ms: float = STEP_MS
+    step_tokens: int | None = None
+    reuses: bool = True
+    prompts_first: bool = False
+    cache_replies: bool = False
+    host_bytes: int = HOST_CACHE_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request that has a seat, or had one and has its state in host memory.
+
+    Attributes:
+        order: counts admissions; larger for later ones.
+        left: tokens of the prompt that no step has taken yet.
+        computed: positions that launched steps have computed, or were found in a cache.
+        asked: tokens of the answer that launched steps choose, or that are known.
+        wanted: tokens of the answer, if it does not end before.
+        room: positions that the seat's pages hold.
+        replay: known tokens of the answer that decode steps must still read, after preemption.
+        num_named: full pages of the prompt that are in the prefix cache.
+        saves: positions of the prompt at which the per-sequence state is to be kept.
+        place: where its state is, in host memory.
+    """
+
+    request: Request
+    seat: Seat
+    order: int
+    left: int
+    wanted: int
+    room: int
+    computed: int = 0
+    asked: int = 0
+    replay: deque[int] = field(default_factory=deque)
+    pages: list[int] = field(default_factory=list)
+    num_named: int = 0
+    saves: set[int] = field(default_factory=set)
+    place: HostPlace | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step and what becomes of its tokens: ``rows`` names who gets the token of a seat; rows
+    that only replay known tokens are not there.
+    """
+
+    step: Step
+    rows: Mapping[Seat, Running]
+    num_prompt_tokens: int
