@@ -62,7 +62,9 @@ class Sitting:
     """What the host knows of an open seat.
 
     ``length``: positions its state holds. ``token``: what it reads next, None before a choice.
-    ``counts``: how often each token stands in the answer, the held one included.
+    ``counts``: how often each token stands in the answer, the held one included. ``is_cut``: the
+    state of a longer sequence, of use only once a snapshot has taken the place of what cannot be
+    cut back.
     """
 
     choosing: Choosing
@@ -70,6 +72,7 @@ class Sitting:
     length: int = 0
     token: int | None = None
     counts: dict[int, int] = field(default_factory=dict)
+    is_cut: bool = False
 
     def hold(self, token: int) -> None:
         """The token just chosen is the next to be read."""
@@ -146,15 +149,14 @@ class HostExecutable(Executable):
             del self._sittings[edit.seat]
             self.clear_state(edit.seat)
         elif isinstance(edit, Copy):
-            length = self._sittings[edit.source].length
-            can_cut = not self.capabilities.has_sequence_state
-            assert edit.num_positions == length or can_cut, f"state of {length} is not cut back"
-            self.copy_state(edit.source, edit.target, edit.num_positions)
-            self._sittings[edit.target].length = edit.num_positions
+            self._copy(edit.source, edit.target, edit.num_positions)
         elif isinstance(edit, Save):
             self.save_state(edit.seat, edit.snapshot)
         elif isinstance(edit, Load):
-            self._sittings[edit.seat].length = self.load_state(edit.seat, edit.snapshot)
+            sitting = self._sittings[edit.seat]
+            position = self.load_state(edit.seat, edit.snapshot)
+            assert not sitting.is_cut or position == sitting.length, f"{edit} is of {position}"
+            sitting.length, sitting.is_cut = position, False
         else:
             raise AssertionError(f"{edit}: this executable has neither pages nor places")
 
@@ -166,7 +168,17 @@ class HostExecutable(Executable):
             assert edit.keeps <= held.length, f"seat {edit.seat} holds only {held.length} positions"
         else:
             self.clear_state(edit.seat)
-        self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps)
+        is_cut = held is not None and self._cuts(edit.keeps, held)
+        self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps, is_cut=is_cut)
+
+    def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
+        """The first positions of a seat's state into another seat, which is open and empty."""
+        self.copy_state(source, target, num_positions)
+        self._sittings[target].length = num_positions
+        self._sittings[target].is_cut = self._cuts(num_positions, self._sittings[source])
+
+    def _cuts(self, num_positions: int, sitting: Sitting) -> bool:
+        return self.capabilities.has_sequence_state and num_positions != sitting.length
 
     def _run_decode(self, step: Step) -> Part:
         """One token of each seat."""
@@ -187,6 +199,7 @@ class HostExecutable(Executable):
         """A piece of a prompt; None where nothing is wanted of it."""
         sitting = self._sittings[chunk.seat]
         assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
+        assert not sitting.is_cut, f"seat {chunk.seat}: {chunk.start} is not where its state is"
         marks = sorted({*(at for at, _ in chunk.saves), chunk.end})
         every: list[Tensor] = []
         start, logits = chunk.start, torch.empty(0, self.vocab_size)
@@ -198,9 +211,14 @@ class HostExecutable(Executable):
                 if at == end:
                     self.save_state(chunk.seat, snapshot)
         sitting.token = None
+        for seat in chunk.also:
+            self._copy(chunk.seat, seat, chunk.end)
         if chunk.echoes:
             return self._echo(chunk, torch.cat(every), step)
-        return self._part((chunk.seat,), logits, step) if chunk.chooses else None
+        if not chunk.chooses:
+            return None
+        seats = (chunk.seat, *chunk.also)
+        return self._part(seats, logits.repeat(len(seats), 1) if chunk.also else logits, step)
 
     def _run_piece(self, chunk: Chunk, start: int, end: int, *, is_last: bool) -> Tensor:
         tokens = chunk.tokens[start - chunk.start : end - chunk.start]
@@ -214,11 +232,11 @@ class HostExecutable(Executable):
 
     def _echo(self, chunk: Chunk, logits: Tensor, step: Step) -> Part:
         """All rows of a chunk; the last one chooses where that is asked for."""
-        seats = (chunk.seat,) if chunk.chooses else ()
+        seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
         echo = None
         if step.logprobs is not None:
             echo = log_probs(logits[:-1], chunk.tokens[1:], step.logprobs)
-        choice = self._begin(seats, logits[len(logits) - len(seats) :], step, echo)
+        choice = self._begin(seats, logits[-1:].repeat(len(seats), 1), step, echo)
         return Part(seats, choice.read, (lambda: logits) if step.want_logits else None)
 
     def _part(self, seats: tuple[Seat, ...], logits: Tensor, step: Step) -> Part:

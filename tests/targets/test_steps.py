@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -162,6 +163,32 @@ def test_a_copy_goes_its_own_way(executable: Executable) -> None:
     rows = [Chunk(seat, len(PROMPT), (4, 2), chooses=True) for seat in (A, B)]
     found = [executable.step(Step(prompts=(row,), want_logits=True)) for row in rows]
     assert torch.equal(*map(joined, found))
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "penalised"])
+def test_the_choices_of_a_prompt_compute_it_once(executable: Executable, kind: str) -> None:
+    """Each has its own seed, and goes on as one that has computed the prompt itself."""
+    makes = {"greedy": Choosing(), "sampled": Choosing(temperature=1.5), "penalised": PENALISED}
+    rows = [replace(makes[kind], seed=seed) for seed in (5, 6, 7)]
+    for seat, row in zip((A, B, C), rows, strict=True):
+        executable.step(opened(executable, seat, row))
+    executable.step(Step(prompts=(Chunk(A, 0, PROMPT[:4]),)))
+    chunk = Chunk(A, 4, PROMPT[4:], chooses=True, also=(B, C))
+    first = executable.step(Step(prompts=(chunk,)))
+    (part,) = first.parts
+    tokens = [list(part.read().tokens)]
+    assert part.seats == (A, B, C)
+    for _ in range(3):
+        tokens.append(list(executable.step(Step(decode=(A, B, C))).parts[0].read().tokens))
+    for at, row in enumerate(rows):
+        executable.reset()
+        executable.step(opened(executable, A, row))
+        executable.step(Step(prompts=(Chunk(A, 0, PROMPT[:4]),)))
+        last = executable.step(Step(prompts=(Chunk(A, 4, PROMPT[4:], chooses=True),)))
+        alone = [last.parts[0].read().tokens[0]]
+        for _ in range(3):
+            alone += executable.step(Step(decode=(A,))).parts[0].read().tokens
+        assert [each[at] for each in tokens] == alone
 
 
 def test_a_seat_opened_again_has_no_past(executable: Executable) -> None:

@@ -17,6 +17,7 @@ from tilewright.compiler.targets.base import (
     MemoryUse,
 )
 from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.cuda.away import Away
 from tilewright.compiler.targets.cuda.capture import (
     Choice,
     DecodeBucket,
@@ -41,8 +42,8 @@ from tilewright.compiler.targets.step import (
     Chunk,
     Close,
     Copy,
+    Drop,
     Edit,
-    HostPlace,
     Load,
     Open,
     Out,
@@ -110,7 +111,7 @@ class CudaExecutable(Executable):
         self._readings = Readings(options.max_batch, device)
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
         self._sittings: dict[Seat, Sitting] = {}
-        self._out: dict[HostPlace, tuple[Sitting, Tensor]] = {}
+        self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
         self._waiting: list[HostChoice] = []
 
@@ -132,7 +133,7 @@ class CudaExecutable(Executable):
         self._seated = None
         self._waiting.clear()
         self._sittings.clear()
-        self._out.clear()
+        self._away.forget()
         self._state.reset()
 
     def _apply(self, edits: Sequence[Edit]) -> None:
@@ -165,26 +166,18 @@ class CudaExecutable(Executable):
     def _move(self, edit: Edit) -> None:
         """Copies of state, within the device or to the host and back."""
         if isinstance(edit, Copy):
-            length = self._sittings[edit.source].length
-            can_cut = not self.capabilities.has_sequence_state
-            assert edit.num_positions == length or can_cut, f"state of {length} is not cut back"
-            self._state.copy(edit.source, edit.target, edit.num_positions)
-            self._sittings[edit.target].length = edit.num_positions
+            self._copy(edit.source, edit.target, edit.num_positions)
         elif isinstance(edit, Save):
             self._state.save(edit.seat, edit.snapshot, self._sittings[edit.seat].length)
         elif isinstance(edit, Load):
             self._sittings[edit.seat].length = self._state.load(edit.seat, edit.snapshot)
-        elif isinstance(edit, Out):
-            sitting = self._sittings[edit.seat]
-            kept = replace(sitting, counts=dict(sitting.counts))
-            self._out[edit.place] = kept, self._table.tokens[edit.seat].clone()
-            self._state.put_out(edit.seat, edit.place, sitting.length)
-        elif isinstance(edit, Back):
-            kept, token = self._out.pop(edit.place)
-            sitting = self._sittings[edit.seat]
-            sitting.length, sitting.token, sitting.counts = kept.length, kept.token, kept.counts
-            self._table.hold(edit.seat, token.view(1))
-            self._state.take_back(edit.place, edit.seat, kept.length)
+        else:
+            assert isinstance(edit, Out | Back | Drop), edit
+            self._away.apply(edit)
+
+    def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
+        self._state.copy(source, target, num_positions)
+        self._sittings[target].length = num_positions
 
     def _leave(self) -> None:
         """What the bucket that ran last holds of its seats goes back to the table."""
@@ -257,9 +250,9 @@ class CudaExecutable(Executable):
     def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
         """Captured where it is short, and at most its last token wants logits."""
         tokens = torch.tensor(chunk.tokens, dtype=torch.int64)
-        choosing = self._sittings[chunk.seat].choosing
-        is_late = _is_late(choosing) or step.masked or step.logprobs is not None
-        is_greedy = choosing.is_greedy or is_late
+        chosen = [self._sittings[seat].choosing for seat in (chunk.seat, *chunk.also)]
+        is_late = any(map(_is_late, chosen)) or step.masked or step.logprobs is not None
+        is_greedy = is_late or all(choosing.is_greedy for choosing in chosen)
         at = self._table.index((chunk.seat,))
         if len(tokens) <= self._prompt_sizes[-1] and not chunk.echoes:
             bucket = self._prompt_bucket(len(tokens))
@@ -272,15 +265,7 @@ class CudaExecutable(Executable):
             logits = self._long_prompt(tokens, chunk)
             if not len(logits):
                 return None
-            choice = make_choice(
-                1,
-                self.vocab_size,
-                self._table.num_ends,
-                torch.zeros(1, dtype=torch.int64, device=self._device),
-                self._device,
-            )
-            choice.gather(self._table, at)
-            choice.positions.fill_(chunk.end)
+            choice = self._choice((chunk.seat,), chunk.end)
             choice.apply(logits[-1:], is_greedy=is_greedy)
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
@@ -289,12 +274,27 @@ class CudaExecutable(Executable):
     ) -> Part | None:
         if not (chunk.chooses or chunk.echoes):
             return None
-        seats = (chunk.seat,) if chunk.chooses else ()
+        seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
+        for seat in seats[1:]:
+            self._copy(chunk.seat, seat, chunk.end)
         if is_late:
             return self._choose_late(seats, logits, step, chunk if chunk.echoes else None)
-        if seats:
-            self._table.hold(chunk.seat, choice.tokens[:1])
+        if len(seats) > 1:
+            choice = self._choice(seats, chunk.end)
+            is_greedy = all(self._sittings[seat].choosing.is_greedy for seat in seats)
+            choice.apply(logits[-1:].repeat(len(seats), 1), is_greedy=is_greedy)
+        for row, seat in enumerate(seats):
+            self._table.hold(seat, choice.tokens[row : row + 1])
         return self._chosen(seats, logits, choice, step)
+
+    def _choice(self, seats: tuple[Seat, ...], position: int) -> Choice:
+        """How tokens that will stand at a position are chosen for seats, outside of a graph."""
+        tokens = torch.zeros(len(seats), dtype=torch.int64, device=self._device)
+        num_ends = self._table.num_ends
+        choice = make_choice(len(seats), self.vocab_size, num_ends, tokens, self._device)
+        choice.gather(self._table, self._table.index(seats))
+        choice.positions.fill_(position)
+        return choice
 
     def _long_prompt(self, tokens: Tensor, chunk: Chunk) -> Tensor:
         device = self._device
@@ -319,7 +319,8 @@ class CudaExecutable(Executable):
         found = None
         if echo is not None and step.logprobs is not None:
             found = log_probs(kept[:-1], echo.tokens[1:], step.logprobs)
-        last = kept[len(kept) - len(seats) :]
+        is_prompt = len(kept) != len(seats)
+        last = kept[-1:].repeat(len(seats), 1) if is_prompt else kept
         choice = HostChoice(seats, last, step.logprobs, found)
         if step.masked:
             self._waiting.append(choice)

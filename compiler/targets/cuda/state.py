@@ -131,6 +131,10 @@ class PagedState:
         for state in self.sequences.values():
             state[seat].copy_(next(kept), non_blocking=True)
 
+    def drop(self, place: HostPlace) -> None:
+        """Forget what :meth:`put_out` kept."""
+        del self._places[place]
+
     def reset(self) -> None:
         """Forget whose the pages are, and all that was kept."""
         self._held.clear()
