@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -106,6 +107,24 @@ def resolve_precision(model: CompilableModel, precision: PrecisionConfig) -> Res
     return precision.resolve(model.config.num_layers, model.name, modules=modules)
 
 
+_MAX_TRACED = 32
+_TRACED: dict[Any, GraphModule] = {}
+
+
+def trace_model(model: CompilableModel) -> GraphModule:
+    """A copy of the model's graph, of the caller's own; models of one configuration, with the same
+    parameters, are traced once in a process.
+    """
+    module = model.module
+    shapes = tuple((k, p.shape) for k, p in module.named_parameters(remove_duplicate=False))
+    key = type(module), model.config, shapes
+    if key not in _TRACED:
+        while len(_TRACED) >= _MAX_TRACED:
+            del _TRACED[next(iter(_TRACED))]
+        _TRACED[key] = trace(module)
+    return copy.deepcopy(_TRACED[key])
+
+
 def lower_model(
     model: CompilableModel,
     precision: ResolvedPrecision,
@@ -119,7 +138,7 @@ def lower_model(
     ``dump_dir``, else what ``TILEWRIGHT_DUMP`` names, receives the graph after every pass.
     """
     report("trace", 0, 1)
-    graph_module = trace(model.module)
+    graph_module = trace_model(model)
     ctx = PassContext(
         precision, dump_dir=dump_folder(dump_dir), stored_type=model.checkpoint.stored_type
     )

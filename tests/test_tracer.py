@@ -10,8 +10,9 @@ import torch
 
 from tests.models.test_gemma3_text import make as make_gemma3
 from tests.models.test_qwen3_next import make as make_qwen3_next
-from tests.tiny import lowered, random_tokens, run_graph, step_inputs, tiny_model, traced
+from tests.tiny import lowered, random_tokens, run_graph, step_inputs, tiny_model
 from tilewright.compiler import ops
+from tilewright.compiler.driver import trace_model
 from tilewright.compiler.ir.info import CONSTANT, INPUT, WEIGHT, info
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.tracer import grouped_modules
@@ -26,7 +27,7 @@ def roles(graph_module: torch.fx.GraphModule) -> list[tuple[str, str]]:
 
 def test_inputs_come_first_then_every_parameter_then_constants() -> None:
     model = tiny_model(tie_embeddings=False)
-    found = roles(traced(model))
+    found = roles(trace_model(model))
     assert found[:2] == [(INPUT, "tokens"), (INPUT, "positions")]
     weights = [name for role, name in found if role == WEIGHT]
     assert sorted(weights) == sorted(name for name, _ in model.module.named_parameters())
@@ -35,7 +36,7 @@ def test_inputs_come_first_then_every_parameter_then_constants() -> None:
 
 
 def test_tied_embeddings_are_two_inputs_of_one_recipe_name() -> None:
-    graph_module = traced(tiny_model(tie_embeddings=True))
+    graph_module = trace_model(tiny_model(tie_embeddings=True))
     name = "model.embed_tokens.weight"
     tied = [node for node in graph_module.graph.nodes if info(node).fqn == name]
     assert len(tied) == 2
@@ -44,13 +45,13 @@ def test_tied_embeddings_are_two_inputs_of_one_recipe_name() -> None:
     assert recipes[0] is not None and recipes[0].names == (name,)
     users = [user.target for node in tied for user in node.users]
     assert sorted(map(str, users)) == ["aten.embedding.default", "aten.linear.default"]
-    untied = roles(traced(tiny_model(tie_embeddings=False)))
+    untied = roles(trace_model(tiny_model(tie_embeddings=False)))
     assert (WEIGHT, "lm_head.weight") in untied
 
 
 def test_tokens_and_positions_are_two_inputs() -> None:
     """Export takes one tensor that is passed twice for one input; each must have its own users."""
-    graph_module = traced(tiny_model(num_layers=1))
+    graph_module = trace_model(tiny_model(num_layers=1))
     tokens, positions = list(graph_module.graph.nodes)[:2]
     assert (tokens.target, positions.target) == ("tokens", "positions")
     assert {user.target for user in tokens.users} == {aten.embedding.default}
@@ -86,7 +87,7 @@ def test_the_length_stays_dynamic(bias: bool) -> None:
 
 
 def test_the_length_is_one_symbol() -> None:
-    graph_module = traced(tiny_model(num_layers=1))
+    graph_module = trace_model(tiny_model(num_layers=1))
     sizes = {
         str(node.meta["val"].shape[0])
         for node in graph_module.graph.nodes
@@ -97,7 +98,7 @@ def test_the_length_is_one_symbol() -> None:
 
 
 def test_nodes_know_their_module_and_layer() -> None:
-    graph = traced(tiny_model()).graph
+    graph = trace_model(tiny_model()).graph
     products = [info(node) for node in find_calls(graph, aten.linear.default)]
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     folders = ["self_attn"] * 4 + ["mlp"] * 3
@@ -116,7 +117,7 @@ def test_nodes_know_their_module_and_layer() -> None:
 
 
 def test_only_what_takes_part_has_a_tensor_group() -> None:
-    graph = traced(tiny_model(num_layers=1)).graph
+    graph = trace_model(tiny_model(num_layers=1)).graph
     found = {
         info(node).fqn: info(node).tensor_group
         for node in graph.nodes
@@ -144,7 +145,7 @@ def test_only_what_takes_part_has_a_tensor_group() -> None:
 )
 def test_groups_are_told_without_tracing(make: Callable[[], SimpleNamespace]) -> None:
     model = make()
-    nodes = [node for node in traced(model).graph.nodes if node.op == "call_function"]
+    nodes = [node for node in trace_model(model).graph.nodes if node.op == "call_function"]
     found = {(facts.fqn, facts.tensor_group, facts.layer) for facts in map(info, nodes)}
     expected = grouped_modules(model.module)
     assert {each for each in found if each[1] is not None} == set(expected)
@@ -152,7 +153,7 @@ def test_groups_are_told_without_tracing(make: Callable[[], SimpleNamespace]) ->
 
 
 def test_biases_are_inputs_with_recipes_of_their_own() -> None:
-    graph_module = traced(tiny_model(num_layers=1, attention_bias=True, output_bias=True))
+    graph_module = trace_model(tiny_model(num_layers=1, attention_bias=True, output_bias=True))
     biases = [name for _, name in roles(graph_module) if name.endswith("bias")]
     attention = "model.layers.0.self_attn"
     assert sorted(biases) == sorted(f"{attention}.{part}_proj.bias" for part in "qkvo")
@@ -166,7 +167,7 @@ def test_biases_are_inputs_with_recipes_of_their_own() -> None:
 
 
 def test_parts_are_named_after_the_projections() -> None:
-    graph = traced(tiny_model(num_layers=1)).graph
+    graph = trace_model(tiny_model(num_layers=1)).graph
     parts = {
         info(node).fqn: info(node).recipe.segments[0].part  # type: ignore[union-attr]
         for node in graph.nodes
@@ -178,6 +179,6 @@ def test_parts_are_named_after_the_projections() -> None:
 
 def test_tracing_does_not_touch_the_module() -> None:
     model = tiny_model(num_layers=1)
-    traced(model)
+    trace_model(model)
     assert all(weight.device.type == "meta" for weight in model.module.parameters())
     assert model.checkpoint.reads == []

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, fx, nn
 
-from tilewright.compiler.driver import weight_source
+from tilewright.compiler.driver import trace_model, weight_source
 from tilewright.compiler.ir.info import INPUT, info
 from tilewright.compiler.ir.recipe import load_dense, load_values
 from tilewright.compiler.ir.state import PER_TOKEN
@@ -157,16 +157,6 @@ def pipeline(target: str = "cpu") -> list[Pass]:
     return [current for stage in get_target(target).stages() for current in stage.passes]
 
 
-def traced(model: SimpleNamespace) -> fx.GraphModule:
-    """The model's traced graph: a copy of its own, traced once for equal configurations."""
-    if model.config not in _TRACED:
-        _TRACED[model.config] = trace(model.module)
-    return copy.deepcopy(_TRACED[model.config])
-
-
-_TRACED: dict[ModelConfig, fx.GraphModule] = {}
-
-
 def lowered(
     model: SimpleNamespace,
     *,
@@ -184,7 +174,7 @@ def lowered(
         names = [current.name for current in pipeline(target)]
         assert not until or until in names, until
         passes = pipeline(target)[: names.index(until)] if until else pipeline(target)
-        graph_module = traced(model)
+        graph_module = trace_model(model)
         run_passes(graph_module, passes, ctx)
         _LOWERED[key] = graph_module, ctx
     graph_module, known = _LOWERED[key]

@@ -14,8 +14,9 @@ import transformers
 from torch import Tensor
 
 from tests import architecture_checks as checks
-from tests.tiny import compiled, prefill, random_tokens, tiny_model, traced
+from tests.tiny import compiled, prefill, random_tokens, tiny_model
 from tests.twins import Twin, assert_eager_equals_twin, hf_rope_parameters, twin_of
+from tilewright.compiler.driver import trace_model
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import WEIGHT, info
 from tilewright.models.architectures.gemma3_text import Gemma3Config
@@ -90,7 +91,7 @@ def test_passes_fire_as_often_as_expected() -> None:
 
 
 def test_norms_are_kept_as_their_difference_from_one() -> None:
-    nodes = traced(make()).graph.nodes
+    nodes = trace_model(make()).graph.nodes
     recipes = [info(node).recipe for node in nodes if info(node).role == WEIGHT]
     segments = [segment for recipe in recipes if recipe for segment in recipe.segments]
     offsets = {segment.name: segment.offset for segment in segments}

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests import architecture_checks as checks
-from tests.tiny import compiled, precision_of, prefill, random_tokens, tiny_model, traced
+from tests.tiny import compiled, precision_of, prefill, random_tokens, tiny_model
 from tests.twins import assert_eager_equals_twin, twin_of
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.program import compile_cached
-from tilewright.compiler.driver import compile_model
+from tilewright.compiler.driver import compile_model, trace_model
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import WEIGHT, info
 from tilewright.compiler.targets.base import CompileOptions
@@ -133,7 +133,7 @@ def _in_float32(rope: RopeConfig) -> RopeConfig:
 
 def test_weights_are_rows_of_the_fused_tensors() -> None:
     model = make()
-    facts = [info(node) for node in traced(model).graph.nodes if info(node).role == WEIGHT]
+    facts = [info(node) for node in trace_model(model).graph.nodes if info(node).role == WEIGHT]
     found = {each.fqn: each.recipe for each in facts if each.layer == 1 and each.recipe is not None}
     path = "model.layers.1"
     expected = {

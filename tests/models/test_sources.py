@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tests.models.test_qwen3_5_moe import make as make_hybrid
-from tests.tiny import tiny_model, traced
-from tilewright.compiler.driver import weight_source
+from tests.tiny import tiny_model
+from tilewright.compiler.driver import trace_model, weight_source
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats.block_float import BFP8
 from tilewright.compiler.ir.info import info
@@ -94,7 +94,7 @@ def test_a_stack_of_another_shape_is_named() -> None:
 
 def test_the_trace_knows_every_part() -> None:
     model = make_hybrid()
-    graph_module = traced(model)
+    graph_module = trace_model(model)
     weights = {info(node).fqn: info(node).recipe for node in graph_module.graph.nodes}
     gate = weights["model.layers.0.mlp.experts.gate_proj.weight"]
     assert gate is not None and gate.shape == (6, 24, 32)

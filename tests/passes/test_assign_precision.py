@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from tests.tiny import context_of, lowered, pipeline, precision_of, tiny_model, traced
+from tests.tiny import context_of, lowered, pipeline, precision_of, tiny_model
 from tilewright.compiler import ops
-from tilewright.compiler.driver import weight_source
+from tilewright.compiler.driver import trace_model, weight_source
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import WEIGHT, info
@@ -151,5 +151,5 @@ def test_a_group_without_products_is_refused_by_name() -> None:
 
 
 def test_a_graph_without_products_is_left_alone() -> None:
-    graph_module = traced(tiny_model())
+    graph_module = trace_model(tiny_model())
     assert assign_precision(graph_module, context_of(tiny_model())) == 0

@@ -26,9 +26,9 @@ from tests.tiny import (
     run_graph,
     step_inputs,
     tiny_model,
-    traced,
 )
 from tilewright.compiler import ops
+from tilewright.compiler.driver import trace_model
 from tilewright.compiler.ir.cost import step_costs
 from tilewright.compiler.ir.info import info, set_info
 from tilewright.compiler.ir.rewrite import find_calls
@@ -60,14 +60,14 @@ def given_to(
     """The graph that a pass is run on: the cpu pipeline's, or else the fused dialect's."""
     if name in CPU:
         return lowered(model, until=name, precision=precision)
-    graph_module, ctx = traced(model), context_of(model, precision)
+    graph_module, ctx = trace_model(model), context_of(model, precision)
     run_passes(graph_module, list(FUSED.values())[: list(FUSED).index(name)], ctx)
     return graph_module, ctx
 
 
 def fused(model: SimpleNamespace, *, precision: PrecisionConfig | None = None) -> GraphModule:
     """The graph after all stages of the fused dialect, each verified."""
-    graph_module, ctx = traced(model), context_of(model, precision)
+    graph_module, ctx = trace_model(model), context_of(model, precision)
     for stage in get_target("cuda").stages():
         run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
     return graph_module

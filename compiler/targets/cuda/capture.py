@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.instructions import Mixer, Plan
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample
-from tilewright.compiler.targets.cuda.seats import PARAMETERS, SeatTable
+from tilewright.compiler.targets.cuda.seats import Parameters, SeatTable
 from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Rows, Steps
 from tilewright.compiler.targets.step import NOT_A_NUMBER, Seat
 
@@ -37,24 +37,19 @@ def has_mixers(plan: Plan) -> bool:
 class Choice:
     """How the tokens of B rows are chosen, and where they go: tensors that a graph reads.
 
-    ``end_tokens [B, E]``; the others ``[B]``. ``tokens`` and ``why`` (see :class:`Chosen`) are the
-    results; ``positions``: where the chosen tokens will stand.
+    All are ``[B]`` but ``parameters``, of B rows. ``tokens`` and ``why`` (see :class:`Chosen`) are
+    the results; ``positions``: where the chosen tokens will stand.
     """
 
     tokens: Tensor
     why: Tensor
-    end_tokens: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    seeds: Tensor
+    parameters: Parameters
     positions: Tensor
     keys: Tensor
 
     def gather(self, table: SeatTable, at: Tensor) -> None:
         """The parameters of the seats in the rows ``at [B]`` of the table."""
-        for name in PARAMETERS:
-            getattr(self, name).copy_(getattr(table, name).index_select(0, at))
+        torch.index_select(table.parameters.words, 0, at, out=self.parameters.words)
 
     def apply(self, logits: Tensor, *, is_greedy: bool, advancing: Tensor | None = None) -> None:
         """Choose from ``logits [B, V]``; positions ``advancing [B]`` go on by one, but padding."""
@@ -62,15 +57,17 @@ class Choice:
             self.tokens,
             self.why,
             logits,
-            end_tokens=self.end_tokens,
+            end_tokens=self.parameters.end_tokens,
             scratch=self.keys,
             positions=advancing,
         )
         if is_greedy:
             return
-        parameters = self.temperature, self.top_k, self.top_p, self.seeds, self.positions
-        self.tokens.copy_(sample(logits, *parameters))
-        ends = (self.end_tokens == self.tokens.unsqueeze(-1)).any(-1).to(torch.uint8)
+        by = self.parameters
+        temperature, top_p = by.temperature.float(), by.top_p.float()
+        chosen = sample(logits, temperature, by.top_k, top_p, by.seeds, self.positions)
+        self.tokens.copy_(chosen)
+        ends = (by.end_tokens == self.tokens.unsqueeze(-1)).any(-1).to(torch.uint8)
         is_number = logits.amax(-1).isfinite()  # NaN is the largest
         self.why.copy_(ends.masked_fill(~is_number, NOT_A_NUMBER))
 
@@ -86,11 +83,7 @@ def make_choice(
     return Choice(
         tokens=tokens,
         why=zeros(torch.uint8),
-        end_tokens=torch.full((num_rows, num_ends), -1, device=device),
-        temperature=zeros(torch.float32),
-        top_k=zeros(torch.int64),
-        top_p=torch.ones(num_rows, device=device),
-        seeds=zeros(torch.int64),
+        parameters=Parameters(num_rows, num_ends, device),
         positions=zeros(torch.int64),
         keys=torch.empty(num_rows, num_keys(vocab_size), dtype=torch.int64, device=device),
     )

@@ -298,11 +298,9 @@ class CudaExecutable(Executable):
 
     def _long_prompt(self, tokens: Tensor, chunk: Chunk) -> Tensor:
         device = self._device
-        placed = Rows(
-            tokens.to(device),
-            torch.arange(chunk.start, chunk.end).to(device),
-            torch.full_like(tokens, chunk.seat).to(device),
-        )
+        positions = torch.arange(chunk.start, chunk.end)
+        slots = torch.full_like(tokens, chunk.seat)
+        placed = Rows(*send(torch.stack([tokens, positions, slots]), device))
         wanted = None
         if chunk.echoes:
             wanted = torch.arange(len(tokens), device=device)

@@ -14,58 +14,71 @@ from torch import Tensor
 
 from tilewright.compiler.targets.step import Choosing, Seat
 
-_FLOATS = ("temperature", "top_p")
-_INTEGERS = ("top_k", "seeds")
-PARAMETERS = (*_FLOATS, *_INTEGERS, "end_tokens")
 _MAX_TOP_K = (1 << 31) - 1
+_TEMPERATURE, _TOP_P, _TOP_K, _SEED, _NUM_NUMBERS = range(5)
+
+
+class Parameters:
+    """How the tokens of R rows are chosen, greedily until told otherwise.
+
+    ``words [R, 4 + E]`` (int64) holds them all, so that one copy writes or gathers them; the others
+    are its columns: ``temperature`` and ``top_p [R]`` float64 (values of float32), ``top_k`` and
+    ``seeds [R]`` int64, ``end_tokens [R, E]`` int64, padded with -1.
+    """
+
+    def __init__(self, num_rows: int, num_ends: int, device: torch.device) -> None:
+        self.words = torch.zeros(num_rows, _NUM_NUMBERS + num_ends, dtype=torch.int64).to(device)
+        self.temperature = self.words[:, _TEMPERATURE].view(torch.float64)
+        self.top_p = self.words[:, _TOP_P].view(torch.float64)
+        self.top_k, self.seeds = self.words[:, _TOP_K], self.words[:, _SEED]
+        self.end_tokens = self.words[:, _NUM_NUMBERS:]
+        self.top_p.fill_(1.0)
+        self.end_tokens.fill_(-1)
 
 
 class SeatTable:
-    """Tensors with a row a seat, and one more that padding reads and writes.
+    """A row a seat, and one more that padding reads and writes.
 
-    ``tokens``, ``top_k`` and ``seeds [S + 1]`` int64; ``temperature`` and ``top_p [S + 1]``
-    float32; ``end_tokens [S + 1, E]`` int64, padded with -1.
+    ``tokens [S + 1]`` (int64): what each reads next; ``parameters``: of S + 1 rows.
     """
 
     def __init__(self, num_seats: int, num_ends: int, device: torch.device) -> None:
         self.device = device
         self.padding = num_seats
         self.tokens = torch.zeros(num_seats + 1, dtype=torch.int64, device=device)
-        self.temperature = torch.zeros(num_seats + 1, dtype=torch.float32, device=device)
-        self.top_p = torch.ones_like(self.temperature)
-        self.top_k, self.seeds = torch.zeros_like(self.tokens), torch.zeros_like(self.tokens)
-        self.end_tokens = torch.full((num_seats + 1, num_ends), -1, device=device)
+        self.parameters = Parameters(num_seats + 1, num_ends, device)
+        self._rows = torch.arange(num_seats + 1, device=device)
 
     @property
     def num_ends(self) -> int:
         """End tokens that a seat has room for."""
-        return self.end_tokens.shape[1]
+        return self.parameters.end_tokens.shape[1]
 
     def widen(self, num_ends: int) -> None:
         """Make room for more end tokens a seat; what reads the tensor must look for it again."""
-        fresh = torch.full((len(self.tokens), num_ends), -1, device=self.device)
-        fresh[:, : self.num_ends] = self.end_tokens
-        self.end_tokens = fresh
+        fresh = Parameters(len(self.tokens), num_ends, self.device)
+        fresh.words[:, : self.parameters.words.shape[1]] = self.parameters.words
+        self.parameters = fresh
 
     def open(self, opened: Mapping[Seat, Choosing]) -> None:
         """Write how tokens are chosen for seats that begin."""
         if not opened:
             return
-        width, chosen = self.num_ends, list(opened.values())
-        padded = [[*c.end_tokens, *[-1] * (width - len(c.end_tokens))] for c in chosen]
-        at = self.index(list(opened))
-        values = {
-            "temperature": torch.tensor([c.temperature for c in chosen], dtype=torch.float32),
-            "top_p": torch.tensor([c.top_p for c in chosen], dtype=torch.float32),
-            "top_k": torch.tensor([min(c.top_k, _MAX_TOP_K) for c in chosen]),
-            "seeds": torch.tensor([_signed(c.seed) for c in chosen]),
-            "end_tokens": torch.tensor(padded, dtype=torch.int64),
-        }
-        for name, rows in values.items():
-            getattr(self, name).index_copy_(0, at, send(rows, self.device))
+        chosen = opened.values()
+        rows = Parameters(len(opened), self.num_ends, torch.device("cpu"))
+        rows.temperature[:] = torch.tensor([c.temperature for c in chosen], dtype=torch.float32)
+        rows.top_p[:] = torch.tensor([c.top_p for c in chosen], dtype=torch.float32)
+        rows.top_k[:] = torch.tensor([min(c.top_k, _MAX_TOP_K) for c in chosen])
+        rows.seeds[:] = torch.tensor([_signed(c.seed) for c in chosen])
+        for row, c in zip(rows.end_tokens, chosen, strict=True):
+            row[: len(c.end_tokens)] = torch.tensor(c.end_tokens, dtype=torch.int64)
+        both = send(torch.cat([torch.tensor(list(opened))[:, None], rows.words], 1), self.device)
+        self.parameters.words.index_copy_(0, both[:, 0], both[:, 1:])
 
     def index(self, seats: Sequence[Seat], size: int | None = None) -> Tensor:
         """Row numbers of seats on the device, int64; padded to ``size`` with the row of padding."""
+        if len(seats) == 1 and (size or 1) == 1:
+            return self._rows[seats[0] : seats[0] + 1]  # it is there
         wanted = [*seats, *[self.padding] * ((size or len(seats)) - len(seats))]
         return send(torch.tensor(wanted, dtype=torch.int64), self.device)
 

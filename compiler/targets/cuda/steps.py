@@ -47,6 +47,7 @@ from tilewright.compiler.targets.cuda.library import (
     attend_from_start,
     store_product,
 )
+from tilewright.compiler.targets.cuda.seats import send
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, table_of, vector_of
@@ -83,7 +84,7 @@ class Rows:
         for place, values in zip(staged, (tokens, positions, slots), strict=True):
             place[: len(values)] = values
         kept = (self.tokens, self.positions, self.slots)
-        for place, values in zip(kept, staged.to(self.tokens.device), strict=True):
+        for place, values in zip(kept, send(staged, self.tokens.device), strict=True):
             place.copy_(values)
 
 

@@ -58,11 +58,12 @@ def test_fewer_rows_leave_no_parameters_of_the_rows_before() -> None:
     choice = make_choice(4, VOCABULARY, 3, torch.zeros(4, dtype=torch.int64), CPU)
     choice.gather(table, table.index([Seat(0), Seat(1), Seat(2), Seat(3)]))
     choice.gather(table, table.index([Seat(2), Seat(1)], 4))
-    assert choice.end_tokens.tolist() == [[9, -1, -1], [4, 5, 6], *[[-1] * 3] * 2]
-    assert choice.seeds.tolist() == [2**40 + 2, 2**40 + 1, 0, 0]
-    assert choice.top_p.tolist() == [0.25] * 2 + [1.0] * 2
-    assert choice.top_k.tolist() == [7, 7, 0, 0]
-    assert choice.temperature.tolist() == [0.5] * 2 + [0.0] * 2
+    by = choice.parameters
+    assert by.end_tokens.tolist() == [[9, -1, -1], [4, 5, 6], *[[-1] * 3] * 2]
+    assert by.seeds.tolist() == [2**40 + 2, 2**40 + 1, 0, 0]
+    assert by.top_p.tolist() == [0.25] * 2 + [1.0] * 2
+    assert by.top_k.tolist() == [7, 7, 0, 0]
+    assert by.temperature.tolist() == [0.5] * 2 + [0.0] * 2
 
 
 @pytest.mark.parametrize("is_greedy", [True, False])
@@ -72,9 +73,9 @@ def test_a_choice_without_a_number_says_so(is_greedy: bool, device: torch.device
     logits[0, 5], logits[1], logits[2], logits[3, 11] = float("nan"), -torch.inf, torch.nan, 90.0
     tokens = torch.zeros(4, dtype=torch.int64, device=device)
     choice = make_choice(4, 40, 2, tokens, device)
-    choice.end_tokens[3, 1] = 11
+    choice.parameters.end_tokens[3, 1] = 11
     if not is_greedy:
-        choice.temperature.fill_(0.7)
+        choice.parameters.temperature.fill_(0.7)
     choice.apply(logits, is_greedy=is_greedy)
     assert choice.why.tolist() == [NOT_A_NUMBER] * 3 + [END_TOKEN]
 

@@ -57,10 +57,11 @@ def test_a_seat_that_is_opened_again_has_parameters_of_its_own() -> None:
     """Seeds are 64 bits, of either sign or none; a top k may be any number."""
     table = SeatTable(2, 3, torch.device("cpu"))
     table.open({Seat(1): Choosing(temperature=0.5, end_tokens=(1, 2, 3), seed=2**64 - 5)})
-    assert table.seeds.tolist() == [0, -5, 0] and table.end_tokens[1].tolist() == [1, 2, 3]
+    by = table.parameters
+    assert by.seeds.tolist() == [0, -5, 0] and by.end_tokens[1].tolist() == [1, 2, 3]
     table.open({Seat(1): Choosing(end_tokens=(7,), seed=-(2**63), top_k=10**12)})
-    assert table.seeds.tolist() == [0, -(2**63), 0] and table.temperature[1] == 0.0
-    assert table.end_tokens[1].tolist() == [7, -1, -1] and table.top_k[1] == 2**31 - 1
+    assert by.seeds.tolist() == [0, -(2**63), 0] and by.temperature[1] == 0.0
+    assert by.end_tokens[1].tolist() == [7, -1, -1] and by.top_k[1] == 2**31 - 1
 
 
 def test_seats_that_leave_a_bucket_take_their_tokens_along(executable: Executable) -> None:
