@@ -51,6 +51,7 @@ def _serve(options: ServeOptions, argv: list[str]) -> int:
         strict_model=options.strict_model,
         cors_origins=options.cors_origins,
         template_variables=options.template_variables,
+        tool_format=options.tool_format,
         defaults=options.defaults,
         max_queue=options.max_queue,
         queue_timeout=options.queue_timeout,

@@ -21,6 +21,7 @@ from tilewright.compiler.commands.arguments import (
     values_of,
 )
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.serve.tools.formats import FORMATS
 
 _DEFAULTS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0, "top_p": 1.0},
@@ -41,6 +42,11 @@ class _Asked:
     chat_template: str | None = option(
         "a Jinja file instead of the checkpoint's", group="requests", metavar="FILE"
     )
+    tool_format: str | None = option(
+        "how the model calls functions (default: as its chat template tells)",
+        group="requests",
+        choices=tuple(FORMATS),
+    )
     default_chat_template_kwargs: str | None = option(
         "what templates may read, as '{\"enable_thinking\": false}'",
         group="requests",
@@ -55,6 +61,7 @@ class ServeOptions:
     model: ModelOptions
     defaults: dict[str, float]
     chat_template: str | None
+    tool_format: str | None
     template_variables: dict[str, Any]
     host: str = option("the address to listen on", default="127.0.0.1")
     port: int = option("0: any that is free", default=8000, type=integer(0, 65535))
@@ -151,6 +158,7 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
         model=read_model_options(arguments, CASES[DEFAULT_CASE].precision),
         defaults=_DEFAULTS[arguments.sampling_defaults],
         chat_template=_template(arguments.chat_template),
+        tool_format=arguments.tool_format,
         template_variables=_variables(arguments.default_chat_template_kwargs),
         **given,
     )

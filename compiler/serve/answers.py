@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from tilewright.compiler.runtime.messages import Finished, Started, Tokens
 from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.serve.reasoning import Piece, ReasoningSplitter
+from tilewright.compiler.serve.calls import Call, CallReader
+from tilewright.compiler.serve.reasoning import Piece, ReasoningSplitter, joined
 from tilewright.compiler.serve.stops import StopMatcher
 from tilewright.compiler.serve.texts import Decoder, TextCoder
 from tilewright.compiler.targets.step import LogProbs
 
-STOP, LENGTH = "stop", "length"
+STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,16 @@ class Choice:
 
     Attributes:
         tokens: those that count: all up to the one that completed a stop string.
-        finish_reason: ``stop`` or ``length`` once it has ended.
+        finish_reason: ``stop``, ``length`` or ``tool_calls`` once it has ended.
         stop_reason: the stop string or the stop id that ended it.
+        reader: finds calls in what is said; None where there are no tools.
     """
 
     coder: TextCoder
     sampling: SamplingParams
     matcher: StopMatcher
     splitter: ReasoningSplitter
+    reader: CallReader | None = None
     keeps_end: bool = False
     tokens: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
@@ -54,8 +57,18 @@ class Choice:
     def __post_init__(self) -> None:
         self._decoder = self.coder.stream()
 
+    def show(self, tokens: Sequence[str]) -> None:
+        """Let special tokens be text, before the first token has come."""
+        assert not self.tokens
+        self._decoder = self.coder.stream(shown=tokens)
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of functions in it."""
+        return self.reader.calls if self.reader is not None else []
+
     def push(self, message: Tokens) -> Piece:
-        """The text that is certain now; sets ``finish_reason`` where a stop string was found."""
+        """What is certain now; sets ``finish_reason`` where a stop string or a call ends it."""
         found = [Piece()]
         for at, token in enumerate(message.tokens):
             if self.finish_reason is not None:
@@ -68,7 +81,10 @@ class Choice:
             self._num_characters += len(text)
             found.append(self._split(self.matcher.push(text)))
             if self.matcher.found is not None:
-                self.finish_reason, self.stop_reason = STOP, self.matcher.found
+                self.stop_reason = self.matcher.found
+                found.append(self._finish(STOP))
+            elif self.reader is not None and self.reader.is_full:
+                found.append(self._finish(STOP))
             elif is_end and token not in self.coder.eos_ids:
                 self.stop_reason = token
         return self._kept(found)
@@ -76,20 +92,35 @@ class Choice:
     def end(self, reason: str) -> Piece:
         """What was held back, once the engine has said that the answer ended."""
         if self.finish_reason is not None:
-            return self._kept([self.splitter.flush()])
+            return Piece()
         last = self.matcher.push(self._decoder.flush())
-        pieces = [self._split(last + self.matcher.flush()), self.splitter.flush()]
-        self.finish_reason = STOP if self.matcher.found is not None else reason
+        piece = self._split(last + self.matcher.flush())
         self.stop_reason = self.matcher.found or self.stop_reason
-        return self._kept(pieces)
+        return self._kept([piece, self._finish(STOP if self.matcher.found is not None else reason)])
 
     def _split(self, text: str) -> Piece:
         piece = self.splitter.push(text)
         self.num_reasoning += self.splitter.is_inside
-        return piece
+        return self._read(piece)
+
+    def _read(self, piece: Piece) -> Piece:
+        """The piece with its calls told from its content."""
+        if self.reader is None or not piece.content:
+            return piece
+        return joined([Piece(piece.reasoning), self.reader.push(piece.content)])
+
+    def _finish(self, reason: str) -> Piece:
+        """What was held back; calls that are whole are why the model stopped."""
+        rest = [self._read(self.splitter.flush())]
+        if self.reader is not None:
+            rest.append(self.reader.flush())
+            if reason == STOP and self.reader.is_whole:
+                reason = TOOL_CALLS
+        self.finish_reason = reason
+        return joined(rest)
 
     def _kept(self, pieces: Sequence[Piece]) -> Piece:
-        piece = Piece("".join(p.reasoning for p in pieces), "".join(p.content for p in pieces))
+        piece = joined(pieces)
         self.reasoning += piece.reasoning
         self.content += piece.content
         return piece

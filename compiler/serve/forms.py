@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.compiler.serve.answers import Choice, Scored, chat_logprobs, legacy_logprobs
+from tilewright.compiler.serve.calls import Call
 from tilewright.compiler.serve.prepare import Asked
-from tilewright.compiler.serve.reasoning import Piece
+from tilewright.compiler.serve.reasoning import CallPiece, Piece
 from tilewright.compiler.serve.texts import TextCoder
 
 
@@ -98,9 +99,12 @@ class Job:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         found: dict[str, Any] = {"index": index}
         if self.is_chat:
-            message: dict[str, Any] = {"role": "assistant", "content": choice.content}
+            content = None if choice.calls and not choice.content else choice.content
+            message: dict[str, Any] = {"role": "assistant", "content": content}
             if choice.reasoning:
                 message["reasoning_content"] = message["reasoning"] = choice.reasoning
+            if choice.calls:
+                message["tool_calls"] = [_called(call) for call in choice.calls]
             found["message"] = message
         else:
             echo = self.asked[index].prompt.text if self.echo else ""
@@ -120,9 +124,11 @@ class Job:
         if self.is_chat:
             delta: dict[str, Any] = {"role": "assistant"} if is_first else {}
             if piece.content or (is_first and not piece.reasoning):
-                delta["content"] = piece.content
+                delta["content"] = piece.content or (None if piece.calls else "")
             if piece.reasoning:
                 delta["reasoning_content"] = delta["reasoning"] = piece.reasoning
+            if piece.calls:
+                delta["tool_calls"] = _call_deltas(piece.calls)
             found["delta"] = delta
         else:
             echo = self.asked[index].prompt.text if self.echo and is_first else ""
@@ -162,6 +168,23 @@ class Job:
             return chat_logprobs(self.coder, scored, self.num_top)
         offset = len(self.asked[index].prompt.text) if self.echo else 0
         return legacy_logprobs(self.coder, scored, self.num_top, offset=offset)
+
+
+def _called(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_deltas(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
+    """What is new of each call: clients join what has the same index."""
+    found: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        delta = found.setdefault(piece.index, {"index": piece.index, "function": {"arguments": ""}})
+        if piece.name:
+            delta |= {"id": piece.id, "type": "function"}
+            delta["function"] = {"name": piece.name, "arguments": ""}
+        delta["function"]["arguments"] += piece.arguments
+    return list(found.values())
 
 
 def _rate(count: int, milliseconds: float) -> float:

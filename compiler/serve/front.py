@@ -17,7 +17,12 @@ from tilewright.compiler import __version__
 from tilewright.compiler.runtime.messages import Ready
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.answers import Choice
+<<<<<<< HEAD
 from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient
+=======
+from tilewright.compiler.serve.calls import CallReader
+from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient, Limits
+>>>>>>> 36e49d3 (Serve calls of functions: tools in prompts, calls told from answers, streamed and whole)
 from tilewright.compiler.serve.errors import ApiError, invalid, unsupported
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.metrics import Metrics
@@ -34,13 +39,20 @@ from tilewright.compiler.serve.requests import (
     ChatRequest,
     Common,
     CompletionRequest,
+    TemplateRequest,
+    TokenizeRequest,
     check_chat,
     check_common,
 )
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.stops import StopMatcher
+from tilewright.compiler.serve.template import TemplateFacts, read_template
 from tilewright.compiler.serve.texts import TextCoder
+<<<<<<< HEAD
 from tilewright.compiler.serve.tickets import Limits
+=======
+from tilewright.compiler.serve.tools.asked import ToolsAsked, read_tools
+>>>>>>> 36e49d3 (Serve calls of functions: tools in prompts, calls told from answers, streamed and whole)
 
 LoadCoder = Callable[[Path], TextCoder]
 _SHORT = 4096  # characters that are tokenised at once, without a thread
@@ -60,6 +72,7 @@ class Front:
         self.is_draining = False
         self.created = int(time.time())
         self.coder: TextCoder | None = None
+        self.template = TemplateFacts()
         self.metrics = Metrics(settings.metrics_prefix, "")
         self.fingerprint = ""
         self._load_coder = load_coder
@@ -77,7 +90,10 @@ class Front:
     async def _take_ready(self, folder: Path, ready: Ready) -> None:
         """The engine is up: read its tokenizer, and name things."""
         if self.coder is None:
-            self.coder = await self.in_thread(self._load_coder, folder / TOKENIZER)
+            coder = await self.in_thread(self._load_coder, folder / TOKENIZER)
+            forced = self.settings.tool_format
+            self.template = await self.in_thread(read_template, coder, forced)
+            self.coder = coder
             self.metrics = Metrics(self.settings.metrics_prefix, self.names(ready)[0])
         facts = [f"{key}={ready.facts[key]}" for key in sorted(ready.facts)]
         digest = hashlib.sha256("\n".join([__version__, *facts]).encode())
@@ -129,27 +145,58 @@ class Front:
         check_chat(request)
         ready, coder = self.up()
         self.check_model(request, ready)
-        tools = request.tools if request.tool_choice != "none" else None
-        if tools:
-            raise unsupported("tools", "calls are not told from text yet; allowed: none")
-        variables = {**self.settings.template_variables, **(request.chat_template_kwargs or {})}
-        if request.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", request.reasoning_effort)
-            if request.reasoning_effort == "none":
-                variables["enable_thinking"] = False
-        text = await self.in_thread(
-            render_chat,
-            coder,
-            request.messages,
-            variables=variables,
+        tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+        if tools is not None:
+            self.template.checked_format()
+            if tools.must_call:
+                raise unsupported("tool_choice", "allowed: none, auto; no grammar is enforced yet")
+        text = await self.render(
+            request,
+            tools,
+            effort=request.reasoning_effort,
             continues=bool(request.continue_final_message),
-            opens=request.add_generation_prompt is not False,
         )
         prompt = await self.aside(len(text), encode, coder, text, ready, add_special=False)
         check_prompt(prompt, ready, "messages")
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         limit = request.max_completion_tokens or request.max_tokens
-        return self._job(request, [prompt], limit=limit, num_top=num_top, is_chat=True)
+        job = self._job(request, [prompt], limit=limit, num_top=num_top, is_chat=True)
+        if tools is not None:
+            for choice in job.choices:
+                self._read_calls(choice, tools)
+        return job
+
+    async def render(
+        self,
+        request: ChatRequest | TemplateRequest | TokenizeRequest,
+        tools: ToolsAsked | None = None,
+        *,
+        effort: str | None = None,
+        continues: bool = False,
+    ) -> str:
+        """The text of a request's chat; see `render_chat`. ``effort``: how much to reason."""
+        _, coder = self.up()
+        variables = {**self.settings.template_variables, **(request.chat_template_kwargs or {})}
+        if effort is not None:
+            variables.setdefault("reasoning_effort", effort)
+            if effort == "none":
+                variables["enable_thinking"] = False
+        return await self.in_thread(
+            render_chat,
+            coder,
+            request.messages or (),
+            facts=self.template,
+            tools=tools,
+            variables=variables,
+            continues=continues,
+            opens=request.add_generation_prompt is not False,
+        )
+
+    def _read_calls(self, choice: Choice, tools: ToolsAsked) -> None:
+        """Let an answer's calls be told from its content."""
+        form = self.template.checked_format()
+        choice.reader = CallReader(form.parser(tools.tools), form.new_id, tools.is_parallel)
+        choice.show(form.tokens)
 
     async def completion_job(self, request: CompletionRequest) -> Job:
         """What a completion asks of the engine.

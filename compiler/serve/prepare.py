@@ -15,7 +15,9 @@ from tilewright.compiler.runtime.messages import Ready
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.errors import invalid, refuse
 from tilewright.compiler.serve.requests import Common, Message
+from tilewright.compiler.serve.template import TemplateFacts
 from tilewright.compiler.serve.texts import TextCoder
+from tilewright.compiler.serve.tools.asked import ToolsAsked
 
 _CHARACTERS_A_TOKEN = 256
 """No vocabulary has tokens so long: a text longer than this for each position cannot fit."""
@@ -44,12 +46,13 @@ def render_chat(
     coder: TextCoder,
     messages: Sequence[Message],
     *,
-    tools: Sequence[Mapping[str, object]] | None = None,
+    facts: TemplateFacts,
+    tools: ToolsAsked | None = None,
     variables: Mapping[str, object] | None = None,
     continues: bool = False,
     opens: bool = True,
 ) -> str:
-    """A chat as the checkpoint's template writes it.
+    """A chat as the checkpoint's template writes it, of which ``facts`` are known.
 
     ``continues``: the last message is not ended, and the answer goes on with it. ``opens``: the
     answer's turn is begun.
@@ -57,10 +60,12 @@ def render_chat(
     Raises:
         ApiError: 400 where there is no template, or it refuses these messages.
     """
-    plain = [_plain_message(message, at) for at, message in enumerate(messages)]
+    given = [_plain_message(message, at) for at, message in enumerate(messages)]
+    plain = facts.messages(given, () if tools is None else tools.tools)
+    told = tools.given if tools is not None and facts.reads_tools else None
     try:
         text = coder.apply_chat_template(
-            plain, opens and not continues, tools=tools, variables=variables
+            plain, opens and not continues, tools=told, variables=variables
         )
     except (RequestError, RecursionError) as error:
         raise refuse(error, "template_error", "messages") from None
@@ -87,8 +92,6 @@ def _plain_message(message: Message, at: int) -> dict[str, Any]:
         found["content"] = ""
     if message.reasoning is not None:
         found.setdefault("reasoning_content", message.reasoning)
-    if message.tool_calls:
-        found["tool_calls"] = [_with_object(call) for call in message.tool_calls]
     return found
 
 
@@ -98,18 +101,6 @@ def _text_of(part: Mapping[str, Any], at: int) -> str:
         where = f"messages[{at}].content"
         raise invalid(f"{where}: a part of type {part.get('type')!r}; allowed: text", where)
     return text
-
-
-def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A call of an earlier turn with its arguments as an object, which templates write out."""
-    function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-        try:
-            given = msgspec.json.decode(function["arguments"])
-        except (msgspec.DecodeError, RecursionError):
-            return dict(call)
-        return {**call, "function": {**function, "arguments": given}}
-    return dict(call)
 
 
 def encode(coder: TextCoder, text: str, ready: Ready, *, add_special: bool) -> Prompt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tilewright.compiler.serve.stops import StopMatcher
@@ -15,11 +16,34 @@ def begins_in_reasoning(prompt: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class CallPiece:
+    """The next arguments of the call number ``index``; with its ``id`` and ``name`` it begins."""
+
+    index: int
+    arguments: str = ""
+    id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of an answer: what is thought, and what is said."""
+    """A part of an answer: what is thought, what is said, and what is called."""
 
     reasoning: str = ""
     content: str = ""
+    calls: tuple[CallPiece, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.calls)
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """Several pieces in a row as one."""
+    return Piece(
+        "".join(piece.reasoning for piece in pieces),
+        "".join(piece.content for piece in pieces),
+        tuple(call for piece in pieces for call in piece.calls),
+    )
 
 
 class ReasoningSplitter:

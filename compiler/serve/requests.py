@@ -241,5 +241,3 @@ def check_chat(request: ChatRequest) -> None:
         raise unsupported("modalities", "allowed: text")
     if request.top_logprobs is not None and not request.logprobs:
         raise invalid("top_logprobs: only together with logprobs: true", "top_logprobs")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "allowed: none, auto; grammars are not enforced yet")

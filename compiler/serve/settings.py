@@ -16,6 +16,7 @@ class Settings:
     Attributes:
         names: what the model is called; the first is reported. Empty: its own name.
         template_variables: what chat templates may read, where a request says nothing else.
+        tool_format: how calls of functions come; None: as the chat template's marks tell.
         defaults: sampling parameters of requests that do not say them.
         metrics_prefix: ``tilewright`` or ``vllm``.
     """
@@ -28,6 +29,7 @@ class Settings:
     cors_origins: tuple[str, ...] = ()
     chat_template: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
+    tool_format: str | None = None
     defaults: Mapping[str, float] = field(default_factory=dict)
     max_queue: int = 1024
     queue_timeout: float = 600.0

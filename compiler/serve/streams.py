@@ -17,7 +17,7 @@ from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.exchange import ID
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.metrics import Metrics
-from tilewright.compiler.serve.reasoning import Piece
+from tilewright.compiler.serve.reasoning import Piece, joined
 from tilewright.compiler.serve.says import say_fault
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.tickets import Answer, Ticket
@@ -101,8 +101,7 @@ class Follower:
         if choice.finish_reason is not None:
             self._ended(index, choice)
         before, scored = found.get(index, (Piece(), []))
-        joined = Piece(before.reasoning + piece.reasoning, before.content + piece.content)
-        found[index] = (joined, scored + choice.scored[known:])
+        found[index] = (joined([before, piece]), scored + choice.scored[known:])
 
     def _time(self, index: int, count: int) -> None:
         now, last = time.perf_counter(), self._last[index]
@@ -167,7 +166,7 @@ def _chunks(job: Job, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
     for index, (piece, scored) in found.items():
         has_ended = job.choices[index].finish_reason is not None
         is_unopened = index not in job.opened
-        if piece.content or piece.reasoning or scored or (has_ended and is_unopened):
+        if piece or scored or (has_ended and is_unopened):
             data += _event(job.chunk(index, piece, scored))
         if has_ended:
             data += _event(job.last_chunk(index))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -36,8 +36,8 @@ class TextCoder(Protocol):
     def token_bytes(self, index: int) -> bytes:
         """The bytes a token adds to a text."""
 
-    def stream(self, skip_special: bool = True) -> Decoder:
-        """A decoder for one answer."""
+    def stream(self, skip_special: bool = True, *, shown: Collection[str] = ()) -> Decoder:
+        """A decoder for one answer; ``shown``: special tokens that it does not leave out."""
 
     def apply_chat_template(
         self,

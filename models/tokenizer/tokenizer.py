@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,14 @@ class Tokenizer:
                 pass
         return token.replace("▁", " ").encode("utf-8")
 
-    def stream(self, skip_special: bool = True) -> StreamDecoder:
-        """A decoder for ids that come one at a time."""
-        return StreamDecoder(self, skip_special)
+    def stream(self, skip_special: bool = True, *, shown: Collection[str] = ()) -> StreamDecoder:
+        """A decoder for ids that come one at a time.
+
+        With ``skip_special`` it leaves special tokens out, all but those whose text is ``shown``.
+        """
+        skipped = self.special_ids if skip_special else frozenset()
+        kept = {self._backend.token_to_id(token) for token in shown}
+        return StreamDecoder(self, skipped - kept)
 
     def apply_chat_template(
         self,
@@ -198,9 +203,9 @@ class StreamDecoder:
     `Tokenizer.decode` gives, for every sequence of ids whose bytes are UTF-8.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._skipped = skipped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = tokenizer.strips_first_space
 

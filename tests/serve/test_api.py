@@ -131,7 +131,8 @@ def test_a_missing_limit_is_the_context_left(client: openai.OpenAI, server: Serv
         ({"seed": 1 << 63}, "seed"),
         ({"messages": [{"role": "user", "content": "x" * 600}]}, None),
         ({"functions": []}, "functions"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )

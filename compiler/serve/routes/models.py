@@ -61,6 +61,12 @@ async def _props(request: web.Request) -> web.Response:
             "invariant": ready.invariant,
             "facts": ready.facts,
             "chat_template": coder.chat_template,
+            "chat_template_reads": {
+                "tools": front.template.reads_tools,
+                "tool_calls": front.template.writes_calls,
+                "variables": front.template.variables,
+            },
+            "tool_format": front.template.format.name if front.template.format else None,
             "template_variables": dict(front.settings.template_variables),
             "default_generation_settings": defaults,
             "limits": {"max_body": MAX_BODY, "max_queue": front.settings.max_queue},

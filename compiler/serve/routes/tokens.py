@@ -8,13 +8,14 @@ from tilewright.compiler.errors import RequestError
 from tilewright.compiler.serve.answers import token_text
 from tilewright.compiler.serve.errors import invalid, refuse
 from tilewright.compiler.serve.exchange import FRONT, Route, json_response, read_body
-from tilewright.compiler.serve.prepare import encode, render_chat
+from tilewright.compiler.serve.prepare import encode
 from tilewright.compiler.serve.requests import (
     DetokenizeRequest,
     TemplateRequest,
     TokenizeRequest,
     decode,
 )
+from tilewright.compiler.serve.tools.asked import read_tools
 
 
 async def _tokenize(request: web.Request) -> web.Response:
@@ -23,11 +24,7 @@ async def _tokenize(request: web.Request) -> web.Response:
     ready, coder = front.up()
     add_special = bool(asked.add_special_tokens or asked.add_special)
     if asked.messages is not None:
-        opens = asked.add_generation_prompt is not False
-        variables = {**front.settings.template_variables, **(asked.chat_template_kwargs or {})}
-        text = await front.in_thread(
-            render_chat, coder, asked.messages, tools=asked.tools, variables=variables, opens=opens
-        )
+        text = await front.render(asked, read_tools(asked.tools))
     elif (found := asked.prompt if asked.prompt is not None else asked.content) is not None:
         text = found
         if asked.prompt is not None and asked.add_special_tokens is None:
@@ -58,15 +55,7 @@ async def _detokenize(request: web.Request) -> web.Response:
 async def _apply_template(request: web.Request) -> web.Response:
     front = request.app[FRONT]
     asked, _ = decode(await read_body(request, front), TemplateRequest)
-    _, coder = front.up()
-    text = await front.in_thread(
-        render_chat,
-        coder,
-        asked.messages,
-        tools=asked.tools,
-        variables={**front.settings.template_variables, **(asked.chat_template_kwargs or {})},
-        opens=asked.add_generation_prompt is not False,
-    )
+    text = await front.render(asked, read_tools(asked.tools))
     return json_response({"prompt": text})
 
 

@@ -1,0 +1,187 @@
+"""Tools and reasoning end to end: the openai client, a server, and an engine that says a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serve.scripted import Scripted, scripted
+
+HERMES = (
+    "{% if tools %}[<tool_call>]{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content %}({{ m.reasoning_content }})"
+    "{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}:{{ c.function.arguments | tojson }}{% endfor %}|{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if enable_thinking is not defined or "
+    "enable_thinking %}<think>{% else %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}<assistant>"
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "d",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        },
+    }
+    for name in ("weather", "now")
+]
+CALLS = (
+    'Looking.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris é"}}\n</tool_call>\n'
+    '<tool_call>{"name": "now"}</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Iterator[Scripted]:
+    with scripted(HERMES, template_variables={"enable_thinking": False}) as found:
+        yield found
+
+
+def say(text: str) -> list[Any]:
+    return [{"role": "user", "content": f"SAY({text})YAS"}]
+
+
+def client_of(server: Scripted) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+def chat(server: Scripted, text: str, **changes: Any) -> Any:
+    asked = {"model": "any", "messages": say(text), "tools": TOOLS, **changes}
+    return client_of(server).chat.completions.create(**asked)
+
+
+def called(message: Any) -> list[tuple[str, str]]:
+    return [(c.function.name, c.function.arguments) for c in message.tool_calls or []]
+
+
+def test_calls_are_named_and_end_the_answer(hermes: Scripted) -> None:
+    choice = chat(hermes, CALLS).choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "Looking."
+    assert called(choice.message) == [("weather", '{"city": "Paris é"}'), ("now", "{}")]
+    ids = {call.id for call in choice.message.tool_calls}
+    assert len(ids) == 2 and all(each.startswith("call_") for each in ids)
+    assert {call.type for call in choice.message.tool_calls} == {"function"}
+    assert json.dumps(TOOLS[0]["function"]["parameters"]) in hermes.prompt
+    alone = chat(hermes, CALLS.removeprefix("Looking.\n")).choices[0]
+    assert alone.message.content is None and len(alone.message.tool_calls) == 2
+
+
+def test_a_stream_of_calls_joined_is_the_answer_unstreamed(hermes: Scripted) -> None:
+    chunks = list(chat(hermes, CALLS, stream=True))
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    pieces = [call for delta in deltas for call in delta.tool_calls or []]
+    for index, whole in enumerate(called(chat(hermes, CALLS).choices[0].message)):
+        own = [piece for piece in pieces if piece.index == index]
+        assert own[0].id and own[0].type == "function" and own[0].function.name == whole[0]
+        assert all(piece.id is None and piece.function.name is None for piece in own[1:])
+        assert "".join(piece.function.arguments for piece in own) == whole[1]
+    assert "".join(delta.content or "" for delta in deltas) == "Looking."
+    assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
+    with client_of(hermes).chat.completions.stream(
+        model="any", messages=say(CALLS), tools=TOOLS
+    ) as stream:
+        message = stream.get_final_completion().choices[0].message
+    assert called(message) == called(chat(hermes, CALLS).choices[0].message)
+
+
+def test_a_call_that_is_cut_short_is_given_as_far_as_it_came(hermes: Scripted) -> None:
+    most = len(CALLS[: CALLS.index("ris")].encode())
+    choice = chat(hermes, CALLS, max_tokens=most).choices[0]
+    assert choice.finish_reason == "length"
+    assert called(choice.message) == [("weather", '{"city": "Pa')]
+    stopped = chat(hermes, CALLS, stop="Par").choices[0]
+    assert stopped.finish_reason == "stop" and called(stopped.message) == [
+        ("weather", '{"city": "')
+    ]
+
+
+def test_text_is_no_call_and_no_tools_are_no_calls(hermes: Scripted) -> None:
+    text = "a <tool_call> is { and <tool_call>[ "
+    choice = chat(hermes, text).choices[0]
+    assert choice.message.content == text and choice.finish_reason == "stop"
+    for changes in ({"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}, {"tools": []}):
+        choice = chat(hermes, CALLS, **changes).choices[0]
+        assert choice.message.content == CALLS and not choice.message.tool_calls
+        assert "weather" not in hermes.prompt.partition("SAY")[0]
+
+
+def test_one_call_is_enough_where_they_are_not_parallel(hermes: Scripted) -> None:
+    found = chat(hermes, CALLS, parallel_tool_calls=False)
+    choice = found.choices[0]
+    assert choice.finish_reason == "tool_calls" and len(choice.message.tool_calls) == 1
+    assert found.usage.completion_tokens < len(CALLS.encode()) - 30
+
+
+def test_earlier_calls_and_results_go_through_the_template(hermes: Scripted) -> None:
+    first = chat(hermes, CALLS).choices[0].message
+    results = [{"role": "tool", "tool_call_id": c.id, "content": "7"} for c in first.tool_calls]
+    answer = {**first.model_dump(exclude_none=True), "reasoning": "hm"}
+    chat(hermes, "", messages=[*say(CALLS), answer, *results, *say("Fine.")])
+    written = '<assistant>(hm)Looking.weather:{"city": "Paris é"}now:{}|<tool>7|<tool>7|'
+    assert written in hermes.prompt
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "web"}]}, "tools[0].type"),
+    ],
+)
+def test_tools_that_cannot_be(hermes: Scripted, changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(hermes, "", extra_body=changes)
+    assert caught.value.param == param
+
+
+def test_reasoning_is_where_the_prompt_has_opened_it(hermes: Scripted) -> None:
+    text = 'Hm <tool_call>{"name": "now"}</tool_call>\n</think>\n\n' + CALLS
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    found = chat(hermes, text, extra_body=thinking)
+    message = found.choices[0].message
+    assert message.reasoning_content == message.reasoning == text.partition("\n</think>")[0]
+    assert message.content == "Looking." and len(message.tool_calls) == 2
+    details = found.usage.completion_tokens_details
+    assert details.reasoning_tokens == len(text.partition("</think>")[0]) + len("</think>") - 1
+    for effort in ({"reasoning_effort": "none"}, {}):
+        message = chat(hermes, "So.", **effort).choices[0].message
+        assert message.content == "So." and not hasattr(message, "reasoning_content")
+        assert hermes.prompt.endswith("</think>\n\n")
+    off = chat(hermes, "So.", reasoning_effort="none", extra_body=thinking).choices[0].message
+    assert off.content == "So."
+
+
+def test_a_template_without_tools_needs_a_format_that_is_named() -> None:
+    with scripted(PLAIN) as server, pytest.raises(openai.BadRequestError, match="--tool-format"):
+        chat(server, CALLS)
+    with scripted(PLAIN, tool_format="mistral") as server:
+        text = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Paris"}}]'
+        first = chat(server, text).choices[0].message
+        (call,) = first.tool_calls
+        assert len(call.id) == 9 and called(first) == [("weather", '{"city": "Paris"}')]
+        assert server.prompt.startswith("<system>You may call") and '"weather"' in server.prompt
+        result = {"role": "tool", "tool_call_id": call.id, "content": "7"}
+        chat(server, "", messages=[*say(text), first.model_dump(exclude_none=True), result])
+        assert f"<assistant>{text}|<user><tool_response>\n7\n</tool_response>|" in server.prompt
+
+
+def test_what_a_template_reads_is_said(hermes: Scripted) -> None:
+    with openai.DefaultHttpxClient() as web:
+        found = web.get(f"{hermes.url}/props").json()
+    assert found["tool_format"] == "hermes"
+    assert found["chat_template_reads"] == {
+        "tools": True,
+        "tool_calls": True,
+        "variables": ["enable_thinking"],
+    }
