@@ -17,12 +17,8 @@ from tilewright.compiler import __version__
 from tilewright.compiler.runtime.messages import Ready
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.answers import Choice
-<<<<<<< HEAD
-from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient
-=======
 from tilewright.compiler.serve.calls import CallReader
-from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient, Limits
->>>>>>> 36e49d3 (Serve calls of functions: tools in prompts, calls told from answers, streamed and whole)
+from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient
 from tilewright.compiler.serve.errors import ApiError, invalid, unsupported
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.metrics import Metrics
@@ -48,11 +44,8 @@ from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.stops import StopMatcher
 from tilewright.compiler.serve.template import TemplateFacts, read_template
 from tilewright.compiler.serve.texts import TextCoder
-<<<<<<< HEAD
 from tilewright.compiler.serve.tickets import Limits
-=======
 from tilewright.compiler.serve.tools.asked import ToolsAsked, read_tools
->>>>>>> 36e49d3 (Serve calls of functions: tools in prompts, calls told from answers, streamed and whole)
 
 LoadCoder = Callable[[Path], TextCoder]
 _SHORT = 4096  # characters that are tokenised at once, without a thread

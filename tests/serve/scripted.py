@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +15,25 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
-from tilewright.compiler.runtime.grammar import GrammarSpec
-from tilewright.compiler.runtime.messages import Finished, Ready, Started, Submit, Tokens
-from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.messages import (
+    Finished,
+    Ready,
+    Started,
+    Submit,
+    ToEngine,
+    Tokens,
+)
 from tilewright.compiler.serve.app import make_app
-from tilewright.compiler.serve.engine_client import READY, EngineClient, Ticket
+from tilewright.compiler.serve.engine_client import READY, EngineClient
 from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.server import listen
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.template import read_template
+from tilewright.compiler.serve.tickets import Desk, Limits
 from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
 from tilewright.models.tokenizer.vocabulary import Vocabulary
 
+END = 256
 SPECIALS = ("<|end|>", "[TOOL_CALLS]", "<|python_tag|>")
 _SAY = re.compile(r"SAY\((.*?)\)YAS", re.DOTALL)
 
@@ -43,49 +50,45 @@ def byte_coder(template: str) -> Tokenizer:
         where=Path("bytes"),
         backend=backend,
         special_tokens={},
-        eos_ids=(256,),
+        eos_ids=(END,),
         chat_template=template,
     )
     return Tokenizer(parts)
 
 
-@dataclass
 class ScriptedClient(EngineClient):
-    """Answers with what stands between ``SAY(`` and ``)YAS`` last in the prompt, then ends."""
+    """Answers with what stands between ``SAY(`` and ``)YAS`` last in the prompt, then ends.
 
-    coder: Tokenizer
-    state: str = READY
-    asked: list[Submit] = field(default_factory=list)
+    Attributes:
+        asked: what it was asked so far.
+    """
 
-    def __post_init__(self) -> None:
-        self.ready = Ready(self.coder.vocab_size, 4, 4096, 4096, facts={"name": "scripted"})
+    def __init__(self, coder: Tokenizer) -> None:
+        self.coder, self.state, self.asked = coder, READY, list[Submit]()
+        self.ready = Ready(coder.vocab_size, 4, 4096, 4096, facts={"name": "scripted"})
+        self._desk = Desk(self._give, Limits())
 
     @property
     def is_healthy(self) -> bool:
         return True
 
-    def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sequence[SamplingParams],
-        *,
-        grammars: Sequence[GrammarSpec | None] = (),
-        priority: int = 0,
-    ) -> Ticket:
-        ticket = Ticket(list(range(len(prompts))), self)
-        for at, (prompt, chosen) in enumerate(zip(prompts, sampling, strict=True)):
-            grammar = grammars[at] if grammars else None
-            self.asked.append(Submit(at, tuple(prompt), chosen, priority, grammar))
-            said = _SAY.findall(self.coder.decode(prompt, skip_special=False))
-            tokens = [*self.coder.encode(said[-1] if said else ""), 256][: chosen.max_tokens]
-            ticket.put(at, Started(at, 0.0, 0))
-            for token in tokens:
-                ticket.put(at, Tokens(at, (token,)))
-            ticket.put(at, Finished(at, "stop" if tokens[-1] == 256 else "length", 0.0, 0.0))
-        return ticket
-
-    def cancel(self, request_id: int) -> None:
+    async def close(self) -> None:
         pass
+
+    def _give(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self.asked.append(message)
+            asyncio.get_running_loop().call_soon(self._answer, message)
+
+    def _answer(self, asked: Submit) -> None:
+        said = _SAY.findall(self.coder.decode(asked.prompt, skip_special=False))
+        tokens = [*self.coder.encode(said[-1] if said else ""), END]
+        tokens = tokens[: asked.sampling.max_tokens]
+        self._desk.hear(Started(asked.request_id, 0.0, 0), 1)
+        for token in tokens:
+            self._desk.hear(Tokens(asked.request_id, (token,)), 1)
+        reason = "stop" if tokens[-1] == END else "length"
+        self._desk.hear(Finished(asked.request_id, reason, 0.0, 0.0), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +113,13 @@ def scripted(template: str, **chosen: Any) -> Iterator[Scripted]:
     client = ScriptedClient(coder)
 
     async def start() -> web.AppRunner:
-        front = Front(settings, ["-c", ""], lambda folder: coder)
+        front = Front(settings, (), lambda folder: coder)
+        await front.client.close()  # no engine was started
         front.client, front.coder = client, coder
         front.template = read_template(coder, settings.tool_format)
-        runner = web.AppRunner(make_app(front))
+        app = make_app(front)
+        app.on_cleanup.append(lambda _: front.close())
+        runner = web.AppRunner(app)
         await runner.setup()
         await web.SockSite(runner, socket).start()
         return runner
