@@ -26,6 +26,7 @@ DPI = 150
 WIDTH = 8.0  # inches: 1200 pixels, read at 900
 LABEL_SIZE = 8.0  # points
 NAME_LENGTH = 40
+TITLE_LINES = 3
 
 
 @contextmanager
@@ -61,6 +62,17 @@ def fit(text: Text, raw: str, *, room: float) -> None:
             return
 
 
+def fit_lines(text: Text, raw: str, *, room: float) -> None:
+    """Sets ``text`` to ``raw`` in as few lines as fit into ``room`` pixels; only what is left over
+    after `TITLE_LINES` is cut.
+    """
+    for columns in range(min(len(raw), 160), 0, -1):
+        lines = textwrap.wrap(raw, columns, max_lines=TITLE_LINES, placeholder="\u2026")
+        text.set_text("\n".join(shown(line, columns) for line in lines))
+        if text.get_window_extent().width <= room:
+            return
+
+
 def new_figure(height: float, *, title: str, caption: str) -> Figure:
     """An empty figure ``height`` inches high, the title above and the caption below."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -70,7 +82,7 @@ def new_figure(height: float, *, title: str, caption: str) -> Figure:
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.07)
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout=layout, facecolor="white")
     FigureCanvasAgg(figure)
-    fit(figure.suptitle("", fontsize=12), title, room=(WIDTH - 0.4) * DPI)
+    fit_lines(figure.suptitle("", fontsize=12), title, room=(WIDTH - 0.4) * DPI)
     figure.supxlabel(textwrap.fill(caption, 110), fontsize=8, color="#505050")
     return figure
 

@@ -97,4 +97,19 @@ def test_any_title_is_drawn_within_the_figure(tmp_path: Path, title: str) -> Non
     figure = draw(title)
     save(figure, tmp_path / "a")
     box = figure.suptitle(figure.get_suptitle(), fontsize=12).get_window_extent()
-    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+
+
+def test_a_title_is_whole_in_lines_above_the_plot() -> None:
+    title = (
+        "SmolLM2-135M-Instruct on N300 (n300), exact arithmetic, emulated: predicted speed against "
+        "emulated top-1, with a name of a configuration that is longer than any that ships"
+    )
+    figure = draw(title)
+    figure.draw_without_rendering()
+    said = figure.get_suptitle()
+    assert said.split() == title.split() and 1 < len(said.splitlines()) <= 3
+    box = next(each for each in figure.texts if each.get_text() == said).get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+    assert box.y0 >= figure.axes[0].get_window_extent().y1, "the plot makes room for it"
+    assert "\n" not in draw("SmolLM2-135M-Instruct on CPU (cpu): KL").get_suptitle()
