@@ -90,6 +90,8 @@ test: $(WITH_TEST) $(TYPED)
 # quiet cores. PERF_PRECISIONS='all-q40' PERF_CASES='ci-1' PERF_RESULTS=/tmp/cpu.jsonl is a short one.
 PERF_RESULTS := results/cpu.jsonl
 PERF_DOCUMENTS := README.md docs/figures.md
+PERF_SWEEPS := smollm2-cpu/pareto:pareto smollm2-cpu/sensitivity:sensitivity \
+    smollm2-n300/pareto:pareto-n300
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 
@@ -98,11 +100,15 @@ perf: $(WITH_DEMO)
 	    "$(BIN)/tilewright" bench --case performance-$$case --precision $$precision \
 	        --results $(PERF_RESULTS) || exit $$?; \
 	done; done
-	"$(BIN)/tilewright" perf --results $(PERF_RESULTS) --also $(PERF_DOCUMENTS)
+	$(MAKE) --no-print-directory perf-tables
 
-# The tables of PERF.md, README and docs from the records as they are; nothing is measured.
+# All tables of PERF.md, README and docs from the records as they are; nothing is measured.
 perf-tables: $(WITH_DEMO)
 	"$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS)
+	for sweep in $(PERF_SWEEPS); do \
+	    "$(BIN)/tilewright" sweep export results/$${sweep%:*}.jsonl --markdown docs/$${sweep#*:}.md \
+	        || exit $$?; \
+	done
 
 # Measures all again that this machine can and says row by row what is not reproduced; see --help.
 perf-check: $(WITH_DEMO)

@@ -43,6 +43,14 @@ _BATCH_COLUMNS = (
     *(*_USER_TTFT, *_NOISE, PEAK, *_ORIGIN),
 )
 
+ORIGIN_LEGEND = f"""\
+`{row.DATE}`, `{row.COMMIT}`, `{row.MACHINE}` (with threads or devices) and `{row.COMMAND}` say
+where the figures come from, speed and accuracy each where they differ; "-": none says. A commit
+with `-dirty` had changes beside it. {row.OTHER_RUN}: some figure of the row is of another run (code
+or machine or hour) than most rows of its device in the table: do not compare it with them.
+"""
+"""What the columns say that tell where a row's figures come from."""
+
 _LEGEND = f"""\
 Generated from recorded results; what stands between the markers is replaced the next time.
 
@@ -50,14 +58,10 @@ Top-1 and Top-5: the share of teacher-forced positions (`{POSITIONS}`) where the
 fp32 reference's first, or among its five, with 95 % Wilson intervals. `{KL}`: mean divergence from
 the reference in nats. `{PAIRED}`: positions that only this configuration (+) and only the base (-)
 got right, with the exact McNemar p. Speed and TTFT: medians over repeats; `{SPREAD}` and
-`{row.TTFT_SPREAD}`: (max - min) / median. `{row.SPEED_INTERVAL}`: of the mean over the repeats of
-one process, by Student's t; what differs between processes is not in it. `{PEAK}`: 10^6 bytes.
+`{row.TTFT_SPREAD}`: (max - min) / median. `{row.SPEED_INTERVAL}`: of the mean over the repeats,
+by Student's t; what differs between runs is not in it. `{PEAK}`: 10^6 bytes.
 
-`{row.DATE}`, `{row.COMMIT}`, `{row.MACHINE}` (with threads or devices) and `{row.COMMAND}` say
-where the figures come from, speed and accuracy each where they differ; "-": none says. A commit
-with `-dirty` had changes beside it. {row.OTHER_RUN}: some figure of the row is of another run (code
-or machine or hour) than most rows of its device in the table: do not compare it with them.
-"""
+{ORIGIN_LEGEND}"""
 _SHORT = f"prefill {TABLE_PROMPT_LENGTH} tokens, {TABLE_GENERATED_TOKENS} generated"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from tilewright.compiler.bench import pareto, row, table
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
 from tilewright.compiler.bench.display import cell_text, listed, plain_line, span
-from tilewright.compiler.bench.perf_tables import plan_tables
+from tilewright.compiler.bench.perf_tables import ORIGIN_LEGEND, plan_tables
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.stats import MIN_ROUNDS
 from tilewright.compiler.bench.table import CsvValue, Table
@@ -40,7 +40,8 @@ one is better and the difference in speed or in top-1 is beyond the noise (top-1
 the ratio round by round, from {MIN_ROUNDS} rounds on), each at {100 * pareto.ALPHA:.0f} %,
 uncorrected for the number of comparisons. Predicted speeds differ where they do by more than the
 time model's own error.
-"""
+
+{ORIGIN_LEGEND}"""
 
 
 def markdown(state: SweepState, extra: str = "") -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _STDOUT = "-"
 _FRONT, _SENSITIVITY = "front", "sensitivity"
 _STEM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_LINKED_FOLDER = "precision_cfgs"
+_LINK = re.compile(r"\]\(((?:precision_cfgs|docs)/[^()\s]+)\)")
 
 
 def export(given: argparse.Namespace) -> int:
@@ -77,13 +77,15 @@ def _check_outputs(given: argparse.Namespace) -> None:
 
 def _document(states: dict[str, SweepState], output: str) -> str:
     text = "\n".join(markdown(state, _extra(path, state)) for path, state in states.items())
-    if output == _STDOUT or not Path(_LINKED_FOLDER).is_dir():
+    if output == _STDOUT:
         return text
+    folder = Path(output).resolve().parent
+
+    def relative(link: re.Match[str]) -> str:
+        return f"]({os.path.relpath(Path(link[1]).resolve(), folder)})"
+
     # links are written as from the root of the repository
-    root = os.path.relpath(Path().resolve(), Path(output).resolve().parent)
-    return (
-        text if root == "." else text.replace(f"]({_LINKED_FOLDER}/", f"]({root}/{_LINKED_FOLDER}/")
-    )
+    return _LINK.sub(relative, text) if Path("precision_cfgs").is_dir() else text
 
 
 def _extra(path: str, state: SweepState) -> str:

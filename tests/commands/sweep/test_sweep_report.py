@@ -24,7 +24,7 @@ from tests.sweep_cells import (
     speed_result,
 )
 from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.results import read
+from tilewright.compiler.bench.results import append, read
 from tilewright.compiler.cli import main
 from tilewright.compiler.commands.sweep import report
 from tilewright.compiler.sweep import sensitivity_report
@@ -113,12 +113,36 @@ def test_links_fit_the_folder_of_the_document(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("precision_cfgs").mkdir()
-    link = "[x](precision_cfgs/x.yaml)"
-    monkeypatch.setattr(report, "markdown", lambda state, extra: f"{link}\n")
+    links = "[x](precision_cfgs/x.yaml) [y](docs/y.md)"
+    monkeypatch.setattr(report, "markdown", lambda state, extra: f"{links}\n")
     path = str(sweep())
-    for place, prefix in (("top.md", ""), ("docs/in/deep.md", "../../")):
+    for place, x, y in (
+        ("top.md", "precision_cfgs/x.yaml", "docs/y.md"),
+        ("docs/in.md", "../precision_cfgs/x.yaml", "y.md"),
+        ("docs/in/deep.md", "../../precision_cfgs/x.yaml", "../y.md"),
+    ):
         assert main(["sweep", "export", path, "--markdown", place]) == 0
-        assert Path(place).read_text() == f"[x]({prefix}precision_cfgs/x.yaml)\n"
+        assert Path(place).read_text() == f"[x]({x}) [y]({y})\n"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "document"),
+    [
+        ("smollm2-cpu/pareto.jsonl", "pareto.md"),
+        ("smollm2-cpu/sensitivity.jsonl", "sensitivity.md"),
+        ("smollm2-n300/pareto.jsonl", "pareto-n300.md"),
+    ],
+)
+def test_the_documents_are_what_is_rendered_of_the_records(
+    monkeypatch: pytest.MonkeyPatch, recorded: str, document: str
+) -> None:
+    """`make perf-tables` mends what fails here."""
+    written: dict[str, str] = {}
+    monkeypatch.setattr(report, "write_text", written.__setitem__)
+    monkeypatch.chdir(ROOT)
+    path = f"docs/{document}"
+    assert main(["sweep", "export", f"results/{recorded}", "--markdown", path]) == 0
+    assert written == {path: (ROOT / path).read_text()}
 
 
 def test_perf_md_gets_the_rows_and_keeps_its_text(
@@ -142,6 +166,19 @@ def test_perf_md_gets_the_rows_and_keeps_its_text(
     # and it is what `tilewright perf` renders
     assert main(["perf", "--results", str(results), "--output", str(output)]) == 0
     assert output.read_text() == text
+
+
+@pytest.mark.parametrize("recorded", ["boards.jsonl", "h200.jsonl"])
+def test_what_other_machines_recorded_stays_in_perf_md(
+    sweep: Sweep, tmp_path: Path, recorded: str
+) -> None:
+    """An export of boards used to leave the CPU and H200 tables out until the next render."""
+    (elsewhere,) = (result for _, result in measured("c", 777.0, 1)[1:2])
+    append(tmp_path / "cpu.jsonl", elsewhere)
+    options = ["--perf-md", str(tmp_path / "PERF.md"), "--results", str(tmp_path / recorded)]
+    assert main(["sweep", "export", str(sweep()), *options]) == 0
+    text = (tmp_path / "PERF.md").read_text()
+    assert "| 777" in text and "51.5" in text and "91.5" in text
 
 
 def test_one_sweep_given_as_two_files_adds_its_records_once(sweep: Sweep, tmp_path: Path) -> None:
