@@ -37,6 +37,7 @@ def main(argv: list[str]) -> int:
 def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> None:
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands.source import compile_source, open_source
+    from tilewright.compiler.runtime.matchers import grammars_of
     from tilewright.compiler.runtime.request import Request
     from tilewright.compiler.runtime.running import Policy
     from tilewright.compiler.runtime.sampling import SamplingParams
@@ -60,7 +61,8 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     )
     executable = compiled.executable
     policy = Policy(step_ms=options.step_ms, step_tokens=options.step_tokens)
-    service = EngineService(executable, transport, policy=policy)
+    grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
+    service = EngineService(executable, transport, policy=policy, grammars=grammars)
     warm = replace(SamplingParams(), max_tokens=min(3, context))
     service.loop.generate([Request(-1, (0,), warm)])
     target = options.model.target if source.manifest is None else source.manifest.target

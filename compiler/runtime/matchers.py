@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.errors import ConfigError, RequestError
@@ -35,7 +36,7 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"  # a model that only makes white space would never end
+_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"  # as people write; else a model may never end
 _KINDS = (JSON_SCHEMA, REGEX, CHOICE, LARK)
 
 
@@ -141,6 +142,15 @@ class Grammars:
         )  # it raises nothing
         _refuse_error(made)
         return made
+
+
+def grammars_of(folder: Path, end_tokens: Sequence[int], vocab_size: int) -> Grammars:
+    """For the tokenizer that is saved in a folder."""
+
+    def read() -> str:
+        return (folder / "tokenizer.json").read_text(encoding="utf-8")
+
+    return Grammars(read, end_tokens=end_tokens, vocab_size=vocab_size)
 
 
 class Matcher:

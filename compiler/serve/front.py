@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tilewright.compiler import __version__
+from tilewright.compiler.runtime.grammar import GrammarSpec
+from tilewright.compiler.runtime.matchers import grammars_of
 from tilewright.compiler.runtime.messages import Ready
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.answers import Choice
@@ -42,6 +44,7 @@ from tilewright.compiler.serve.requests import (
 )
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.stops import StopMatcher
+from tilewright.compiler.serve.structured import GrammarTrials, behind_reasoning, read_grammar
 from tilewright.compiler.serve.template import TemplateFacts, read_template
 from tilewright.compiler.serve.texts import TextCoder
 from tilewright.compiler.serve.tickets import Limits
@@ -66,6 +69,7 @@ class Front:
         self.created = int(time.time())
         self.coder: TextCoder | None = None
         self.template = TemplateFacts()
+        self.trials: GrammarTrials | None = None
         self.metrics = Metrics(settings.metrics_prefix, "")
         self.fingerprint = ""
         self._load_coder = load_coder
@@ -88,6 +92,8 @@ class Front:
             self.template = await self.in_thread(read_template, coder, forced)
             self.coder = coder
             self.metrics = Metrics(self.settings.metrics_prefix, self.names(ready)[0])
+            ends = self.coder.eos_ids
+            self.trials = GrammarTrials(grammars_of(folder / TOKENIZER, ends, ready.vocab_size))
         facts = [f"{key}={ready.facts[key]}" for key in sorted(ready.facts)]
         digest = hashlib.sha256("\n".join([__version__, *facts]).encode())
         self.fingerprint = f"fp_{digest.hexdigest()[:16]}"
@@ -153,7 +159,12 @@ class Front:
         check_prompt(prompt, ready, "messages")
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         limit = request.max_completion_tokens or request.max_tokens
-        job = self._job(request, [prompt], limit=limit, num_top=num_top, is_chat=True)
+        grammar = await self.checked_grammar(request)
+        if grammar is not None:
+            grammar = behind_reasoning(grammar, text, coder)
+        job = self._job(
+            request, [prompt], limit=limit, num_top=num_top, is_chat=True, grammar=grammar
+        )
         if tools is not None:
             for choice in job.choices:
                 self._read_calls(choice, tools)
@@ -214,7 +225,23 @@ class Front:
             check_prompt(prompt, ready, "prompt")
             prompts.append(prompt)
         limit = request.max_tokens
-        return self._job(request, prompts, limit=limit, num_top=request.logprobs, is_chat=False)
+        grammar = await self.checked_grammar(request)
+        return self._job(
+            request, prompts, limit=limit, num_top=request.logprobs, is_chat=False, grammar=grammar
+        )
+
+    async def checked_grammar(self, request: Common) -> GrammarSpec | None:
+        """What the answer must be, known to compile; None: any text.
+
+        Raises:
+            ApiError: where it cannot be.
+        """
+        asked = read_grammar(request)
+        if asked is None:
+            return None
+        assert self.trials is not None
+        await self.trials.check(*asked)
+        return asked[0]
 
     def check_model(self, request: Common, ready: Ready) -> None:
         """Raises ApiError 404 for another model, where the operator wants that."""
@@ -231,26 +258,13 @@ class Front:
         limit: int | None,
         num_top: int | None,
         is_chat: bool,
+        grammar: GrammarSpec | None = None,
     ) -> Job:
         ready, coder = self.up()
         n = request.n or 1
         if len(prompts) * n > self.settings.max_queue:
             raise invalid(f"n: {len(prompts)} prompts of {n} choices are too many", "n")
-        asked, choices = [], []
-        for prompt in prompts:
-            first = sampling_for(
-                request,
-                prompt,
-                ready,
-                coder,
-                limit=limit,
-                logprobs=num_top,
-                defaults=self.settings.defaults,
-            )
-            for at in range(n):
-                one = Asked(prompt, with_seed(first, at))
-                asked.append(one)
-                choices.append(self._choice(request, one, coder, is_chat=is_chat))
+        asked = self._asked(request, prompts, limit=limit, num_top=num_top, grammar=grammar)
         options = request.stream_options
         return Job(
             request_id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
@@ -259,7 +273,7 @@ class Front:
             fingerprint=self.fingerprint,
             coder=coder,
             asked=asked,
-            choices=choices,
+            choices=[self._choice(request, one, coder, is_chat=is_chat) for one in asked],
             n=n,
             priority=request.priority or 0,
             is_chat=is_chat,
@@ -271,6 +285,33 @@ class Front:
             timings=bool(request.timings),
             return_token_ids=bool(request.return_token_ids),
         )
+
+    def _asked(
+        self,
+        request: Common,
+        prompts: Sequence[Prompt],
+        *,
+        limit: int | None,
+        num_top: int | None,
+        grammar: GrammarSpec | None,
+    ) -> list[Asked]:
+        """``n`` choices of each prompt, which differ in their seed."""
+        ready, coder = self.up()
+        asked = []
+        for prompt in prompts:
+            first = sampling_for(
+                request,
+                prompt,
+                ready,
+                coder,
+                limit=limit,
+                logprobs=num_top,
+                defaults=self.settings.defaults,
+                has_grammar=grammar is not None,
+            )
+            seeds = range(request.n or 1)
+            asked += [Asked(prompt, with_seed(first, at), grammar) for at in seeds]
+        return asked
 
     def _choice(self, request: Common, asked: Asked, coder: TextCoder, *, is_chat: bool) -> Choice:
         keeps = bool(request.include_stop_str_in_output)

@@ -149,8 +149,11 @@ def sampling_for(
     limit: int | None,
     logprobs: int | None,
     defaults: Mapping[str, float],
+    has_grammar: bool = False,
 ) -> SamplingParams:
     """How an answer to ``prompt`` is chosen; a ``limit`` that does not fit is cut to what does.
+
+    ``has_grammar``: the model's end tokens count in any case, for they say that it is met.
 
     Raises:
         ApiError: 400 naming the parameter that is out of range.
@@ -164,7 +167,7 @@ def sampling_for(
     min_tokens = request.min_tokens or 0
     if limit is not None and min_tokens > limit:
         raise invalid(f"min_tokens: {min_tokens}; allowed: 0 to {limit}", "min_tokens")
-    ends = () if request.ignore_eos else coder.eos_ids
+    ends = () if request.ignore_eos and not has_grammar else coder.eos_ids
     try:
         return SamplingParams(
             **chosen,

@@ -21,6 +21,7 @@ _Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 31)]
 _Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
+_NO_JSON = msgspec.Raw(b"null")
 _TokenIds: TypeAlias = Annotated[list[_Token], Meta(min_length=1)]
 
 
@@ -31,11 +32,31 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
+class NamedSchema(Struct, frozen=True):
+    """A JSON schema as OpenAI's API wraps it; it is enforced whatever ``strict`` says."""
+
+    schema: msgspec.Raw = _NO_JSON
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Struct, frozen=True):
-    """``type``: text; the others need a grammar."""
+    """What the answer is; ``schema`` is llama.cpp's, of ``json_object``."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: NamedSchema | None = None
+    schema: msgspec.Raw = _NO_JSON
+
+
+class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's way to say what the answer is: one of these."""
+
+    json: msgspec.Raw = _NO_JSON
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    grammar: str | None = None
 
 
 class Message(Struct, frozen=True, omit_defaults=True):
@@ -73,7 +94,7 @@ class Common(Struct, kw_only=True, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
     cache_salt: str | None = None
     timings: bool | None = None
@@ -221,10 +242,6 @@ def check_common(request: Common) -> None:
         raise unsupported("best_of", "allowed: 1; choices are asked for with n")
     if request.use_beam_search:
         raise unsupported("use_beam_search", "there is no beam search")
-    if request.structured_outputs is not None:
-        raise unsupported("structured_outputs", "grammars are not enforced yet")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise unsupported("response_format", "grammars are not enforced yet; allowed: text")
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 63:
         raise invalid(f"seed: {request.seed}; allowed: 64-bit integers", "seed")
     if request.cache_salt is not None:
