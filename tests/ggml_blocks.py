@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import gguf
@@ -96,12 +97,18 @@ def write_llama(path: Path, types: Mapping[str, str], *, embedding: str) -> Path
     return path
 
 
+@cache
+def _tensors(path: Path) -> dict[str, gguf.ReaderTensor]:
+    """A file's tensors by name; the library takes seconds to read a vocabulary."""
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
 def file_values(model: LoadedModel, names: Iterable[str]) -> torch.Tensor:
     """These tensors of a Llama's file, one below the other, as the format's own library reads and
     dequantises them, with the rows of q and k in Hugging Face's order.
     """
     (path,) = model.checkpoint.files
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    tensors = _tensors(path)
     heads = {"q_proj": model.config.num_heads, "k_proj": model.config.num_kv_heads}
     found = []
     for name in names:
