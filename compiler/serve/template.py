@@ -12,8 +12,9 @@ import msgspec
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.serve.errors import invalid
 from tilewright.compiler.serve.texts import TextCoder
-from tilewright.compiler.serve.tools.base import Tool, ToolFormat, result_message
+from tilewright.compiler.serve.tools.base import ToolFormat, result_message
 from tilewright.compiler.serve.tools.formats import FORMATS, format_of
+from tilewright.compiler.serve.tools.shapes import Tool
 
 Message: TypeAlias = dict[str, Any]
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tilewright.compiler.serve.errors import invalid, unsupported
-from tilewright.compiler.serve.tools.base import Tool
+from tilewright.compiler.serve.tools.shapes import Tool
 
 MAX_TOOLS = 1024
 _T = TypeVar("_T")

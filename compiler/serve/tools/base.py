@@ -5,21 +5,11 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from tilewright.compiler.serve.tools.events import ToolParser
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that may be called; ``schema`` is the JSON schema of its arguments."""
-
-    name: str
-    description: str = ""
-    schema: Mapping[str, Any] = field(default_factory=dict)
-    is_strict: bool = False
-
+from tilewright.compiler.serve.tools.shapes import Shape, Term, Tool
 
 Call: TypeAlias = tuple[str, Mapping[str, Any]]
 """A call of an earlier turn: a function's name, and its arguments."""
@@ -47,6 +37,16 @@ def listed(tools: Sequence[Tool]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class ToShape:
+    """Calls that are to be put into rules; ``template``: the source of the chat template."""
+
+    tools: Sequence[Tool]
+    is_parallel: bool
+    template: str
+    term: Term
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
     """How a family of models is told of functions, and how it calls them.
 
@@ -55,6 +55,7 @@ class ToolFormat:
         parser: makes the reader of one answer.
         instruction: the system message that asks for it, where a template does not.
         write: calls of an earlier turn, for the same templates.
+        shape: what its calls look like.
         tokens: special tokens that belong to it, so that decoding must not leave them out.
         new_id: names a call as this family's templates take it.
     """
@@ -64,5 +65,6 @@ class ToolFormat:
     parser: Callable[[Sequence[Tool]], ToolParser]
     instruction: Callable[[Sequence[Tool]], str]
     write: Callable[[Sequence[Call]], str]
+    shape: Callable[[ToShape], Shape]
     tokens: tuple[str, ...] = ()
     new_id: Callable[[], str] = call_id

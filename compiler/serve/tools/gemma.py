@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Sequence
 from enum import Enum, auto
 
-from tilewright.compiler.serve.tools.base import Call, Tool, ToolFormat, listed
+from tilewright.compiler.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.compiler.serve.tools.events import (
     SPACE,
     Argued,
@@ -18,6 +18,16 @@ from tilewright.compiler.serve.tools.events import (
 )
 from tilewright.compiler.serve.tools.json_calls import merged
 from tilewright.compiler.serve.tools.literals import json_of
+from tilewright.compiler.serve.tools.schema import properties
+from tilewright.compiler.serve.tools.shapes import (
+    Shape,
+    Tool,
+    any_call,
+    is_needed,
+    list_of_calls,
+    property_term,
+    quoted,
+)
 
 _FENCE, _CLOSE = "```tool_code", "```"
 _PAIRS = {")": "(", "]": "[", "}": "{"}
@@ -231,4 +241,24 @@ def _write(calls: Sequence[Call]) -> str:
     return f"[{', '.join(texts)}]"
 
 
-GEMMA = ToolFormat("gemma", ("func_name1(", _FENCE), _parser, _instruction, _write)
+def _shape(given: ToShape) -> Shape:
+    rules = [any_call(given.tools)]
+    for at, tool in enumerate(given.tools):
+        rules.append(f'call_{at}: {quoted(f"{tool.name}(")} first_{at}_0 ")"')
+        rules += _argument_rules(tool, at)
+    return Shape("", (f"region: {list_of_calls(given.is_parallel)}", *rules))
+
+
+def _argument_rules(tool: Tool, at: int) -> list[str]:
+    """``first_AT_N`` and ``more_AT_N``: arguments from the Nth on, without and with a comma."""
+    rules = []
+    given = [(key, each) for key, each in properties(tool.schema).items() if key.isidentifier()]
+    for place, (key, schema) in enumerate(given):
+        value = f"{property_term(tool, schema)} more_{at}_{place + 1}"
+        for state, comma in (("first", ""), ("more", ", ")):
+            skipped = "" if is_needed(tool, key) else f" | {state}_{at}_{place + 1}"
+            rules.append(f"{state}_{at}_{place}: {quoted(f'{comma}{key}=')} {value}{skipped}")
+    return [*rules, f'first_{at}_{len(given)}: ""', f'more_{at}_{len(given)}: ""']
+
+
+GEMMA = ToolFormat("gemma", ("func_name1(", _FENCE), _parser, _instruction, _write, _shape)

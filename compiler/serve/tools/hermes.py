@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tilewright.compiler.serve.tools.base import Call, Tool, ToolFormat, listed
+from tilewright.compiler.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.compiler.serve.tools.events import ToolParser
 from tilewright.compiler.serve.tools.json_calls import JsonRegion
+from tilewright.compiler.serve.tools.shapes import Shape, Tool, list_of_calls, object_rules
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -30,4 +31,14 @@ def _write(calls: Sequence[Call]) -> str:
     return "\n".join(f"{_OPEN}\n{text}\n{_CLOSE}" for text in texts)
 
 
-HERMES = ToolFormat("hermes", (_OPEN,), _parser, _instruction, _write, tokens=(_OPEN, _CLOSE))
+def _shape(given: ToShape) -> Shape:
+    rules, close = object_rules(given.tools, "arguments"), given.term(_CLOSE)
+    if f"{_OPEN}[" in given.template:
+        listed_calls = list_of_calls(given.is_parallel)
+        return Shape(_OPEN, (f'region: {listed_calls} "\\n"? {close}', *rules))
+    return Shape(_OPEN, (f'region: "\\n" call "\\n" {close}', *rules), repeats=True)
+
+
+HERMES = ToolFormat(
+    "hermes", (_OPEN,), _parser, _instruction, _write, _shape, tokens=(_OPEN, _CLOSE)
+)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tilewright.compiler.serve.tools.base import Call, Tool, ToolFormat, listed
+from tilewright.compiler.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.compiler.serve.tools.events import ToolParser
 from tilewright.compiler.serve.tools.json_calls import JsonRegion
+from tilewright.compiler.serve.tools.shapes import Shape, Tool, object_rules
 
 _TAG = "<|python_tag|>"
 _MARK = '"parameters": dictionary of argument name'
@@ -36,6 +37,11 @@ def _write(calls: Sequence[Call]) -> str:
     )
 
 
+def _shape(given: ToShape) -> Shape:
+    more = ' ("; " call)*' if given.is_parallel else ""
+    return Shape("", (f"region: call{more}", *object_rules(given.tools, "parameters")))
+
+
 LLAMA3_JSON = ToolFormat(
-    "llama3_json", (_MARK, _TAG), _parser, _instruction, _write, tokens=(_TAG,)
+    "llama3_json", (_MARK, _TAG), _parser, _instruction, _write, _shape, tokens=(_TAG,)
 )

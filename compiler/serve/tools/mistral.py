@@ -7,7 +7,7 @@ import secrets
 import string
 from collections.abc import Collection, Sequence
 
-from tilewright.compiler.serve.tools.base import Call, Tool, ToolFormat, listed
+from tilewright.compiler.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.compiler.serve.tools.events import (
     SPACE,
     Argued,
@@ -19,6 +19,15 @@ from tilewright.compiler.serve.tools.events import (
 )
 from tilewright.compiler.serve.tools.json_calls import JsonRegion, is_name, merged
 from tilewright.compiler.serve.tools.json_scanner import JsonScanner, escaped
+from tilewright.compiler.serve.tools.shapes import (
+    Shape,
+    Tool,
+    any_call,
+    arguments_term,
+    list_of_calls,
+    object_rules,
+    quoted,
+)
 
 _OPEN, _ARGS, _ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _LETTERS = string.ascii_letters + string.digits
@@ -115,6 +124,16 @@ def _write(calls: Sequence[Call]) -> str:
     return _OPEN + json.dumps(texts, ensure_ascii=False)
 
 
+def _shape(given: ToShape) -> Shape:
+    if _ARGS not in given.template:
+        calls = list_of_calls(given.is_parallel)
+        return Shape(_OPEN, (f'region: " "? {calls}', *object_rules(given.tools, "arguments")))
+    rules = ["region: call", any_call(given.tools)]
+    for at, tool in enumerate(given.tools):
+        rules.append(f"call_{at}: {quoted(tool.name)} {given.term(_ARGS)} {arguments_term(tool)}")
+    return Shape(_OPEN, tuple(rules), repeats=True)
+
+
 def _new_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))
 
@@ -125,6 +144,7 @@ MISTRAL = ToolFormat(
     _parser,
     _instruction,
     _write,
+    _shape,
     tokens=(_OPEN, _ARGS, _ID),
     new_id=_new_id,
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from tilewright.compiler.serve.tools.base import Call, Tool, ToolFormat, listed
+from tilewright.compiler.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.compiler.serve.tools.events import ToolParser
 from tilewright.compiler.serve.tools.json_calls import JsonRegion
+from tilewright.compiler.serve.tools.shapes import Shape, Tool, list_of_calls, object_rules
 
 _OPEN, _CLOSE = "<|tool_call|>", "<|/tool_call|>"
 _WORD = "functools"
@@ -35,11 +36,21 @@ def _write(calls: Sequence[Call]) -> str:
     return f"{_OPEN}{json.dumps(texts, ensure_ascii=False)}{_CLOSE}"
 
 
+def _shape(given: ToShape) -> Shape:
+    rules, calls = object_rules(given.tools, "arguments"), list_of_calls(given.is_parallel)
+    if f"{_WORD}[" in given.template:
+        return Shape(_WORD, (f"region: {calls}", *rules))
+    if f"{_OPEN}{{" in given.template:
+        return Shape(_OPEN, (f"region: call {given.term(_CLOSE)}", *rules), repeats=True)
+    return Shape(_OPEN, (f"region: {calls} {given.term(_CLOSE)}", *rules))
+
+
 PHI4 = ToolFormat(
     "phi4",
     (_OPEN, "<|tool|>", f"{_WORD}["),
     _parser,
     _instruction,
     _write,
+    _shape,
     tokens=(_OPEN, _CLOSE),
 )

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum, auto
 
 from tilewright.compiler.serve.stops import StopMatcher
-from tilewright.compiler.serve.tools.base import Call, Tool, ToolFormat, listed
+from tilewright.compiler.serve.tools.base import Call, ToolFormat, ToShape, listed
 from tilewright.compiler.serve.tools.events import (
     SPACE,
     Argued,
@@ -21,7 +21,15 @@ from tilewright.compiler.serve.tools.events import (
     ToolParser,
 )
 from tilewright.compiler.serve.tools.json_calls import is_name, merged
-from tilewright.compiler.serve.tools.schema import parameters, value_of
+from tilewright.compiler.serve.tools.schema import kinds, parameters, properties, value_of
+from tilewright.compiler.serve.tools.shapes import (
+    Shape,
+    Tool,
+    any_call,
+    is_needed,
+    property_term,
+    quoted,
+)
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _PARAMETER = "<function=", "<parameter="
@@ -209,6 +217,30 @@ def _write(calls: Sequence[Call]) -> str:
     return "\n".join(texts)
 
 
+def _shape(given: ToShape) -> Shape:
+    rules = [any_call(given.tools)]
+    for at, tool in enumerate(given.tools):
+        terms = [quoted(f"\n{_FUNCTION}{tool.name}>\n")]
+        for key, schema in properties(tool.schema).items():
+            term = f"({quoted(f'{_PARAMETER}{key}>')} {_value_term(schema, tool)})"
+            terms.append(term if is_needed(tool, key) else f"{term}?")
+        rules.append(f"call_{at}: {' '.join(terms)} {quoted(_END_FUNCTION)}")
+    end = quoted(f"\n{_END_PARAMETER}\n")
+    rules += [f"text[lazy]: /(.|\\n)*/ {end}", f"end: {end}"]
+    return Shape(_OPEN, (f'region: call "\\n" {given.term(_CLOSE)}', *rules), repeats=True)
+
+
+def _value_term(schema: object, tool: Tool) -> str:
+    """A value as it is written: text as it is, the rest as JSON."""
+    allowed = kinds(schema, tool.schema)
+    if allowed and "string" not in allowed:
+        return f'"\\n" {property_term(tool, schema)} end'
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if isinstance(choices, list) and choices and all(isinstance(each, str) for each in choices):
+        return f'"\\n" ({" | ".join(map(quoted, choices))}) end'
+    return '"\\n" text'
+
+
 QWEN3_CODER = ToolFormat(
-    "qwen3_coder", (_FUNCTION,), _parser, _instruction, _write, tokens=(_OPEN, _CLOSE)
+    "qwen3_coder", (_FUNCTION,), _parser, _instruction, _write, _shape, tokens=(_OPEN, _CLOSE)
 )

@@ -48,12 +48,15 @@ def kinds(schema: object, root: Mapping[str, Any], hops: int = _MAX_HOPS) -> fro
     return frozenset()
 
 
+def properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of each property of an object."""
+    found = schema.get("properties")
+    return found if isinstance(found, Mapping) else {}
+
+
 def parameters(schema: Mapping[str, Any]) -> dict[str, frozenset[str]]:
     """The kinds of each property of an object's schema."""
-    properties = schema.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {name: kinds(each, schema) for name, each in properties.items()}
+    return {name: kinds(each, schema) for name, each in properties(schema).items()}
 
 
 def value_of(text: str, allowed: frozenset[str]) -> str:

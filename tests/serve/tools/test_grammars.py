@@ -1,0 +1,106 @@
+"""Grammars of calls: what each format writes obeys its own, what was not asked for does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.serve.scripted import END, byte_coder
+from tilewright.compiler.runtime.matchers import Grammars
+from tilewright.compiler.serve.tools.asked import read_tools
+from tilewright.compiler.serve.tools.formats import FORMATS
+from tilewright.compiler.serve.tools.grammars import call_grammar
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/Days"},
+        "when": {"enum": ["today", "now"]},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"Days": {"type": "integer"}},
+}
+GIVEN: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "now"}},
+]
+CALL = '{"name": "now", "arguments": {}}'
+PARIS: tuple[str, Mapping[str, Any]] = ("weather", {"city": 'é <b>"\n', "days": 3, "when": "now"})
+NOW: tuple[str, Mapping[str, Any]] = ("now", {})
+
+
+def hold(name: str, text: str, *, template: str = "x", behind: str = "", **asked: Any) -> str:
+    """What becomes of a text: ``free``, ``met``, ``open``, or how much of it is allowed."""
+    coder = byte_coder(template)
+    tools = read_tools(GIVEN, asked.get("choice"), asked.get("parallel"))
+    assert tools is not None
+    spec = call_grammar(tools, FORMATS[name], coder, behind=behind)
+    if spec is None:
+        return "free"
+    grammars = Grammars(
+        lambda: coder._backend.to_str(), end_tokens=(END,), vocab_size=coder.vocab_size
+    )
+    grammars.check(spec)
+    matcher, tokens = grammars.matcher(spec, (END,)), coder.encode(text)
+    for count in range(1, len(tokens) + 1):
+        matcher.follow(tokens[:count])
+        if matcher.error:
+            return coder.decode(tokens[: count - 1], skip_special=False)
+    return "free" if matcher.is_free else "met" if matcher.is_met else "open"
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_what_is_written_obeys_and_nothing_else(name: str) -> None:
+    write = FORMATS[name].write
+    for calls in ([PARIS], [NOW, PARIS], [("weather", {"city": ""})]):
+        text = write(calls)
+        assert hold(name, text, choice="required") == "met"
+        thought = f"hm</think>\n\n{text}"
+        assert hold(name, thought, choice="required", behind="</think>") == "met"
+    only = {"type": "function", "function": {"name": "now"}}
+    assert hold(name, write([NOW]), choice=only) == "met"
+    refused: list[tuple[str, dict[str, Any]]] = [
+        (write([PARIS]), {"choice": only}),
+        (write([NOW, NOW]), {"choice": "required", "parallel": False}),
+        (write([("weather", {"days": 3})]), {"choice": "required"}),
+        ("I would", {"choice": "required"}),
+    ]
+    for text, asked in refused:
+        assert hold(name, text, **asked) not in ("met", "open", "free")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_an_answer_is_free_up_to_a_call(name: str) -> None:
+    form = FORMATS[name]
+    assert hold(name, "I would not.") == "free"
+    if name in ("llama3_json", "gemma"):
+        return  # nothing tells a call from text before its name
+    text = f"Well. {form.write([PARIS])}"
+    assert hold(name, text) == hold(name, f"{text}\nSo.") == "met"
+    assert hold(name, f"a{form.write([('other', {})])}") not in ("met", "open", "free")
+    opened = text[: text.index("weather")]
+    assert hold(name, opened) == "open"
+    assert hold(name, f"hm</think>{text}", behind="</think>") == "met"
+    assert hold(name, f"hm</think>{opened}x", behind="</think>") == f"hm</think>{opened}"
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "text"),
+    [
+        ("mistral", "[ARGS]", '[TOOL_CALLS]now[ARGS]{}[TOOL_CALLS]weather[ARGS]{"city": "x"}'),
+        (
+            "phi4",
+            '<|tool_call|>{"name"',
+            '<|tool_call|>{"name": "now", "arguments": {}}<|/tool_call|>',
+        ),
+        ("phi4", "functools[", 'functools[{"name": "now", "arguments": {}}]'),
+        ("hermes", "<tool_call>[", '<tool_call>[{"name": "now", "arguments": {}}]</tool_call>'),
+    ],
+)
+def test_the_template_tells_between_ways_of_a_format(name: str, template: str, text: str) -> None:
+    assert hold(name, text, template=template, choice="required") == "met"
+    assert hold(name, text, template="x", choice="required") not in ("met", "open")
