@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _NEEDED = ("aiohttp", "uvloop", "zmq", "prometheus_client")
 _LOOK_SECONDS = 0.1
 _LAST_BYTES = 4096
+_ADDRESS = "tilewright: http://"
+"""Begins the line that says where a server listens."""
 
 
 def main(argv: list[str]) -> int:
@@ -40,6 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(options: ServeOptions, argv: list[str]) -> int:
+    from tilewright.compiler.serve.says import tell
     from tilewright.compiler.serve.server import serve
     from tilewright.compiler.serve.settings import Settings
 
@@ -57,13 +60,14 @@ def _serve(options: ServeOptions, argv: list[str]) -> int:
         queue_timeout=options.queue_timeout,
         drain_timeout=options.drain_timeout,
         metrics_prefix=options.metrics_names,
+        has_admin=options.admin,
     )
 
     def say(port: int) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         defaults = ", ".join(f"{name} {value:g}" for name, value in options.defaults.items())
-        print(f"tilewright: http://{host}:{port} (requests that say nothing: {defaults})")
-        sys.stdout.flush()
+        said = f"requests that say nothing: {defaults or 'as generation_config.json says'}"
+        tell(f"{_ADDRESS}{host}:{port} ({said})")
 
     def load(folder: Path) -> Tokenizer:
         return _load_tokenizer(folder, options.chat_template)
@@ -94,6 +98,7 @@ def _detach(options: ServeOptions, argv: list[str]) -> int:
     command = [*PYTHON, "-m", "tilewright.compiler.cli", "serve", *argv]
     try:
         with path.open("ab") as log:
+            start = log.tell()
             child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -105,7 +110,8 @@ def _detach(options: ServeOptions, argv: list[str]) -> int:
         raise ConfigError(f"--log {path}: {error.strerror}; allowed: a file to write") from None
     try:
         while child.poll() is None:
-            if _is_healthy(options.host, options.port) and child.poll() is None:
+            # another server may have the port: ours has said that it listens
+            if _listens(path, start) and _is_healthy(options.host, options.port):
                 print(f"tilewright: pid {child.pid}, port {options.port}, log {path}")
                 return 0
             time.sleep(_LOOK_SECONDS)
@@ -116,6 +122,13 @@ def _detach(options: ServeOptions, argv: list[str]) -> int:
         log.seek(max(0, path.stat().st_size - _LAST_BYTES))
         sys.stderr.write(log.read().decode("utf-8", errors="replace"))
     return child.returncode or 1
+
+
+def _listens(log: Path, start: int) -> bool:
+    """Whether what a log says behind ``start`` tells where the server listens."""
+    with log.open("rb") as file:
+        file.seek(start)
+        return _ADDRESS.encode() in file.read(1 << 20)
 
 
 def _is_healthy(host: str, port: int) -> bool:

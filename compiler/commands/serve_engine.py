@@ -6,17 +6,21 @@ Started by the front alone, with the folder where they meet and then the user's 
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from tilewright.compiler.commands.serve_options import ServeOptions, read_serve_options
-from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.commands.serve_options import MODEL, ServeOptions, read_serve_options
+from tilewright.compiler.errors import ConfigError, RequestError, TilewrightError
 from tilewright.compiler.runtime.messages import Refused
+from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.engine_client import TOKENIZER
 from tilewright.compiler.serve.sockets import SocketTransport
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +44,6 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     from tilewright.compiler.runtime.matchers import grammars_of
     from tilewright.compiler.runtime.request import Request
     from tilewright.compiler.runtime.running import Policy
-    from tilewright.compiler.runtime.sampling import SamplingParams
     from tilewright.compiler.runtime.service import EngineService
     from tilewright.compiler.targets.base import CompileOptions
 
@@ -55,12 +58,17 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
             max_context=context,
             compute=options.model.compute,
             num_threads=options.threads,
+            memory_fraction=options.memory_fraction,
         ),
         lambda what, done, total: None,
         use_cache=not options.no_cache,
     )
     executable = compiled.executable
-    policy = Policy(step_ms=options.step_ms, step_tokens=options.step_tokens)
+    policy = Policy(
+        step_ms=options.step_ms,
+        step_tokens=options.step_tokens,
+        reuses=not options.no_prefix_cache,
+    )
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     warm = replace(SamplingParams(), max_tokens=min(3, context))
@@ -73,10 +81,37 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
         "weights": source.weights,
         "content_hash": source.content_hash,
         "device": executable.device_name,
+        "arithmetic": options.arithmetic,
     }
+    if source.model is not None:
+        facts["parameters"] = str(sum(each.numel() for each in source.model.module.parameters()))
+    if options.sampling_defaults == MODEL:
+        facts["sampling"] = json.dumps(_own_sampling(source.path))
     transport.send([service.ready(facts)])
     with contextlib.closing(executable):
         service.run()
+
+
+def _own_sampling(path: object) -> dict[str, float]:
+    """What a checkpoint's folder says of sampling.
+
+    Raises:
+        ConfigError: where it says nothing, or nothing that can be read.
+    """
+    file = Path(str(path)) / "generation_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        chosen = {name: found[name] for name in _SAMPLING if found.get(name) is not None}
+        if found.get("do_sample") is False:
+            chosen["temperature"] = 0.0
+        if not all(isinstance(value, int | float) for value in chosen.values()):
+            raise ValueError("a value is no number")
+        SamplingParams(**{**chosen, "top_k": int(chosen.get("top_k", 0))})
+    except (OSError, ValueError, AttributeError, TypeError, RequestError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        said = "--sampling-defaults model"
+        raise ConfigError(f"{said}: {file}: {reason}; allowed: a folder with it") from None
+    return chosen
 
 
 if __name__ == "__main__":

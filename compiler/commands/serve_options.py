@@ -23,9 +23,13 @@ from tilewright.compiler.commands.arguments import (
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.serve.tools.formats import FORMATS
 
+MODEL = "model"
+"""``--sampling-defaults``: those of the checkpoint's ``generation_config.json``."""
+
 _DEFAULTS: dict[str, dict[str, float]] = {
     "greedy": {"temperature": 0.0, "top_p": 1.0},
     "openai": {"temperature": 1.0, "top_p": 1.0},
+    MODEL: {},
 }
 _MAX_KEYS, _MAX_CONTEXT = 1024, 4096
 
@@ -34,7 +38,8 @@ _MAX_KEYS, _MAX_CONTEXT = 1024, 4096
 class _Asked:
     path: str | None = option("the same as --model", "path", nargs="?", metavar="MODEL")
     sampling_defaults: str = option(
-        "temperature of requests that name none: greedy 0, openai 1",
+        "of requests that name no temperature: greedy 0, openai 1, model as its "
+        "generation_config.json says",
         default="greedy",
         group="requests",
         choices=tuple(_DEFAULTS),
@@ -59,6 +64,7 @@ class ServeOptions:
     """A checked command line."""
 
     model: ModelOptions
+    sampling_defaults: str
     defaults: dict[str, float]
     chat_template: str | None
     tool_format: str | None
@@ -99,6 +105,27 @@ class ServeOptions:
         group="engine",
         type=integer(1, 1 << 20),
     )
+    memory_fraction: float = option(
+        "of a GPU's memory, what weights and state may take",
+        "--memory-fraction",
+        "--gpu-memory-utilization",
+        default=0.92,
+        group="engine",
+        type=real(0, 1, above=True),
+    )
+    arithmetic: str = option(
+        "strict: what a request gets does not depend on what runs beside it, where the target can",
+        default="strict",
+        group="engine",
+        choices=("strict",),
+    )
+    no_prefix_cache: bool = option(
+        "compute every prompt whole",
+        "--no-prefix-cache",
+        "--no-enable-prefix-caching",
+        default=False,
+        group="engine",
+    )
     threads: int | None = option("CPU threads", group="engine", type=integer(1, 1024))
     no_cache: bool = option("compile anew and keep nothing", default=False, group="engine")
     api_key: tuple[str, ...] = option(
@@ -121,6 +148,7 @@ class ServeOptions:
         "seconds", default=600.0, group="requests", type=real(0, 1e6, above=True)
     )
     drain_timeout: float = option("seconds", default=30.0, group="requests", type=real(0, 1e6))
+    admin: bool = option("answer /slots and /reset_prefix_cache", default=False, group="requests")
     metrics_names: str = option(
         "the prefix of metrics",
         default="tilewright",
@@ -156,6 +184,7 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
         raise ConfigError("--detach with --port 0; allowed: a port that is named")
     return ServeOptions(
         model=read_model_options(arguments, CASES[DEFAULT_CASE].precision),
+        sampling_defaults=arguments.sampling_defaults,
         defaults=_DEFAULTS[arguments.sampling_defaults],
         chat_template=_template(arguments.chat_template),
         tool_format=arguments.tool_format,

@@ -30,6 +30,10 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
     request_id: int
 
 
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Prompts that come from now on share nothing with those that have been."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """Leave the loop; what still runs is given up."""
 
@@ -49,6 +53,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_positions: int
     num_pages: int = 0
     page_size: int = 0
+    num_snapshots: int = 0
+    cell: int = 0
     invariant: str = "none"
     facts: dict[str, str] = {}
 
@@ -109,7 +115,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     num_dropped: int
 
 
-ToEngine: TypeAlias = Submit | Cancel | Stop
+ToEngine: TypeAlias = Submit | Cancel | Forget | Stop
 FromEngine: TypeAlias = Ready | Refused | Started | Tokens | Finished | Failed | Beat
 
 

@@ -77,6 +77,8 @@ class EngineService:
             max_positions=most,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
+            num_snapshots=limits.num_snapshots,
+            cell=limits.cell,
             invariant=limits.invariant,
             facts=facts,
         )

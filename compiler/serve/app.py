@@ -7,25 +7,28 @@ from aiohttp import web
 from tilewright.compiler.serve.exchange import FRONT, Route
 from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.guard import guard
-from tilewright.compiler.serve.routes import asking, models, page, status, tokens
+from tilewright.compiler.serve.routes import admin, asking, models, page, status, tokens
+from tilewright.compiler.serve.routes.schema import schema_route
 from tilewright.compiler.serve.settings import MAX_BODY
 
 
-def routes() -> list[Route]:
+def routes(*, has_admin: bool) -> list[Route]:
     """Every method and path that is answered."""
-    return [
+    found = [
         *page.ROUTES,
         *status.ROUTES,
         *models.ROUTES,
         *asking.ROUTES,
         *tokens.ROUTES,
+        *(admin.ROUTES if has_admin else ()),
     ]
+    return [*found, schema_route(found)]
 
 
 def make_app(front: Front) -> web.Application:
     """The application; ``front`` is started and ended by who makes it."""
     app = web.Application(middlewares=[guard], client_max_size=MAX_BODY)
     app[FRONT] = front
-    for method, path, handler in routes():
+    for method, path, handler in routes(has_admin=front.settings.has_admin):
         app.router.add_route(method, path, handler)
     return app

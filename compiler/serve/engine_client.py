@@ -21,6 +21,7 @@ from tilewright.compiler.child import PYTHON, Child, Ended
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.messages import (
     Beat,
+    Forget,
     FromEngine,
     Ready,
     Refused,
@@ -152,6 +153,14 @@ class EngineClient:
             for prompt, each, grammar in zip(prompts, sampling, obeyed, strict=True)
         ]
         return self._desk.submit(messages, max_context=self.ready.max_context)
+
+    def under_way(self) -> list[dict[str, object]]:
+        """See `Desk.under_way`."""
+        return self._desk.under_way()
+
+    def forget_prefixes(self) -> None:
+        """Let no later prompt share what was computed until now."""
+        self._give(Forget())
 
     def fail_all(self, code: str, message: str) -> None:
         """Tell all who wait that nothing will come."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -72,6 +73,7 @@ class Front:
         self.trials: GrammarTrials | None = None
         self.metrics = Metrics(settings.metrics_prefix, "")
         self.fingerprint = ""
+        self.defaults = dict(settings.defaults)
         self._load_coder = load_coder
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="texts")
         limits = Limits(max_queue=settings.max_queue, queue_timeout=settings.queue_timeout)
@@ -94,6 +96,7 @@ class Front:
             self.metrics = Metrics(self.settings.metrics_prefix, self.names(ready)[0])
             ends = self.coder.eos_ids
             self.trials = GrammarTrials(grammars_of(folder / TOKENIZER, ends, ready.vocab_size))
+        self.defaults = {**self.settings.defaults, **json.loads(ready.facts.get("sampling", "{}"))}
         facts = [f"{key}={ready.facts[key]}" for key in sorted(ready.facts)]
         digest = hashlib.sha256("\n".join([__version__, *facts]).encode())
         self.fingerprint = f"fp_{digest.hexdigest()[:16]}"
@@ -306,7 +309,7 @@ class Front:
                 coder,
                 limit=limit,
                 logprobs=num_top,
-                defaults=self.settings.defaults,
+                defaults=self.defaults,
                 has_grammar=grammar is not None,
             )
             seeds = range(request.n or 1)

@@ -20,6 +20,7 @@ _Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=1000)]
 _Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 31)]
 _Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+_Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
 _NO_JSON = msgspec.Raw(b"null")
 _TokenIds: TypeAlias = Annotated[list[_Token], Meta(min_length=1)]
@@ -88,7 +89,7 @@ class Common(Struct, kw_only=True, frozen=True):
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, _Bias], Meta(max_length=1024)] | None = None
     seed: int | None = None
     n: Annotated[int, Meta(ge=1, le=16)] | None = None
     stream: bool | None = None

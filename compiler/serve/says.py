@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import traceback
+from typing import TextIO
 
 from tilewright.compiler.errors import one_line
 
@@ -17,11 +18,17 @@ def say(text: str) -> None:
     write(f"tilewright: {' '.join(text.split())[:_LINE_CHARACTERS]}\n")
 
 
-def write(text: str) -> None:
+def tell(text: str) -> None:
+    """One line of what was asked for, on standard output; none where nothing can be written."""
+    write(f"{text}\n", to=sys.stdout)
+
+
+def write(text: str, *, to: TextIO | None = None) -> None:
     """The text as it is, past buffers that would keep what a full disk has not taken."""
+    stream = to or sys.stderr
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.flush()
-        os.write(sys.stderr.fileno(), text.encode("utf-8", "replace"))
+        stream.flush()
+        os.write(stream.fileno(), text.encode("utf-8", "replace"))
 
 
 def say_fault(error: BaseException, what: str) -> None:

@@ -19,6 +19,9 @@ class Settings:
         tool_format: how calls of functions come; None: as the chat template's marks tell.
         defaults: sampling parameters of requests that do not say them.
         metrics_prefix: ``tilewright`` or ``vllm``.
+        hung_seconds: how long no step may end before the engine is started again.
+        write_timeout: how long a client may accept nothing of what it is sent.
+        has_admin: whether it is told who has a seat, and caches are forgotten, when asked.
     """
 
     host: str = "127.0.0.1"
@@ -27,7 +30,6 @@ class Settings:
     names: tuple[str, ...] = ()
     strict_model: bool = False
     cors_origins: tuple[str, ...] = ()
-    chat_template: str | None = None
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     tool_format: str | None = None
     defaults: Mapping[str, float] = field(default_factory=dict)
@@ -41,3 +43,4 @@ class Settings:
     hung_seconds: float = 60.0
     max_connections: int = 2048
     metrics_prefix: str = "tilewright"
+    has_admin: bool = False

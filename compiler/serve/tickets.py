@@ -146,6 +146,19 @@ class Desk:
                 self.cancel(request_id)
                 asked.ticket.put(asked.index, Failed(request_id, code, said))
 
+    def under_way(self) -> list[dict[str, object]]:
+        """What an operator may know of each request: nothing of its text."""
+        return [
+            {
+                "id": request_id,
+                "state": "running" if asked.has_started else "waiting",
+                "prompt_tokens": len(asked.message.prompt),
+                "max_tokens": asked.message.sampling.max_tokens,
+                "priority": asked.message.priority,
+            }
+            for request_id, asked in self._asked.items()
+        ]
+
     def unanswered(self) -> Iterator[Submit]:
         """What an engine that is new must be asked."""
         return (asked.message for asked in list(self._asked.values()))

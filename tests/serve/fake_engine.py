@@ -49,8 +49,7 @@ class FakeEngine:
                     return
                 if isinstance(message, Cancel):
                     self._live.pop(message.request_id, None)
-                else:
-                    assert isinstance(message, Submit)
+                elif isinstance(message, Submit):
                     self._live[message.request_id] = (message, 0)
             for request_id in list(self._live):
                 self._serve(request_id, said)

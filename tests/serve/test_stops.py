@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -104,3 +105,13 @@ def test_streamed_characters_are_the_decoded_text(text: str, places: list[int]) 
     said = "".join(matcher.push(decoder.push(token)) for token in tokens)
     said += matcher.push(decoder.flush()) + matcher.flush()
     assert said == text == coder.decode(tokens)
+
+
+def test_stop_strings_made_to_be_slow_are_not() -> None:
+    """16 strings of 1,000 characters that a text nearly matches everywhere."""
+    stops = ["a" * (999 - at) + "b" for at in range(16)]
+    matcher = StopMatcher(stops)
+    began = time.process_time()
+    text = "".join(matcher.push("aaaa") for _ in range(2500)) + matcher.flush()
+    assert text == "a" * 10_000 and matcher.found is None
+    assert time.process_time() - began < 2.0

@@ -10,7 +10,15 @@ from tilewright.compiler.serve.answers import token_text
 from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.exchange import FRONT, Route, json_response
 from tilewright.compiler.serve.front import Front
+from tilewright.compiler.serve.requests import MAX_PROMPTS, MAX_STOPS
 from tilewright.compiler.serve.settings import MAX_BODY
+
+_FACTS = ("parameters", "precision", "target", "weights", "device")
+_PROMISES = {
+    "rows": "the same request, seed and fingerprint have the same tokens, whatever runs beside",
+    "batch": "the same, where its prompt was cut into the same cells",
+    "none": "the same requests in the same order have the same tokens; else up to rounding",
+}
 
 
 async def _models(request: web.Request) -> web.Response:
@@ -34,7 +42,9 @@ async def _model(request: web.Request) -> web.Response:
 
 def _card(front: Front, name: str) -> dict[str, Any]:
     ready, _ = front.up()
-    facts = {key: ready.facts.get(key) for key in ("precision", "target", "weights", "device")}
+    facts: dict[str, Any] = {key: ready.facts.get(key) for key in _FACTS}
+    if facts["parameters"] is not None:
+        facts["parameters"] = int(facts["parameters"])
     return {
         "id": name,
         "object": "model",
@@ -49,7 +59,7 @@ def _card(front: Front, name: str) -> dict[str, Any]:
 async def _props(request: web.Request) -> web.Response:
     front = request.app[FRONT]
     ready, coder = front.up()
-    defaults = {"temperature": 0.0, "top_p": 1.0, **front.settings.defaults}
+    defaults = {"temperature": 0.0, "top_p": 1.0, **front.defaults}
     return json_response(
         {
             "model": front.names(ready)[0],
@@ -58,7 +68,11 @@ async def _props(request: web.Request) -> web.Response:
             "max_model_len": ready.max_positions,
             "num_pages": ready.num_pages,
             "page_size": ready.page_size,
+            "num_snapshots": ready.num_snapshots,
+            "cell": ready.cell,
+            "arithmetic": ready.facts.get("arithmetic"),
             "invariant": ready.invariant,
+            "determinism": _PROMISES[ready.invariant],
             "facts": ready.facts,
             "chat_template": coder.chat_template,
             "chat_template_reads": {
@@ -69,7 +83,14 @@ async def _props(request: web.Request) -> web.Response:
             "tool_format": front.template.format.name if front.template.format else None,
             "template_variables": dict(front.settings.template_variables),
             "default_generation_settings": defaults,
-            "limits": {"max_body": MAX_BODY, "max_queue": front.settings.max_queue},
+            "limits": {
+                "max_body": MAX_BODY,
+                "max_queue": front.settings.max_queue,
+                "queue_timeout": front.settings.queue_timeout,
+                "max_connections": front.settings.max_connections,
+                "max_stops": MAX_STOPS,
+                "max_prompts": MAX_PROMPTS,
+            },
         }
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from tilewright.compiler.errors import RequestError
@@ -15,6 +17,7 @@ from tilewright.compiler.serve.requests import (
     TokenizeRequest,
     decode,
 )
+from tilewright.compiler.serve.texts import TextCoder
 from tilewright.compiler.serve.tools.asked import read_tools
 
 
@@ -33,12 +36,18 @@ async def _tokenize(request: web.Request) -> web.Response:
         raise invalid("no text; allowed: prompt, messages or content")
     prompt = await front.aside(len(text), encode, coder, text, ready, add_special=add_special)
     tokens = list(prompt.tokens)
-    pieces = [token_text(coder, token) for token in tokens]
+    pieces: list[str] = []
+    if asked.with_pieces or asked.return_token_strs:
+        pieces = await front.aside(len(tokens), _pieces, coder, tokens)
     if asked.content is not None:
-        pairs = [{"id": t, "piece": p} for t, p in zip(tokens, pieces, strict=True)]
+        pairs = [{"id": t, "piece": p} for t, p in zip(tokens, pieces, strict=False)]
         return json_response({"tokens": pairs if asked.with_pieces else tokens})
     said = {"count": len(tokens), "max_model_len": ready.max_positions, "tokens": tokens}
     return json_response({**said, "token_strs": pieces} if asked.return_token_strs else said)
+
+
+def _pieces(coder: TextCoder, tokens: Sequence[int]) -> list[str]:
+    return [token_text(coder, token) for token in tokens]
 
 
 async def _detokenize(request: web.Request) -> web.Response:

@@ -1,0 +1,202 @@
+"""What is answered beside chats: the schema, what a model is, who may ask, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.serve.fronts import Running, running_front, wait_until
+from tests.serve.test_fronts import chat, raw
+from tilewright.compiler.serve.settings import Settings
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Running]:
+    settings = Settings(
+        api_keys=("one", "two"),
+        names=("first", "second"),
+        strict_model=True,
+        cors_origins=("https://friend.example",),
+        has_admin=True,
+        metrics_prefix="vllm",
+    )
+    with running_front(settings) as running:
+        yield running
+
+
+KEY = {"authorization": "Bearer two"}
+
+
+def test_the_schema_is_of_the_types_that_are_decoded(front: Running) -> None:
+    found = json.loads(front.ask("GET", "/openapi.json", **KEY)[1])
+    assert found["openapi"].startswith("3.1") and "/openapi.json" in found["paths"]
+    body = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]
+    named = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    fields = found["components"]["schemas"][named]["properties"]
+    assert {"messages", "max_tokens", "logit_bias"} <= set(fields)
+    for path in set(re.findall(r"#/components/schemas/(\w+)", json.dumps(found))):
+        assert path in found["components"]["schemas"]
+
+
+def test_an_operator_sees_who_has_a_seat_and_forgets_prefixes(front: Running) -> None:
+    with front.connect() as client:
+        asked = raw(chat("S", max_tokens=4000, model="first"))
+        client.sendall(asked.replace(b"\r\n", b"\r\nauthorization: Bearer one\r\n", 1))
+        wait_until(lambda: json.loads(front.ask("GET", "/slots", **KEY)[1])["requests"])
+        (one,) = json.loads(front.ask("GET", "/slots", **KEY)[1])["requests"]
+        assert (one["prompt_tokens"], one["max_tokens"]) == (2, 4000)
+    assert front.ask("POST", "/reset_prefix_cache", b"", **KEY)[0] == 200
+
+
+def test_only_who_has_a_key_may_ask(front: Running) -> None:
+    for path in ("/v1/models", "/props", "/metrics", "/slots", "/openapi.json"):
+        status, answer, headers = front.ask("GET", path)
+        assert status == 401 and json.loads(answer)["error"]["code"] == "invalid_api_key"
+        assert headers["www-authenticate"] == "Bearer"
+    for key in ("Bearer", "Bearer on", "Bearer onee", "Basic one", "Bearer tw\xf6"):
+        assert front.ask("GET", "/v1/models", authorization=key)[0] == 401
+    for path in ("/health", "/v1/health", "/live", "/", "/page.js", "/page.css"):
+        assert front.ask("GET", path)[0] == 200
+
+
+def test_models_have_the_names_given_and_say_what_they_are(front: Running) -> None:
+    cards = json.loads(front.ask("GET", "/v1/models", **KEY)[1])["data"]
+    assert [card["id"] for card in cards] == ["first", "second"]
+    assert cards[0]["root"] == "fake" and cards[0]["max_model_len"] == 4096
+    assert {"parameters", "precision", "target", "weights"} <= set(cards[0]["meta"])
+    status, answer, _ = front.post("/v1/chat/completions", chat("a", model="third"), **KEY)
+    assert status == 404 and "first, second" in answer["error"]["message"]
+    assert front.post("/v1/chat/completions", chat("a", model="second"), **KEY)[0] == 200
+
+
+def test_props_say_seats_state_defaults_and_promises(front: Running) -> None:
+    found = json.loads(front.ask("GET", "/props", **KEY)[1])
+    known = {"total_slots", "max_model_len", "num_pages", "page_size", "num_snapshots", "cell"}
+    known |= {"arithmetic", "invariant", "determinism", "chat_template", "limits"}
+    assert known <= set(found)
+    assert found["default_generation_settings"]["temperature"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://friend.example"}, 200),
+        ({"Origin": "https://foe.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "http://["}, 403),
+        ({"Origin": "http://127.0.0.1:1", "Host": "127.0.0.1:1"}, 200),
+        ({"Origin": "http://foe.example", "Host": "foe.example"}, 403),
+        ({"Sec-Fetch-Site": "same-origin", "Host": "foe.example"}, 403),
+        ({"Sec-Fetch-Site": "same-origin", "Host": "friend.example"}, 200),
+        ({"Host": "a-service"}, 200),
+        ({"Origin": "x", "Host": "["}, 403),
+    ],
+)
+def test_foreign_pages_may_not_ask(front: Running, headers: dict[str, str], status: int) -> None:
+    found, answer, said = front.ask("GET", "/v1/models", **KEY, **headers)
+    assert found == status, answer
+    if status == 403:
+        assert json.loads(answer)["error"]["code"] == "origin"
+    elif "friend" in headers.get("Origin", ""):
+        assert said["access-control-allow-origin"] == headers["Origin"]
+        refused = front.post("/v1/chat/completions", b"{", **KEY, **headers)
+        assert refused[2]["access-control-allow-origin"] == headers["Origin"]
+        assert front.ask("OPTIONS", "/v1/models", **headers)[0] == 204
+
+
+def test_a_machine_that_is_open_to_others_knows_its_own_names() -> None:
+    from tilewright.compiler.serve.guard import _is_our_host
+
+    for host in ("10.0.0.7:8000", "[::1]:8000", "localhost:8000", "box.example:8000"):
+        assert _is_our_host(host, "box.example")
+    assert not _is_our_host("foe.example:8000", "0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("POST", "/v1/embeddings", 404, "embeddings are not computed"),
+        ("POST", "/v1/responses", 404, "/v1/chat/completions"),
+        ("POST", "/v1/messages", 404, "/v1/chat/completions"),
+        ("POST", "/v1/images/edits", 404, "images"),
+        ("POST", "/v1/audio/speech", 404, "audio"),
+        ("POST", "/v1/load_lora_adapter", 404, "adapters"),
+        ("GET", "/nowhere", 404, "nothing here"),
+        ("GET", "/v1/models/none", 404, "first, second"),
+        ("GET", "/v1/completions", 405, "allowed: POST"),
+        ("DELETE", "/health", 405, "allowed: GET"),
+    ],
+)
+def test_what_is_not_there_says_so(
+    front: Running, method: str, path: str, status: int, said: str
+) -> None:
+    found, answer, headers = front.ask(method, path, **KEY)
+    error = json.loads(answer)["error"]
+    assert found == status and said in error["message"] and headers["x-request-id"]
+
+
+def test_a_request_keeps_its_name(front: Running) -> None:
+    for given, keeps in (("mine-1", True), ("x" * 128, True), ("x" * 129, False), ("\xe4", False)):
+        found = front.ask("GET", "/live", x_request_id=given)[2]["x-request-id"]
+        assert (found == given) is keeps and found
+    body = {**chat("a", model="first"), "stream": True}
+    headers = front.ask(
+        "POST", "/v1/chat/completions", json.dumps(body).encode(), x_request_id="s", **KEY
+    )[2]
+    assert headers["x-request-id"] == "s" and headers["cache-control"] == "no-cache"
+    assert headers["x-accel-buffering"] == "no"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("application/json", 200), ("application/json; charset=utf-8", 200), ("text/plain", 415)],
+)
+def test_a_body_is_json_or_of_no_kind(front: Running, kind: str, status: int) -> None:
+    body = json.dumps(chat("a", model="first")).encode()
+    found = front.ask("POST", "/v1/chat/completions", body, content_type=kind, **KEY)[0]
+    assert found == status
+    assert front.ask("POST", "/v1/chat/completions", body, **KEY)[0] == 200
+    assert front.ask("POST", "/v1/chat/completions", body, content_encoding="gzip", **KEY)[0] == 415
+
+
+def test_without_admin_there_are_no_slots() -> None:
+    with running_front() as running:
+        for method, path in (("GET", "/slots"), ("POST", "/reset_prefix_cache")):
+            status, answer, _ = running.ask(method, path)
+            assert status == 404 and b"--admin" in answer
+
+
+BAD: tuple[tuple[dict[str, Any], str | None], ...] = (
+    ({"logit_bias": {str(at): 1 for at in range(1025)}}, "logit_bias"),
+    ({"stop": ["x" * 1001]}, "stop[0]"),
+    ({"prompt": [[1, 2], ["x"]]}, "prompt[1][0]"),
+    ({"prompt": [[1] * 5000]}, None),
+    ({"prompt": [[256]], "echo": True}, "prompt"),
+    ({"prompt": ["x"] * 65}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"suffix": "x"}, "suffix"),
+    ({"best_of": 2}, "best_of"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"stop_token_ids": [256]}, "stop_token_ids"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"stream": "yes"}, "stream"),
+)
+
+
+@pytest.mark.parametrize(("changes", "param"), BAD, ids=[str(at) for at in range(len(BAD))])
+def test_completions_name_what_is_wrong(
+    front: Running, changes: dict[str, Any], param: str | None
+) -> None:
+    body = {"prompt": "x", "max_tokens": 2, "model": "first", **changes}
+    status, answer, _ = front.post("/v1/completions", body, **KEY)
+    assert status == 400, answer
+    error = answer["error"]
+    assert error["param"] == param and (param or "tokens").partition("[")[0] in error["message"]
