@@ -68,6 +68,8 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
         step_ms=options.step_ms,
         step_tokens=options.step_tokens,
         reuses=not options.no_prefix_cache,
+        cache_replies=options.cache_replies,
+        host_bytes=int(options.host_cache * 1e9),
     )
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)

@@ -119,6 +119,19 @@ class ServeOptions:
         group="engine",
         choices=("strict",),
     )
+    host_cache: float = option(
+        "GB of host memory for the state of requests that make room, and as much for that of "
+        "sequences that later prompts may continue",
+        default=4.0,
+        group="engine",
+        metavar="GB",
+        type=real(0, 1 << 20),
+    )
+    cache_replies: bool = option(
+        "share answers too: the next turn of a chat computes less, and is equal up to rounding",
+        default=False,
+        group="engine",
+    )
     no_prefix_cache: bool = option(
         "compute every prompt whole",
         "--no-prefix-cache",

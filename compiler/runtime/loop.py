@@ -6,24 +6,31 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tilewright.compiler.errors import one_line
 from tilewright.compiler.runtime.cost import StepCost, StepMeter
 from tilewright.compiler.runtime.masks import Masks, no_token
 from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.runtime.request import FAILED, STOPPED, Request, check_tokens
 from tilewright.compiler.runtime.running import Plan, Policy, Running
 from tilewright.compiler.runtime.scheduler import Scheduler
+from tilewright.compiler.runtime.tallies import HOST, IDLE, SIZE, STEP, Tallies
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.step import GOES_ON, NOT_A_NUMBER, Chosen, Seat, StepOutput
 
 OnToken = Callable[[Request, int], None]
 
 
+class LostDeviceError(Exception):
+    """What was launched cannot be read: nothing that the device holds is known any more."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way."""
+    """A step on its way, and when it was given."""
 
     plan: Plan
     output: StepOutput
+    at: float
 
 
 class EngineLoop:
@@ -36,6 +43,11 @@ class EngineLoop:
     A request with a grammar waits for its matcher before it is queued. The rows of such requests
     are chosen late: their masks, which need the tokens before, are computed while the device runs
     the forward part of the step.
+
+    Attributes:
+        failed: the requests of a step that could not be launched: the one whose prompt came last
+            first, then the others.
+        tallies: how long steps and their parts took.
     """
 
     def __init__(
@@ -58,6 +70,9 @@ class EngineLoop:
             state_bytes=executable.state_bytes,
         )
         self.num_dropped = 0
+        self.failed: tuple[Request, ...] = ()
+        self.tallies = Tallies()
+        self._read_at: float | None = None
         self._flight: _Launched | None = None
 
     def check(self, request: Request) -> None:
@@ -100,6 +115,7 @@ class EngineLoop:
         launched = self._flight or self._launch()
         self._flight = None
         if launched is None:
+            self._read_at = None
             return []
         if self.executable.capabilities.runs_ahead:
             try:
@@ -165,20 +181,27 @@ class EngineLoop:
 
     def _launch(self, behind: _Launched | None = None) -> _Launched | None:
         """The next step, ``behind`` one that is not read yet; else what it masks is chosen too."""
+        began = time.perf_counter()
         plan = self.scheduler.schedule()
         if plan is None:
             return None
+        now = time.perf_counter()
+        self.tallies.add(HOST, now - began, "schedule")
         if behind is None:
-            self._meter.begin(time.perf_counter())
+            self._meter.begin(now)
+            if self._read_at is not None:
+                self.tallies.add(IDLE, now - self._read_at)
         masked = plan.step.masked and behind is None
         try:
             if masked:
                 self.masks.begin({seat: each.request for seat, each in plan.rows.items()})
-            launched = _Launched(plan, self.executable.step(plan.step))
+            launched = _Launched(plan, self.executable.step(plan.step), now)
+            self.tallies.add(HOST, time.perf_counter() - now, "launch")
             if masked:
                 self._choose(launched)
             return launched
         except BaseException:
+            self.failed = _to_blame(plan, self.scheduler.running)
             self._abandon()
             raise
 
@@ -195,6 +218,7 @@ class EngineLoop:
             self._choose(flight)
         except BaseException:
             self._flight = None
+            self.failed = _to_blame(flight.plan, self.scheduler.running)
             self._abandon()
             raise
 
@@ -213,9 +237,16 @@ class EngineLoop:
     def _read(self, launched: _Launched) -> list[Request]:
         served: list[Request] = []
         plan, parts = launched.plan, launched.output.parts
+        handling = 0.0
         for part in parts:
-            chosen = part.read()
-            self._take(plan.rows, part.seats, chosen, time.perf_counter(), served)
+            try:
+                chosen = part.read()
+            except Exception as error:
+                raise LostDeviceError(one_line(error)) from error
+            now = time.perf_counter()
+            self._take(plan.rows, part.seats, chosen, now, served)
+            handling += time.perf_counter() - now
+        self._count(launched, handling)
         self._meter.read(
             len(plan.step.decode),
             plan.num_prompt_tokens,
@@ -225,6 +256,16 @@ class EngineLoop:
             is_read=bool(parts) or not self.executable.capabilities.runs_ahead,
         )
         return served
+
+    def _count(self, launched: _Launched, handling: float) -> None:
+        plan, now = launched.plan, time.perf_counter()
+        num_rows, num_tokens = len(plan.step.decode), plan.num_prompt_tokens
+        kind = ("mixed" if num_tokens else "decode") if num_rows else "prompt"
+        before = self._read_at if self._read_at is not None else launched.at
+        self.tallies.add(STEP, now - max(launched.at, before), kind)
+        self.tallies.add(HOST, handling, "take")
+        self.tallies.add(SIZE, num_rows + num_tokens)
+        self._read_at = now if self._runs() else None
 
     def _take(
         self,
@@ -252,3 +293,12 @@ class EngineLoop:
                 served.append(request)
             else:
                 self.num_dropped += 1
+
+
+def _to_blame(plan: Plan, seated: Sequence[Running]) -> tuple[Request, ...]:
+    """Those of a step, the newest of its prompts first, and before its other rows."""
+    of_prompts = {chunk.seat for chunk in plan.step.prompts}
+    involved = of_prompts.union(plan.step.decode)
+    found = [each for each in seated if each.seat in involved]
+    found.sort(key=lambda each: (each.seat in of_prompts, each.order), reverse=True)
+    return tuple(each.request for each in found)

@@ -11,6 +11,7 @@ import msgspec
 
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.tallies import Tally
 from tilewright.compiler.targets.step import LogProbs
 
 
@@ -22,6 +23,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     sampling: SamplingParams
     priority: int = 0
     grammar: GrammarSpec | None = None
+    cache_salt: str = ""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +107,10 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The loop is alive: what it holds now, and counts since its start."""
+    """The loop is alive: what it holds now, and counts since its start.
+
+    ``tallies``: see :mod:`tilewright.compiler.runtime.tallies`.
+    """
 
     num_running: int
     num_waiting: int
@@ -113,6 +118,9 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
     num_steps: int
     num_preemptions: int
     num_dropped: int
+    num_swapped: int = 0
+    num_snapshots_used: int = 0
+    tallies: dict[str, Tally] = {}
 
 
 ToEngine: TypeAlias = Submit | Cancel | Forget | Stop

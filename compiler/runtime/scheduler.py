@@ -79,6 +79,11 @@ class Scheduler:
         return len(self.seating.kept) if isinstance(self.seating, SlotSeating) else 0
 
     @property
+    def num_snapshots_used(self) -> int:
+        """Snapshots of per-sequence state that hold one."""
+        return len(self.seating.snapshots)
+
+    @property
     def num_swapped(self) -> int:
         """Requests whose state is in host memory."""
         return len(self._swapped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import traceback
@@ -9,13 +10,14 @@ from collections import deque
 from dataclasses import dataclass
 
 from tilewright.compiler.errors import RequestError, one_line
-from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.runtime.loop import EngineLoop, LostDeviceError
 from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.runtime.messages import (
     Beat,
     Cancel,
     Failed,
     Finished,
+    Forget,
     FromEngine,
     Ready,
     Started,
@@ -44,8 +46,9 @@ class _Live:
 class EngineService:
     """Serves what comes through a transport, on the steps of an :class:`EngineLoop`.
 
-    A step that raises costs the newest request alone and is made again; where the next one raises
-    too, all that run fail, and the loop goes on with what comes then.
+    A step that cannot be launched costs the newest of its prompts alone and is made again; where
+    that raises too, all its requests fail, and the loop goes on with what comes then. A device that
+    is lost ends the engine: who has started it starts another.
     """
 
     def __init__(
@@ -61,6 +64,8 @@ class EngineService:
         self._live: dict[int, _Live] = {}
         self._num_steps = 0
         self._num_failures = 0
+        self._blamed: tuple[Request, ...] = ()
+        self._era = 0
         self._next_beat = 0.0
         self._is_stopped = False
 
@@ -117,6 +122,7 @@ class EngineService:
                 message.sampling,
                 priority=message.priority,
                 grammar=message.grammar,
+                cache_salt=self._salt(message.cache_salt),
             )
             try:
                 self.loop.add(request)
@@ -128,9 +134,15 @@ class EngineService:
             live = self._live.pop(message.request_id, None)
             if live is not None:
                 self.loop.cancel(live.request)
+        elif isinstance(message, Forget):
+            self._era += 1
         else:
             assert isinstance(message, Stop), message
             self._is_stopped = True
+
+    def _salt(self, given: str) -> str:
+        """What is computed for those who gave the same, since the last time all was forgotten."""
+        return f"{self._era} {given}" if self._era else given
 
     def _step(self, said: list[FromEngine]) -> None:
         began = time.perf_counter()
@@ -140,7 +152,7 @@ class EngineService:
             self._take_failure(error, said)
             return
         self._num_steps += 1
-        self._num_failures = 0
+        self._num_failures, self._blamed = 0, ()
         self._say_started(began, said)
         for request in served:
             self._say_tokens(self._live[request.request_id], said)
@@ -189,22 +201,29 @@ class EngineService:
         )
 
     def _take_failure(self, error: Exception, said: list[FromEngine]) -> None:
-        """The first time the newest request ends, the second time all that have begun."""
-        traceback.print_exception(error, file=sys.stderr)
+        """The first time the newest prompt of the step ends, the second time all that it had.
+
+        Raises:
+            Exception: what it is given, where the device is lost, or it is not known whose step
+                it was: this engine cannot go on.
+        """
+        lost = isinstance(error, LostDeviceError) or _is_of_device(error)
+        if lost or not self.loop.failed:
+            raise error
         self._num_failures += 1
-        # the runtime has put back in the queue what ran: who is older comes first there
-        hit = [live for live in self._live.values() if live.seated_at is not None]
-        newest = max(self._live.values(), key=lambda each: each.request.arrived_at, default=None)
+        hit = tuple(dict.fromkeys((*self.loop.failed, *self._blamed)))
+        self.loop.failed = ()
         if self._num_failures == 1:
-            hit = [newest] if newest is not None else []
+            hit, self._blamed = hit[:1], hit[1:]
+            with contextlib.suppress(OSError):  # a full disk
+                traceback.print_exception(error, file=sys.stderr)
         else:
-            hit = hit or list(self._live.values())
-            self._num_failures = 0
-        for live in hit:
-            self.loop.cancel(live.request)
-            del self._live[live.request.request_id]
-            reason = f"the step failed: {one_line(error)}"
-            said.append(Failed(live.request.request_id, "engine_error", reason))
+            self._num_failures, self._blamed = 0, ()
+        for request in hit:
+            self.loop.cancel(request)
+            if self._live.pop(request.request_id, None) is not None:
+                reason = f"the step failed: {one_line(error)}"
+                said.append(Failed(request.request_id, "engine_error", reason))
 
     def _beat(self) -> Beat:
         scheduler = self.loop.scheduler
@@ -215,7 +234,16 @@ class EngineService:
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_dropped=self.loop.num_dropped,
+            num_swapped=scheduler.num_swapped,
+            num_snapshots_used=scheduler.num_snapshots_used,
+            tallies=self.loop.tallies.found,
         )
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether the driver says that its context is gone; too little memory leaves it whole."""
+    text = str(error)
+    return "CUDA" in text and "error" in text.lower() and "out of memory" not in text.lower()
 
 
 class QueueTransport:

@@ -29,6 +29,7 @@ class Job:
     choices: list[Choice]
     n: int = 1
     priority: int = 0
+    cache_salt: str = ""
     is_chat: bool = True
     echo: bool = False
     num_top: int | None = None

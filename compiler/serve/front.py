@@ -279,6 +279,7 @@ class Front:
             choices=[self._choice(request, one, coder, is_chat=is_chat) for one in asked],
             n=n,
             priority=request.priority or 0,
+            cache_salt=request.cache_salt or "",
             is_chat=is_chat,
             echo=bool(getattr(request, "echo", False)),
             num_top=num_top,

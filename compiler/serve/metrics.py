@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from prometheus_client import (
     CollectorRegistry,
@@ -12,8 +13,17 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.registry import Collector
 
 from tilewright.compiler.runtime.messages import Beat, Ready
+from tilewright.compiler.runtime.tallies import HOST, IDLE, SIZE, STEP, bounds_of
 from tilewright.compiler.serve.answers import Choice
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -21,6 +31,9 @@ _BETWEEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0
 _SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 480, 960)
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _LABELS = ("model_name", "engine")
+_EXEMPLAR = "request_id"
+_EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # of name and value together
+OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST
 
 
 class Metrics:
@@ -38,9 +51,10 @@ class Metrics:
         self.cached_tokens = self._counter("prompt_tokens_cached", "tokens not computed again")
         self.queries = self._counter("prefix_cache_queries", "tokens looked up")
         self.hits = self._counter("prefix_cache_hits", "tokens found")
-        self.preemptions = self._gauge("num_preemptions_total", "preemptions since its start")
-        self.dropped = self._gauge("tokens_dropped_total", "computed for requests that had ended")
-        self.restarts = self._gauge("engine_restarts_total", "of the engine process")
+        self.swapped = self._gauge("num_requests_swapped", "requests whose state made room")
+        self.snapshots = self._gauge("snapshots_used", "snapshots that hold a state")
+        self._engine = _EngineCounts(prefix, self._labels)
+        self.registry.register(self._engine)
         self.success = self._counter("request_success", "ended", "finished_reason")
         self.refused = self._counter("requests_refused", "answered with an error", "code")
         self.first = self._histogram("time_to_first_token_seconds", _FIRST)
@@ -77,7 +91,15 @@ class Metrics:
         """Count a request that was answered with an error."""
         self.refused.labels(**self._labels, code=code).inc()
 
-    def take(self, prompt_length: int, choice: Choice, *, seconds: float, num_choices: int) -> None:
+    def take(
+        self,
+        prompt_length: int,
+        choice: Choice,
+        *,
+        seconds: float,
+        num_choices: int,
+        request_id: str = "",
+    ) -> None:
         """Count one answer that came to its end ``seconds`` after it was asked for."""
         self.success.labels(**self._labels, finished_reason=choice.finish_reason or "stop").inc()
         cached = choice.started.num_cached if choice.started is not None else 0
@@ -87,7 +109,8 @@ class Metrics:
         self.cached_tokens.inc(cached)
         self.queries.inc(prompt_length)
         self.hits.inc(cached)
-        self.whole.observe(seconds)
+        named = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id.isascii() else None
+        self.whole.observe(seconds, named)
         self.prompt_length.observe(prompt_length)
         self.computed.observe(prompt_length - cached)
         self.answer_length.observe(count)
@@ -102,13 +125,73 @@ class Metrics:
             if count > 1:
                 self.per_token.observe(done.decode_s / (count - 1))
 
-    def render(self, ready: Ready | None, beat: Beat, num_restarts: int) -> bytes:
-        """The text, with what the engine said last."""
+    def render(
+        self, ready: Ready | None, beat: Beat, num_restarts: int, *, is_open: bool = False
+    ) -> bytes:
+        """The text, with what the engine said last; ``is_open``: as OpenMetrics, with exemplars."""
         self.running.set(beat.num_running)
         self.waiting.set(beat.num_waiting)
+        self.swapped.set(beat.num_swapped)
+        self.snapshots.set(beat.num_snapshots_used)
         pages = ready.num_pages if ready is not None else 0
         self.pages.set(beat.num_pages_held / pages if pages else 0.0)
-        self.preemptions.set(beat.num_preemptions)
-        self.dropped.set(beat.num_dropped)
-        self.restarts.set(num_restarts)
-        return generate_latest(self.registry)
+        self._engine.show(ready, beat, num_restarts)
+        write = openmetrics.generate_latest if is_open else generate_latest
+        return write(self.registry)
+
+
+class _EngineCounts(Collector):
+    """What the engine counts itself: its totals and tallies, as its last beat told them."""
+
+    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
+        self._prefix, self._labels = prefix, labels
+        self._ready: Ready | None = None
+        self._beat = Beat(0, 0, 0, 0, 0, 0)
+        self._num_restarts = 0
+
+    def show(self, ready: Ready | None, beat: Beat, num_restarts: int) -> None:
+        """What `collect` tells from now on."""
+        self._ready, self._beat, self._num_restarts = ready, beat, num_restarts
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: names depend on what was counted."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        values = tuple(self._labels.values())
+        totals = {
+            "num_preemptions": (self._beat.num_preemptions, "requests that made room for others"),
+            "tokens_dropped": (self._beat.num_dropped, "computed for requests that had ended"),
+            "engine_restarts": (self._num_restarts, "of the engine process"),
+        }
+        for name, (value, text) in totals.items():
+            counter = CounterMetricFamily(self._name(name), text, labels=_LABELS)
+            counter.add_metric(values, value)
+            yield counter
+        for name, kind in ((STEP, "kind"), (HOST, "part"), (IDLE, ""), (SIZE, "")):
+            yield self._histogram(name, kind, values)
+        if self._ready is not None:
+            cache = {"num_gpu_blocks": self._ready.num_pages, "block_size": self._ready.page_size}
+            cache["num_snapshots"] = self._ready.num_snapshots
+            labels = {**self._labels, **{key: str(value) for key, value in cache.items()}}
+            info = GaugeMetricFamily(
+                self._name("cache_config_info"), "of the pool of pages", labels=tuple(labels)
+            )
+            info.add_metric(tuple(labels.values()), 1)
+            yield info
+
+    def _histogram(self, name: str, kind: str, values: tuple[str, ...]) -> Metric:
+        full = f"{name}_total" if name == SIZE else name
+        labels = (*_LABELS, kind) if kind else _LABELS
+        found = HistogramMetricFamily(self._name(full), full, labels=labels)
+        bounds = [*(str(float(bound)) for bound in bounds_of(name)), "+Inf"]
+        for key, tally in self._beat.tallies.items():
+            own, _, which = key.partition("/")
+            if own == name:
+                buckets = list(zip(bounds, accumulate(tally.counts), strict=True))
+                found.add_metric((*values, which) if kind else values, buckets, tally.total)
+        return found
+
+    def _name(self, name: str) -> str:
+        return f"{self._prefix}:{name}"

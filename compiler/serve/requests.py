@@ -97,7 +97,7 @@ class Common(Struct, kw_only=True, frozen=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     priority: Annotated[int, Meta(ge=-(1 << 31), le=1 << 31)] | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     timings: bool | None = None
     return_token_ids: bool | None = None
     best_of: int | None = None
@@ -245,8 +245,6 @@ def check_common(request: Common) -> None:
         raise unsupported("use_beam_search", "there is no beam search")
     if request.seed is not None and not -(1 << 63) <= request.seed < 1 << 63:
         raise invalid(f"seed: {request.seed}; allowed: 64-bit integers", "seed")
-    if request.cache_salt is not None:
-        raise unsupported("cache_salt", "what is computed for prompts is not kept apart yet")
 
 
 def check_chat(request: ChatRequest) -> None:

@@ -37,8 +37,11 @@ class Follower:
         ApiError: out of `updates`, where the engine gives up one of its choices.
     """
 
-    def __init__(self, job: Job, client: EngineClient, metrics: Metrics) -> None:
+    def __init__(
+        self, job: Job, client: EngineClient, metrics: Metrics, *, request_id: str = ""
+    ) -> None:
         self._job, self._client, self._metrics = job, client, metrics
+        self._request_id = request_id
         self._began = time.perf_counter()
         self._last: list[float | None] = [None] * len(job.asked)
         self._num_left = len(job.asked)
@@ -55,6 +58,7 @@ class Follower:
             [asked.sampling for asked in job.asked],
             grammars=[asked.grammar for asked in job.asked],
             priority=job.priority,
+            cache_salt=job.cache_salt,
         )
         try:
             while self._num_left:
@@ -115,7 +119,9 @@ class Follower:
         self._num_left -= 1
         seconds = time.perf_counter() - self._began
         length = len(self._job.asked[index].prompt.tokens)
-        self._metrics.take(length, choice, seconds=seconds, num_choices=self._job.n)
+        self._metrics.take(
+            length, choice, seconds=seconds, num_choices=self._job.n, request_id=self._request_id
+        )
 
 
 async def answer_whole(job: Job, follower: Follower) -> bytes:

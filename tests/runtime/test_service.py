@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -9,11 +11,13 @@ import pytest
 
 from tests.runtime.queued import VOCAB, QueuedExecutable
 from tests.runtime.test_scheduler import answer
+from tilewright.compiler.runtime.loop import LostDeviceError
 from tilewright.compiler.runtime.messages import (
     Beat,
     Cancel,
     Failed,
     Finished,
+    Forget,
     FromEngine,
     Started,
     Stop,
@@ -25,6 +29,7 @@ from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.service import EngineService, QueueTransport
+from tilewright.compiler.runtime.tallies import bounds_of
 
 
 def submit(number: int, wanted: int = 6) -> Submit:
@@ -100,6 +105,76 @@ def test_a_step_that_raises_costs_the_newest_and_then_all(count: int, failed: se
         if each.request_id not in failed:
             whole = answer(Request(0, each.prompt, each.sampling))
             assert tokens_of(said, each.request_id) == whole
+
+
+def test_who_waits_is_not_blamed_for_a_step_that_raises() -> None:
+    asked = [submit(number) for number in (1, 2)]
+    transport = QueueTransport()
+    executable = _Failing(1)
+    executable.capabilities = replace(executable.capabilities, max_seats=1)
+    service = EngineService(executable, transport)
+    transport.inbox.extend(asked)
+    for _ in range(60):
+        assert service.turn()
+    failed = [each.request_id for each in transport.outbox if isinstance(each, Failed)]
+    assert failed == [1]
+    assert tokens_of(list(transport.outbox), 2) == answer(
+        Request(0, (10, 11, 12), asked[1].sampling)
+    )
+
+
+class _Lost(QueuedExecutable):
+    """Raises as a driver does whose context is gone: where a step is given, or where it is read."""
+
+    def __init__(self, *, is_read: bool) -> None:
+        super().__init__()
+        self.is_read = is_read
+
+    def step(self, step: Any) -> Any:
+        super().step(step)
+        if not self.is_read:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return SimpleNamespace(parts=[self])
+
+    def read(self) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_lost_device_ends_the_engine(is_read: bool) -> None:
+    transport = QueueTransport()
+    service = EngineService(_Lost(is_read=is_read), transport)
+    transport.inbox.append(submit(1))
+    with pytest.raises(LostDeviceError if is_read else RuntimeError, match="CUDA error"):
+        service.run()
+
+
+def test_forgotten_prefixes_are_not_found_again() -> None:
+    transport = QueueTransport()
+    service = EngineService(QueuedExecutable(page_size=4, num_pages=32), transport)
+
+    def cached(number: int, *before: ToEngine, salt: str = "") -> int:
+        prompt = tuple(range(9))
+        asked = Submit(number, prompt, SamplingParams(max_tokens=2), cache_salt=salt)
+        transport.inbox.extend((*before, asked))
+        for _ in range(10):
+            service.turn()
+        own = [m for m in transport.outbox if isinstance(m, Started) and m.request_id == number]
+        return own[0].num_cached
+
+    assert [cached(1), cached(2), cached(3, Forget()), cached(4)] == [0, 8, 0, 8]
+    assert [cached(5, salt="a"), cached(6, salt="a"), cached(7, salt="b")] == [0, 8, 0]
+
+
+def test_beats_count_steps_by_kind_and_by_time() -> None:
+    said = serve(QueuedExecutable(), submit(1), submit(2))
+    last = [message for message in said if isinstance(message, Beat)][-1]
+    kinds = {name.partition("/")[0] for name in last.tallies}
+    assert {"step_seconds", "host_seconds", "iteration_tokens"} <= kinds
+    sizes = last.tallies["iteration_tokens"]
+    assert sum(sizes.counts) == last.num_steps and sizes.total == 2 * 3 + 2 * 5
+    for name, tally in last.tallies.items():
+        assert len(tally.counts) == len(bounds_of(name)) + 1 and tally.total >= 0
 
 
 def test_stop_leaves_the_loop() -> None:

@@ -200,3 +200,37 @@ def test_completions_name_what_is_wrong(
     assert status == 400, answer
     error = answer["error"]
     assert error["param"] == param and (param or "tokens").partition("[")[0] in error["message"]
+
+
+METRICS = {
+    "gauge": "num_requests_running num_requests_waiting num_requests_swapped kv_cache_usage_perc "
+    "snapshots_used cache_config_info",
+    "counter": "prompt_tokens_total generation_tokens_total num_preemptions_total "
+    "prefix_cache_queries_total prefix_cache_hits_total prompt_tokens_cached_total "
+    "request_success_total requests_refused_total tokens_dropped_total engine_restarts_total",
+    "histogram": "time_to_first_token_seconds inter_token_latency_seconds "
+    "request_time_per_output_token_seconds e2e_request_latency_seconds request_queue_time_seconds "
+    "request_prefill_time_seconds request_decode_time_seconds request_inference_time_seconds "
+    "request_prompt_tokens request_prefill_kv_computed_tokens request_generation_tokens "
+    "request_params_max_tokens request_params_n iteration_tokens_total step_seconds host_seconds "
+    "device_idle_seconds",
+}
+
+
+def test_metrics_have_the_names_and_labels_of_dashboards(front: Running) -> None:
+    front.post("/v1/completions", {"prompt": "x", "max_tokens": 3}, x_request_id="mine", **KEY)
+    front.post("/v1/completions", {"prompt": ""}, **KEY)
+    text = front.ask("GET", "/metrics", **KEY)[1].decode()
+    kinds = dict(re.findall(r"^# TYPE vllm:(\w+) (\w+)$", text, re.M))
+    assert kinds == {name: kind for kind, names in METRICS.items() for name in names.split()}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            assert 'engine="0"' in line and 'model_name="first"' in line, line
+    assert 'requests_refused_total{code="invalid_value"' in text
+    assert re.search(r'request_success_total{.*finished_reason="length".*} \d', text)
+    assert 'block_size="0"' in text
+    status, opened, headers = front.ask(
+        "GET", "/metrics", accept="application/openmetrics-text", **KEY
+    )
+    assert status == 200 and "openmetrics" in headers["content-type"]
+    assert b'request_id="mine"' in opened and opened.endswith(b"# EOF\n")

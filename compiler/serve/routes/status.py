@@ -6,6 +6,7 @@ from aiohttp import web
 
 from tilewright.compiler import __version__
 from tilewright.compiler.serve.exchange import FRONT, Route, json_response
+from tilewright.compiler.serve.metrics import OPEN_METRICS
 
 
 async def _health(request: web.Request) -> web.Response:
@@ -26,8 +27,10 @@ async def _version(request: web.Request) -> web.Response:
 async def _metrics(request: web.Request) -> web.Response:
     front = request.app[FRONT]
     client = front.client
-    data = front.metrics.render(client.ready, client.beat, client.num_restarts)
-    return web.Response(body=data, headers={"content-type": "text/plain; version=0.0.4"})
+    is_open = "application/openmetrics-text" in request.headers.get("accept", "")
+    data = front.metrics.render(client.ready, client.beat, client.num_restarts, is_open=is_open)
+    kind = OPEN_METRICS if is_open else "text/plain; version=0.0.4"
+    return web.Response(body=data, headers={"content-type": kind})
 
 
 ROUTES: list[Route] = [

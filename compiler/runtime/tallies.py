@@ -1,0 +1,47 @@
+"""How often steps took how long, counted in the loop and told with every beat. Imports no torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import msgspec
+
+SECONDS = (
+    *(0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05),
+    *(0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+)
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+STEP, HOST, IDLE, SIZE = "step_seconds", "host_seconds", "device_idle_seconds", "iteration_tokens"
+"""Names of tallies; those of `STEP` and `HOST` are followed by a kind and a part."""
+
+_BOUNDS: dict[str, tuple[float, ...]] = {SIZE: TOKENS}
+
+
+def bounds_of(name: str) -> tuple[float, ...]:
+    """The upper bounds of a tally's counts, all but the last one's, which has none."""
+    return _BOUNDS.get(name, SECONDS)
+
+
+class Tally(msgspec.Struct):
+    """``counts`` of values up to each bound and beyond the last, and the sum of all."""
+
+    counts: list[int]
+    total: float = 0.0
+
+
+class Tallies:
+    """What one engine has counted since its start, by name and, behind a slash, by kind."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Tally] = {}
+
+    def add(self, name: str, value: float, kind: str = "") -> None:
+        """Count a value."""
+        key = f"{name}/{kind}" if kind else name
+        bounds = bounds_of(name)
+        tally = self.found.get(key)
+        if tally is None:
+            tally = self.found[key] = Tally([0] * (len(bounds) + 1))
+        tally.counts[bisect_left(bounds, value)] += 1
+        tally.total += value
