@@ -12,6 +12,7 @@ import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tilewright.compiler.commands.serve_options import MODEL, ServeOptions, read_serve_options
 from tilewright.compiler.errors import ConfigError, RequestError, TilewrightError
@@ -19,6 +20,10 @@ from tilewright.compiler.runtime.messages import Refused
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.engine_client import TOKENIZER
 from tilewright.compiler.serve.sockets import SocketTransport
+
+if TYPE_CHECKING:
+    from tilewright.compiler.commands.source import Source
+    from tilewright.compiler.driver import Compiled
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -75,6 +80,13 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     warm = replace(SamplingParams(), max_tokens=min(3, context))
     service.loop.generate([Request(-1, (0,), warm)])
+    transport.send([service.ready(_facts(source, compiled, options))])
+    with contextlib.closing(executable):
+        service.run()
+
+
+def _facts(source: Source, compiled: Compiled, options: ServeOptions) -> dict[str, str]:
+    """What is served, for people and for the fingerprint."""
     target = options.model.target if source.manifest is None else source.manifest.target
     facts = {
         "name": source.name,
@@ -82,16 +94,14 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
         "precision": compiled.precision.heading,
         "weights": source.weights,
         "content_hash": source.content_hash,
-        "device": executable.device_name,
+        "device": compiled.executable.device_name,
         "arithmetic": options.arithmetic,
     }
     if source.model is not None:
         facts["parameters"] = str(sum(each.numel() for each in source.model.module.parameters()))
     if options.sampling_defaults == MODEL:
         facts["sampling"] = json.dumps(_own_sampling(source.path))
-    transport.send([service.ready(facts)])
-    with contextlib.closing(executable):
-        service.run()
+    return facts
 
 
 def _own_sampling(path: object) -> dict[str, float]:
