@@ -92,6 +92,9 @@ PERF_RESULTS := results/cpu.jsonl
 PERF_DOCUMENTS := README.md docs/figures.md
 PERF_SWEEPS := smollm2-cpu/pareto:pareto smollm2-cpu/sensitivity:sensitivity \
     smollm2-n300/pareto:pareto-n300
+RENDER = "$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS) && for sweep in $(PERF_SWEEPS); do \
+    "$(BIN)/tilewright" sweep export results/$${sweep%:*}.jsonl --markdown docs/$${sweep\#*:}.md \
+        || exit $$?; done
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 
@@ -100,15 +103,11 @@ perf: $(WITH_DEMO)
 	    "$(BIN)/tilewright" bench --case performance-$$case --precision $$precision \
 	        --results $(PERF_RESULTS) || exit $$?; \
 	done; done
-	$(MAKE) --no-print-directory perf-tables
+	$(RENDER)
 
 # All tables of PERF.md, README and docs from the records as they are; nothing is measured.
 perf-tables: $(WITH_DEMO)
-	"$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS)
-	for sweep in $(PERF_SWEEPS); do \
-	    "$(BIN)/tilewright" sweep export results/$${sweep%:*}.jsonl --markdown docs/$${sweep#*:}.md \
-	        || exit $$?; \
-	done
+	$(RENDER)
 
 # Measures all again that this machine can and says row by row what is not reproduced; see --help.
 perf-check: $(WITH_DEMO)
@@ -131,7 +130,7 @@ perf-boards: $(WITH_DEMO)
 	    --timeout 3600 --results results/sweeps/n300.jsonl
 	"$(BIN)/tilewright" sweep export results/sweeps/n300.jsonl --perf-md PERF.md \
 	    --results $(BOARD_RESULTS)
-	$(MAKE) perf-tables
+	$(RENDER)
 
 peers: $(WITH_PEERS)
 
