@@ -10,20 +10,19 @@ import copy
 import dataclasses
 import heapq
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from tilewright.compiler.driver import trace_model, weight_source
 from tilewright.compiler.ir.info import INPUT, info
 from tilewright.compiler.ir.recipe import load_dense, load_values
 from tilewright.compiler.ir.state import PER_TOKEN
-from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
 from tilewright.compiler.passes.runner import Pass, PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.compiler.runtime.pages import PagePool, pages_of
@@ -184,55 +183,6 @@ def lowered(
 
 
 _LOWERED: dict[tuple[object, ...], tuple[fx.GraphModule, PassContext]] = {}
-
-
-class _Function(nn.Module):
-    """``function(x, positions, **weights)`` on embedded tokens ``[T, 32]``, as a model.
-
-    ``inv_freq`` is a buffer, as in models; everything else a parameter.
-    """
-
-    tensor_groups: Mapping[str, str] = {}
-
-    def __init__(self, function: Callable[..., Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
-        super().__init__()
-        self.function = function
-        self.embed = nn.Embedding(61, 32)
-        self.names = tuple(shapes)
-        for name, shape in shapes.items():
-            if name == "inv_freq":
-                self.register_buffer(name, torch.empty(shape))
-            else:
-                self.register_parameter(name, nn.Parameter(torch.empty(shape)))
-
-    def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        weights = {name: getattr(self, name) for name in self.names}
-        return self.function(self.embed(tokens), positions, **weights)
-
-    def sources(self) -> dict[str, Any]:
-        return {}
-
-    def constants(self, max_context: int | None = None) -> dict[str, Tensor]:
-        return {}
-
-
-def function_graph(
-    function: Callable[..., Tensor], **shapes: tuple[int, ...]
-) -> tuple[fx.GraphModule, SimpleNamespace]:
-    """A canonical graph of ``function(x [T, 32], positions [T], **weights)``, and its model.
-
-    For near-misses: graphs that a pass must leave alone.
-    """
-    with torch.device("meta"):
-        module = _Function(function, shapes)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    tensors = {name: torch.randn(weight.shape) for name, weight in named}
-    model = SimpleNamespace(
-        name="function", config=tiny_config(), module=module, checkpoint=FakeCheckpoint(tensors)
-    )
-    graph_module = trace(module)
-    run_passes(graph_module, [canonicalize_graph], context_of(model))
-    return graph_module, model
 
 
 def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,3 +104,23 @@ def refused(capfd: pytest.CaptureFixture[str], results: Path) -> Refused:
         return message
 
     return run
+
+
+@pytest.fixture
+def checkpoint(tiny_gguf: Path, tmp_path: Path) -> Path:
+    """A copy that a test may remove."""
+    return Path(shutil.copy(tiny_gguf, tmp_path / "tiny.gguf"))
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command that must succeed; its standard output."""
+
+    def succeed(*argv: str | Path) -> str:
+        assert main([str(argument) for argument in argv]) == 0
+        return capfd.readouterr().out
+
+    return succeed

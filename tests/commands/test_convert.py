@@ -33,17 +33,6 @@ BY_TOKEN = ("model.embed_tokens.weight", "lm_head.weight")
 MODEL, TOKENIZER = "dllama_model_tiny_{}.m", "dllama_tokenizer_tiny.t"
 
 
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that must succeed; its standard output."""
-
-    def succeed(*argv: str | Path) -> str:
-        assert main([str(argument) for argument in argv]) == 0
-        return capfd.readouterr().out
-
-    return succeed
-
-
 @pytest.mark.parametrize("weights", ["f32", "q40"])
 def test_a_gguf_file_for_dllama(
     weights: str, tiny_gguf: Path, tmp_path: Path, run: Callable[..., str]

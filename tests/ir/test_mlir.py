@@ -17,15 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import (
-    context_of,
-    function_graph,
-    lowered,
-    run_graph,
-    step_inputs,
-    tiny_config,
-    tiny_model,
-)
+from tests.function_graphs import function_graph
+from tests.tiny import context_of, lowered, run_graph, step_inputs, tiny_config, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CompileError, ConfigError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.tiny import context_of, function_graph, run_graph, step_inputs, tiny_model
+from tests.function_graphs import function_graph
+from tests.tiny import context_of, run_graph, step_inputs, tiny_model
 from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.tracer import trace

@@ -15,11 +15,11 @@ import torch
 from torch.fx import GraphModule
 
 from tests.expected_rewrites import expected_rewrites
+from tests.function_graphs import function_graph
 from tests.tiny import (
     QWEN2,
     check_golden,
     context_of,
-    function_graph,
     lowered,
     pipeline,
     precision_of,

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.expected_rewrites import expected_rewrites
+from tests.function_graphs import function_graph
 from tests.models.test_qwen3_5_moe import make as make_hybrid
 from tests.models.test_qwen3_moe import make
 from tests.tiny import (
     check_golden,
     compiled,
     context_of,
-    function_graph,
     lowered,
     precision_of,
     run_graph,

@@ -8,15 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import (
-    context_of,
-    function_graph,
-    lowered,
-    precision_of,
-    run_graph,
-    step_inputs,
-    tiny_model,
-)
+from tests.function_graphs import function_graph
+from tests.tiny import context_of, lowered, precision_of, run_graph, step_inputs, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import find_calls

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from torch import Tensor
 
-from tests.tiny import context_of, function_graph, lowered, precision_of, tiny_model
+from tests.function_graphs import function_graph
+from tests.tiny import context_of, lowered, precision_of, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.passes.fuse_swiglu_packed import fuse_swiglu_packed
 from tilewright.compiler.passes.runner import run_passes

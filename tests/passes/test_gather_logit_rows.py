@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.tiny import context_of, function_graph, lowered, run_graph, step_inputs, tiny_model
+from tests.function_graphs import function_graph
+from tests.tiny import context_of, lowered, run_graph, step_inputs, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows

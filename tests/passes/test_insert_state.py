@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tests.function_graphs import function_graph
 from tests.models.test_qwen3_5_moe import make as make_hybrid
-from tests.tiny import context_of, function_graph, lowered, precision_of, tiny_model
+from tests.tiny import context_of, lowered, precision_of, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import STATE, info
 from tilewright.compiler.ir.rewrite import find_calls

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tiny import context_of, function_graph, run_graph, step_inputs
+from tests.function_graphs import function_graph
+from tests.tiny import context_of, run_graph, step_inputs
 from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.match_rms_norm import match_rms_norm

@@ -8,7 +8,8 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.tiny import context_of, function_graph
+from tests.function_graphs import function_graph
+from tests.tiny import context_of
 from tilewright.compiler import ops
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.passes.match_swiglu import match_swiglu

@@ -8,16 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.function_graphs import function_graph
 from tests.models.test_qwen3_moe import make
-from tests.tiny import (
-    check_golden,
-    context_of,
-    function_graph,
-    lowered,
-    precision_of,
-    run_graph,
-    step_inputs,
-)
+from tests.tiny import check_golden, context_of, lowered, precision_of, run_graph, step_inputs
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import find_calls

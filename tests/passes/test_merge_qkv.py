@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
+from tests.function_graphs import function_graph
 from tests.tiny import (
     QWEN2,
     check_golden,
     context_of,
-    function_graph,
     lowered,
     precision_of,
     run_graph,

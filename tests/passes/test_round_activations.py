@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.function_graphs import function_graph
 from tests.tiny import (
     check_golden,
     context_of,
-    function_graph,
     lowered,
     precision_of,
     run_graph,
