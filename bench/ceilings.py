@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
+import numpy as np
 import torch
 
-from bench.bandwidth import BUFFER_BYTES, read_bandwidth
 from tilewright.compiler.bench.record import Ceilings
 from tilewright.compiler.devices import describe_cpu
 
+BUFFER_BYTES = 1 << 30
+_READ_PASSES = 3
 READ_BYTES = 4 << 30
 """Of the buffer a GPU adds up: far beyond its caches."""
 PRODUCT_SIZE = 8192
@@ -86,3 +89,23 @@ def _gpu_seconds(run: Callable[[], object]) -> list[float]:
         mark.record()
     torch.cuda.synchronize()
     return [1e-3 * float(before.elapsed_time(after)) for before, after in pairwise(marks)]
+
+
+def read_bandwidth(num_threads: int, *, num_bytes: int = BUFFER_BYTES) -> float:
+    """Bytes a second that ``num_threads`` together read at best, out of three passes: the bound of
+    decoding, where a step reads every weight once.
+
+    Each thread adds up its own part of the buffer as int64, which NumPy does outside Python's lock
+    and with vector instructions; the buffer is written first, so that its pages are really there.
+    """
+    assert num_threads >= 1 and num_bytes >= 8 * num_threads
+    parts = np.array_split(np.full(num_bytes // 8, 1, dtype=np.int64), num_threads)
+    total = sum(part.nbytes for part in parts)
+    best = 0.0
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(_READ_PASSES):
+            started = time.perf_counter()
+            sums = list(pool.map(np.add.reduce, parts))
+            best = max(best, total / (time.perf_counter() - started))
+            assert sum(int(each) for each in sums) == total // 8
+    return best

@@ -8,7 +8,6 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +16,9 @@ from tilewright.compiler.bench.display import decimal, percent, span
 from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
 from tilewright.compiler.bench.results import append
+from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.commands.console import err, out, print_table
+from tilewright.compiler.commands.console import err, note, out, print_table
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import CheckpointError, TilewrightError, one_line
 
@@ -92,7 +92,7 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
     ceilings = measured or measure_ceilings(choices.target)
     session = _Session(_screen(), choices, ceilings)
     _print_ceilings(session.screen, ceilings)
-    session.screen.print("All rows have random weights.", style="dim")
+    note(session.screen, "All rows have random weights.")
     code = 0
     try:
         for rows in programs(choices.rows):
@@ -173,14 +173,14 @@ class _Session:
         self.found[found.row.name] = found
         if found.result is not None and self.choices.results is not None:
             append(self.choices.results, found.result)
-        name, figure, value, floor, goal, met, limit, share = cells(found)
+        name, figure, value, floor, goal, met, limit, share = (c(found) for c in COLUMNS.values())
         bounds = "" if floor == "-" else f"; floor {floor}, goal {goal}: {met}"
         of_limit = "" if limit == "-" else f"; limit {limit}, {share} of it"
         line = f"{name}: {figure}: {value}{bounds}{of_limit}; {found.detail}"
         self.screen.print(line, soft_wrap=True)
 
     def _profile(self, made: Bench, row: Row) -> None:
-        from bench.cuda.profile_rows import print_profile
+        from bench.cuda.kernel_profile import print_profile
 
         try:
             print_profile(self.screen, made, row, self.ceilings)
@@ -197,40 +197,29 @@ class _Session:
         """The table of what was measured, and what was not."""
         rows = [self.found[row.name] for row in self.choices.rows if row.name in self.found]
         if rows:
-            lines = [cells(each) for each in rows]
-            print_table(self.screen, f"all rows {RANDOM_WEIGHTS}", COLUMNS, lines, numbers=True)
-            for kind in dict.fromkeys(each.row.metric for each in self.found.values()):
-                metric = METRICS[kind]
-                self.screen.print(f"{metric.short}, {metric.unit}: {metric.text}", style="dim")
+            metrics = dict.fromkeys(METRICS[each.row.metric] for each in self.found.values())
+            notes = [f"{each.label}: {each.text}" for each in metrics]
+            table = Table.by(COLUMNS, rows, *notes)
+            print_table(self.screen, f"all rows {RANDOM_WEIGHTS}", table, numbers=True)
         for name in self.missed:
             self._print_missed(name)
 
 
-COLUMNS = ("row", "figure", "median (min-max)", "floor", "goal", "met", "limit", "of limit")
+def _figure(found: Figures, value: float | None) -> str:
+    """A value of a row's metric."""
+    return decimal(value, METRICS[found.row.metric].digits, none="-", grouped=True)
 
 
-def cells(found: Figures) -> tuple[str, ...]:
-    """A row of the table."""
-    row, metric = found.row, METRICS[found.row.metric]
-
-    text = partial(decimal, digits=metric.digits, none="-", grouped=True)
-    value, limit = found.value, found.limit
-    share = "-"
-    if limit:
-        share = f"{percent(limit / value if metric.is_most else value / limit)} %"
-    return (
-        row.name,
-        f"{metric.short}, {metric.unit}",
-        f"{text(value)} ({text(min(found.values))}-{text(max(found.values))})",
-        text(row.floor),
-        text(row.goal),
-        _met(row, value),
-        text(limit),
-        share,
-    )
+def _share(found: Figures) -> str:
+    """Of the limit, the value's; of what is to be small, the limit's of the value."""
+    if not found.limit:
+        return "-"
+    share = found.value / found.limit
+    return f"{percent(1 / share if METRICS[found.row.metric].is_most else share)} %"
 
 
-def _met(row: Row, value: float) -> str:
+def _met(found: Figures) -> str:
+    row, value = found.row, found.value
     if row.floor is None:
         return "-"
     if row.goal is not None and row.is_met(value, row.goal):
@@ -240,16 +229,30 @@ def _met(row: Row, value: float) -> str:
     return "NO"
 
 
+COLUMNS: Columns[Figures] = {
+    "row": lambda found: found.row.name,
+    "figure": lambda found: METRICS[found.row.metric].label,
+    "median (min-max)": lambda found: (
+        f"{_figure(found, found.value)} "
+        f"({_figure(found, min(found.values))}-{_figure(found, max(found.values))})"
+    ),
+    "floor": lambda found: _figure(found, found.row.floor),
+    "goal": lambda found: _figure(found, found.row.goal),
+    "met": _met,
+    "limit": lambda found: _figure(found, found.limit),
+    "of limit": _share,
+}
+
+
 def _print_program(screen: Console, made: Bench) -> None:
     executable, options = made.compiled.executable, made.options
     weights = executable.memory().weights / 1e9
     cache = options.max_batch * executable.state_bytes(options.max_context) / 1e9
-    screen.print(
+    note(
+        screen,
         f"{made.source.name} {RANDOM_WEIGHTS}, {made.compiled.precision.name}, for "
         f"{options.max_batch} x {options.max_context:,} positions: {weights:.1f} GB of weights, "
         f"{cache:.1f} GB of cache; made in {made.seconds_to_compile:.1f} s",
-        style="dim",
-        soft_wrap=True,
     )
 
 
@@ -262,25 +265,21 @@ def _print_ceilings(screen: Console, ceilings: Ceilings) -> None:
         (name, decimal(each / 1e12, 3), span(min(found) / 1e12, max(found) / 1e12, 3))
         for name, each, found in rates
     ]
-    title = f"measured on {ceilings.device}"
-    print_table(screen, title, ("ceiling", "median", "min-max"), rows, numbers=True)
+    table = Table.of(("ceiling", "median", "min-max"), rows)
+    print_table(screen, f"measured on {ceilings.device}", table, numbers=True)
 
 
 def _print_list(rows: Sequence[Row]) -> None:
-    lines = [
-        (
-            row.name,
-            row.shape,
-            row.precision,
-            f"{row.batch} x {row.prompt_length:,} + {row.num_generated}",
-            f"{METRICS[row.metric].short}, {METRICS[row.metric].unit}",
-            "-" if row.floor is None else f"{row.floor:,g}",
-            "-" if row.goal is None else f"{row.goal:,g}",
-        )
-        for row in rows
-    ]
-    columns = ("row", "shape", "precision", "users", "figure", "floor", "goal")
-    print_table(_screen(), f"rows (--rows) {RANDOM_WEIGHTS}", columns, lines)
+    columns: Columns[Row] = {
+        "row": lambda row: row.name,
+        "shape": lambda row: row.shape,
+        "precision": lambda row: row.precision,
+        "users": lambda row: f"{row.batch} x {row.prompt_length:,} + {row.num_generated}",
+        "figure": lambda row: METRICS[row.metric].label,
+        "floor": lambda row: "-" if row.floor is None else f"{row.floor:,g}",
+        "goal": lambda row: "-" if row.goal is None else f"{row.goal:,g}",
+    }
+    print_table(_screen(), f"rows (--rows) {RANDOM_WEIGHTS}", Table.by(columns, rows))
 
 
 def _screen() -> Console:

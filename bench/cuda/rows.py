@@ -22,6 +22,11 @@ class Metric:
     digits: int = 1
     is_most: bool = False
 
+    @property
+    def label(self) -> str:
+        """``TTFT, ms``."""
+        return f"{self.short}, {self.unit}"
+
 
 DECODE, TTFT, PREFILL_SHARE = "decode", "ttft", "prefill share"
 PREFILL_SECONDS, DECODE_SHARE, START = "prefill seconds", "decode share", "start"

@@ -133,7 +133,7 @@ def read_options(argv: Sequence[str]) -> CompareOptions:
 def main(argv: list[str]) -> int:
     """Run the command; returns 1 where one of our own configurations could not be measured."""
     options = read_options(argv)
-    from bench.bandwidth import read_bandwidth
+    from bench.ceilings import read_bandwidth
     from bench.peers.report import print_report, report_record
     from tilewright.compiler.commands.console import compile_progress, err, out
     from tilewright.models import load_model

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 
-from bench.peers.protocol import Loaded, cache_name
+from bench.peers.worker import Loaded, cache_name
 from tilewright.compiler.errors import ConfigError
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"

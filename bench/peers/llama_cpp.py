@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 
 from bench.peers.gguf_copy import gguf_sizes
-from bench.peers.protocol import Generated, Loaded
+from bench.peers.worker import Generated, Loaded
 
 
 @llama_cpp.llama_log_callback

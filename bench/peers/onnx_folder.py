@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench.peers.protocol import cache_name
+from bench.peers.worker import cache_name
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.errors import ConfigError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime_genai
 
-from bench.peers.protocol import Generated, Loaded
+from bench.peers.worker import Generated, Loaded
 
 
 class OnnxGenai:

@@ -11,7 +11,7 @@ import openvino
 import openvino_genai
 
 from bench.peers.gguf_copy import gguf_sizes
-from bench.peers.protocol import Generated, Loaded
+from bench.peers.worker import Generated, Loaded
 
 
 class OpenVino:

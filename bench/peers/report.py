@@ -11,6 +11,7 @@ from bench.peers import PEERS
 from bench.peers.rounds import Contestant, ratios
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.display import decimal, percent
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.environment import PACKAGES, environment
@@ -66,30 +67,26 @@ def report_record(
 def print_report(screen: Console, record: dict[str, Any]) -> None:
     """The tables of a record: medians, then ratios, with their spreads."""
     measures = [measure["name"] for measure in record["measures"]]
-    print_table(
-        screen,
+    title = (
         f"{record['model']}, {record['num_threads']} threads, {record['num_rounds']} rounds in "
-        "turn: tokens/s, median (spread)",
-        ("engine", "MB", *map(_heading, measures), "of read\nrate"),
-        [_row(each, measures) for each in record["contestants"]],
-        numbers=True,
+        "turn: tokens/s, median (spread)"
     )
+    columns = ("engine", "MB", *map(_heading, measures), "of read\nrate")
+    lines = [_row(each, measures) for each in record["contestants"]]
+    print_table(screen, title, Table.of(columns, lines), numbers=True)
     for each in record["contestants"]:
         if each["failure"]:
             screen.print(f"{each['engine']} {each['weights']}: {each['failure']}")
     pairs = dict.fromkeys((ratio["ours"], ratio["peer"]) for ratio in record["ratios"])
     found = {(r["ours"], r["peer"], r["measure"]): r["repeats"] for r in record["ratios"]}
     if pairs:
-        print_table(
-            screen,
-            "ours / peer, round by round: median (spread); above 1 ours is faster",
-            ("ours / peer", *map(_heading, measures)),
-            [
-                (f"{ours} / {peer}", *(_ratio(found.get((ours, peer, name))) for name in measures))
-                for ours, peer in pairs
-            ],
-            numbers=True,
-        )
+        lines = [
+            (f"{ours} / {peer}", *(_ratio(found.get((ours, peer, name))) for name in measures))
+            for ours, peer in pairs
+        ]
+        title = "ours / peer, round by round: median (spread); above 1 ours is faster"
+        table = Table.of(("ours / peer", *map(_heading, measures)), lines)
+        print_table(screen, title, table, numbers=True)
     readings = [reading / 1e9 for reading in record["bandwidth"]["readings"]]
     screen.print(
         f"memory read by {record['num_threads']} threads: {readings[0]:.1f} GB/s before, "

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from bench.peers.protocol import Generated, Loaded
-from bench.peers.worker import Worker, WorkerError
+from bench.peers.worker import Generated, Loaded, Worker, WorkerError
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.prompts import cut_prompts
 

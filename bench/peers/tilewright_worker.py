@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.peers.protocol import Engine, Generated, Loaded, serve, take_standard_output
+from bench.peers.worker import Engine, Generated, Loaded, serve, take_standard_output
 
 OURS = "tilewright"
 

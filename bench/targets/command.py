@@ -27,6 +27,7 @@ from bench.targets.target_runs import (
 )
 from tilewright.compiler.bench.display import percent
 from tilewright.compiler.bench.json_lines import Located, check_writable
+from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.environment import environment
@@ -35,8 +36,7 @@ from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.models import find_model
 
 if TYPE_CHECKING:
-    from bench.targets.windows import Window
-    from tilewright.compiler.bench.accuracy import Predictions
+    from tilewright.compiler.bench.accuracy import Predictions, Truth
     from tilewright.compiler.bench.record import Paired
     from tilewright.compiler.bench.stats import Ratio
     from tilewright.compiler.commands.source import Source
@@ -141,7 +141,7 @@ class _Work:
     source: Source
     options: Options
     text_hash: str
-    windows: Sequence[Window]
+    windows: Sequence[Truth]
 
 
 def _measure_all(options: Options, merged: Sequence[_Run]) -> list[_Run]:
@@ -202,7 +202,7 @@ def _measure(
     work: _Work, precision: PrecisionConfig, *, choice: Choice, progress: Progress
 ) -> TargetRun:
     """Compile one precision for one target, and force all windows through it."""
-    from bench.targets.windows import force_windows
+    from tilewright.compiler.bench.accuracy import teacher_force
     from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
     from tilewright.compiler.commands.arguments import ModelOptions
     from tilewright.compiler.commands.source import compile_source
@@ -221,7 +221,7 @@ def _measure(
         progress,
         use_cache=True,
     )
-    predictions = force_windows(
+    predictions = teacher_force(
         compiled.executable,
         work.windows,
         batch=options.batch,
@@ -235,7 +235,7 @@ def _measure(
 def _record(work: _Work, compiled: Compiled, predictions: Predictions) -> TargetRun:
     from tilewright.compiler.commands.measure import device_of
 
-    fives = [five for window in work.windows for five in window.reference.guesses]
+    fives = [five for reference, _ in work.windows for five in reference.guesses]
     values: dict[str, Any] = figures(predictions.guesses, fives, predictions.kl)
     values |= dataclasses.asdict(environment(hash_host=True))
     device, detail = device_of(compiled, work.options.threads)
@@ -263,20 +263,10 @@ def _print(rows: Sequence[Compared]) -> None:
 
     screen, first = out(), rows[0].run
     title = f"{first.model}: {first.num_windows} windows, {first.num_positions} positions"
-    own = ("precision", "run", "top-1 (%)", "top-5 (%)", "KL to fp32 (x 1e-5)")
-    print_table(screen, title, own, [figure_cells(row) for row in rows], numbers=True)
-    paired = (
-        "precision",
-        "run",
-        f"KL /\n{EXACT_RUN}",
-        f"against\n{BASE_RUN}",
-        f"against\n{EXACT_RUN}",
-    )
-    cells = [paired_cells(row) for row in rows]
+    print_table(screen, title, Table.by(FIGURES, rows), numbers=True)
     title = "paired: KL ratio ± 95 %; top-1 lost, won, McNemar's p"
-    print_table(screen, title, paired, cells, numbers=True)
-    for run in dict.fromkeys(f"{row.run.run}: {row.run.device_detail}" for row in rows):
-        screen.print(run, style="dim")
+    devices = dict.fromkeys(f"{row.run.run}: {row.run.device_detail}" for row in rows)
+    print_table(screen, title, Table.by(PAIRED, rows, *devices), numbers=True)
     unlike = max(row.num_unlike for row in rows)
     if unlike:
         screen.print(
@@ -285,32 +275,9 @@ def _print(rows: Sequence[Compared]) -> None:
         )
 
 
-def figure_cells(row: Compared) -> tuple[str, ...]:
-    """A run's own figures."""
-    run = row.run
-    return (
-        run.precision,
-        run.run,
-        percent(row.num_top1 / run.num_positions, 2),
-        percent(run.num_top5 / run.num_positions, 2),
-        f"{1e5 * run.kl_mean:,.2f} ± {1e5 * run.kl_error:,.2f}",
-    )
-
-
-def paired_cells(row: Compared) -> tuple[str, ...]:
-    """A run beside the others of its precision."""
-    ratio = row.kl_ratio
-    return (
-        row.run.precision,
-        row.run.run,
-        "-" if ratio is None else _ratio_cell(ratio),
-        _mcnemar_cell(row.paired),
-        _mcnemar_cell(row.paired_exact),
-    )
-
-
-def _ratio_cell(ratio: Ratio) -> str:
-    assert ratio.interval is not None
+def _ratio_cell(ratio: Ratio | None) -> str:
+    if ratio is None or ratio.interval is None:
+        return "-"
     return f"{ratio.ratio:.3f} ± {ratio.interval[1] - ratio.ratio:.3f}"
 
 
@@ -319,3 +286,25 @@ def _mcnemar_cell(pair: Paired | None) -> str:
         return "-"
     p = f"p={pair.p:.3f}" if pair.p >= _LEAST_SHOWN else f"p<{_LEAST_SHOWN}"
     return f"-{pair.b} +{pair.c} {p}"
+
+
+_RUN: Columns[Compared] = {
+    "precision": lambda row: row.run.precision,
+    "run": lambda row: row.run.run,
+}
+FIGURES: Columns[Compared] = {
+    **_RUN,
+    "top-1 (%)": lambda row: percent(row.num_top1 / row.run.num_positions, 2),
+    "top-5 (%)": lambda row: percent(row.run.num_top5 / row.run.num_positions, 2),
+    "KL to fp32 (x 1e-5)": lambda row: (
+        f"{1e5 * row.run.kl_mean:,.2f} ± {1e5 * row.run.kl_error:,.2f}"
+    ),
+}
+"""A run's own figures."""
+PAIRED: Columns[Compared] = {
+    **_RUN,
+    f"KL /\n{EXACT_RUN}": lambda row: _ratio_cell(row.kl_ratio),
+    f"against\n{BASE_RUN}": lambda row: _mcnemar_cell(row.paired),
+    f"against\n{EXACT_RUN}": lambda row: _mcnemar_cell(row.paired_exact),
+}
+"""A run beside the others of its precision."""

@@ -1,4 +1,4 @@
-"""Teacher forcing over many windows of our texts, each against its own fp32 reference.
+"""Many windows of our texts, each with an fp32 reference of its own.
 
 A window is what an accuracy run goes over: 512 tokens are prefilled, 512 predictions counted. Knows
 nothing of how runs are recorded or compared (target_runs).
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from torch import Tensor
-
-from tilewright.compiler.bench.accuracy import Predictions, force_group
+from tilewright.compiler.bench.accuracy import Truth
 from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.compiler.bench.prompts import bench_text
-from tilewright.compiler.bench.reference import Reference, Subject, build_reference, text_hash
+from tilewright.compiler.bench.reference import Subject, build_reference, text_hash
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import Executable
 
 TEXTS = ("accuracy.txt", "held_out.txt", "long.txt")
@@ -27,14 +23,6 @@ NUM_COUNTED = ACCURACY_CONTEXT - ACCURACY_PREFILL
 """Predictions of a window, and the distance from one window's start to the next's: so no token is
 predicted twice, and the prefilled half of a window is what the one before it was counted on.
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The fp32 model on one window: its guesses, and its logits ``[predictions, vocab]``."""
-
-    reference: Reference
-    logits: Tensor
 
 
 def cut_windows(encode: Callable[[str], list[int]], num_windows: int) -> list[tuple[int, ...]]:
@@ -65,43 +53,14 @@ def build_windows(
     windows: Sequence[Sequence[int]],
     *,
     on_window: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Window]:
+) -> list[Truth]:
     """The fp32 model on every window; all logits are held, 4 bytes x 512 x vocabulary each.
 
     ``executable``: of the reference target, in fp32. ``subject``: its text hash is not read.
     """
-    found = []
+    found: list[Truth] = []
     for index, tokens in enumerate(windows):
         of = dataclasses.replace(subject, text_hash=text_hash(tokens))
-        found.append(Window(*build_reference(executable, of, tokens)))
+        found.append(build_reference(executable, of, tokens))
         on_window(index + 1, len(windows))
     return found
-
-
-def force_windows(
-    executable: Executable,
-    windows: Sequence[Window],
-    *,
-    batch: int = 1,
-    on_step: Callable[[int, int], None] = lambda done, total: None,
-) -> Predictions:
-    """Guesses and KL at every counted position, window after window.
-
-    ``batch``: windows that are run side by side, each a sequence of its own. The last group is
-    smaller where they do not come out even.
-    """
-    engine = Engine(executable)
-    total = sum(len(window.reference.guesses) for window in windows)
-    guesses: list[int] = []
-    kl: list[float] = []
-    for start in range(0, len(windows), batch):
-        group = windows[start : start + batch]
-        done = len(guesses)
-
-        def report(steps: int, done: int = done, width: int = len(group)) -> None:
-            on_step(done + steps * width, total)
-
-        for found in force_group(engine, [(each.reference, each.logits) for each in group], report):
-            guesses += found.guesses
-            kl += found.kl
-    return Predictions(tuple(guesses), tuple(kl))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -41,52 +42,51 @@ class Predictions:
     kl: tuple[float, ...]
 
 
+Truth = tuple[Reference, Tensor | None]
+"""A reference and its own logits ``[predictions, vocab]``, for KL; None where they are unknown."""
+
+
 def teacher_force(
     executable: Executable,
-    reference: Reference,
-    logits: Tensor | None = None,
+    truths: Sequence[Truth],
     *,
+    batch: int = 1,
     on_step: Callable[[int, int], None] = lambda done, total: None,
 ) -> Predictions:
-    """Feed the reference's text through prefill and decode steps; collect every prediction.
+    """Feed the texts of references of equal lengths through prefill and decode steps; every
+    prediction, text after text.
 
-    ``logits``: the reference's own ``[predictions, vocab]``, for KL.
+    ``batch``: texts that are run side by side, each a sequence of its own.
 
     Raises:
         CompileError: where the executable's logits are no numbers.
     """
-    total = len(reference.guesses)
-    group = [(reference, logits)]
-    (found,) = force_group(Engine(executable), group, lambda done: on_step(done, total))
-    return found
+    engine, done = Engine(executable), 0
+    total = sum(len(reference.guesses) for reference, _ in truths)
+    guesses: list[list[int]] = [[] for _ in truths]
+    kl: list[list[float]] = [[] for _ in truths]
+    for start in range(0, len(truths), batch):
+        group = truths[start : start + batch]
+        for step, rows in enumerate(_predicted(engine, group)):
+            check_logits(rows, step)
+            for index, (_, logits) in enumerate(group):
+                guesses[start + index].append(int(rows[index].argmax()))
+                if logits is not None:
+                    kl[start + index].append(divergence(logits[step], rows[index]))
+            done += len(group)
+            on_step(done, total)
+    return Predictions(tuple(chain.from_iterable(guesses)), tuple(chain.from_iterable(kl)))
 
 
-def force_group(
-    engine: Engine,
-    group: Sequence[tuple[Reference, Tensor | None]],
-    report: Callable[[int], None],
-) -> list[Predictions]:
-    """References of equal lengths with their logits, side by side; see `teacher_force`.
-
-    ``report`` hears after every step how many there were.
-    """
+def _predicted(engine: Engine, group: Sequence[Truth]) -> Iterator[Tensor]:
+    """The logits ``[sequences, vocab]`` of each predicted position, of all texts side by side."""
     ids = list(range(len(group)))
     tokens = torch.tensor([reference.tokens for reference, _ in group])
-    prefill = group[0][0].prefill
-    guesses: list[list[int]] = [[] for _ in group]
-    kl: list[list[float]] = [[] for _ in group]
-    rows = engine.prefill(ids, list(tokens[:, :prefill]))
-    for step in range(len(group[0][0].guesses)):
-        if step:
-            rows = engine.decode(ids, tokens[:, prefill + step - 1])
-        check_logits(rows, step)
-        for index, (_, logits) in enumerate(group):
-            guesses[index].append(int(rows[index].argmax()))
-            if logits is not None:
-                kl[index].append(divergence(logits[step], rows[index]))
-        report(step + 1)
+    first = group[0][0]
+    yield engine.prefill(ids, list(tokens[:, : first.prefill]))
+    for position in range(first.prefill, first.prefill + len(first.guesses) - 1):
+        yield engine.decode(ids, tokens[:, position])
     engine.remove(ids)
-    return [Predictions(tuple(g), tuple(k)) for g, k in zip(guesses, kl, strict=True)]
 
 
 def divergence(reference_V: Tensor, logits_V: Tensor) -> float:

@@ -5,9 +5,11 @@ Every column says which of the two it is; what the boards' vendor published stan
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from tilewright.compiler.bench import row
+from tilewright.compiler.bench import perf_md, row
 from tilewright.compiler.bench.perf_md import (
     BOARDS_TITLE,
     EMULATED_TOP1,
@@ -17,8 +19,10 @@ from tilewright.compiler.bench.perf_md import (
     PUBLISHED_SPEED,
     PUBLISHED_TOP1,
     PUBLISHED_TTFT,
+    Document,
+    PerfRow,
+    Section,
 )
-from tilewright.compiler.bench.published import published_row
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.selection import (
     BATCH_32,
@@ -26,11 +30,15 @@ from tilewright.compiler.bench.selection import (
     SpeedTable,
     context_lengths,
     group_results,
+    speed_table,
     table_rows,
 )
 from tilewright.compiler.bench.table import Table
 
-__all__ = ["BOARDS_TITLE", "INTRO", "board_table"]
+__all__ = ["BOARDS_TITLE", "INTRO", "board_table", "published_row", "published_tables"]
+
+TABLES = Path(__file__).parent / "published" / "tenstorrent.md"
+"""What Tenstorrent published of its boards."""
 
 _FIGURES = {
     **{name: name for name in (row.MODEL, row.DEVICE, row.PRECISION, row.LENGTHS)},
@@ -81,3 +89,36 @@ def _published(result: Result | None) -> Iterable[str]:
     known = None if result is None else published_row(result)
     figures = (getattr(known, field, None) for field in _PUBLISHED.values())
     return ("" if figure is None else f"{figure:g}" for figure in figures)
+
+
+@functools.cache
+def published_tables() -> Document:
+    """The tables, parsed."""
+    return perf_md.load(TABLES)
+
+
+def published_row(result: Result) -> PerfRow | None:
+    """The published row of a result's model, device, precision, batch and lengths, if there is one.
+
+    Configurations are matched by their name or their heading, never by what they come to.
+    """
+    section = _section(result)
+    if section is None:
+        return None
+    return perf_md.match_row(section.rows, result.model, result.device, dp=result.dp)
+
+
+def _section(result: Result) -> Section | None:
+    document = published_tables()
+    is_performance = result.precision_name == "performance"
+    table = speed_table(result)
+    if table == BATCH_32:
+        return document.find("batch_32") if is_performance else None
+    if isinstance(table, int):
+        return document.find("long_context", context_k=table) if is_performance else None
+    if table != SHORT and result.accuracy is None:
+        return None
+    if result.precision_name in ("performance", "accuracy"):
+        return document.find("performance" if is_performance else "accuracy")
+    sections = (s for s in document.sections if s.kind == "precision")
+    return next((section for section in sections if section.title == result.heading), None)

@@ -252,18 +252,14 @@ def _on_front(point: Point, members: Sequence[Point]) -> Placed:
         for other in sorted(members, key=lambda q: q.name)
         if (other.speed, other.top1) == (point.speed, point.top1) and other.name != point.name
     ]
-    faster = [other for other in members if other.speed > point.speed]
-    for other in sorted(faster, key=lambda q: (q.speed, q.name)):
-        whose = f"{other.name}'s, which is faster"
-        if note := _doubt("top-1", compare_top1(point, other), whose):
-            notes.append(note)
-            break
-    more_accurate = [other for other in members if other.top1 > point.top1]
-    for other in sorted(more_accurate, key=lambda q: (q.top1, q.name)):
-        whose = f"{other.name}'s, which is more accurate"
-        if note := _doubt("speed", compare_speed(point, other), whose):
-            notes.append(note)
-            break
+    faster = sorted((q for q in members if q.speed > point.speed), key=lambda q: (q.speed, q.name))
+    finer = sorted((q for q in members if q.top1 > point.top1), key=lambda q: (q.top1, q.name))
+    for others, what, compare, how in (
+        (faster, "top-1", compare_top1, "faster"),
+        (finer, "speed", compare_speed, "more accurate"),
+    ):
+        doubts = (_doubt(what, compare(point, q), f"{q.name}'s, which is {how}") for q in others)
+        notes += [doubt for doubt in doubts if doubt][:1]
     return Placed(point, "front", None, tuple(notes))
 
 

@@ -1,14 +1,12 @@
-"""What a step of a compiled model must move and compute at the least, and how fast a device could
-do that: a limit that measured times are compared with. It measures nothing (see ceilings).
+"""What a step must move and compute at the least, weight by weight as a target holds it, and how
+fast a device could do that: a limit that measured times are compared with. It measures nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import GraphModule
@@ -16,22 +14,101 @@ from torch.fx import GraphModule
 from tilewright.compiler.bench.record import Ceilings
 from tilewright.compiler.driver import Compiled
 from tilewright.compiler.ir.cost import rows_read, step_costs
-from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.info import CONSTANT, info
 from tilewright.compiler.ir.recipe import WeightRecipe
-from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN, StateSpec
-from tilewright.compiler.targets.base import Target
+from tilewright.compiler.ir.state import PER_TOKEN
+from tilewright.compiler.targets.base import Holding, Target
 from tilewright.compiler.targets.holdings import weight_uses
 from tilewright.compiler.targets.table import get_target
 
 EMBEDDING, OTHER, STATE = "embedding", "other", "state"
 """Parts of a step: rows of a table; norms, biases and constants; caches. The rest are tensor
 groups."""
+CACHE, MEMORY = "kv_cache", "memory"
+"""What state is: keys and values; what a sequence keeps of any length."""
 
-_FP32_BYTES = 4
-"""Of an element of state that is rewritten in place, on every target."""
 
-_MANY_POSITIONS = 1 << 16
-"""State is kept in whole pages: over so many positions their rounding does not count."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A part of the bytes: of one weight or one piece of state, or of a whole group.
+
+    ``formats`` are those asked for, ``kinds`` how the target keeps them. ``num_weights`` is 0 for
+    state. ``held``: bytes kept; ``moved``: read by a step, or read and written again.
+    """
+
+    group: str
+    formats: tuple[str, ...]
+    kinds: tuple[str, ...]
+    num_weights: int
+    held: float
+    moved: float
+    is_constant: bool = False
+
+
+def weight_shares(
+    graph_module: GraphModule,
+    target: Target,
+    *,
+    num_tokens: int,
+    compute: str,
+    count: Callable[[int | None], int] = lambda layer: 1,
+) -> Iterator[Share]:
+    """One share a use of a weight, for a step of so many tokens; see `state_shares` for ``count``.
+
+    A weight that several nodes read is held and moved by the first of them alone; of an embedding
+    only the tokens' rows move, and of experts those that so many tokens are expected to choose.
+
+    Raises:
+        CompileError: for a weight this target cannot hold.
+    """
+    held_already: set[tuple[WeightRecipe, Holding]] = set()
+    read_already: set[WeightRecipe] = set()
+    for use in weight_uses(graph_module):
+        part, recipe = use.facts.tensor_group or OTHER, use.recipe
+        held = use.held_by(target, compute)
+        assert recipe.format is not None
+        number, size = count(use.facts.layer), held.num_bytes
+        read = min(1.0, rows_read(use.node, recipe, num_tokens) / recipe.shape[0])
+        is_new, is_read = (recipe, held) not in held_already, recipe not in read_already
+        held_already.add((recipe, held))
+        if part != EMBEDDING:
+            read_already.add(recipe)
+        yield Share(
+            part,
+            (recipe.format,),
+            (held.kind,),
+            number * math.prod(recipe.shape),
+            number * size if is_new else 0,
+            number * size * read if is_read or part == EMBEDDING else 0,
+            is_constant=use.facts.role == CONSTANT,
+        )
+
+
+def state_shares(
+    graph_module: GraphModule,
+    target: Target,
+    *,
+    context: float,
+    compute: str,
+    count: Callable[[int | None], int] = lambda layer: 1,
+) -> Iterator[Share]:
+    """One share a piece of one sequence's state at so many positions (a mean may be broken): keys
+    and values are read, those of a layer with a window no further than that; what is rewritten in
+    place is read and written.
+
+    ``count``: how many layers a layer of the graph stands for.
+    """
+    for node in graph_module.graph.nodes:
+        spec = info(node).state
+        if spec is None:
+            continue
+        held = target.state_holding(spec, compute=compute)
+        size, kinds = count(info(node).layer) * held.num_bytes, (held.kind,)
+        if spec.kind == PER_TOKEN:
+            read = min(context, spec.window) if spec.window else context
+            yield Share(CACHE, (spec.format,), kinds, 0, size * context, size * read)
+        else:
+            yield Share(MEMORY, (spec.format,), kinds, 0, size, 2 * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +134,26 @@ def limit_seconds(work: Work, ceilings: Ceilings) -> float:
 
 def decode_work(compiled: Compiled, *, batch: int, context: float) -> Work:
     """One token of each of ``batch`` sequences of ``context`` positions (a mean may be broken)."""
-    step = _step_of(compiled)
-    return step(num_tokens=batch, batch=batch, context=context, attended=context)
+    return _compiled_work(compiled, num_tokens=batch, batch=batch, context=context, seen=context)
 
 
 def prefill_work(compiled: Compiled, *, num_tokens: int) -> Work:
     """A prompt from its start: attention is causal, and the last token alone wants logits."""
-    attended = (num_tokens + 1) / 2
-    step = _step_of(compiled)
-    return step(num_tokens=num_tokens, batch=1, context=num_tokens, attended=attended)
+    seen = (num_tokens + 1) / 2
+    return _compiled_work(compiled, num_tokens=num_tokens, batch=1, context=num_tokens, seen=seen)
 
 
-def _step_of(compiled: Compiled) -> Callable[..., Work]:
-    """`step_work` of a compiled model."""
-    return functools.partial(
-        step_work,
+def _compiled_work(
+    compiled: Compiled, *, num_tokens: int, batch: int, context: float, seen: float
+) -> Work:
+    return step_work(
         compiled.graph(),
+        num_tokens=num_tokens,
+        batch=batch,
+        context=context,
+        attended=seen,
         target=get_target(compiled.target),
         compute=compiled.compute,
-        state_bytes=compiled.executable.state_bytes,
     )
 
 
@@ -88,7 +166,6 @@ def step_work(
     attended: float,
     target: Target,
     compute: str,
-    state_bytes: Callable[[int, int], int],
 ) -> Work:
     """The work of a step of a lowered graph; of every sequence the last token alone wants logits.
 
@@ -96,44 +173,29 @@ def step_work(
         num_tokens: of all sequences; ``batch``: sequences.
         context: positions of each sequence's state after the step.
         attended: positions that a token sees, in the mean.
-        state_bytes: `Executable.state_bytes`: positions and sequences in what the target keeps.
     """
     costs = step_costs(
         graph_module, num_tokens=num_tokens, context=math.ceil(attended), num_logits=batch
     )
     parts = weight_bytes(graph_module, num_tokens=num_tokens, target=target, compute=compute)
-    parts[STATE] = batch * _sequence_bytes(graph_module, context, state_bytes)
+    states = state_shares(graph_module, target, context=context, compute=compute)
+    parts[STATE] = batch * sum(share.moved for share in states)
     return Work(parts, sum(cost.flops for cost in costs))
 
 
-def compiled_weight_bytes(compiled: Compiled, *, num_tokens: int = 1) -> dict[str, float]:
-    """Bytes of the weights that a step of so many tokens reads, by part; see `weight_bytes`."""
-    return weight_bytes(
-        compiled.graph(),
-        num_tokens=num_tokens,
-        target=get_target(compiled.target),
-        compute=compiled.compute,
-    )
+def compiled_weight_bytes(compiled: Compiled) -> dict[str, float]:
+    """Bytes of the weights that a step of one token reads, by part; see `weight_bytes`."""
+    target = get_target(compiled.target)
+    return weight_bytes(compiled.graph(), num_tokens=1, target=target, compute=compiled.compute)
 
 
 def weight_bytes(
     graph_module: GraphModule, *, num_tokens: int, target: Target, compute: str
 ) -> dict[str, float]:
-    """Bytes of the weights that a step reads, as the target holds them, by part.
-
-    A weight that several nodes read counts once, of an embedding only the tokens' rows, and of
-    experts those that so many tokens are expected to choose.
-    """
+    """Bytes of the weights that a step reads, by part; see `weight_shares`."""
     parts: dict[str, float] = defaultdict(float)
-    seen: set[WeightRecipe] = set()
-    for use in weight_uses(graph_module):
-        part, recipe = use.facts.tensor_group or OTHER, use.recipe
-        if part != EMBEDDING and recipe in seen:
-            continue
-        share = min(1.0, rows_read(use.node, recipe, num_tokens) / recipe.shape[0])
-        if part != EMBEDDING:
-            seen.add(recipe)
-        parts[part] += share * use.held_by(target, compute).num_bytes
+    for share in weight_shares(graph_module, target, num_tokens=num_tokens, compute=compute):
+        parts[share.group] += share.moved
     return dict(parts)
 
 
@@ -141,28 +203,3 @@ def product_groups(graph_module: GraphModule) -> list[str]:
     """The tensor groups of the graph's products, in the order in which they run."""
     groups = [use.facts.tensor_group for use in weight_uses(graph_module)]
     return [group for group in groups if group is not None and group != EMBEDDING]
-
-
-def _sequence_bytes(
-    graph_module: GraphModule, context: float, state_bytes: Callable[[int, int], int]
-) -> float:
-    """Bytes that a step moves of one sequence's state: caches are read, those of a layer with a
-    window no further than that; what is rewritten in place is read and written.
-    """
-    states = _states(graph_module)
-    kept = sum(spec.num_elements(0) for spec in states if spec.kind == PER_SEQUENCE)
-    rewritten = 2.0 * _FP32_BYTES * kept
-    specs = [spec for spec in states if spec.kind == PER_TOKEN]
-    unbounded = sum(dataclasses.replace(spec, window=0).num_elements(1) for spec in specs)
-    if not unbounded:
-        return rewritten
-    per_element = state_bytes(_MANY_POSITIONS, 0) / (_MANY_POSITIONS * unbounded)
-    return rewritten + per_element * sum(
-        math.prod(spec.shape) * (min(context, spec.window) if spec.window else context)
-        for spec in specs
-    )
-
-
-def _states(graph_module: GraphModule) -> Sequence[StateSpec]:
-    nodes = graph_module.graph.nodes
-    return [state for node in nodes if (state := info(node).state) is not None]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import tabulate
 
@@ -17,6 +18,10 @@ from tilewright.compiler.bench.display import printable
 tabulate.MIN_PADDING = 0
 tabulate.PRESERVE_WHITESPACE = True
 tabulate.WIDE_CHARS_MODE = False  # a column's width is counted in characters, wherever it is made
+
+T = TypeVar("T")
+Columns = Mapping[str, Callable[[T], str]]
+"""What each column of a table says of a row, by the column's title."""
 
 CsvValue = str | float | int | None
 _MIN_WIDTH = 3
@@ -36,6 +41,12 @@ class Table:
     def of(cls, columns: Sequence[str], rows: Iterable[Sequence[str]], *notes: str) -> Table:
         """A table of any sequences."""
         return cls(tuple(columns), tuple(map(tuple, rows)), notes)
+
+    @classmethod
+    def by(cls, columns: Columns[T], rows: Iterable[T], *notes: str) -> Table:
+        """A table of what columns say of rows."""
+        lines = ([each(row) for each in columns.values()] for row in rows)
+        return cls.of(list(columns), lines, *notes)
 
     def markdown(self) -> str:
         """The table, each column as wide as its widest cell, and then its notes as a list.

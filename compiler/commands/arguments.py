@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -106,6 +107,11 @@ def words_of(kind: type, name: str) -> dict[str, Any]:
     return found
 
 
+def names_of(kind: type, group: str) -> list[str]:
+    """The options of ``kind`` under a heading of the help."""
+    return [each.name for each in _declared(kind) if each.metadata[_OPTION][2] == group]
+
+
 def _declared(kind: type) -> list[Field[Any]]:
     return [each for each in fields(kind) if _OPTION in each.metadata]
 
@@ -119,6 +125,33 @@ def parse(kind: type[_T], argv: Sequence[str], *, prog: str, description: str) -
     parser = Parser(prog=prog, description=description)
     add_options(parser, kind)
     return kind(**values_of(kind, parser.parse_args(list(argv))))
+
+
+def check_text(text: str, what: str) -> None:
+    """Refuse what the command line could not decode. Raises ConfigError."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} is not valid UTF-8; allowed: UTF-8 text") from None
+
+
+def read_prompt(given: str) -> str:
+    """A prompt as the command line has it; ``-`` stands for standard input.
+
+    Raises:
+        ConfigError: where it is empty or no text.
+    """
+    if given == "-":
+        try:
+            given = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"standard input is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text"
+            ) from None
+    check_text(given, "the prompt")
+    if not given.strip():
+        raise ConfigError("the prompt is empty; allowed: some text")
+    return given
 
 
 def refuse_given(arguments: object, names: Sequence[str], said: str) -> None:

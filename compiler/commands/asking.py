@@ -21,6 +21,7 @@ from tilewright.compiler.commands.arguments import (
     Parser,
     PathArguments,
     add_options,
+    check_text,
     integer,
     option,
     read_model_options,
@@ -28,7 +29,6 @@ from tilewright.compiler.commands.arguments import (
     take_path,
     values_of,
 )
-from tilewright.compiler.errors import ConfigError
 from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -104,20 +104,12 @@ def read_asked(
     take_path(arguments)
     sign.show(f"opening {arguments.model or DEFAULT_MODEL}")
     given = values_of(SamplingArguments, arguments)
-    check_text(arguments.system, "the system message")
+    check_text(arguments.system or "", "the system message")
     return Asked(
         model=read_model_options(arguments, CHECKPOINT_PRECISION),
         arguments=arguments,
         sampling={name: value for name, value in given.items() if value is not None},
     )
-
-
-def check_text(text: str | None, what: str) -> None:
-    """Refuse what the command line could not decode. Raises ConfigError."""
-    try:
-        (text or "").encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConfigError(f"{what} is not valid UTF-8; allowed: UTF-8 text") from None
 
 
 def messages_of(system: str | None) -> list[dict[str, str]]:

@@ -42,9 +42,10 @@ def run(options: RunOptions) -> int:
 
 
 def _print_list() -> None:
+    from tilewright.compiler.bench.table import Table
     from tilewright.compiler.commands.console import out, print_table
 
     cases = [(case.name, case.description) for case in CASES.values()]
-    print_table(out(), "cases (--case)", ("name", "what it runs"), cases)
-    precisions = list(list_precisions().items())
-    print_table(out(), "configurations (--precision)", ("name", "what it is"), precisions)
+    print_table(out(), "cases (--case)", Table.of(("name", "what it runs"), cases))
+    precisions = Table.of(("name", "what it is"), list_precisions().items())
+    print_table(out(), "configurations (--precision)", precisions)

@@ -13,6 +13,7 @@ from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
 from tilewright.compiler.bench.display import decimal, percent
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.row import model_text
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands import measure
 from tilewright.compiler.commands.console import (
     RANDOM_NOTE,
@@ -20,6 +21,7 @@ from tilewright.compiler.commands.console import (
     compile_progress,
     err,
     keep_results,
+    note,
     print_table,
 )
 from tilewright.compiler.commands.options import RunOptions
@@ -57,7 +59,7 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
         explain_precision(screen, precision_of(source, options.model.precision))
     board = _Board(source, options, plan)  # refuses what the board cannot hold
     if source.weights == "random":
-        screen.print(RANDOM_NOTE.format(source.name), style="dim")
+        note(screen, RANDOM_NOTE.format(source.name))
     measure.print_plan(err(), source, options, plan)
     records = [board.predicted()] if board.num_generated > 1 else []
     if options.case.is_natural or options.case.token_accuracy:
@@ -67,12 +69,12 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
         explain_contract(screen, board.contract)
     if options.explain_time:
         for title, columns, rows in board.time_tables():
-            print_table(screen, title, columns, rows, numbers=True)
+            print_table(screen, title, Table.of(columns, rows), numbers=True)
     last = records[-1]
     title = f"{last.case}: {model_text(last)} on {last.device}, {last.precision_name}"
     rows = [row for record in records for row in _rows(record)]
-    print_table(screen, title, ("", "figure"), rows, numbers=True)
-    screen.print(f"{last.device_detail}; {last.heading}", style="dim")
+    print_table(screen, title, Table.of(("", "figure"), rows), numbers=True)
+    note(screen, f"{last.device_detail}; {last.heading}")
     # where a text alone was emulated there is no figure
     kept = [each for each in records if each.kind == "predicted" or each.accuracy is not None]
     keep_results(screen, options, kept)
@@ -83,12 +85,8 @@ def say_expected_time(num_multiplies: int, precision: str) -> None:
     """One line on standard error before minutes of emulation, with the case that takes fewer."""
     seconds = _START_SECONDS + num_multiplies / _MULTIPLIES_PER_SECOND
     text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
-    err().print(
-        f"the board is emulated, multiply by multiply: about {text} on two cores "
-        f"(the shortest answer: --case {precision}-short)",
-        style="dim",
-        soft_wrap=True,
-    )
+    said = f"the board is emulated, multiply by multiply: about {text} on two cores "
+    note(err(), f"{said}(the shortest answer: --case {precision}-short)")
 
 
 def _check(source: Source, options: RunOptions) -> None:
@@ -190,8 +188,7 @@ class _Board:
         """The record of what was emulated: the text is printed, the accuracy measured."""
         compiled = self._compiled
         assert compiled is not None
-        for note in compiled.notes:
-            err().print(note, style="dim", soft_wrap=True)
+        note(err(), *compiled.notes)
         if self._options.case.is_natural:
             self._print_text(screen, compiled)
         detail = compiled.executable.device_detail

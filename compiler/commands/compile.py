@@ -6,6 +6,7 @@ import argparse
 import shlex
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from tilewright.compiler.commands.arguments import (
     Parser,
     add_options,
     integer,
+    option,
     output_folder,
     read_model_options,
     refuse_given,
@@ -33,11 +35,45 @@ if TYPE_CHECKING:
 _FLOAT = "reference"
 _DIALECTS = ("torch", "linalg")
 _CONTEXT = 2048
+_USES = {
+    "program": "run it: tilewright run {}",
+    "onnx": 'run it without Tilewright: python {}/generate.py "Why is the sky blue?"',
+    "mlir": "{}/arguments.json says which tensors to feed, in order",
+    "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',
+}
+_WRITTEN = "what is written"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments(CheckpointArguments):
+    emit: str = option(
+        "program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
+        "ttnn: one Python file for a Tenstorrent board",
+        default="program",
+        group=_WRITTEN,
+        choices=tuple(_USES),
+    )
+    dialect: str | None = option(
+        "of --emit mlir: torch or linalg (default: linalg)", group=_WRITTEN
+    )
+    length: int | None = option(
+        "of --emit mlir: tokens (default: any number)", group=_WRITTEN, type=integer(1, 1 << 24)
+    )
+    users: int | None = option(
+        "of --emit ttnn: served at once (default: 1)", group=_WRITTEN, type=integer(1, 32)
+    )
+    context: int | None = option(
+        f"of --emit ttnn: positions of a user (default: {_CONTEXT}, or the model's, if fewer)",
+        group=_WRITTEN,
+        type=integer(1, 1 << 24),
+    )
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = Parser(prog="tilewright compile", description="Compile a model into a folder.")
+    add_options(parser, _Arguments)
+    arguments = parser.parse_args(argv)
     output = output_folder(arguments.output)
     take_checkpoint(arguments)
     _check_emission(arguments)
@@ -45,7 +81,14 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
     from tilewright.compiler.commands.byte_plan import print_byte_plan
-    from tilewright.compiler.commands.console import RANDOM_NOTE, compile_progress, err, out
+    from tilewright.compiler.commands.console import (
+        RANDOM_NOTE,
+        compile_progress,
+        err,
+        note,
+        out,
+        print_files,
+    )
     from tilewright.models import load_model
 
     _target_of(arguments.emit, options)
@@ -67,42 +110,12 @@ def main(argv: list[str]) -> int:
             else:
                 notes = _emit(model, options, arguments, folder, progress)
     screen = out()
-    for note in (*options.notes, *notes):
-        err().print(note, style="dim", soft_wrap=True)
+    note(err(), *options.notes, *notes)
     if model.weights == "random":
-        screen.print(RANDOM_NOTE.format(model.name), style="dim")
-    for path in sorted(output.rglob("*")):
-        if path.is_file():
-            size = f"{path.stat().st_size / 1e6:10,.1f} MB"
-            screen.print(f"{size}  {path.relative_to(output)}", soft_wrap=True)
+        note(screen, RANDOM_NOTE.format(model.name))
+    print_files(screen, output)
     screen.print(_USES[arguments.emit].format(shlex.quote(str(output))), soft_wrap=True)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    found = Parser(prog="tilewright compile", description="Compile a model into a folder.")
-    add_options(found, CheckpointArguments)
-    kind = found.add_argument_group("what is written")
-    kind.add_argument(
-        "--emit",
-        choices=tuple(_USES),
-        default="program",
-        help="program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
-        "ttnn: one Python file for a Tenstorrent board",
-    )
-    kind.add_argument("--dialect", help="of --emit mlir: torch or linalg (default: linalg)")
-    kind.add_argument(
-        "--length", type=integer(1, 1 << 24), help="of --emit mlir: tokens (default: any number)"
-    )
-    kind.add_argument(
-        "--users", type=integer(1, 32), help="of --emit ttnn: served at once (default: 1)"
-    )
-    kind.add_argument(
-        "--context",
-        type=integer(1, 1 << 24),
-        help=f"of --emit ttnn: positions of a user (default: {_CONTEXT}, or the model's, if fewer)",
-    )
-    return found
 
 
 def _check_emission(arguments: argparse.Namespace) -> None:
@@ -174,11 +187,9 @@ def _emit(
     from tilewright.compiler.targets.base import CompileOptions, Emission
 
     kind, longest = arguments.emit, model.config.max_positions
-    for option in ("length", "context"):
-        if (getattr(arguments, option) or 1) > longest:
-            raise ConfigError(
-                f"--{option} {getattr(arguments, option)}; allowed by this model: 1 to {longest}"
-            )
+    for name in ("length", "context"):
+        if (given := getattr(arguments, name) or 1) > longest:
+            raise ConfigError(f"--{name} {given}; allowed by this model: 1 to {longest}")
     precision = load_precision(_FLOAT) if options.precision is None else options.precision
     resolved, notes = resolve_precision(model, precision), list[str]()
 
@@ -203,11 +214,3 @@ def _emit(
     if kind != "mlir":
         model.tokenizer.save(folder / TOKENIZER)
     return tuple(notes)
-
-
-_USES = {
-    "program": "run it: tilewright run {}",
-    "onnx": 'run it without Tilewright: python {}/generate.py "Why is the sky blue?"',
-    "mlir": "{}/arguments.json says which tensors to feed, in order",
-    "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',
-}

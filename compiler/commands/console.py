@@ -6,16 +6,18 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
 from tilewright.compiler.bench.display import decimal, percent, span
 from tilewright.compiler.bench.record import Accuracy, Repeat, Result
 from tilewright.compiler.bench.results import append, dumps
+from tilewright.compiler.bench.table import Columns, Table
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.options import RunOptions
@@ -58,24 +60,31 @@ def compile_progress(console: Console) -> Iterator[ProgressCallback]:
         yield report
 
 
-def print_table(
-    console: Console,
-    title: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    numbers: bool = False,
-) -> None:
+def print_table(console: Console, title: str, table: Table, *, numbers: bool = False) -> None:
     """A table of text cells; with ``numbers``, all columns but the first are right-aligned."""
-    table = Table()
-    for index, column in enumerate(columns):
+    shown = RichTable()
+    for index, column in enumerate(table.columns):
         justify: Literal["left", "right"] = "right" if numbers and index else "left"
-        table.add_column(column, justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
+        shown.add_column(column, justify=justify, overflow="fold")
+    for row in table.rows:
+        shown.add_row(*row)
     if title:
         console.print(title, style="bold")
-    console.print(table)
+    console.print(shown)
+    note(console, *table.notes)
+
+
+def note(console: Console, *lines: str) -> None:
+    """Dim lines, none of them folded: what is said beside answers and tables."""
+    for line in lines:
+        console.print(line, style="dim", soft_wrap=True)
+
+
+def print_files(console: Console, folder: Path) -> None:
+    """The files of a folder that was written, with their sizes."""
+    for path in sorted(each for each in folder.rglob("*") if each.is_file()):
+        size = f"{path.stat().st_size / 1e6:10,.1f} MB"
+        console.print(f"{size}  {path.relative_to(folder)}", soft_wrap=True)
 
 
 def keep_results(screen: Console, options: RunOptions, results: Sequence[Result]) -> None:
@@ -86,7 +95,7 @@ def keep_results(screen: Console, options: RunOptions, results: Sequence[Result]
         if options.as_json:
             print(dumps(result))
     if options.results is not None:
-        screen.print(f"recorded in {options.results}", style="dim")
+        note(screen, f"recorded in {options.results}")
 
 
 def result_rows(result: Result) -> list[tuple[str, str]]:
@@ -130,15 +139,14 @@ def accuracy_rows(accuracy: Accuracy | None) -> list[tuple[str, str]]:
     return rows
 
 
-def repeat_rows(repeats: Sequence[Repeat]) -> list[tuple[str, ...]]:
-    """One row a repeat: TTFT, prefill, decode."""
-    return [
-        (str(number), *map(_number, (each.ttft_ms, each.prefill_tps, each.decode_tsu)))
-        for number, each in enumerate(repeats, start=1)
-    ]
-
-
 _number = partial(decimal, none="-", grouped=True)
+REPEAT_COLUMNS: Columns[tuple[int, Repeat]] = {
+    "repeat": lambda each: str(each[0]),
+    "TTFT (ms)": lambda each: _number(each[1].ttft_ms),
+    "prefill (t/s)": lambda each: _number(each[1].prefill_tps),
+    "decode (t/s/u)": lambda each: _number(each[1].decode_tsu),
+}
+"""Of a repeat and its number."""
 
 
 def _with_spread(value: float | None, spread: float | None) -> str:

@@ -26,8 +26,6 @@ from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
 from tilewright.models import check_header, find_model
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from tilewright.compiler.targets.base import Progress
     from tilewright.models import LoadedModel
 
@@ -76,7 +74,7 @@ def _to_dllama(arguments: argparse.Namespace) -> int:
     check_header(path)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
-    from tilewright.compiler.commands.console import compile_progress, err, out
+    from tilewright.compiler.commands.console import compile_progress, err, out, print_files
     from tilewright.models import load_model
 
     with fresh_folder(output) as folder:
@@ -84,8 +82,7 @@ def _to_dllama(arguments: argparse.Namespace) -> int:
         with compile_progress(err()) as progress:
             _write_dllama(model, folder, arguments.weights or _USUAL_WEIGHTS, progress)
     screen = out()
-    for file in sorted(output.iterdir()):
-        screen.print(f"{file.stat().st_size / 1e6:10,.1f} MB  {file.name}", soft_wrap=True)
+    print_files(screen, output)
     weights = arguments.weights or _USUAL_WEIGHTS
     command = f"tilewright run {shlex.quote(str(output))} --precision {_RUN_AS[weights]}"
     screen.print(f"run it here: {command}", soft_wrap=True)
@@ -124,7 +121,7 @@ def _to_cache(arguments: argparse.Namespace) -> int:
     find_model(arguments.model)  # a shape has no files to be known by
     options = read_model_options(arguments, CHECKPOINT_PRECISION)
     warnings.filterwarnings("ignore", module="torch")
-    from tilewright.compiler.commands.console import compile_progress, err, out
+    from tilewright.compiler.commands.console import compile_progress, err, note, out
     from tilewright.compiler.commands.source import compile_source, open_source
     from tilewright.compiler.targets.base import CompileOptions
     from tilewright.compiler.targets.table import get_target
@@ -140,10 +137,8 @@ def _to_cache(arguments: argparse.Namespace) -> int:
     wanted = CompileOptions(max_batch=1, max_context=context, compute=options.compute)
     with compile_progress(err()) as progress:
         compiled = compile_source(source, options, wanted, progress, use_cache=True)
-    screen: Console = out()
-    for note in compiled.notes:
-        err().print(note, style="dim", soft_wrap=True)
-    screen.print(f"{source.name} for {options.target}, {compiled.precision.name}: in the cache")
+    note(err(), *compiled.notes)
+    out().print(f"{source.name} for {options.target}, {compiled.precision.name}: in the cache")
     compiled.executable.close()
     return 0
 

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.row import model_text
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.bench.timing import Run, time_jobs
 from tilewright.compiler.commands import measure
 from tilewright.compiler.commands.console import (
     RANDOM_NOTE,
+    REPEAT_COLUMNS,
     compile_progress,
     err,
     keep_results,
+    note,
     print_table,
-    repeat_rows,
     result_rows,
 )
 from tilewright.compiler.commands.options import RunOptions
@@ -38,12 +40,11 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     """Compile, generate, measure, print and record. Returns the exit code."""
     case, plan = options.case, measure.plan_jobs(source, options)
     if source.weights == "random":
-        screen.print(RANDOM_NOTE.format(source.name), style="dim")
+        note(screen, RANDOM_NOTE.format(source.name))
     measure.print_plan(err(), source, options, plan)
     with compile_progress(err()) as progress:
         compiled = measure.compile_for(source, options, plan, progress)
-    for note in compiled.notes:
-        err().print(note, style="dim", soft_wrap=True)
+    note(err(), *compiled.notes)
     if options.explain:
         explain_precision(screen, compiled.precision)
         explain_contract(screen, compiled.executable.contract)
@@ -72,11 +73,11 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
 
 def _print_result(screen: Console, result: Result) -> None:
     title = f"{result.case}: {model_text(result)} on {result.target}, {result.precision_name}"
-    print_table(screen, title, ("", "median"), result_rows(result), numbers=True)
+    print_table(screen, title, Table.of(("", "median"), result_rows(result)), numbers=True)
     if len(result.repeats) > 1:
-        columns = ("repeat", "TTFT (ms)", "prefill (t/s)", "decode (t/s/u)")
-        print_table(screen, "", columns, repeat_rows(result.repeats), numbers=True)
-    screen.print(f"{result.device_detail}; {result.heading}", style="dim")
+        repeats = Table.by(REPEAT_COLUMNS, enumerate(result.repeats, start=1))
+        print_table(screen, "", repeats, numbers=True)
+    note(screen, f"{result.device_detail}; {result.heading}")
 
 
 def _compare_texts(screen: Console, runs: Sequence[Run]) -> int:

@@ -172,8 +172,7 @@ def measure_accuracy(
     reference, logits = find_reference(source, progress, text=text)
     predictions = teacher_force(
         compiled.executable,
-        reference,
-        logits,
+        [(reference, logits)],
         on_step=lambda done, total: progress("accuracy", done, total),
     )
     base_id = load_precision(BASE).resolve(source.num_layers, source.name).id

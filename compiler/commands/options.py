@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from tilewright.compiler.commands.arguments import (
     integer,
     option,
     read_model_options,
+    read_prompt,
     real,
     take_path,
     values_of,
@@ -188,23 +188,7 @@ def _user_prompts(arguments: argparse.Namespace) -> tuple[Prompt, ...]:
         return tuple(read_prompts(arguments.input_prompts))
     if arguments.prompt is None:
         return ()
-    text = _standard_input() if arguments.prompt == "-" else arguments.prompt
-    if not text.strip():
-        raise ConfigError("the prompt is empty; allowed: some text")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ConfigError("the prompt is not valid UTF-8; allowed: UTF-8 text") from None
-    return (Prompt(text),)
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"standard input is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text"
-        ) from None
+    return (Prompt(read_prompt(arguments.prompt)),)
 
 
 def _changed_case(named: Case, given: dict[str, Any], prompts: tuple[Prompt, ...]) -> Case:

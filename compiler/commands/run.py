@@ -8,12 +8,11 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.commands.arguments import option
+from tilewright.compiler.commands.arguments import option, read_prompt
 from tilewright.compiler.commands.asking import (
     AskArguments,
     Asked,
     Sign,
-    check_text,
     compile_asked,
     cost_line,
     messages_of,
@@ -74,17 +73,7 @@ def _prompt(given: str | None) -> str:
         raise ConfigError(
             "no prompt; allowed: --prompt TEXT, a text on standard input, or tilewright chat"
         )
-    if given in (None, "-"):
-        try:
-            given = sys.stdin.buffer.read().decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ConfigError(
-                f"standard input is not valid UTF-8 at byte {error.start}; allowed: UTF-8 text"
-            ) from None
-    check_text(given, "the prompt")
-    if not given.strip():
-        raise ConfigError("the prompt is empty; allowed: some text")
-    return given
+    return read_prompt("-" if given is None else given)
 
 
 def _tokens(source: Source, prompt: str, system: str | None) -> tuple[int, ...]:
@@ -152,6 +141,7 @@ def _facts(llm: LLM, answer: Answer, ready_s: float) -> dict[str, object]:
 
 
 def _print_figures(llm: LLM, answer: Answer, ready_s: float) -> None:
+    from tilewright.compiler.bench.table import Table
     from tilewright.compiler.commands.console import err, print_table
 
     rate = answer.tokens_per_second
@@ -164,6 +154,5 @@ def _print_figures(llm: LLM, answer: Answer, ready_s: float) -> None:
         ("weights (MB)", f"{llm.compiled.executable.memory().weights / 1e6:,.0f}"),
         ("ended by", answer.finish_reason),
     ]
-    screen = err()
-    print_table(screen, cost_line(llm, answer), ("", "figure"), rows, numbers=True)
-    screen.print("one answer, once: tilewright bench measures", style="dim")
+    table = Table.of(("", "figure"), rows, "one answer, once: tilewright bench measures")
+    print_table(err(), cost_line(llm, answer), table, numbers=True)

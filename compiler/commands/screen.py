@@ -6,20 +6,29 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench.roofline import compiled_weight_bytes
+from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.commands.options import RunOptions
-from tilewright.compiler.ir.cost import step_costs
+from tilewright.compiler.ir.cost import GroupCost, step_costs
 from tilewright.compiler.precision import PrecisionSummary
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tilewright.compiler.driver import Compiled
-    from tilewright.compiler.targets.contract import NumericContract
+    from tilewright.compiler.targets.contract import ContractEntry, NumericContract
     from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 _SHOWN_CHARACTERS = 160
 """Of each answer of a batch; a single user's is streamed whole."""
+
+_CONTRACT: Columns[ContractEntry] = {
+    "field": lambda entry: entry.field,
+    "layers": lambda entry: entry.layers,
+    "asked": lambda entry: entry.requested,
+    "status": lambda entry: entry.meaning.status,
+    "used": lambda entry: entry.meaning.effective,
+}
 
 
 class TextPrinter:
@@ -44,10 +53,8 @@ class TextPrinter:
         elif self._shown:
             for user, output in enumerate(outputs):
                 text = " ".join(self._tokenizer.decode(list(output)).split())
-                shown = (
-                    text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]} ..."
-                )
-                self._write(f"[{user}] {shown}\n")
+                cut = " ..." if len(text) > _SHOWN_CHARACTERS else ""
+                self._write(f"[{user}] {text[:_SHOWN_CHARACTERS]}{cut}\n")
 
     def _write(self, text: str) -> None:
         self._screen.file.write(text)
@@ -56,35 +63,26 @@ class TextPrinter:
 
 def explain_precision(screen: Console, precision: PrecisionSummary) -> None:
     """The settings, who set each, and the heading."""
-    title = f"precision {precision.name}"
-    print_table(screen, title, ("where", "what", "is", "by"), precision.rows)
+    table = Table.of(("where", "what", "is", "by"), precision.rows)
+    print_table(screen, f"precision {precision.name}", table)
     screen.print(precision.heading)
 
 
 def explain_contract(screen: Console, contract: NumericContract) -> None:
     """What the target makes of every setting."""
-    rows = [
-        (entry.field, entry.layers, entry.requested, entry.meaning.status, entry.meaning.effective)
-        for entry in contract.entries
-    ]
-    columns = ("field", "layers", "asked", "status", "used")
-    print_table(screen, "numeric contract of the target", columns, rows)
+    print_table(screen, "numeric contract of the target", Table.by(_CONTRACT, contract.entries))
 
 
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
     """Bytes and operations of a decode step, by tensor group."""
     costs = step_costs(compiled.graph(), num_tokens=1, context=context)
     read = compiled_weight_bytes(compiled)
-    rows = [
-        (
-            cost.group,
-            ", ".join(cost.formats),
-            f"{cost.num_weights / 1e6:,.2f}",
-            f"{read.get(cost.group, 0.0) / 1e6:,.2f}",
-            f"{cost.flops / 1e6:,.1f}",
-        )
-        for cost in costs
-    ]
-    columns = ("group", "formats", "weights (M)", "read (MB)", "operations (M)")
+    columns: Columns[GroupCost] = {
+        "group": lambda cost: cost.group,
+        "formats": lambda cost: ", ".join(cost.formats),
+        "weights (M)": lambda cost: f"{cost.num_weights / 1e6:,.2f}",
+        "read (MB)": lambda cost: f"{read.get(cost.group, 0.0) / 1e6:,.2f}",
+        "operations (M)": lambda cost: f"{cost.flops / 1e6:,.1f}",
+    }
     title = f"one decode step at a context of {context}"
-    print_table(screen, title, columns, rows, numbers=True)
+    print_table(screen, title, Table.by(columns, costs), numbers=True)

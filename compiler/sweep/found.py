@@ -13,42 +13,35 @@ from tilewright.compiler.bench.display import decimal, megabytes, span
 from tilewright.compiler.bench.record import Accuracy
 from tilewright.compiler.bench.row import KL, TOP1
 from tilewright.compiler.bench.row import Row as Figures
+from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.sweep.cost_model import CostModel
 from tilewright.compiler.sweep.summary import Row, common_rounds
 
-COLUMNS = (
-    "configuration",
-    TOP1.lower(),
-    KL,
-    f"held-out {TOP1.lower()}",
-    "t/s/u",
-    "MB",
-    "within bounds",
-)
+Shown = tuple[Row, Accuracy | None, bool]
+"""A row, its accuracy on the held-out text, and whether it is within the bounds."""
+
+COLUMNS: Columns[Shown] = {
+    "configuration": lambda shown: shown[0].name,
+    TOP1.lower(): lambda shown: decimal(shown[0].figures().top1_percent),
+    KL: lambda shown: f"{shown[0].accuracy.kl_mean or 0:.2e}" if shown[0].accuracy else "",
+    f"held-out {TOP1.lower()}": lambda shown: decimal(Figures.of(accuracy=shown[1]).top1_percent),
+    "t/s/u": lambda shown: decimal(shown[0].speed),
+    "MB": lambda shown: megabytes(shown[0].num_bytes or 0),
+    "within bounds": lambda shown: "yes" if shown[2] else "no",
+}
 
 
 @dataclass(slots=True)
 class Found:
     """What came of a search: rows for a table, remarks, and the YAML where there is a winner."""
 
-    shown: list[tuple[Row, Accuracy | None, bool]] = field(default_factory=list)
+    shown: list[Shown] = field(default_factory=list)
     comments: list[str] = field(default_factory=list)
     yaml: str | None = None
 
-    def table(self) -> list[tuple[str, ...]]:
-        """Text for `COLUMNS`."""
-        return [
-            (
-                row.name,
-                decimal(row.figures().top1_percent),
-                "" if row.accuracy is None else f"{row.accuracy.kl_mean or 0:.2e}",
-                decimal(Figures.of(accuracy=held_out).top1_percent),
-                decimal(row.speed),
-                megabytes(row.num_bytes or 0),
-                "yes" if is_within else "no",
-            )
-            for row, held_out, is_within in self.shown
-        ]
+    def table(self) -> Table:
+        """The rows."""
+        return Table.by(COLUMNS, self.shown)
 
 
 def top1_text(accuracy: Accuracy) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tilewright.compiler.bench.display import short_commit
 from tilewright.compiler.bench.json_lines import (
     TornLineWarning,
     append_lines,
@@ -26,6 +27,7 @@ from tilewright.compiler.bench.json_lines import (
 )
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import from_values
+from tilewright.compiler.environment import Environment
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import create_file
 from tilewright.compiler.sweep.cell import Cell
@@ -122,6 +124,19 @@ class CellState:
     def why(self) -> str:
         """Its status, and the reason for that."""
         return f"{self.status}: {self.reason}"
+
+    def other_code(self, now: Environment) -> str:
+        """What its record's code has and this one has not: ``commit 18d3c11496, torch 2.12.0``;
+        empty for none, and for one of this commit and these libraries. A checkout with changes of
+        its own is taken for itself.
+        """
+        found = self.result
+        if found is None:
+            return ""
+        parts = [] if found.commit == now.commit else [f"commit {short_commit(found.commit)}"]
+        theirs = {name: found.versions.get(name) for name in now.versions}
+        differing = [name for name, version in now.versions.items() if theirs[name] != version]
+        return ", ".join([*parts, *(f"{name} {theirs[name] or 'unknown'}" for name in differing)])
 
 
 @dataclass(slots=True)

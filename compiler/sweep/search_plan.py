@@ -15,7 +15,6 @@ from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import PrecisionConfig, list_precisions, load_precision
 from tilewright.compiler.sweep import plans
 from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.code_version import difference
 from tilewright.compiler.sweep.journal import Added, Finished, Journal, SweepState
 from tilewright.compiler.sweep.levels import PRODUCT_GROUPS, Level, Part, assign
 from tilewright.compiler.sweep.model import SweptModel
@@ -201,7 +200,7 @@ def adopt(
         ours, theirs = journal.state.cells.get(cell.id), known.cells.get(cell.id)
         if cell.kind == "speed" or theirs is None or theirs.result is None:
             continue
-        if not takes_other_code and difference(theirs.result, now):
+        if not takes_other_code and theirs.other_code(now):
             continue
         if ours is None or ours.is_open:
             end = Finished(

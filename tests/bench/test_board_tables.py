@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.bench.test_perf_tables import accuracy, make
 from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench.board_tables import published_row, published_tables
 from tilewright.compiler.bench.perf_tables import render_results
-from tilewright.compiler.bench.published import published_row, published_tables
 from tilewright.compiler.bench.record import ContractLine, Result
 from tilewright.compiler.precision import load_precision
 

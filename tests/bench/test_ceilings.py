@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bench.ceilings import cpu_ceilings, measure_ceilings
+from bench.ceilings import cpu_ceilings, measure_ceilings, read_bandwidth
 from tilewright.compiler.errors import CompileError
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_read_rate_is_measured(num_threads: int) -> None:
+    rate = read_bandwidth(num_threads, num_bytes=16 * 2**20)
+    assert 1e8 < rate < 1e13
 
 
 def test_the_cpu_s_are_measured() -> None:

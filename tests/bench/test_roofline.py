@@ -109,7 +109,6 @@ def cuda_work(weights: str, **changes: Any) -> Work:
         attended=10,
         target=get_target("cuda"),
         compute="fast",
-        state_bytes=lambda positions, sequences: 7 * positions,
     )
 
 
@@ -122,7 +121,8 @@ def test_the_cuda_target_s_own_holding_counts(weights: str, tile: int) -> None:
     found = {group: work.bytes_by_part[group] for group in tiles}
     assert found == {group: count * tile for group, count in tiles.items()}
     assert work.bytes_by_part[EMBEDDING] == pytest.approx(2 / 61 * 4 * 4096), "a table stays bf16"
-    assert work.bytes_by_part[STATE] == pytest.approx(2 * 10 * 7)
+    position = 2 * LAYERS * KV_HEADS * 32 * {"bf16": 2, "bfp8": 17 / 16, "bfp4": 2}[weights]
+    assert work.bytes_by_part[STATE] == pytest.approx(2 * 10 * position)
 
 
 def test_a_window_bounds_what_is_kept() -> None:
@@ -141,12 +141,12 @@ def test_a_window_bounds_what_is_kept() -> None:
             attended=context,
             target=get_target("cuda"),
             compute="fast",
-            state_bytes=lambda positions, sequences: 1000 * positions,
         )
         return work.bytes_by_part[STATE]
 
-    assert cache(3) == pytest.approx(3000)
-    assert cache(100) == pytest.approx(500 * 4 + 500 * 100)
+    of_a_layer = KV_POSITION / LAYERS * 2
+    assert cache(3) == pytest.approx(2 * of_a_layer * 3)
+    assert cache(100) == pytest.approx(of_a_layer * 4 + of_a_layer * 100)
 
 
 def test_experts_count_as_chosen_and_memories_twice() -> None:
@@ -162,7 +162,6 @@ def test_experts_count_as_chosen_and_memories_twice() -> None:
             attended=10,
             target=get_target("cpu"),
             compute="exact",
-            state_bytes=lambda positions, sequences: 256 * positions,
         )
         return work.bytes_by_part
 

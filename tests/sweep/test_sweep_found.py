@@ -54,7 +54,7 @@ def test_the_table_has_a_line_a_configuration() -> None:
     winner = row("step-3", [50.0, 52.0, 51.0], 83_600_000, wrong=2)
     bare = Row(("none",), cells_of(winner), {}, {}, None, {})
     found = Found(shown=[(winner, row("x", wrong=4).accuracy, True), (bare, None, False)])
-    assert [dict(zip(COLUMNS, line, strict=True)) for line in found.table()] == [
+    assert [dict(zip(COLUMNS, line, strict=True)) for line in found.table().rows] == [
         {
             "configuration": "step-3",
             "top-1 (%)": "87.5",
@@ -74,7 +74,7 @@ def test_the_table_has_a_line_a_configuration() -> None:
             "within bounds": "no",
         },
     ]
-    assert Found().table() == [] and Found().yaml is None
+    assert Found().table().rows == () and Found().yaml is None
 
 
 def test_uniform_configurations_within_the_bounds_are_compared() -> None:

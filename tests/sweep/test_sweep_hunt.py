@@ -87,7 +87,7 @@ def test_no_uniform_configuration_within_the_bound_is_faster(
     assert all(planted_ms(best.cell) <= planted_ms(row.cell) * (1 + 1e-9) for row in within)
     assert best.num_bytes is not None
     assert read_back(tmp_path / "found.yaml", found.yaml or "", model) == best.cell.precision_id
-    assert len(found.table()) == len(LEVELS) + 2
+    assert len(found.table().rows) == len(LEVELS) + 2
     asked_for = len(runner.measured)
     assert asked_for == len({cell.id for cell in runner.measured}), "a cell was run twice"
 
@@ -144,7 +144,7 @@ def test_a_bound_that_nothing_meets_finds_nothing(tmp_path: Path, model: SweptMo
     assert found.yaml is None
     assert found.shown[0][0].name == "bf16"
     assert not any(is_within for _, _, is_within in found.shown)
-    assert all(line[-1] == "no" for line in found.table())
+    assert all(line[-1] == "no" for line in found.table().rows)
 
 
 def test_bytes_alone_give_the_most_accurate_of_the_path(tmp_path: Path, model: SweptModel) -> None:

@@ -17,6 +17,7 @@ from tilewright.compiler.commands.arguments import (
     Parser,
     add_options,
     integer,
+    names_of,
     option,
     real,
     words_of,
@@ -37,16 +38,7 @@ PLANS = {
 }
 DEFAULT_FOLDER = Path("results/sweeps")
 DEFAULT_LEVELS = ("q80", "bfp8", "q40", "bfp4")
-LISTS = ("models", "targets", "devices", "precisions", "cases", "levels")
 BOUNDS = ("min_top1", "max_kl", "max_bytes")
-RUNNING = (
-    *("results", "resume", "other_code", "dry_run", "yes", "jobs", "timeout_s", "memory"),
-    "output",
-)
-"""What does not change what a sweep is."""
-
-_IN_YAML = (*LISTS[:-1], "rounds", "compute", "threads", "accuracy_text", "base")
-_ASKED = (*LISTS, *_IN_YAML[len(LISTS) - 1 :], *BOUNDS, "sensitivities", "held_out")
 _ONLY_IN = {
     "precisions": ("grid", "pareto", "table"),
     "levels": ("sensitivity", "search"),
@@ -93,6 +85,12 @@ class SweepOptions:
     cases: tuple[str, ...] | None = option(
         "see tilewright bench --list (default: the plan's)", group=_WHAT, nargs="+", metavar="NAME"
     )
+    levels: tuple[Level, ...] = option(
+        f"what parts are lowered to (default: sensitivity bfp8; search {' '.join(DEFAULT_LEVELS)})",
+        group=_WHAT,
+        nargs="+",
+        metavar="FORMAT[:FIDELITY]",
+    )
     rounds: int = option("of every speed case (default: 3)", group=_WHAT, type=integer(1, 10_000))
     compute: str = option("default: fast", group=_WHAT, choices=("fast", "exact"))
     threads: int | None = option(
@@ -102,12 +100,6 @@ class SweepOptions:
         "as tilewright bench (default: accuracy)", group=_WHAT, metavar="TEXT"
     )
     base: str = option("what others are compared with (default: bf16)", group=_WHAT, metavar="NAME")
-    levels: tuple[Level, ...] = option(
-        f"what parts are lowered to (default: sensitivity bfp8; search {' '.join(DEFAULT_LEVELS)})",
-        group=_WHAT,
-        nargs="+",
-        metavar="FORMAT[:FIDELITY]",
-    )
     min_top1: float | None = option(
         "such as 95 (default: no bound)", group=_SEARCH, type=real(0, 100), metavar="PERCENT"
     )
@@ -158,6 +150,14 @@ class SweepOptions:
     memory: int | None = option(
         "that a cell may allocate, such as 8GB (default: no limit)", group=_RUN, metavar="SIZE"
     )
+
+
+_MEASURED = names_of(SweepOptions, _WHAT)
+LISTS = [name for name in _MEASURED if "nargs" in words_of(SweepOptions, name)]
+RUNNING = ("output", *names_of(SweepOptions, _RUN))
+"""What does not change what a sweep is."""
+_IN_YAML = [name for name in _MEASURED if name != "levels"]
+_ASKED = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name != "output")]
 
 
 def parser(plan: str) -> argparse.ArgumentParser:

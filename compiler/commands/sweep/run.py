@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from tilewright.compiler.bench.cases import CASES
 from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
-from tilewright.compiler.commands.console import err, out, print_table
+from tilewright.compiler.bench.table import Columns, Table
+from tilewright.compiler.commands.console import err, note, out, print_table
 from tilewright.compiler.commands.sweep.files import open_sweep
 from tilewright.compiler.commands.sweep.options import SweepOptions, read_options
 from tilewright.compiler.commands.sweep.progress import sweep_progress
@@ -21,7 +22,6 @@ from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep import estimate
 from tilewright.compiler.sweep.cell import Cell
-from tilewright.compiler.sweep.code_version import difference
 from tilewright.compiler.sweep.journal import FAILURES, VERSION, Asked, Journal, Planned
 from tilewright.compiler.sweep.runner import Runner, launcher
 
@@ -77,8 +77,8 @@ def _settle_other_code(journal: Journal, options: SweepOptions) -> None:
             say what becomes of them.
     """
     now = environment()
-    done = [(key, s.result) for key, s in journal.state.cells.items() if s.result is not None]
-    others = {key: code for key, result in done if (code := difference(result, now))}
+    cells = journal.state.cells.items()
+    others = {key: code for key, each in cells if (code := each.other_code(now))}
     if not others:
         return
     codes, ids = sorted(set(others.values())), list(others)
@@ -88,7 +88,7 @@ def _settle_other_code(journal: Journal, options: SweepOptions) -> None:
     if options.other_code is None:
         raise ConfigError(f"sweep file {said}; allowed: --other-code keep, or --other-code rerun")
     what = "they are kept" if options.other_code == "keep" else "they are run again"
-    err().print(f"{said}; {what}", style="dim", soft_wrap=True)
+    note(err(), f"{said}; {what}")
     if options.other_code == "rerun" and not options.dry_run:
         journal.append(*(Asked(cell_id, "restart") for cell_id in ids))
 
@@ -218,18 +218,15 @@ def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:
     for cell in cells:
         place = places.setdefault(f"{cell.model_name} on {cell.target}", {})
         place.setdefault(cell.configuration, []).append(cell)
-    columns = ("configuration", "weights (MB, est.)", "cells", "time (s, est.)")
+    columns: Columns[list[Cell]] = {
+        "configuration": lambda cells: cells[0].precision,
+        "weights (MB, est.)": lambda cells: f"{(cells[0].weight_bytes or 0) / 1e6:,.1f}",
+        "cells": lambda cells: str(len(cells)),
+        "time (s, est.)": lambda cells: f"{estimate.total_seconds(cells, jobs=options.jobs):,.0f}",
+    }
     for title, configurations in places.items():
-        rows = [
-            (
-                members[0].precision,
-                f"{(members[0].weight_bytes or 0) / 1e6:,.1f}",
-                str(len(members)),
-                f"{estimate.total_seconds(members, jobs=options.jobs):,.0f}",
-            )
-            for members in configurations.values()
-        ]
-        print_table(out(), f"sweep {options.plan}: {title}", columns, rows, numbers=True)
+        table = Table.by(columns, configurations.values())
+        print_table(out(), f"sweep {options.plan}: {title}", table, numbers=True)
     total = estimate.total_seconds(cells, jobs=options.jobs)
     out().print(f"{len(cells)} cells, about {total / 60:.0f} min (estimated); nothing was run")
 

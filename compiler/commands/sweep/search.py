@@ -14,7 +14,7 @@ from pathlib import Path
 from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES
 from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import accuracy_text
-from tilewright.compiler.commands.console import err, out, print_table
+from tilewright.compiler.commands.console import err, note, out, print_table
 from tilewright.compiler.commands.sweep.files import open_sweep, write_text
 from tilewright.compiler.commands.sweep.options import (
     DEFAULT_FOLDER,
@@ -87,7 +87,6 @@ def _output(options: SweepOptions) -> Path:
 
 def _search(options: SweepOptions, begun: Journal | None) -> int:
     from tilewright.compiler.sweep import search_plan
-    from tilewright.compiler.sweep.found import COLUMNS
     from tilewright.compiler.sweep.hunt import hunt
 
     usual, target = measures_of(options), options.targets[0]
@@ -115,7 +114,7 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
     journal = begun or Journal.create(options.results, planned(options, first), first)
     with runner_of(journal, options) as runner:
         found = hunt(search, runner, known)
-    print_table(out(), f"search: {search.bounds}", COLUMNS, found.table(), numbers=True)
+    print_table(out(), f"search: {search.bounds}", found.table(), numbers=True)
     for line in found.comments:
         out().print(line, soft_wrap=True)
     if found.yaml is None:
@@ -135,9 +134,8 @@ def _known_sensitivities(options: SweepOptions, fits: Callable[[Journal], bool])
     path = DEFAULT_FOLDER / "sensitivity.jsonl"
     found = open_sweep(path) if path.exists() else None
     if found is not None and fits(found):
-        err().print(f"by the sensitivities in {path}", style="dim", soft_wrap=True)
+        note(err(), f"by the sensitivities in {path}")
         return found
     why = "not there" if found is None else "of something else"
-    said = f"{path}: {why}; the search measures the sensitivities first"
-    err().print(said, style="dim", soft_wrap=True)
+    note(err(), f"{path}: {why}; the search measures the sensitivities first")
     return None

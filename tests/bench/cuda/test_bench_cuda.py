@@ -14,8 +14,8 @@ import pytest
 from bench.cuda import command as bench_cuda
 from bench.cuda import kernel_profile
 from bench.cuda import measure as bench_cuda_measure
-from bench.cuda.command import Choices, bench, cells, main, programs
-from bench.cuda.kernel_profile import Line, StepProfile
+from bench.cuda.command import COLUMNS, Choices, bench, main, programs
+from bench.cuda.kernel_profile import Line, StepProfile, kernel_rows, part_rows
 from bench.cuda.measure import (
     Bench,
     Figures,
@@ -24,7 +24,6 @@ from bench.cuda.measure import (
     measure_start,
     run_options,
 )
-from bench.cuda.profile_rows import kernel_rows, part_rows
 from bench.cuda.rows import (
     DECODE,
     DECODE_SHARE,
@@ -42,6 +41,7 @@ from tilewright.compiler.bench.record import Ceilings, Repeat
 from tilewright.compiler.bench.results import read
 from tilewright.compiler.bench.roofline import Work
 from tilewright.compiler.bench.selection import BATCH_32, SHORT, speed_table
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.bench.timing import Run
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
 from tilewright.compiler.targets.base import Seat
@@ -155,11 +155,12 @@ def test_figures_by_hand(metric: str, values: tuple[float, ...], limit: float, w
 def test_what_meets_a_floor(metric: str, value: float, met: str) -> None:
     goal = 30.0 if metric == DECODE else 10.0
     row = tiny("row", metric, floor=20.0, goal=goal)
-    shown = cells(Figures(row, (value, value - 1, value + 1), limit=40.0))
+    (shown,) = Table.by(COLUMNS, [Figures(row, (value, value - 1, value + 1), limit=40.0)]).rows
     assert shown[5] == met and shown[2].startswith(f"{value:.{1 if metric == DECODE else 2}f} (")
     assert shown[7] == f"{100 * (value / 40 if metric == DECODE else 40 / value):.1f} %"
-    assert cells(Figures(tiny("row", floor=20.0), (20.0,)))[4:] == ("-", "yes", "-", "-")
-    assert cells(Figures(tiny("row", floor=None), (20.0,)))[3:6] == ("-", "-", "-")
+    others = [Figures(tiny("row", floor=floor), (20.0,)) for floor in (20.0, None)]
+    met, free = Table.by(COLUMNS, others).rows
+    assert met[4:] == ("-", "yes", "-", "-") and free[3:6] == ("-", "-", "-")
 
 
 @pytest.mark.parametrize(

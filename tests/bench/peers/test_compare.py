@@ -85,7 +85,7 @@ def test_ours_come_before_their_peers_and_none_twice(tiny_gguf: Path) -> None:
 
 @pytest.fixture
 def without_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.bandwidth.read_bandwidth", lambda num_threads: 1e9)
+    monkeypatch.setattr("bench.ceilings.read_bandwidth", lambda num_threads: 1e9)
     find, modules = importlib.util.find_spec, {peer.module for peer in PEERS.values()}
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in modules else find(name)

@@ -7,7 +7,6 @@ from statistics import median
 
 import pytest
 
-from bench.peers.protocol import Generated, Loaded
 from bench.peers.rounds import (
     Contestant,
     Measure,
@@ -15,7 +14,7 @@ from bench.peers.rounds import (
     measure_all,
     ratios,
 )
-from bench.peers.worker import WorkerError
+from bench.peers.worker import Generated, Loaded, WorkerError
 
 PLAN = Plan(prefill_lengths=(4, 8), context=4, num_decoded=5, num_rounds=3)
 TEXT = list(range(1000))

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from bench.peers.protocol import Generated, Loaded, serve
-from bench.peers.worker import Worker, WorkerError
+from bench.peers.worker import Generated, Loaded, Worker, WorkerError, serve
 
 ROOT = Path(__file__).resolve().parents[3]
 
 STUB = """
 import os, signal, sys, time
-from bench.peers.protocol import Generated, Loaded, serve, take_standard_output
+from bench.peers.worker import Generated, Loaded, serve, take_standard_output
 
 class Stub:
     def loaded(self):

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bench.targets.command import figure_cells, paired_cells
+from bench.targets.command import FIGURES, PAIRED
 from bench.targets.target_runs import Compared, compare_runs, latest, read_runs
 from tilewright.compiler.bench.record import Paired
 from tilewright.compiler.bench.stats import Ratio
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.cli import main
 
 
@@ -65,8 +66,8 @@ def test_other_runs_are_joined_with_ours(
     assert (ours.record.run, ours.record.batch) == ("reference", 2)
     rows = compare_runs(latest([*read_runs(made), ours]))
     for row in rows:
-        for cell in (*figure_cells(row), *paired_cells(row)):
-            assert cell in shown.out
+        for cell in (*FIGURES.values(), *PAIRED.values()):
+            assert cell(row) in shown.out
     assert "tiny: 2 windows, 1024 positions" in shown.out.lower()
     assert "all-bfp4 on reference: " in shown.err
     ratio = rows[2].kl_ratio
@@ -182,7 +183,9 @@ def test_cells_by_hand(made: Path) -> None:
         paired_exact=Paired("cpu:exact", b=31, c=68, p=0.00025),
         kl_ratio=Ratio(1.0234, (0.9876, 1.0592), 1024, False),
     )
-    assert figure_cells(row)[:3] == ("all-bfp4", "cpu", "50.00")
-    assert paired_cells(row)[2:] == ("1.023 ± 0.036", "-", "-31 +68 p<0.001")
+    (figures,), (paired,) = (Table.by(columns, [row]).rows for columns in (FIGURES, PAIRED))
+    assert figures[:3] == ("all-bfp4", "cpu", "50.00")
+    assert paired[2:] == ("1.023 ± 0.036", "-", "-31 +68 p<0.001")
     row = dataclasses.replace(row, paired=Paired("cpu", b=1, c=2, p=0.001), kl_ratio=None)
-    assert paired_cells(row)[2:4] == ("-", "-1 +2 p=0.001")
+    (paired,) = Table.by(PAIRED, [row]).rows
+    assert paired[2:4] == ("-", "-1 +2 p=0.001")

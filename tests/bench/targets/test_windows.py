@@ -10,14 +10,12 @@ import torch
 from bench.targets.windows import (
     NUM_COUNTED,
     TEXTS,
-    Window,
     build_windows,
     cut_windows,
-    force_windows,
     windows_hash,
 )
 from tests.tiny import compiled, precision_of, tiny_model
-from tilewright.compiler.bench.accuracy import teacher_force
+from tilewright.compiler.bench.accuracy import Truth, teacher_force
 from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, ACCURACY_PREFILL
 from tilewright.compiler.bench.prompts import bench_text
 from tilewright.compiler.bench.reference import Subject, text_hash, text_tokens
@@ -47,7 +45,7 @@ def executable(target: str, weights: str = "fp32") -> Executable:
 
 
 @pytest.fixture(scope="module")
-def windows() -> list[Window]:
+def windows() -> list[Truth]:
     told: list[tuple[int, int]] = []
     found = build_windows(
         executable("reference"),
@@ -95,38 +93,38 @@ def test_the_hash_is_of_all_ids_in_order() -> None:
     assert windows_hash([[3], [1, 2]]) != known != windows_hash([[1, 2]])
 
 
-def test_each_window_has_its_own_reference(windows: list[Window]) -> None:
-    tokens = [window.reference.tokens for window in windows]
+def test_each_window_has_its_own_reference(windows: list[Truth]) -> None:
+    tokens = [reference.tokens for reference, _ in windows]
     assert tokens == cut_windows(encode, NUM_WINDOWS)
-    assert [window.reference.subject.text_hash for window in windows] == [*map(text_hash, tokens)]
-    for window in windows:
-        best = [five[0] for five in window.reference.guesses]
-        assert window.logits.argmax(-1).tolist() == best
+    assert [reference.subject.text_hash for reference, _ in windows] == [*map(text_hash, tokens)]
+    for reference, logits in windows:
+        best = [five[0] for five in reference.guesses]
+        assert logits is not None and logits.argmax(-1).tolist() == best
 
 
 def test_forced_windows_are_accuracy_runs_one_behind_the_other(
-    windows: list[Window], coarse: Executable
+    windows: list[Truth], coarse: Executable
 ) -> None:
-    alone = [teacher_force(coarse, each.reference, each.logits) for each in windows]
+    alone = [teacher_force(coarse, [each]) for each in windows]
     told: list[tuple[int, int]] = []
-    found = force_windows(coarse, windows, on_step=lambda *news: told.append(news))
+    found = teacher_force(coarse, windows, on_step=lambda *news: told.append(news))
     assert found.guesses == sum((each.guesses for each in alone), ())
     assert found.kl == sum((each.kl for each in alone), ())
     total = NUM_WINDOWS * NUM_COUNTED
     assert told == [(step, total) for step in range(1, total + 1)]
 
 
-def test_side_by_side_they_are_the_same(windows: list[Window], coarse: Executable) -> None:
+def test_side_by_side_they_are_the_same(windows: list[Truth], coarse: Executable) -> None:
     """Two and then one: the last group is smaller."""
     told: list[tuple[int, int]] = []
-    found = force_windows(coarse, windows, batch=2, on_step=lambda *news: told.append(news))
-    assert found == force_windows(coarse, windows)
+    found = teacher_force(coarse, windows, batch=2, on_step=lambda *news: told.append(news))
+    assert found == teacher_force(coarse, windows)
     assert told[0] == (2, 1536) and told[511:513] == [(1024, 1536), (1025, 1536)]
     assert told[-1] == (1536, 1536)
 
 
 def test_logits_that_are_no_numbers_do_not_pass_for_equal(
-    windows: list[Window], coarse: Executable, monkeypatch: pytest.MonkeyPatch
+    windows: list[Truth], coarse: Executable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = coarse.step
 
@@ -139,4 +137,4 @@ def test_logits_that_are_no_numbers_do_not_pass_for_equal(
 
     monkeypatch.setattr(coarse, "step", broken)
     with pytest.raises(CompileError, match="predicted position 0 are not finite"):
-        force_windows(coarse, windows[:1])
+        teacher_force(coarse, windows[:1])
