@@ -43,7 +43,6 @@ from tilewright.compiler.targets.step import (
     StepOutput,
 )
 from tilewright.compiler.targets.table import get_target
-from tilewright.compiler.tracer import trace
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.config import ModelConfig, RopeConfig
 from tilewright.models.sources import stored_shapes
