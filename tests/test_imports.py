@@ -31,6 +31,7 @@ WITHOUT_TORCH = (
     "tilewright.compiler.commands.sweep.main",
     "tilewright.compiler.commands.sweep.options",
     "tilewright.compiler.commands.sweep.run",
+    "tilewright.compiler.commands.sweep.show",
     "tilewright.compiler.commands.compile",
     "tilewright.compiler.commands.serve",
     "tilewright.compiler.serve.server",

@@ -18,6 +18,9 @@ from tilewright.compiler.targets.tenstorrent.lower import lower_program
 from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.target import MESHES
 from tilewright.compiler.tracer import trace
+from tilewright.models.architectures.table import architecture_of
+from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.config import RopeConfig
 from tilewright.models.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -53,11 +56,6 @@ PUBLISHED: Mapping[str, str] = MappingProxyType(
     }
 )
 """The shape of each model of the published tables, by its name there; of equal sizes one shape."""
-
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim"),
-)
 
 
 @dataclass(slots=True)
@@ -152,26 +150,14 @@ def published_precision(section: str, model: str, reading: str) -> PrecisionConf
 
 
 def _one_layer(shape: str) -> Any:
-    """A layer of a shape's sizes between an embedding and a head of its own; without its weights.
+    """A layer of a shape between an embedding and a head of its own; without its weights.
 
-    What else the shape says, such as how rotations are stretched, costs a board no time.
+    How rotations are stretched costs a board no time, and is left out.
     """
     import torch
 
-    from tilewright.models.architectures.llama import LlamaForCausalLM
-    from tilewright.models.architectures.qwen2 import Qwen2ForCausalLM
-    from tilewright.models.checkpoints.hf_config import config_of_hf
-
-    has_bias = SHAPES[shape]["model_type"] == "qwen2"
-    values = {
-        **{key: SHAPES[shape][key] for key in _SIZES if key in SHAPES[shape]},
-        "model_type": "qwen2" if has_bias else "llama",
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500000.0,
-        "tie_word_embeddings": False,
-    }
-    config = config_of_hf(values, where=shape)
+    config = config_of_hf(SHAPES[shape], where=shape)
+    rope = RopeConfig(theta=config.rope.theta)
+    one = dataclasses.replace(config, num_layers=1, rope=rope, tie_embeddings=False)
     with torch.device("meta"):
-        return Qwen2ForCausalLM(config) if has_bias else LlamaForCausalLM(config)
+        return architecture_of(config.model_type).model(one)

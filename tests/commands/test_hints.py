@@ -142,7 +142,7 @@ def test_no_hint_is_missing_here(run: Run) -> None:
         "commands/sweep/main.py",
         "commands/sweep/options.py",
         "commands/sweep/run.py",
-        "commands/sweep/control.py",
+        "commands/sweep/show.py",
         "commands/sweep/show_app.py",
         "commands/sweep/tables.py",
         "sweep/hunt.py",

@@ -1,5 +1,4 @@
-"""``tilewright sweep status``, ``show``, ``cancel``, ``restart``, ``log``: look at a sweep, and
-steer it.
+"""``tilewright sweep status``, ``cancel``, ``restart``, ``log``: look at a sweep, and steer it.
 
 Runs nothing: a running sweep, or the next one that goes on with the file, does what is asked.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import shutil
 import sys
 from collections.abc import Sequence
@@ -186,23 +184,3 @@ def _read_log(path: Path, max_bytes: int) -> str:
         return f"no log: {path}: {one_line(error)}"
     cut = f"(the last {max_bytes} of {size} bytes of {path})\n" if size > max_bytes else ""
     return cut + (plain_text(text).rstrip("\n") or "(the log is empty)")
-
-
-def show(given: argparse.Namespace) -> int:
-    """Show `show_app`, whose library is optional, until it is closed; returns the exit code."""
-    journal = open_sweep(given.file)
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError(
-            "sweep show: standard input and output are no terminal; allowed: a terminal, or "
-            f"tilewright sweep status {shlex.quote(given.file)}"
-        )
-    try:
-        from tilewright.compiler.commands.sweep.show_app import SweepApp
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "textual":
-            raise
-        message = "sweep show needs textual; allowed: pip install -e '.[show]' in the clone"
-        raise ConfigError(message) from None
-    app = SweepApp(journal)
-    app.run()
-    return app.return_code or 0

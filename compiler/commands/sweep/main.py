@@ -13,7 +13,7 @@ EXIT_USER_ERROR = 2
 _PACKAGE = "tilewright.compiler.commands.sweep"
 _VERBS = {
     "status": ("control", "a table of a sweep, running or finished"),
-    "show": ("control", "a terminal view of a sweep, running or finished"),
+    "show": ("show", "a terminal view of a sweep, running or finished"),
     "export": ("report", "tables of sweeps: Markdown, CSV, PERF.md"),
     "plot": ("report", "figures of sweeps, SVG and PNG: the front, the sensitivities"),
     "cancel": ("control", "cancel cells, queued or running"),
