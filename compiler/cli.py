@@ -31,6 +31,7 @@ VERBS = {
 
 CLONE_VERBS = {
     "compare": ("bench.peers.command", "measure the CPU target beside its peers"),
+    "compare-answers": ("bench.peers.answers", "ten answers beside llama.cpp's, same file"),
     "compare-targets": ("bench.targets.command", "targets beside each other and the reference"),
     "bench-cuda": ("bench.cuda.command", "measure the CUDA target, random weights"),
     "perf-check": ("bench.perf_check", "measure PERF.md's rows again: are they reproduced?"),

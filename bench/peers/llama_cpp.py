@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import llama_cpp
@@ -20,9 +20,15 @@ def _silent(level: int, text: bytes, user_data: object) -> None:
 
 
 class LlamaCpp:
-    """A GGUF file in a context just large enough; flash attention as llama.cpp chooses it."""
+    """A GGUF file in a context just large enough; flash attention as llama.cpp chooses it.
 
-    def __init__(self, path: Path, *, num_threads: int, max_context: int) -> None:
+    ``is_float``: with a cache of float32 and plain attention, so that all is float32 where the
+    file's weights are.
+    """
+
+    def __init__(
+        self, path: Path, *, num_threads: int, max_context: int, is_float: bool = False
+    ) -> None:
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         options = llama_cpp.llama_model_default_params()
@@ -33,6 +39,9 @@ class LlamaCpp:
         settings = llama_cpp.llama_context_default_params()
         settings.n_ctx = settings.n_batch = max_context
         settings.n_threads = settings.n_threads_batch = num_threads
+        if is_float:
+            settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F32
+            settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = llama_cpp.llama_init_from_model(model, settings)
         if not self._context:
             raise ValueError(f"{path}: llama.cpp cannot make a context of {max_context}")
@@ -46,19 +55,33 @@ class LlamaCpp:
         """The file's tensors."""
         return gguf_sizes(self._path)
 
-    def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
-        """See `Engine.generate`; logits are computed for the last token alone."""
+    def generate(
+        self, tokens: Sequence[int], num_tokens: int, *, ends: Collection[int] = ()
+    ) -> Generated:
+        """See `Engine.generate`; logits are computed for the last token alone. A token of ``ends``
+        is the last one.
+        """
         assert len(tokens) + num_tokens <= self._max_context  # the batch has no more room
         llama_cpp.llama_memory_clear(self._memory, True)
         started = time.perf_counter()
         output = [self._step(tokens, 0)]
         times = [time.perf_counter() - started]
         for position in range(len(tokens), len(tokens) + num_tokens - 1):
+            if output[-1] in ends:
+                break
             output.append(self._step(output[-1:], position))
             times.append(time.perf_counter() - started)
         return Generated(tuple(output), tuple(times))
 
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """Those behind a text, ``[vocab]``, computed in one piece."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+        return self._logits(tokens, 0).copy()
+
     def _step(self, tokens: Sequence[int], position: int) -> int:
+        return int(self._logits(tokens, position).argmax())
+
+    def _logits(self, tokens: Sequence[int], position: int) -> np.ndarray:
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, token in enumerate(tokens):
@@ -71,4 +94,4 @@ class LlamaCpp:
         if code:
             raise RuntimeError(f"llama_decode failed with {code}")
         logits = llama_cpp.llama_get_logits_ith(self._context, -1)
-        return int(np.ctypeslib.as_array(logits, (self._vocab_size,)).argmax())
+        return np.ctypeslib.as_array(logits, (self._vocab_size,))
