@@ -22,7 +22,7 @@ class PromptDealer:
         """Prompts and how many tokens of each are next; there is at least one, and all of them
         have tokens left.
         """
-        pending.sort(key=lambda each: (each.request.priority, each.order))
+        pending.sort(key=lambda each: (each.request.priority, each.request.order))
         order: Sequence[Running] = pending
         if len(pending) > 1:
             if num_decoding and self._is_shortest_next:

@@ -93,10 +93,10 @@ class PagedSeating(Seating):
         running.num_named = max(running.num_named, num_full)
 
     def can_return(self, running: Running) -> bool:
-        return self._has_room((), pages_of(running.computed + 1, self.grain))
+        return self._has_room((), self._num_again(running))
 
     def _deal(self, running: Running) -> None:
-        self._give_pages(running, self.pool.take(pages_of(running.computed + 1, self.grain)))
+        self._give_pages(running, self.pool.take(self._num_again(running)))
         # the pages it had may still be named; these are copies of them
         running.num_named = max(running.num_named, running.computed // self.grain)
 
@@ -111,6 +111,11 @@ class PagedSeating(Seating):
     def _num_first(self, request: Request) -> int:
         """Pages for a prompt and the first position behind it, if that is ever read."""
         return pages_of(min(request.max_positions, len(request.prompt) + 1), self.grain)
+
+    def _num_again(self, running: Running) -> int:
+        """Pages for one that was preempted, perhaps before its prompt was computed."""
+        num_now = pages_of(min(running.request.max_positions, running.computed + 1), self.grain)
+        return max(num_now, self._num_first(running.request))
 
     def _num_fresh(self, request: Request, found: Found) -> int:
         return self._num_first(request) - len(found.pages)

@@ -46,7 +46,6 @@ class Running:
     """A request that has a seat, or had one and has its state in host memory.
 
     Attributes:
-        order: counts admissions; larger for later ones.
         left: tokens of the prompt that no step has taken yet.
         computed: positions that launched steps have computed, or were found in a cache.
         asked: tokens of the answer that launched steps choose, or that are known.
@@ -60,7 +59,6 @@ class Running:
 
     request: Request
     seat: Seat
-    order: int
     left: int
     wanted: int
     room: int

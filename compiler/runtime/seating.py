@@ -68,7 +68,6 @@ class Seating(ABC):
         self._has_state = capabilities.has_sequence_state
         self._state_bytes = state_bytes
         self._free = list(range(capabilities.max_seats))
-        self._num_seated = 0
 
     def name(self, request: Request) -> None:
         """Make the names of a prompt's pages, where they are of use to anybody."""
@@ -129,7 +128,7 @@ class Seating(ABC):
 
     def take_back(self, running: Running, place: HostPlace) -> None:
         """One for whom there is room gets a seat and its state again."""
-        running.seat, running.order = self._take_seat(), self._count()
+        running.seat = self._take_seat()
         self._open(running.seat, running.request)
         self._deal(running)
         self.edits.append(Back(running.seat, place))
@@ -193,7 +192,6 @@ class Seating(ABC):
         running = Running(
             request,
             seat,
-            self._count(),
             left=len(request.prompt) - found.length,
             wanted=request.sampling.max_tokens,
             room=self.capabilities.max_context,
@@ -232,10 +230,6 @@ class Seating(ABC):
     def _give_seat(self, seat: Seat) -> None:
         self.edits.append(Close(seat))
         heapq.heappush(self._free, seat)
-
-    def _count(self) -> int:
-        self._num_seated += 1
-        return self._num_seated
 
 
 def common_keys(one: Sequence[bytes], other: Sequence[bytes]) -> int:

@@ -1,0 +1,417 @@
+"""A plain model of what seats hold, beside a scheduler that is given one operation after another.
+
+Every token that a step writes is checked against the sequence that its request has in truth, and
+every page, seat, snapshot and place against a plain count of who has it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.compiler.runtime.paged import PagedSeating
+from tilewright.compiler.runtime.pages import PagePool
+from tilewright.compiler.runtime.request import FAILED, Request
+from tilewright.compiler.runtime.running import Plan, Policy, Running
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.scheduler import Scheduler
+from tilewright.compiler.runtime.slots import SlotSeating
+from tilewright.compiler.targets.base import Capabilities
+from tilewright.compiler.targets.step import (
+    Back,
+    Close,
+    Copy,
+    Drop,
+    Edit,
+    Load,
+    Open,
+    Out,
+    Pages,
+    Seat,
+    Step,
+)
+
+CONTEXT, CELL = 48, 4
+
+
+@dataclass(slots=True)
+class PlainSeat:
+    """The tokens that a seat's state holds, the one it reads next, and its pages."""
+
+    tokens: list[int] = field(default_factory=list)
+    state: list[int] | None = None
+    holds: int | None = None
+    pages: list[int] = field(default_factory=list)
+
+
+class PlainDevice:
+    """Applies steps to lists of tokens, and fails where a step breaks a rule."""
+
+    def __init__(self, limits: Capabilities) -> None:
+        self.limits = limits
+        self.seats: dict[Seat, PlainSeat] = {}
+        self.users: Counter[int] = Counter()
+        self.content: dict[int, list[int]] = {}
+        self.snapshots: dict[int, list[int]] = {}
+        self.away: dict[int, PlainSeat] = {}
+
+    def clear(self) -> None:
+        """Nothing is held any more."""
+        for kept in (self.seats, self.users, self.content, self.snapshots, self.away):
+            kept.clear()
+
+    def apply(self, edit: Edit) -> None:
+        """One edit."""
+        if isinstance(edit, Open):
+            self._open(edit)
+        elif isinstance(edit, Close):
+            self.users.subtract(self.seats.pop(edit.seat).pages)
+        elif isinstance(edit, Pages):
+            seat = self.seats[edit.seat]
+            assert edit.first == len(seat.pages) and not set(edit.ids) & set(seat.pages)
+            seat.pages += edit.ids
+            self.users.update(edit.ids)
+        elif isinstance(edit, Load):
+            seat = self.seats[edit.seat]
+            seat.state = list(self.snapshots[edit.snapshot])
+            self.find_shared(edit.seat, len(seat.state))
+            assert seat.tokens == seat.state, "a snapshot of another sequence"
+        elif isinstance(edit, Copy):
+            self.copy(edit.source, edit.target, edit.num_positions)
+        elif isinstance(edit, Out):
+            seat = self.seats[edit.seat]
+            assert edit.place not in self.away
+            self.away[edit.place] = PlainSeat(list(seat.tokens), seat.state, seat.holds)
+        elif isinstance(edit, Back):
+            kept, seat = self.away.pop(edit.place), self.seats[edit.seat]
+            seat.tokens, seat.state, seat.holds = [], None, kept.holds
+            for token in kept.tokens:
+                self.write(edit.seat, token, is_new=False)
+            seat.state = kept.state
+        else:
+            assert isinstance(edit, Drop)
+            del self.away[edit.place]
+
+    def _open(self, edit: Open) -> None:
+        held = self.seats.get(edit.seat)
+        assert (held is not None) == (edit.keeps > 0) and edit.seat < self.limits.max_seats
+        fresh = PlainSeat()
+        if held is not None:
+            assert edit.keeps <= len(held.tokens) and not self.limits.page_size
+            fresh.tokens = held.tokens[: edit.keeps]
+            fresh.state = held.state if held.state == fresh.tokens else None
+        self.seats[edit.seat] = fresh
+
+    def find_shared(self, number: Seat, count: int) -> None:
+        """A seat's first positions are what it, or its pages, hold."""
+        seat, size = self.seats[number], self.limits.page_size
+        if count > len(seat.tokens):
+            assert not seat.tokens and size and count % size == 0, "a gap"
+            whole = [self.content[page] for page in seat.pages[: count // size]]
+            assert all(len(content) == size for content in whole), "a page that is not full"
+            seat.tokens = [token for content in whole for token in content]
+        seat.tokens = seat.tokens[:count]
+
+    def copy(self, source: Seat, target: Seat, num_positions: int) -> None:
+        """The first positions of a seat become another's."""
+        old, new = self.seats[source], self.seats[target]
+        assert num_positions <= len(old.tokens)
+        if size := self.limits.page_size:
+            whole = num_positions // size
+            assert old.pages[:whole] == new.pages[:whole], "whole pages are shared"
+            if num_positions % size:
+                self.content[new.pages[whole]] = old.tokens[whole * size : num_positions]
+        new.tokens = old.tokens[:num_positions]
+        new.state = old.state if old.state == new.tokens else None
+
+    def write(
+        self, number: Seat, token: int, *, is_new: bool = True, also: Sequence[Seat] = ()
+    ) -> None:
+        """A seat's state goes on by a token; ``also``: seats that copy it behind this step."""
+        seat = self.seats[number]
+        if self.limits.has_sequence_state and is_new:
+            assert (seat.state or []) == seat.tokens, "the state of another position"
+        at, size = len(seat.tokens), self.limits.page_size
+        if size:
+            page = seat.pages[at // size]
+            num_others = sum(page in self.seats[seat].pages for seat in also)
+            assert self.users[page] == 1 + num_others, "a page of several seats is written"
+            held = self.content.setdefault(page, []) if at % size else []
+            self.content[page] = [*held[: at % size], token]
+        seat.tokens.append(token)
+        if self.limits.has_sequence_state and is_new:
+            seat.state = list(seat.tokens)
+
+
+class Operations:
+    """A scheduler, the model beside it, and the operations that may come in any order.
+
+    Attributes:
+        truth: the tokens of each request, chosen ones as steps choose them.
+        flight: steps whose tokens have not been read.
+    """
+
+    def __init__(self, rng: random.Random, **changes: Any) -> None:
+        self.rng = rng
+        self.limits = Capabilities(**{**draw_limits(rng), **changes})
+        self.policy = Policy(
+            step_ms=rng.choice((0.0, 1e-9, 5.0)),
+            step_tokens=rng.choice((None, 6, 16)),
+            reuses=rng.random() < 0.8,
+            cache_replies=rng.random() < 0.3,
+            host_bytes=rng.choice((0, 40, 10_000)),
+        )
+        self.now = 0.0
+        self.scheduler = Scheduler(
+            self.limits,
+            policy=self.policy,
+            state_bytes=lambda num_positions, num_sequences: num_positions,
+            now=lambda: self.now,
+        )
+        self.device = PlainDevice(self.limits)
+        self.truth: dict[Request, list[int]] = {}
+        self.flight: deque[tuple[Plan, dict[Seat, int]]] = deque()
+        self.live: list[Request] = []
+        self.num_operations = self.num_requests = 0
+        self.oldest: tuple[Request, int, int] | None = None
+
+    def operate(self) -> None:
+        """One operation, drawn, and then all that must hold."""
+        self.num_operations += 1
+        self.now += self.rng.random()
+        kind = self.rng.random()
+        if kind < 0.12 and len(self.live) < 16:
+            self.add()
+        elif kind < 0.15 and self.live:
+            self.scheduler.cancel(self.rng.choice(self.live))
+        elif kind < 0.151:
+            self.fail()
+        elif kind < 0.58 or not self.flight:
+            self.launch()
+        else:
+            self.read()
+        self.check()
+
+    def add(self) -> None:
+        """A request comes: of a few families whose prompts begin alike, at times in choices."""
+        rng, count = self.rng, 1 if self.rng.random() < 0.85 else self.rng.randint(2, 4)
+        size = self.limits.page_size * self.limits.num_pages or CONTEXT
+        room = min(CONTEXT, size)
+        prompt = [rng.randrange(2)] * rng.randint(0, room // 2)
+        prompt += [rng.randrange(3) for _ in range(rng.randint(1, max(1, room // 3)))]
+        prompt = prompt[: room - 1]
+        wanted = rng.randint(1, max(1, min(12, room - len(prompt))))
+        ends = (1,) if rng.random() < 0.2 else ()
+        first = None
+        for _ in range(count):
+            self.num_requests += 1
+            request = Request(
+                self.num_requests,
+                tuple(prompt),
+                SamplingParams(max_tokens=wanted, end_tokens=ends),
+                priority=rng.choice((0, 0, 0, 1)),
+                client=rng.choice("ab"),
+                is_private=rng.random() < 0.05,
+                cache_salt=rng.choice(("", "", "s")),
+                like=first,
+            )
+            first = first or request
+            self.scheduler.add(request)
+            self.truth[request] = list(prompt)
+            self.live.append(request)
+
+    def fail(self) -> None:
+        """The device lost all it held; what is under way is never read."""
+        self.scheduler.evacuate()
+        self.device.clear()
+        self.flight.clear()
+        for request, tokens in self.truth.items():
+            del tokens[len(request.prompt) + len(request.output) :]
+        self.oldest = None
+
+    def launch(self) -> None:
+        """The next step, where at most one is not read yet."""
+        if len(self.flight) == 2:
+            return self.read()
+        before = self._first()
+        plan = self.scheduler.schedule()
+        if plan is None:
+            closing = self.scheduler.closing()
+            for edit in () if closing is None else closing.edits:
+                self.device.apply(edit)
+            assert self.flight or not self.scheduler.has_work(), "idle while there is work"
+            return None
+        self._check_step(plan.step)
+        for edit in plan.step.edits:
+            self.device.apply(edit)
+        self.flight.append((plan, self._run(plan)))
+        self._check_progress(before)
+        return None
+
+    def _run(self, plan: Plan) -> dict[Seat, int]:
+        """The tokens that a step chooses, by seat; what it writes is what it should."""
+        step, found = plan.step, dict[Seat, int]()
+        of_seat = {each.seat: each for each in self.scheduler.running}
+        for seat in step.decode:
+            held = self.device.seats[seat]
+            token = step.forced.get(seat, held.holds)
+            assert token is not None, "a seat that holds no token is stepped"
+            self._write(of_seat[seat], token)
+            held.holds = None
+            if seat in plan.rows:
+                found[seat] = self._choose(plan.rows[seat])
+        for chunk in step.prompts:
+            running, held = of_seat[chunk.seat], self.device.seats[chunk.seat]
+            self.device.find_shared(chunk.seat, chunk.start)
+            for at, token in enumerate(chunk.tokens, chunk.start + 1):
+                self._write(running, token, also=chunk.also)
+                for position, snapshot in chunk.saves:
+                    if position == at:
+                        self.device.snapshots[snapshot] = list(held.tokens)
+            held.holds = None
+            for seat in (chunk.seat, *chunk.also) if chunk.chooses else ():
+                if seat != chunk.seat:
+                    self.device.copy(chunk.seat, seat, chunk.end)
+                found[seat] = self._choose(plan.rows[seat])
+        return found
+
+    def _write(self, running: Running, token: int, also: Sequence[Seat] = ()) -> None:
+        seat, truth = self.device.seats[running.seat], self.truth[running.request]
+        at = len(seat.tokens)
+        assert truth[at] == token, f"{token} at {at} is not the token of this request"
+        seating = self.scheduler.seating
+        if isinstance(seating, PagedSeating):
+            page = seat.pages[at // self.limits.page_size]
+            assert running.pages[at // self.limits.page_size] == page
+            assert seating.pool.count(page) == self.device.users[page]
+        self.device.write(running.seat, token, also=also)
+        if at + 1 == len(truth) or at % 7 == 0:
+            assert seat.tokens == truth[: at + 1], "what a seat reads is not its own past"
+
+    def _choose(self, running: Running) -> int:
+        request, seat = running.request, self.device.seats[running.seat]
+        truth = self.truth[request]
+        assert seat.tokens == truth, "a token is chosen twice, or behind another past"
+        token = self.rng.randrange(3)
+        truth.append(token)
+        seat.holds = token
+        return token
+
+    def read(self) -> None:
+        """The tokens of the step that has been under way for longest."""
+        plan, found = self.flight.popleft()
+        for seat, running in plan.rows.items():
+            request, token = running.request, found[seat]
+            if request.finish_reason is None and self.rng.random() < 0.002:
+                self.scheduler.finish(request, FAILED)
+                continue
+            is_end = token in request.sampling.end_tokens
+            if self.scheduler.take(running, token, is_end=is_end):
+                assert (
+                    request.output
+                    == self.truth[request][len(request.prompt) :][: len(request.output)]
+                ), "a token is missing, or came twice"
+
+    def drain(self) -> None:
+        """Nobody comes any more: all end, and everything is given back."""
+        for _ in range(4000):
+            if not self.scheduler.has_work() and not self.flight:
+                break
+            self.now += 1.0
+            self.launch()
+            if self.flight and (len(self.flight) == 2 or self.rng.random() < 0.5):
+                self.read()
+            self.check()
+        assert not self.scheduler.has_work(), "somebody is never served"
+        self.launch()
+        self.check()
+        assert not self.scheduler.seating.seated and not self.scheduler.num_swapped
+        assert not self.scheduler.num_held_pages and not self.device.away
+        assert len(self.device.seats) == self.scheduler.num_kept
+
+    def _first(self) -> Running | None:
+        running = self.scheduler.running
+        key = lambda each: (each.request.priority, each.request.order)  # noqa: E731
+        return min(running, key=key, default=None)
+
+    def _check_progress(self, before: Running | None) -> None:
+        """The oldest of the highest priority keeps its seat, and goes on with every second step."""
+        if before is None or before.request.finish_reason is not None:
+            return
+        assert before.request in self.scheduler.seating.seated, "the oldest was preempted"
+        if self._first() is not before:  # one of a higher priority has come
+            self.oldest = None
+            return
+        if self.oldest is not None and self.oldest[0] is before.request:
+            _, computed, waited = self.oldest
+            is_done = not before.left and before.asked >= before.wanted
+            waited = 0 if before.computed != computed or is_done else waited + 1
+            assert waited < 2, "the oldest does not go on"
+            self.oldest = before.request, before.computed, waited
+        else:
+            self.oldest = before.request, before.computed, 0
+
+    def _check_step(self, step: Step) -> None:
+        """No seat twice, and no more prompts than there may be."""
+        busy = [*step.decode, *(seat for c in step.prompts for seat in (c.seat, *c.also))]
+        assert len(set(busy)) == len(busy), "a seat twice in a step"
+        assert len(step.prompts) <= self.limits.max_prompts
+        tokens = sum(len(chunk.tokens) for chunk in step.prompts)
+        most = min(self.policy.step_tokens or 1 << 20, self.limits.max_step_tokens)
+        if step.decode and self.policy.step_ms:
+            most = CELL  # nothing was measured: the smallest piece
+        assert tokens <= max(most, CELL), "more tokens of prompts than the budget"
+        grain = self.limits.page_size or 1
+        ends = {each.seat: not each.left for each in self.scheduler.running}
+        assert all(ends[c.seat] or c.end % grain == 0 for c in step.prompts), "cut within a page"
+
+    def check(self) -> None:
+        """Who has what, counted plainly."""
+        scheduler, seating = self.scheduler, self.scheduler.seating
+        self.live = [each for each in self.live if each.finish_reason is None]
+        if len(self.truth) > 4 * len(self.live) + 40:
+            rows = {each.request for plan, _ in self.flight for each in plan.rows.values()}
+            keep = {*self.live, *rows}
+            self.truth = {each: self.truth[each] for each in self.truth if each in keep}
+        waiting = list(scheduler.line)
+        assert len(waiting) == len(scheduler.line) == len(set(waiting))
+        assert {*waiting, *seating.seated} == set(self.live)
+        assert len(waiting) + len(seating.seated) == len(self.live)
+        assert [each.seat for each in seating.by_seat] == sorted(
+            each.seat for each in seating.seated.values()
+        )
+        kept = [seat for seat, _ in seating.kept] if isinstance(seating, SlotSeating) else []
+        seats = [*seating._free, *kept, *(each.seat for each in seating.by_seat)]
+        assert sorted(seats) == list(range(self.limits.max_seats)), "each seat is somewhere, once"
+        if isinstance(seating, PagedSeating):
+            check_pool(seating.pool, seating)
+
+
+def check_pool(pool: PagePool, seating: PagedSeating) -> None:
+    """Every page is free, cached or held, by as many as have it."""
+    counts = Counter(page for each in seating.by_seat for page in each.pages)
+    assert all(pool.count(page) == counts[page] for page in range(pool.num_pages))
+    free, idle, held = set(pool._free), set(pool._idle), set(counts)
+    assert len(pool._free) == len(free) and not free & idle and not (free | idle) & held
+    assert len(free) + len(idle) + len(held) == pool.num_pages
+    assert pool._key_of.keys() >= idle and not free & pool._key_of.keys()
+    assert len(pool._page_of) == len(pool._key_of)
+
+
+def draw_limits(rng: random.Random) -> dict[str, Any]:
+    """What an executable can do."""
+    found: dict[str, Any] = {
+        "max_seats": rng.randint(1, 6),
+        "max_context": CONTEXT,
+        "cell": CELL,
+        "max_prompts": rng.randint(1, 3),
+        "max_step_tokens": rng.choice((8, 24, 64)),
+    }
+    if rng.random() < 0.7:
+        found |= {"page_size": 4, "num_pages": rng.randint(6, 40)}
+    if rng.random() < 0.4:
+        found |= {"has_sequence_state": True, "num_snapshots": rng.randint(0, 5)}
+    return found
