@@ -67,18 +67,14 @@ def run(num_examples: int) -> int:
     return SchedulerMachine.num_operations
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_fixed_set_of_operations(seed: int) -> None:
-    operations = Operations(random.Random(seed))
-    for _ in range(500):
-        operations.operate()
-    operations.drain()
-
-
-def test_operations_in_any_order() -> None:
-    assert run(30) > 50_000
+def test_a_hundred_thousand_operations_in_any_order() -> None:
+    count = 0
+    while count < 100_000:
+        count += run(25)
 
 
 @pytest.mark.slow
-def test_a_million_operations() -> None:
-    assert run(400) > 1_000_000
+def test_a_million_operations_in_any_order() -> None:
+    count = 0
+    while count < 1_000_000:
+        count += run(200)
