@@ -10,7 +10,6 @@ import json
 import signal
 import sys
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,6 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands.source import compile_source, open_source
     from tilewright.compiler.runtime.matchers import grammars_of
-    from tilewright.compiler.runtime.request import Request
     from tilewright.compiler.runtime.running import Policy
     from tilewright.compiler.runtime.service import EngineService
     from tilewright.compiler.targets.base import CompileOptions
@@ -78,8 +76,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     )
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
-    warm = replace(SamplingParams(), max_tokens=min(3, context))
-    service.loop.generate([Request(-1, (0,), warm)])
+    service.loop.warm_up()
     transport.send([service.ready(_facts(source, compiled, options))])
     with contextlib.closing(executable):
         service.run()

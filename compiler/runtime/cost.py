@@ -49,6 +49,10 @@ class StepCost:
     """Milliseconds of the two parts of a step: rows that decode, and tokens of prompts."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
         self._decode, self._prompts = _Line(is_careful=False), _Line(is_careful=True)
 
     def decode(self, num_rows: int) -> float:

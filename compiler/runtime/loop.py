@@ -12,6 +12,7 @@ from tilewright.compiler.runtime.masks import Masks, no_token
 from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.runtime.request import FAILED, STOPPED, Request, check_tokens
 from tilewright.compiler.runtime.running import Plan, Policy, Running
+from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.scheduler import Scheduler
 from tilewright.compiler.runtime.tallies import HOST, IDLE, SIZE, STEP, Tallies
 from tilewright.compiler.targets.base import Executable
@@ -150,6 +151,20 @@ class EngineLoop:
             for request in requests:
                 self.cancel(request)
             raise
+
+    def warm_up(self) -> None:
+        """Run what is run for the first time, and learn what steps take, before anybody waits.
+
+        Twice, for what a first run costs is no measure of a second one.
+        """
+        limits = self.executable.capabilities
+        sampling = SamplingParams(max_tokens=min(3, limits.max_context))
+        most = limits.max_context - sampling.max_tokens + 1
+        lengths = {min(length, most) for length in (1, limits.cell)}
+        for _ in range(2):
+            self.cost.forget()
+            for length in sorted(lengths):
+                self.generate([Request(-1, (0,) * length, sampling, is_private=True)])
 
     def cancel(self, request: Request) -> None:
         """End a request early; what is on its way for it is dropped."""
@@ -300,5 +315,5 @@ def _to_blame(plan: Plan, seated: Sequence[Running]) -> tuple[Request, ...]:
     of_prompts = {chunk.seat for chunk in plan.step.prompts}
     involved = of_prompts.union(plan.step.decode)
     found = [each for each in seated if each.seat in involved]
-    found.sort(key=lambda each: (each.seat in of_prompts, each.order), reverse=True)
+    found.sort(key=lambda each: (each.seat in of_prompts, each.request.order), reverse=True)
     return tuple(each.request for each in found)

@@ -16,7 +16,10 @@ from tilewright.compiler.targets.step import LogProbs
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Serve a request. ``request_id`` is new to this engine; lower ``priority`` comes first."""
+    """Serve a request. ``request_id`` is new to this engine; lower ``priority`` comes first, and
+    within a priority clients take turns. ``like``: an earlier request for the same prompt, whose
+    prompt this one need not compute.
+    """
 
     request_id: int
     prompt: tuple[int, ...]
@@ -24,6 +27,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     grammar: GrammarSpec | None = None
     cache_salt: str = ""
+    client: str = ""
+    like: int | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

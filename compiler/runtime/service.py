@@ -67,7 +67,7 @@ class EngineService:
         self._blamed: tuple[Request, ...] = ()
         self._era = 0
         self._next_beat = 0.0
-        self._is_stopped = False
+        self._is_stopped = self._has_warned = False
 
     def ready(self, facts: dict[str, str]) -> Ready:
         """What clients must know before they ask."""
@@ -123,6 +123,8 @@ class EngineService:
                 priority=message.priority,
                 grammar=message.grammar,
                 cache_salt=self._salt(message.cache_salt),
+                client=message.client,
+                like=self._first_of(message),
             )
             try:
                 self.loop.add(request)
@@ -139,6 +141,11 @@ class EngineService:
         else:
             assert isinstance(message, Stop), message
             self._is_stopped = True
+
+    def _first_of(self, message: Submit) -> Request | None:
+        """The first choice for a request's prompt, while it is served."""
+        live = self._live.get(message.like) if message.like is not None else None
+        return live.request if live is not None else None
 
     def _salt(self, given: str) -> str:
         """What is computed for those who gave the same, since the last time all was forgotten."""
@@ -159,6 +166,20 @@ class EngineService:
         ended = [live for live in self._live.values() if live.request.finish_reason is not None]
         for live in ended:
             self._say_end(live, said)
+        self._warn_of_preemptions()
+
+    def _warn_of_preemptions(self) -> None:
+        """Once, where more than one request in a hundred had to make room for others."""
+        scheduler = self.loop.scheduler
+        if self._has_warned or 100 * scheduler.num_preempted <= scheduler.num_arrived:
+            return
+        self._has_warned = True
+        print(
+            f"tilewright: {scheduler.num_preempted} of {scheduler.num_arrived} requests have been "
+            "preempted for want of pages; fewer --max-seats, or a larger --memory-fraction, "
+            "avoids it",
+            file=sys.stderr,
+        )
 
     def _say_started(self, began: float, said: list[FromEngine]) -> None:
         for running in self.loop.scheduler.running:

@@ -137,11 +137,12 @@ class EngineClient:
         grammars: Sequence[GrammarSpec | None] = (),
         priority: int = 0,
         cache_salt: str = "",
+        client: str = "",
     ) -> Ticket:
         """Ask for answers to prompts that fit; see :class:`Ticket`.
 
         ``grammars``: what each answer must be; empty: any text. ``cache_salt``: what is computed
-        for these prompts is shared with those of the same alone.
+        for these prompts is shared with those of the same alone. ``client``: whose they are.
 
         Raises:
             ApiError: 503 while there is no engine, 429 where too much waits already.
@@ -151,7 +152,7 @@ class EngineClient:
             raise ApiError(503, code, f"the engine is {self.state}", headers={"retry-after": "5"})
         obeyed = grammars or [None] * len(prompts)
         messages = [
-            Submit(0, tuple(prompt), each, priority, grammar, cache_salt)
+            Submit(0, tuple(prompt), each, priority, grammar, cache_salt, client)
             for prompt, each, grammar in zip(prompts, sampling, obeyed, strict=True)
         ]
         return self._desk.submit(messages, max_context=self.ready.max_context)

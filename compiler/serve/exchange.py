@@ -15,6 +15,8 @@ from tilewright.compiler.serve.settings import MAX_BODY
 
 FRONT = web.AppKey("front", Front)
 ID = web.RequestKey("id", str)
+CLIENT = web.RequestKey("client", str)
+"""Which of the server's keys a request has shown, by its number; empty where there are none."""
 HEADERS = web.RequestKey("headers", dict[str, str])
 """What every answer to a request is sent with."""
 Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -17,7 +17,8 @@ from tilewright.compiler.serve.texts import TextCoder
 class Job:
     """One request of a client: what is asked of the engine, and how it is answered.
 
-    ``asked`` and ``choices`` are in order of their index: ``n`` for each prompt.
+    ``asked`` and ``choices`` are in order of their index: ``n`` for each prompt. ``client``: which
+    of the server's keys was shown.
     """
 
     request_id: str
@@ -30,6 +31,7 @@ class Job:
     n: int = 1
     priority: int = 0
     cache_salt: str = ""
+    client: str = ""
     is_chat: bool = True
     echo: bool = False
     num_top: int | None = None

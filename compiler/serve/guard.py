@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 from tilewright.compiler.serve.errors import ApiError
-from tilewright.compiler.serve.exchange import FRONT, HEADERS, ID, Handler, too_large
+from tilewright.compiler.serve.exchange import CLIENT, FRONT, HEADERS, ID, Handler, too_large
 from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.says import say, say_fault
 
@@ -35,7 +35,7 @@ _NOT_HERE = {
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Names every request, checks who asks, and makes every error one of the API's."""
     front = request.app[FRONT]
-    request[ID] = _request_id(request)
+    request[ID], request[CLIENT] = _request_id(request), ""
     request[HEADERS] = {"x-request-id": request[ID]}
     try:
         if allowed_origin := _check_origin(request, front):
@@ -103,6 +103,7 @@ def _check_key(request: web.Request, front: Front) -> None:
     if not any(fits):
         said = "authorization: not a key of this server; allowed: Bearer and one of its keys"
         raise ApiError(401, "invalid_api_key", said, headers={"www-authenticate": "Bearer"})
+    request[CLIENT] = str(fits.index(True))
 
 
 def _check_origin(request: web.Request, front: Front) -> str:

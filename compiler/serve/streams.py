@@ -59,6 +59,7 @@ class Follower:
             grammars=[asked.grammar for asked in job.asked],
             priority=job.priority,
             cache_salt=job.cache_salt,
+            client=job.client,
         )
         try:
             while self._num_left:

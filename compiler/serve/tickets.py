@@ -102,16 +102,23 @@ class Desk:
         return len(self._asked)
 
     def submit(self, messages: Sequence[Submit], *, max_context: int) -> Ticket:
-        """Ask for answers, together; each message gets a number of its own.
+        """Ask for answers, together; each message gets a number of its own, and names the first one
+        of the same prompt.
 
         Raises:
             ApiError: 429 where too much waits already.
         """
         self._check_room(messages, max_context)
         ticket = Ticket([], self)
+        first: dict[tuple[int, ...], int] = {}
         for index, message in enumerate(messages):
             self._next_id += 1
-            numbered = msgspec.structs.replace(message, request_id=self._next_id)
+            like = first.setdefault(message.prompt, self._next_id)
+            numbered = msgspec.structs.replace(
+                message,
+                request_id=self._next_id,
+                like=like if like != self._next_id else None,
+            )
             ticket.ids.append(self._next_id)
             self._asked[self._next_id] = _Asked(numbered, ticket, index)
             self._count(numbered, 1)

@@ -242,11 +242,13 @@ class QueuedExecutable(Executable):
         for held in self._seats.values():
             for page in held.pages:
                 owners[page] = owners.get(page, 0) + 1
-        spans = [(seat, self._seats[seat].length, 1) for seat in step.decode]
-        spans += [(chunk.seat, chunk.start, len(chunk.tokens)) for chunk in step.prompts]
-        for seat, start, count in spans:
+        spans = [(seat, self._seats[seat].length, 1, ()) for seat in step.decode]
+        spans += [(c.seat, c.start, len(c.tokens), c.also) for c in step.prompts]
+        for seat, start, count, also in spans:
             for at in range(start // size, (start + count - 1) // size + 1):
-                assert owners[self._seats[seat].pages[at]] == 1, f"seat {seat} writes a shared page"
+                page = self._seats[seat].pages[at]
+                others = sum(page in self._seats[other].pages for other in also)
+                assert owners[page] == 1 + others, f"seat {seat} writes a shared page"
 
     def _write(self, held: _Held, token: int) -> None:
         size = self.capabilities.page_size or self.capabilities.max_context

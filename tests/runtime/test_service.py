@@ -37,10 +37,12 @@ def submit(number: int, wanted: int = 6) -> Submit:
     return Submit(number, prompt, SamplingParams(seed=number, max_tokens=wanted))
 
 
-def serve(executable: Any, *messages: ToEngine, turns: int = 60) -> list[FromEngine]:
+def serve(
+    executable: Any, *messages: ToEngine, turns: int = 60, reuses: bool = False
+) -> list[FromEngine]:
     """All that is said when these come at once, through the wire's encoding both ways."""
     transport = QueueTransport()
-    loop = EngineService(executable, transport, policy=Policy(reuses=False))
+    loop = EngineService(executable, transport, policy=Policy(reuses=reuses))
     frame = msgspec.msgpack.encode(messages)
     transport.inbox.extend(msgspec.msgpack.decode(frame, type=list[ToEngine]))
     for _ in range(turns):
@@ -182,3 +184,27 @@ def test_stop_leaves_the_loop() -> None:
     loop = EngineService(QueuedExecutable(), transport)
     transport.inbox.append(Stop())
     assert not loop.turn()
+
+
+def test_the_choices_of_a_prompt_compute_it_once_and_say_so() -> None:
+    executable = QueuedExecutable(page_size=4, num_pages=64, max_seats=3)
+    prompt = tuple(range(9))
+    asked = [
+        Submit(n, prompt, SamplingParams(seed=n, max_tokens=4), like=1 if n > 1 else None)
+        for n in (1, 2, 3, 4)
+    ]
+    said = serve(executable, *asked, reuses=True)
+    for each in asked:
+        alone = answer(Request(0, each.prompt, each.sampling))
+        assert tokens_of(said, each.request_id) == alone
+    started = {m.request_id: m.num_cached for m in said if isinstance(m, Started)}
+    assert started == {1: 0, 2: 9, 3: 9, 4: 8}, "the fourth has no seat, and finds its pages"
+    computed = [chunk.tokens for step in executable.given for chunk in step.prompts]
+    assert sum(map(len, computed)) == 9 + 1
+
+
+def test_many_preemptions_are_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [submit(number, 30) for number in range(1, 5)]
+    serve(QueuedExecutable(page_size=4, num_pages=12), *asked, turns=200)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "requests have been preempted for want of pages; fewer --max-seats" in line

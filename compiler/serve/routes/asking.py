@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from tilewright.compiler.serve.exchange import FRONT, HEADERS, ID, Route, json_response, read_body
+from tilewright.compiler.serve.exchange import (
+    CLIENT,
+    FRONT,
+    HEADERS,
+    ID,
+    Route,
+    json_response,
+    read_body,
+)
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.requests import ChatRequest, CompletionRequest, decode
@@ -32,6 +40,7 @@ async def _answer(
     if ignored:
         names = [key if key.isascii() and key.isprintable() else "?" for key in ignored]
         headers["x-ignored-fields"] = ", ".join(names)[:1000]
+    job.client = request[CLIENT]
     follower = Follower(job, front.client, front.metrics, request_id=request[ID])
     if job.streams:
         common = request[HEADERS]
