@@ -22,7 +22,13 @@ _Token: TypeAlias = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 _Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 _Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 _Share: TypeAlias = Annotated[float, Meta(ge=0, le=1)]
-_NO_JSON = msgspec.Raw(b"null")
+
+
+def _no_json() -> msgspec.Raw:
+    """A default that the schema of the API need not tell."""
+    return msgspec.Raw(b"null")
+
+
 _TokenIds: TypeAlias = Annotated[list[_Token], Meta(min_length=1)]
 
 
@@ -36,7 +42,7 @@ class StreamOptions(Struct, frozen=True):
 class NamedSchema(Struct, frozen=True):
     """A JSON schema as OpenAI's API wraps it; it is enforced whatever ``strict`` says."""
 
-    schema: msgspec.Raw = _NO_JSON
+    schema: msgspec.Raw = msgspec.field(default_factory=_no_json)
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -47,13 +53,13 @@ class ResponseFormat(Struct, frozen=True):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: NamedSchema | None = None
-    schema: msgspec.Raw = _NO_JSON
+    schema: msgspec.Raw = msgspec.field(default_factory=_no_json)
 
 
 class StructuredOutputs(Struct, frozen=True, forbid_unknown_fields=True):
     """vLLM's way to say what the answer is: one of these."""
 
-    json: msgspec.Raw = _NO_JSON
+    json: msgspec.Raw = msgspec.field(default_factory=_no_json)
     json_object: bool | None = None
     regex: str | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
