@@ -29,7 +29,7 @@ from tilewright.compiler.bench.selection import (
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import option, parse, real
 from tilewright.compiler.devices import describe_cpu
-from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.errors import CheckpointError, ConfigError
 
 EXIT_NOT_REPRODUCED = 1
 ACCURACY_POINTS = 0.5
@@ -163,12 +163,24 @@ def reason_to_skip(record: Result) -> str:
             return f"no {record.device} here; this is {torch.cuda.get_device_name()}"
     else:
         return f"no {record.device} here"
-    is_known = record.weights == "random" or record.model == _DEFAULT_MODEL or record.command
-    if not is_known:
-        return f"where the weights of {record.model} lie is not recorded"
+    if record.weights != "random" and not record.command:
+        if record.model != _DEFAULT_MODEL:
+            return f"where the weights of {record.model} lie is not recorded"
+        if not _has_default_model():
+            return f"the package with {record.model} is not installed"
     if not record.command and cuda_row(record) is None and record.case not in CASES:
         return f"case {record.case} was changed by options that are not recorded"
     return ""
+
+
+def _has_default_model() -> bool:
+    from tilewright.models import find_model
+
+    try:
+        find_model()
+    except CheckpointError:
+        return False
+    return True
 
 
 def _threads(record: Result) -> int:

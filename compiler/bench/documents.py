@@ -5,6 +5,7 @@ A document says by its markers which of them it wants; which rows they have is s
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -129,7 +130,7 @@ def _table(titles: Sequence[str], lines: Sequence[_Line]) -> str:
         said.append(f"{device}: {machines} ({dates}; commit {commits}).")
     if any(others):
         said.append(f"{OTHER_RUN}: not all of one run with the device's other rows.")
-    return f"{Table.of(titles, rows).markdown()}\n{' '.join(said)}\n"
+    return f"{Table.of(titles, rows).markdown()}\n{textwrap.fill(' '.join(said), 100)}\n"
 
 
 BLOCKS: Mapping[str, Callable[[Sequence[Result]], str]] = MappingProxyType(

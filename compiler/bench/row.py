@@ -134,11 +134,13 @@ def origin(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def machine_text(result: Result) -> str:
-    """The class of machine with its threads, and how many devices where there are several."""
+    """The class of machine with its threads, or with the number of devices that took part."""
     rows, columns = map(int, result.mesh.split("x"))
     count = result.dp * rows * columns
-    several = f", {count} devices" if count > 1 else ""
-    return display.cell_text(display.plain_line(f"{result.device_detail}{several}")) or "-"
+    text = result.device_detail
+    if count > 1 or result.target != "cpu":
+        text += f", {count} device{'s' if count > 1 else ''}"
+    return display.cell_text(display.plain_line(text)).removeprefix(", ") or "-"
 
 
 def accuracy_figures(accuracy: Accuracy | None) -> dict[str, Any]:

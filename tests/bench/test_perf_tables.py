@@ -101,6 +101,8 @@ def test_a_row_says_where_its_figures_come_from() -> None:
     assert row.cells["Date"] == "2026-01-02" and row.cells["Commit"] == "0123456789-dirty"
     assert row.cells["Machine"] == "a processor / 2 threads, 4 devices"
     assert row.cells["Command"] == "tilewright bench --prompt 'a/b'"
+    (row,) = rows([make(device="H200", target="cuda", device_detail="a GPU")], "performance")
+    assert row.cells["Machine"] == "a GPU, 1 device"
     (row,) = rows([make()], "performance")  # a record from before these were kept
     assert (row.cells["Commit"], row.cells["Command"]) == ("-", "-")
     assert row.cells["Speed 95 % CI"] == "" == row.cells["TTFT spread (%)"]
