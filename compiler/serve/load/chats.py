@@ -1,0 +1,67 @@
+"""Chats of several turns: how much of each prompt the server did not compute again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import statistics
+from typing import Any
+
+from tilewright.compiler.serve.load.client import CHAT, Client, Heard
+from tilewright.compiler.serve.load.figures import Figures, times
+from tilewright.compiler.serve.load.shape import Shape
+
+
+async def chats(client: Client, shape: Shape) -> list[Figures]:
+    """Each user has a chat; all begin with the same system prompt of ``long_tokens`` words.
+
+    What could be shared of a prompt is the longest beginning that an earlier prompt has too.
+    """
+    system = shape.words(random.Random(shape.seed), shape.long_tokens)
+    seen: list[list[int]] = []
+    turns: list[list[Heard]] = [[] for _ in range(shape.turns)]
+    possible, cached = 0, 0
+    histories: list[list[dict[str, Any]]] = [
+        [{"role": "system", "content": system}] for _ in range(shape.concurrency)
+    ]
+    choosers = [random.Random(shape.seed + 1 + user) for user in range(shape.concurrency)]
+    for turn in range(shape.turns):
+        for history, chooser in zip(histories, choosers, strict=True):
+            asked = shape.words(chooser, shape.input_tokens)
+            history.append({"role": "user", "content": asked})
+        prompts = await asyncio.gather(*(_tokens(client, history) for history in histories))
+        body = {"max_tokens": shape.output_tokens, "temperature": 0}
+        heard = await asyncio.gather(
+            *(client.stream(CHAT, {"messages": list(each), **body}) for each in histories)
+        )
+        if failed := [each.error for each in heard if each.error]:
+            return [{"failed": len(failed), "why": failed[0]}]
+        for history, prompt, each in zip(histories, prompts, heard, strict=True):
+            possible += max((_common(prompt, old) for old in seen), default=0)
+            cached += each.num_cached
+            seen.append(prompt)
+            history.append({"role": "assistant", "content": each.text})
+        turns[turn] = list(heard)
+    first = statistics.median(each.first for each in turns[0] if each.times)
+    later = [each.first for heard in turns[1:] for each in heard if each.times]
+    return [
+        {
+            "chats": shape.concurrency,
+            "turns": shape.turns,
+            "cached_percent_of_shareable": 100 * cached / possible if possible else 0.0,
+            "first_turn_ttft_ms_p50": 1e3 * first,
+            **times("later_ttft", later),
+            "later_of_first": statistics.median(later) / first if later else 0.0,
+            "failed": 0,
+        }
+    ]
+
+
+async def _tokens(client: Client, messages: list[dict[str, Any]]) -> list[int]:
+    found: list[int] = (await client.told("/tokenize", {"messages": messages})).get("tokens", [])
+    return found
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return len(os.path.commonprefix([one, other]))

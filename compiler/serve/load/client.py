@@ -1,0 +1,213 @@
+"""A client that asks a server for answers, streamed or whole, and notes when they come.
+
+Any server with OpenAI's API will do for streams of completions; it knows nothing of ours.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+_HEAD = b"data: "
+_DONE = b"data: [DONE]"
+_PATIENCE_SECONDS = 600.0
+
+
+@dataclass(slots=True)
+class Heard:
+    """One answer.
+
+    Attributes:
+        began: when it was asked for, by this process's clock in seconds.
+        times: seconds from there to each chunk with text.
+        count: tokens of the answer, as the server counts them.
+        num_prompt: tokens of the prompt, of which ``num_cached`` were not computed again.
+        text: all that was said.
+        error: empty where it came to its end.
+    """
+
+    began: float = 0.0
+    times: list[float] = field(default_factory=list)
+    count: int = 0
+    num_prompt: int = 0
+    num_cached: int = 0
+    text: str = ""
+    error: str = ""
+
+    @property
+    def first(self) -> float:
+        """Time to the first chunk (TTFT)."""
+        return self.times[0]
+
+    @property
+    def per_token(self) -> float:
+        """Mean time of a token behind the first (TPOT)."""
+        return (self.times[-1] - self.times[0]) / max(1, self.count - 1)
+
+    def gaps(self) -> list[float]:
+        """Between chunks (ITL), each divided by the mean tokens of a chunk."""
+        share = max(1.0, (self.count - 1) / max(1, len(self.times) - 1))
+        ends = zip(self.times, self.times[1:], strict=False)
+        return [(after - before) / share for before, after in ends]
+
+    def take_usage(self, usage: dict[str, Any]) -> None:
+        """Keep a server's counts of tokens."""
+        self.count, self.num_prompt = usage["completion_tokens"], usage["prompt_tokens"]
+        self.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+class Client:
+    """Asks one server."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
+        self._session, self.url, self._model = session, url, model
+
+    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+        """An answer as it comes. The connection is closed after ``most`` chunks with text."""
+        asked = {"stream": True, "stream_options": {"include_usage": True}}
+        heard = Heard(began=time.perf_counter())
+        try:
+            async with self._post(path, {**body, **asked}) as answer:
+                if answer.status != 200:
+                    heard.error = f"status {answer.status}: {(await answer.text())[:200]}"
+                    return heard
+                has_ended = False
+                async for line in answer.content:
+                    if line.startswith(_DONE):
+                        has_ended = True
+                    elif line.startswith(_HEAD):
+                        _take(heard, line)
+                    if most is not None and len(heard.times) >= most:
+                        return heard
+                is_whole = has_ended and (heard.times or heard.count)
+                heard.error = heard.error or ("" if is_whole else "no whole answer")
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            heard.error = str(error) or type(error).__name__
+        return heard
+
+    async def whole(self, path: str, body: dict[str, Any]) -> Heard:
+        """An answer in one piece; its only time is that of its end."""
+        heard = Heard(began=time.perf_counter())
+        try:
+            async with self._post(path, body) as answer:
+                told = msgspec.json.decode(await answer.read())
+                if answer.status != 200:
+                    heard.error = f"status {answer.status}: {str(told)[:200]}"
+                    return heard
+                choice = told["choices"][0]
+                heard.text = choice["text"] if "text" in choice else choice["message"]["content"]
+                heard.take_usage(told["usage"])
+                heard.times.append(time.perf_counter() - heard.began)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            heard.error = str(error) or type(error).__name__
+        return heard
+
+    async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """What the server answers in JSON: to ``body``, posted, or to the path alone."""
+        asked = self._session.get(self.url + path) if body is None else self._post(path, body)
+        async with asked as answer:
+            return msgspec.json.decode(await answer.read())
+
+    async def status(self, path: str, data: bytes) -> int:
+        """Of an answer to bytes that need not be JSON."""
+        headers = {"content-type": "application/json"}
+        async with self._session.post(self.url + path, data=data, headers=headers) as answer:
+            await answer.read()
+            return answer.status
+
+    async def metrics(self) -> dict[str, float]:
+        """The server's figures by name, the prefix left out; over all labels but ``part``,
+        ``kind`` and ``code``, which stay behind the name.
+        """
+        async with self._session.get(f"{self.url}/metrics") as answer:
+            return read_metrics(await answer.text())
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        return self._session.post(self.url + path, json={"model": self._model, **body})
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Prometheus' text as :meth:`Client.metrics` returns it; buckets are left out."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line.startswith("#") or "_bucket{" in line or " " not in line:
+            continue
+        spelt, _, value = line.rpartition(" ")
+        name, _, labels = spelt.partition("{")
+        name = name.partition(":")[2] or name
+        for label in labels.rstrip("}").split(","):
+            key, _, said = label.partition("=")
+            if key in ("part", "kind", "code"):
+                name += f"[{said.strip(chr(34))}]"
+        found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def _take(heard: Heard, line: bytes) -> None:
+    event = msgspec.json.decode(line.removeprefix(_HEAD))
+    if "error" in event:
+        heard.error = str(event["error"])
+        return
+    texts = [choice.get("text") or _said(choice) for choice in event["choices"]]
+    if any(texts):
+        heard.times.append(time.perf_counter() - heard.began)
+        heard.text += "".join(texts)
+    if event.get("usage"):
+        heard.take_usage(event["usage"])
+
+
+def _said(choice: dict[str, Any]) -> str:
+    delta = choice.get("delta") or {}
+    return str(delta.get("content") or delta.get("reasoning_content") or "")
+
+
+@asynccontextmanager
+async def connected(url: str, model: str) -> AsyncIterator[Client]:
+    """A client of the server at ``url``, which asks for ``model``."""
+    timeout = aiohttp.ClientTimeout(total=_PATIENCE_SECONDS)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        yield Client(session, url.rstrip("/"), model)
+
+
+async def at_most(
+    limit: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
+) -> tuple[list[Heard], float]:
+    """Closed loop: what the jobs return, ``limit`` under way at a time, and the seconds it took."""
+    gate = asyncio.Semaphore(limit)
+
+    async def run(job: Callable[[], Awaitable[Heard]]) -> Heard:
+        async with gate:
+            return await job()
+
+    began = time.perf_counter()
+    found = await asyncio.gather(*(run(job) for job in jobs))
+    return list(found), time.perf_counter() - began
+
+
+async def arriving(
+    rate: float, seed: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
+) -> tuple[list[Heard], float]:
+    """Open loop: as :func:`at_most`, but ``rate`` begin a second, as Poisson's do."""
+    chooser, at = random.Random(seed), 0.0
+
+    async def run(job: Callable[[], Awaitable[Heard]], after: float) -> Heard:
+        await asyncio.sleep(after)
+        return await job()
+
+    began, waiting = time.perf_counter(), []
+    for job in jobs:
+        at += chooser.expovariate(rate)
+        waiting.append(run(job, at))
+    found = await asyncio.gather(*waiting)
+    return list(found), time.perf_counter() - began

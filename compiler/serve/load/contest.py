@@ -1,0 +1,67 @@
+"""The load of an inference contest: seven levels of users, the same prompts at each, weighted."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+from tilewright.compiler.serve.load.client import CHAT, Client, at_most
+from tilewright.compiler.serve.load.figures import Figures
+from tilewright.compiler.serve.load.shape import Shape
+
+LEVELS = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
+"""Users at a time, and the weight of that level's rate in the score."""
+_NUM_TASKS, _NUM_PROMPTS, _MEAN_LENGTH = 64, 62, 320.0
+_SUMS = ("What is 17 + 25? Answer with the number.", "What is 8 * 12? Answer with the number.")
+
+
+async def contest(client: Client, shape: Shape) -> list[Figures]:
+    """Two warm-up requests, then 64 unstreamed chats a level behind a semaphore of its width.
+
+    Prompts are ``input_tokens`` words, answers up to ``output_tokens`` long. Where weights are
+    random no answer ends by itself: lengths are drawn, exponential with a mean of 320.
+    """
+    chooser = random.Random(shape.seed)
+    prompts = [shape.words(chooser, shape.input_tokens) for _ in range(_NUM_PROMPTS)]
+    models = await client.told("/v1/models")
+    is_random = models["data"][0].get("meta", {}).get("weights") == "random"
+    rows: list[Figures] = []
+    for level in LEVELS:
+        jobs = [
+            partial(client.whole, CHAT, _body(shape, text, 1.0, chooser, is_random))
+            for text in prompts
+        ]
+        for text in _SUMS:
+            job = partial(client.whole, CHAT, _body(shape, text, 0.0, chooser, is_random))
+            jobs.insert(chooser.randrange(len(jobs) + 1), job)
+        assert len(jobs) == _NUM_TASKS
+        await at_most(1, jobs[:2])
+        heard, seconds = await at_most(level, jobs)
+        good = [each for each in heard if not each.error]
+        total = sum(each.num_prompt + each.count for each in good)
+        rows.append(
+            {
+                "users": level,
+                "weight": LEVELS[level],
+                "tokens_per_second": total / seconds,
+                "output_tokens_per_second": sum(each.count for each in good) / seconds,
+                "failed": len(heard) - len(good),
+            }
+        )
+    score = sum(float(row["weight"]) * float(row["tokens_per_second"]) for row in rows)
+    return [*rows, {"weighted_sum": score, "lengths": "drawn" if is_random else "the model's"}]
+
+
+def _body(
+    shape: Shape, text: str, temperature: float, chooser: random.Random, is_random: bool
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": shape.output_tokens,
+        "temperature": temperature,
+    }
+    if is_random:
+        drawn = int(chooser.expovariate(1 / _MEAN_LENGTH)) + 1
+        body |= {"max_tokens": min(shape.output_tokens, drawn), "ignore_eos": True}
+    return body

@@ -1,0 +1,47 @@
+"""What was heard, as figures: rates, and quantiles of the times that a reader feels."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.serve.load.client import Heard
+
+Figures = dict[str, float | str]
+
+
+def summary(heard: Sequence[Heard], seconds: float) -> Figures:
+    """Of answers that took ``seconds`` together; definitions as in vLLM's benchmark.
+
+    Raises:
+        TilewrightError: where every request failed.
+    """
+    good = [each for each in heard if not each.error]
+    if not good:
+        why = heard[0].error if heard else "there was none"
+        raise TilewrightError(f"every request failed ({why})")
+    count = sum(each.count for each in good)
+    spoke = [each for each in good if each.times]
+    return {
+        "failed": len(heard) - len(good),
+        "seconds": seconds,
+        "requests_per_second": len(good) / seconds,
+        "output_tokens_per_second": count / seconds,
+        "chunks_per_second": sum(len(each.times) for each in good) / seconds,
+        "output_tokens": count,
+        **times("ttft", [each.first for each in spoke]),
+        **times("itl", [gap for each in spoke for gap in each.gaps()]),
+        **times("tpot", [each.per_token for each in spoke]),
+    }
+
+
+def times(name: str, seconds: Sequence[float]) -> Figures:
+    """Median and 99th percentile, in milliseconds; nothing of none."""
+    if not seconds:
+        return {}
+    return {
+        f"{name}_ms_p50": 1e3 * statistics.median(seconds),
+        f"{name}_ms_p99": 1e3 * sorted(seconds)[math.ceil(0.99 * len(seconds)) - 1],
+    }

@@ -1,0 +1,97 @@
+"""Everything that clients do, for long: whole, streamed, cancelled and malformed requests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+
+from tilewright.compiler.serve.load.client import COMPLETIONS, Client, Heard, at_most
+from tilewright.compiler.serve.load.figures import Figures
+from tilewright.compiler.serve.load.shape import Shape
+
+_CANCELLED, _MALFORMED = 0.2, 0.05
+_MALFORMED_BODIES = (
+    b"",
+    b"{",
+    b"[]",
+    b"\xff\xfe",
+    b'{"prompt": "a", "max_tokens": -1}',
+    b'{"prompt": [99999999]}',
+    b'{"prompt": 5}',
+    b'{"messages": []}',
+)
+
+
+async def soak(client: Client, shape: Shape) -> list[Figures]:
+    """A tenth of the requests first, then the rest: nothing may be left over, and memory must not
+    have grown by more than its noise meanwhile.
+    """
+    tenth = max(1, shape.requests // 10)
+    first = await _stretch(client, shape, 0, tenth)
+    before = await _left(client)
+    rest = await _stretch(client, shape, tenth, shape.requests)
+    after = await _left(client)
+    grown = {f"{name}_growth": after[name] - before[name] for name in before}
+    return [{**rest, "failed": float(first["failed"]) + float(rest["failed"]), **after, **grown}]
+
+
+async def _stretch(client: Client, shape: Shape, begin: int, end: int) -> Figures:
+    refused = 0
+
+    async def malformed(number: int) -> Heard:
+        nonlocal refused
+        body = _MALFORMED_BODIES[number % len(_MALFORMED_BODIES)]
+        status = await client.status(COMPLETIONS, body)
+        refused += status == 400
+        return Heard(error="" if status == 400 else f"status {status} for {body!r}")
+
+    jobs: list[Callable[[], Awaitable[Heard]]] = []
+    num_cancelled = 0
+    for number in range(begin, end):
+        chooser = random.Random(shape.seed + number)
+        kind = chooser.random()
+        if kind < _MALFORMED:
+            jobs.append(partial(malformed, number))
+            continue
+        body = shape.body(
+            chooser,
+            num_input=chooser.randint(1, shape.input_tokens),
+            num_output=chooser.randint(1, shape.output_tokens),
+        )
+        if kind < _MALFORMED + _CANCELLED:
+            num_cancelled += 1
+            jobs.append(partial(client.stream, COMPLETIONS, body, 1))
+        elif kind < 0.6:
+            jobs.append(partial(client.stream, COMPLETIONS, body))
+        else:
+            jobs.append(partial(client.whole, COMPLETIONS, body))
+    heard, seconds = await at_most(shape.concurrency, jobs)
+    failed = [each.error for each in heard if each.error]
+    return {
+        "requests": len(jobs),
+        "cancelled": num_cancelled,
+        "malformed_refused": refused,
+        "seconds": seconds,
+        "requests_per_second": len(jobs) / seconds,
+        "failed": len(failed),
+        **({"why": failed[0]} if failed else {}),
+    }
+
+
+async def _left(client: Client) -> dict[str, float]:
+    """What the server holds when nobody asks: requests, pages, and its processes' memory."""
+    found = await client.metrics()
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    held = {name: found[name] for name in names if name in found}
+    pids = [int(found[name]) for name in ("front_pid", "engine_pid") if name in found]
+    for pid, name in zip(pids, ("front", "engine"), strict=False):
+        folder = Path(f"/proc/{pid}")
+        if not folder.is_dir():
+            continue  # a server of another machine
+        status = (folder / "status").read_text()
+        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
+        held[f"{name}_rss_mb"] = int(line.split()[1]) / 1024
+        held[f"{name}_descriptors"] = len(list((folder / "fd").iterdir()))
+    return held
