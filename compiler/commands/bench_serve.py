@@ -28,9 +28,7 @@ class _Options:
     input_tokens: int = option("of each prompt", default=128, type=integer(1, 1 << 20))
     output_tokens: int = option("of each answer", default=128, type=integer(1, 1 << 20))
     long_tokens: int = option(
-        "of the intruder's prompt, or of chats' system prompt",
-        default=1024,
-        type=integer(1, 1 << 20),
+        "of an intruder's, or of chats' system prompt", default=1024, type=integer(1, 1 << 20)
     )
     turns: int = option("of each chat", default=8, type=integer(1, 1000))
     warm_up: int = option("requests before, not counted", default=2, type=integer(0, 1000))
@@ -64,7 +62,7 @@ def main(argv: list[str]) -> int:
             for name, value in row.items():
                 print(f"{name:<30} {value if isinstance(value, str) else f'{value:.6g}'}")
             print()
-    return int(any(row.get("failed") or row.get("answers_that_differ") for row in rows))
+    return int(any(row.get("failed") for row in rows))
 
 
 async def _run(options: _Options) -> list[Figures]:

@@ -233,6 +233,11 @@ class EngineClient:
             self._child.close()
         self.start()
 
+    @property
+    def pid(self) -> int:
+        """Of the engine's process; 0 where there is none."""
+        return self._child.pid if self._child is not None else 0
+
     def _end(self, said: str) -> None:
         """There is no engine any more, and there will be none; ``said`` begins with the code."""
         self.state = DOWN

@@ -71,7 +71,6 @@ class Front:
         self.coder: TextCoder | None = None
         self.template = TemplateFacts()
         self.trials: GrammarTrials | None = None
-        self.metrics = Metrics(settings.metrics_prefix, "")
         self.fingerprint = ""
         self.defaults = dict(settings.defaults)
         self._load_coder = load_coder
@@ -80,6 +79,10 @@ class Front:
         self.client = EngineClient(
             command, self._take_ready, limits=limits, hung_seconds=settings.hung_seconds
         )
+        self.metrics = self._metrics("")
+
+    def _metrics(self, model: str) -> Metrics:
+        return Metrics(self.settings.metrics_prefix, model, lambda: self.client.pid)
 
     async def close(self) -> None:
         """End the engine; texts that are still being made are left."""
@@ -93,7 +96,7 @@ class Front:
             forced = self.settings.tool_format
             self.template = await self.in_thread(read_template, coder, forced)
             self.coder = coder
-            self.metrics = Metrics(self.settings.metrics_prefix, self.names(ready)[0])
+            self.metrics = self._metrics(self.names(ready)[0])
             ends = self.coder.eos_ids
             self.trials = GrammarTrials(grammars_of(folder / TOKENIZER, ends, ready.vocab_size))
         self.defaults = {**self.settings.defaults, **json.loads(ready.facts.get("sampling", "{}"))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import (
@@ -10,6 +10,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -37,11 +38,15 @@ OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """Counters, gauges and histograms of one front."""
+    """Counters, gauges and histograms of one front, and what both processes hold of memory and
+    files (``process_...`` and ``engine_process_...``).
+    """
 
-    def __init__(self, prefix: str, model: str) -> None:
+    def __init__(self, prefix: str, model: str, engine_pid: Callable[[], int]) -> None:
         disable_created_metrics()
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        ProcessCollector("engine", engine_pid, registry=self.registry)
         self._prefix, self._labels = prefix, {"model_name": model, "engine": "0"}
         self.running = self._gauge("num_requests_running", "requests that have a seat")
         self.waiting = self._gauge("num_requests_waiting", "requests in the queue")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
 from typing import Any
@@ -64,4 +63,5 @@ async def _tokens(client: Client, messages: list[dict[str, Any]]) -> list[int]:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    return len(os.path.commonprefix([one, other]))
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

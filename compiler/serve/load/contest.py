@@ -28,13 +28,11 @@ async def contest(client: Client, shape: Shape) -> list[Figures]:
     is_random = models["data"][0].get("meta", {}).get("weights") == "random"
     rows: list[Figures] = []
     for level in LEVELS:
-        jobs = [
-            partial(client.whole, CHAT, _body(shape, text, 1.0, chooser, is_random))
-            for text in prompts
-        ]
+        bodies = [_body(shape, text, 1.0, chooser, is_random) for text in prompts]
         for text in _SUMS:
-            job = partial(client.whole, CHAT, _body(shape, text, 0.0, chooser, is_random))
-            jobs.insert(chooser.randrange(len(jobs) + 1), job)
+            body = _body(shape, text, 0.0, chooser, is_random)
+            bodies.insert(chooser.randrange(len(bodies) + 1), body)
+        jobs = [partial(client.whole, CHAT, body) for body in bodies]
         assert len(jobs) == _NUM_TASKS
         await at_most(1, jobs[:2])
         heard, seconds = await at_most(level, jobs)

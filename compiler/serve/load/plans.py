@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 from tilewright.compiler.serve.load.chats import chats
 from tilewright.compiler.serve.load.client import (
@@ -54,7 +55,7 @@ async def intruder(client: Client, shape: Shape) -> list[Figures]:
     before, beside = 0.0, 0.0
     for each in heard:
         at = [each.began + time for time in each.times]
-        for one, other in zip(at, at[1:], strict=False):
+        for one, other in pairwise(at):
             if one < end and other > start:
                 beside = max(beside, other - one)
             elif other <= start:
@@ -77,10 +78,8 @@ async def overhead(client: Client, shape: Shape) -> list[Figures]:
     for users in sorted({1, shape.concurrency}):
         before = await client.metrics()
         chooser = random.Random(shape.seed)
-        jobs = [
-            partial(client.stream, COMPLETIONS, shape.body(chooser))
-            for _ in range(max(2 * users, 4))
-        ]
+        bodies = [shape.body(chooser) for _ in range(max(2 * users, 4))]
+        jobs = [partial(client.stream, COMPLETIONS, body) for body in bodies]
         heard, seconds = await at_most(users, jobs)
         after = await client.metrics()
         rows.append({"users": users, **summary(heard, seconds), **_host(before, after, seconds)})

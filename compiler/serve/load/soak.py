@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Awaitable, Callable
 from functools import partial
-from pathlib import Path
 
 from tilewright.compiler.serve.load.client import COMPLETIONS, Client, Heard, at_most
 from tilewright.compiler.serve.load.figures import Figures
@@ -85,13 +84,8 @@ async def _left(client: Client) -> dict[str, float]:
     found = await client.metrics()
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     held = {name: found[name] for name in names if name in found}
-    pids = [int(found[name]) for name in ("front_pid", "engine_pid") if name in found]
-    for pid, name in zip(pids, ("front", "engine"), strict=False):
-        folder = Path(f"/proc/{pid}")
-        if not folder.is_dir():
-            continue  # a server of another machine
-        status = (folder / "status").read_text()
-        (line,) = (line for line in status.splitlines() if line.startswith("VmRSS"))
-        held[f"{name}_rss_mb"] = int(line.split()[1]) / 1024
-        held[f"{name}_descriptors"] = len(list((folder / "fd").iterdir()))
+    for process in ("process", "engine_process"):
+        if f"{process}_open_fds" in found:
+            held[f"{process}_mb"] = found[f"{process}_resident_memory_bytes"] / 1e6
+            held[f"{process}_descriptors"] = found[f"{process}_open_fds"]
     return held
