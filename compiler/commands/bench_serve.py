@@ -32,6 +32,7 @@ class _Options:
     )
     turns: int = option("of each chat", default=8, type=integer(1, 1000))
     warm_up: int = option("requests before, not counted", default=2, type=integer(0, 1000))
+    wait: float = option("seconds for a server that loads", default=600.0, type=real(0, 1e6))
     rounds: int = option("times that the plan is run", default=1, type=integer(1, 1000))
     seed: int = option("of prompts and arrivals", default=0, type=integer(0, 1 << 31))
     vocabulary: int = option("ids of prompts are below", default=256, type=integer(2, 1 << 31))
@@ -74,6 +75,7 @@ async def _run(options: _Options) -> list[Figures]:
     given = {name: value for name, value in asdict(options).items() if name in known}
     rows: list[Figures] = []
     async with connected(options.url, options.model) as client:
+        await client.wait_until_ready(options.wait)
         if options.warm_up:
             warm = {**given, "requests": options.warm_up, "seed": options.seed + 1, "rate": 0.0}
             await streams(client, Shape(**warm))

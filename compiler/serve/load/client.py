@@ -125,6 +125,20 @@ class Client:
             await answer.read()
             return answer.status
 
+    async def wait_until_ready(self, seconds: float) -> None:
+        """Wait while the server loads; one that is not there, or has no ``/health``, is left to
+        what is asked of it.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                async with self._session.get(f"{self.url}/health") as answer:
+                    if answer.status != 503:
+                        return
+            except aiohttp.ClientError:
+                return
+            await asyncio.sleep(0.1)
+
     async def metrics(self) -> dict[str, float]:
         """The server's figures by name, the prefix left out; over all labels but ``part``,
         ``kind`` and ``code``, which stay behind the name.
