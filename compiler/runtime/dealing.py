@@ -8,6 +8,9 @@ from tilewright.compiler.runtime.cost import StepCost
 from tilewright.compiler.runtime.running import Policy, Running
 from tilewright.compiler.targets.base import Capabilities
 
+_MAX_ECHOED = 512
+"""Tokens of a piece whose rows of logits are all wanted: they go to the host, 64 MB of 32k each."""
+
 
 class PromptDealer:
     """Deals the prompt tokens of a step to the oldest prompt and to the one with least left, in
@@ -40,6 +43,8 @@ class PromptDealer:
 
     def _piece(self, running: Running, budget: int) -> int:
         """Tokens of the next piece: all that is left, or whole pages of it."""
+        if running.request.sampling.prompt_logprobs is not None:
+            budget = min(budget, _MAX_ECHOED)
         if running.left <= budget:
             return running.left
         grain = max(self._limits.page_size, 1)

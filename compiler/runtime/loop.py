@@ -239,8 +239,10 @@ class EngineLoop:
 
     def _choose(self, launched: _Launched) -> None:
         """Choose the tokens of a masked step; a request whose answer has no next one ends."""
-        allowed = {}
-        for mask in self.masks.take():
+        allowed, began = {}, time.perf_counter()
+        masks = self.masks.take()
+        self.tallies.add(HOST, time.perf_counter() - began, "masks")
+        for mask in masks:
             if mask.allowed.any():
                 allowed[mask.seat] = mask.allowed
             elif mask.request.matcher is not None and mask.request.matcher.is_finished:
@@ -252,13 +254,16 @@ class EngineLoop:
     def _read(self, launched: _Launched) -> list[Request]:
         served: list[Request] = []
         plan, parts = launched.plan, launched.output.parts
-        handling = 0.0
+        handling, echoes = 0.0, iter(plan.echoes)
         for part in parts:
             try:
                 chosen = part.read()
             except Exception as error:
                 raise LostDeviceError(one_line(error)) from error
             now = time.perf_counter()
+            if chosen.echo is not None:
+                request, start = next(echoes)
+                request.prompt_logprobs[start:] = chosen.echo
             self._take(plan.rows, part.seats, chosen, now, served)
             handling += time.perf_counter() - now
         self._count(launched, handling)

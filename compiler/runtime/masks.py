@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -31,14 +30,9 @@ class Mask:
 
 
 class Masks:
-    """Matchers and masks of a loop's requests; its threads are started with the first grammar.
-
-    Attributes:
-        seconds: that the loop has waited for masks. num_waits: how often.
-    """
+    """Matchers and masks of a loop's requests; its threads are started with the first grammar."""
 
     def __init__(self, grammars: Grammars | None) -> None:
-        self.seconds, self.num_waits = 0.0, 0
         self._grammars = grammars
         self._compilers: ThreadPoolExecutor | None = None
         self._makers: ThreadPoolExecutor | None = None
@@ -106,14 +100,8 @@ class Masks:
 
     def take(self) -> list[Mask]:
         """The masks that were begun; waits for them."""
-        if not self._jobs:
-            return []
-        began = time.perf_counter()
         jobs, self._jobs = self._jobs, []
-        found = [mask for job in jobs for mask in job.result()]
-        self.seconds += time.perf_counter() - began
-        self.num_waits += 1
-        return found
+        return [mask for job in jobs for mask in job.result()]
 
     def close(self) -> None:
         """End the threads."""

@@ -101,15 +101,19 @@ class Grammars:
             RequestError: with the library's words.
         """
         tried = self._compiled(spec).deep_copy()
+        is_empty = True
         for _ in range(_NUM_TRIED):
             bits = tried.compute_bitmask()
             _refuse_error(tried)
             if tried.is_stopped():
-                return
+                break
             if not any(bits):
                 raise RequestError(f"{spec.kind}: no text obeys it; allowed: one that can be met")
             tried.consume_token(_last(bits))
             _refuse_error(tried)
+            is_empty = False
+        if is_empty:
+            raise RequestError(f"{spec.kind}: only an answer without text obeys it; allowed: some")
 
     def matcher(self, spec: GrammarSpec, end_tokens: Sequence[int]) -> Matcher:
         """Where an answer stands that has no token yet; ``end_tokens``: what may end it.

@@ -83,11 +83,14 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """The next tokens of an answer, and their log probabilities where they were asked for."""
+    """The next tokens of an answer, and their log probabilities where they were asked for;
+    ``echo``, with the first of them: those of the prompt's tokens behind its first.
+    """
 
     request_id: int
     tokens: tuple[int, ...]
     logprobs: tuple[LogProbs, ...] = ()
+    echo: tuple[LogProbs, ...] = ()
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

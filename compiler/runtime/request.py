@@ -24,13 +24,15 @@ class Request:
     Attributes:
         priority: lower ones come first.
         client: whose it is; within a priority, clients take turns.
-        is_private: whether what is computed for its prompt is shared with nobody.
+        is_private: whether what is computed for its prompt is shared with nobody, as where the
+            log probabilities of all its tokens are wanted.
         grammar: what its answer must be; None: any text. matcher: where the answer stands in it.
         cache_salt: what is computed for its prompt is shared with those of the same salt alone.
         like: the first of several choices for the same prompt, of which this is another; what that
             has computed is copied. It is added before this one.
         output: the tokens chosen so far, an end token included.
         logprobs: of each of them, where ``sampling`` asks for it.
+        prompt_logprobs: of the prompt's tokens behind the first, as far as they have been read.
         finish_reason: None while it runs; then ``stop``, ``length``, ``cancelled`` or ``error``.
         error, error_code: why it ended with ``error``, for people and for programs.
         num_cached: tokens of its prompt that did not have to be computed.
@@ -52,6 +54,7 @@ class Request:
     like: Request | None = None
     output: list[int] = field(default_factory=list)
     logprobs: list[LogProbs] = field(default_factory=list)
+    prompt_logprobs: list[LogProbs] = field(default_factory=list)
     finish_reason: str | None = None
     error: str = ""
     error_code: str = "engine_error"
@@ -62,6 +65,10 @@ class Request:
     num_preemptions: int = 0
     order: int = 0
     choices: list[Request] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.sampling.prompt_logprobs is not None:
+            self.is_private, self.like = True, None
 
     @property
     def num_tokens(self) -> int:

@@ -74,9 +74,11 @@ class Running:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A step and what becomes of its tokens: ``rows`` names who gets the token of a seat; rows
-    that only replay known tokens are not there.
+    that only replay known tokens are not there. ``echoes``: whose chunks echo, in
+    their order, and where each begins.
     """
 
     step: Step
     rows: Mapping[Seat, Running]
     num_prompt_tokens: int
+    echoes: tuple[tuple[Request, int], ...] = ()

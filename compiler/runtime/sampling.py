@@ -20,7 +20,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 filter nothing;
     ``end_tokens`` end the request, and the end token itself is part of its output; ``logprobs``
-    asks for the log probability of each token, and of so many of the likeliest. The other fields
+    asks for the log probability of each token, and of so many of the likeliest;
+    ``prompt_logprobs`` for those of the prompt's tokens behind the first. The other fields
     are those of :class:`tilewright.compiler.targets.step.Choosing`.
 
     Raises:
@@ -40,6 +41,7 @@ class SamplingParams:
     min_tokens: int = 0
     end_tokens: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, 0.0, 100.0)
@@ -60,8 +62,10 @@ class SamplingParams:
             raise RequestError(f"min_tokens {self.min_tokens}; allowed: 0 to {self.max_tokens}")
         if not -_MAX_SEED <= self.seed < _MAX_SEED:
             raise RequestError(f"seed {self.seed}; allowed: 64-bit integers")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            raise RequestError(f"logprobs {self.logprobs}; allowed: 0 to {MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not 0 <= count <= MAX_LOGPROBS:
+                raise RequestError(f"{name} {count}; allowed: 0 to {MAX_LOGPROBS}")
         if len(self.logit_bias) > MAX_BIASED:
             raise RequestError(f"{len(self.logit_bias)} biases; allowed: up to {MAX_BIASED}")
         for token, bias in self.logit_bias:

@@ -7,7 +7,7 @@ have been read; only ends by an end token are learnt late, and their rows in fli
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.cost import StepCost
@@ -139,15 +139,17 @@ class Scheduler:
                 if chunk.chooses:
                     running.asked += 1
                     rows |= {chunk.seat: running, **follower}
+        echoes = tuple([(one.request, chunk.start) for one, _, chunk in chunks if chunk.echoes])
+        asking = [request for request, _ in echoes]
         step = Step(
             decode=self._decode,
             prompts=tuple(chunk for _, _, chunk in chunks),
             edits=self._take_edits(),
             forced=forced,
             masked=_any_masked(rows) if chunks else self._masked,
-            logprobs=_most_logprobs(rows) if chunks else self._logprobs,
+            logprobs=_most_logprobs(rows, asking) if chunks else self._logprobs,
         )
-        return Plan(step, rows, sum(len(chunk.tokens) for _, _, chunk in chunks))
+        return Plan(step, rows, sum(len(chunk.tokens) for _, _, chunk in chunks), echoes)
 
     def _advance(self, decoding: list[Running]) -> tuple[dict[Seat, int], dict[Seat, Running]]:
         """Those who decode read a token each: what is forced on whom, and who gets one."""
@@ -340,12 +342,15 @@ class Scheduler:
         self.seating.note(running)
         chooses = not running.left and not request.output
         followers = self._followers(running) if chooses and request.choices else {}
+        echoes = request.sampling.prompt_logprobs is not None and not request.output
         chunk = Chunk(
             running.seat,
             start,
             request.prompt[start : running.computed],
             chooses=chooses,
             saves=self.seating.saves(running, start, running.computed),
+            echoes=echoes,
+            next_token=request.prompt[running.computed] if echoes and running.left else None,
             also=tuple(followers),
         )
         return running, followers, chunk
@@ -378,7 +383,8 @@ def _any_masked(rows: Mapping[Seat, Running]) -> bool:
     return any(each.request.matcher is not None for each in rows.values())
 
 
-def _most_logprobs(rows: Mapping[Seat, Running]) -> int | None:
-    """The most that any of those who get a token asks for."""
+def _most_logprobs(rows: Mapping[Seat, Running], echoes: Sequence[Request] = ()) -> int | None:
+    """The most that any of those who get a token asks for, or whose prompts echo."""
     asks = [each.request.sampling.logprobs for each in rows.values()]
+    asks += [each.sampling.prompt_logprobs for each in echoes]
     return max((count for count in asks if count is not None), default=None)

@@ -199,7 +199,8 @@ class EngineService:
         fresh = tuple(request.output[live.num_said :])
         if fresh:
             found = tuple(request.logprobs[live.num_said :])
-            said.append(Tokens(request.request_id, fresh, found))
+            echo = () if live.num_said else tuple(request.prompt_logprobs)
+            said.append(Tokens(request.request_id, fresh, found, echo))
             live.num_said += len(fresh)
 
     def _say_end(self, live: _Live, said: list[FromEngine]) -> None:

@@ -18,10 +18,12 @@ STOP, LENGTH, TOOL_CALLS = "stop", "length", "tool_calls"
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A token of the answer and what it scored; ``offset``: characters of text before it."""
+    """A token and what it scored, None for the first of a prompt; ``offset``: characters of the
+    answer before it, negative in the prompt.
+    """
 
     token: int
-    scores: LogProbs
+    scores: LogProbs | None
     offset: int
 
 
@@ -33,6 +35,7 @@ class Choice:
         tokens: those that count: all up to the one that completed a stop string.
         finish_reason: ``stop``, ``length`` or ``tool_calls`` once it has ended.
         stop_reason: the stop string or the stop id that ended it.
+        prompt: where the prompt's tokens are scored too, these: they come before the answer's.
         reader: finds calls in what is said; None where there are no tools.
     """
 
@@ -42,6 +45,7 @@ class Choice:
     splitter: ReasoningSplitter
     reader: CallReader | None = None
     keeps_end: bool = False
+    prompt: Sequence[int] = ()
     tokens: list[int] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)
     reasoning: str = ""
@@ -70,13 +74,15 @@ class Choice:
     def push(self, message: Tokens) -> Piece:
         """What is certain now; sets ``finish_reason`` where a stop string or a call ends it."""
         found = [Piece()]
+        if self.prompt and not self.tokens:
+            self.scored += self._score_prompt(message.echo)
         for at, token in enumerate(message.tokens):
             if self.finish_reason is not None:
                 break
             self.tokens.append(token)
             is_end = token in self.sampling.end_tokens
             text = "" if is_end and not self.keeps_end else self._decoder.push(token)
-            if message.logprobs and not is_end:
+            if message.logprobs and (self.prompt or not is_end):
                 self.scored.append(Scored(token, message.logprobs[at], self._num_characters))
             self._num_characters += len(text)
             found.append(self._split(self.matcher.push(text)))
@@ -97,6 +103,15 @@ class Choice:
         piece = self._split(last + self.matcher.flush())
         self.stop_reason = self.matcher.found or self.stop_reason
         return self._kept([piece, self._finish(STOP if self.matcher.found is not None else reason)])
+
+    def _score_prompt(self, echo: Sequence[LogProbs]) -> list[Scored]:
+        decoder = self.coder.stream(skip_special=False)
+        lengths = [len(decoder.push(token)) for token in self.prompt]
+        offset, found = -sum(lengths) - len(decoder.flush()), []
+        for token, length, scores in zip(self.prompt, lengths, (None, *echo), strict=True):
+            found.append(Scored(token, scores, offset))
+            offset += length
+        return found
 
     def _split(self, text: str) -> Piece:
         piece = self.splitter.push(text)
@@ -154,6 +169,7 @@ def chat_logprobs(coder: TextCoder, scored: Sequence[Scored], num_top: int) -> d
 
     content = []
     for each in scored:
+        assert each.scores is not None, "chats have no echo"
         top = [entry(token, value) for token, value in each.scores.top[:num_top]]
         content.append({**entry(each.token, each.scores.chosen), "top_logprobs": top})
     return {"content": content, "refusal": None}
@@ -162,16 +178,19 @@ def chat_logprobs(coder: TextCoder, scored: Sequence[Scored], num_top: int) -> d
 def legacy_logprobs(
     coder: TextCoder, scored: Sequence[Scored], num_top: int, *, offset: int
 ) -> dict[str, object]:
-    """The form of completions: lists beside each other. ``offset``: characters of an echo."""
+    """The form of completions: lists beside each other, null for the first token of a prompt.
+
+    ``offset``: characters of an echo.
+    """
+
+    def best(scores: LogProbs) -> dict[str, float]:
+        top = reversed(scores.top[:num_top])
+        return {_named(coder, token): _floored(value) for token, value in top}
+
+    scores = [each.scores for each in scored]
     return {
         "tokens": [_named(coder, each.token) for each in scored],
-        "token_logprobs": [_floored(each.scores.chosen) for each in scored],
-        "top_logprobs": [
-            {
-                _named(coder, token): _floored(value)
-                for token, value in reversed(each.scores.top[:num_top])
-            }
-            for each in scored
-        ],
-        "text_offset": [offset + each.offset for each in scored],
+        "token_logprobs": [None if each is None else _floored(each.chosen) for each in scores],
+        "top_logprobs": [None if each is None else best(each) for each in scores],
+        "text_offset": [max(0, offset + each.offset) for each in scored],
     }

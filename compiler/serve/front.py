@@ -219,8 +219,6 @@ class Front:
         self.check_model(request, ready)
         if request.suffix:
             raise unsupported("suffix", "text is only continued at its end")
-        if request.echo and request.logprobs is not None:
-            raise unsupported("echo", "log probabilities of prompts are not given yet")
         prompts = []
         for given in request.prompts():
             if isinstance(given, str):
@@ -315,6 +313,7 @@ class Front:
                 logprobs=num_top,
                 defaults=self.defaults,
                 has_grammar=grammar is not None,
+                scores_prompt=bool(getattr(request, "echo", False)),
             )
             seeds = range(request.n or 1)
             asked += [Asked(prompt, with_seed(first, at), grammar) for at in seeds]
@@ -331,6 +330,7 @@ class Front:
                 is_open=is_chat and begins_in_reasoning(asked.prompt.text), may_open=thinks
             ),
             keeps_end=keeps,
+            prompt=asked.prompt.tokens if asked.sampling.prompt_logprobs is not None else (),
         )
 
 

@@ -150,10 +150,12 @@ def sampling_for(
     logprobs: int | None,
     defaults: Mapping[str, float],
     has_grammar: bool = False,
+    scores_prompt: bool = False,
 ) -> SamplingParams:
     """How an answer to ``prompt`` is chosen; a ``limit`` that does not fit is cut to what does.
 
     ``has_grammar``: the model's end tokens count in any case, for they say that it is met.
+    ``scores_prompt``: ``logprobs`` are wanted of the prompt's tokens too.
 
     Raises:
         ApiError: 400 naming the parameter that is out of range.
@@ -177,6 +179,7 @@ def sampling_for(
             min_tokens=min(min_tokens, most),
             end_tokens=tuple(dict.fromkeys((*ends, *_stop_ids(request, ready)))),
             logprobs=logprobs,
+            prompt_logprobs=logprobs if scores_prompt else None,
         )
     except RequestError as error:
         raise refuse(error) from None

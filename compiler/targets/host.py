@@ -235,7 +235,8 @@ class HostExecutable(Executable):
         seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
         echo = None
         if step.logprobs is not None:
-            echo = log_probs(logits[:-1], chunk.tokens[1:], step.logprobs)
+            echoed = chunk.echoed
+            echo = log_probs(logits[: len(echoed)], echoed, step.logprobs)
         choice = self._begin(seats, logits[-1:].repeat(len(seats), 1), step, echo)
         return Part(seats, choice.read, (lambda: logits) if step.want_logits else None)
 

@@ -176,6 +176,8 @@ class Chunk:
             per-sequence state there.
         echoes: whether the rows of all of its tokens are wanted, and not of the last one alone:
             their logits, and the log probability of each of its tokens behind the first.
+        next_token: of a chunk that echoes, the prompt's token behind it, whose log probability is
+            wanted too; None at the prompt's end.
         also: of a chunk that chooses, seats that were opened for other choices of the same prompt,
             and hold nothing: they get a copy of the state behind the chunk (with pages, of what
             lies behind the last whole page), and a token of their own is chosen for each of them.
@@ -188,6 +190,12 @@ class Chunk:
     saves: tuple[tuple[int, Snapshot], ...] = ()
     echoes: bool = False
     also: tuple[Seat, ...] = ()
+    next_token: int | None = None
+
+    @property
+    def echoed(self) -> tuple[int, ...]:
+        """The tokens whose log probabilities a chunk that echoes gives: of its first rows."""
+        return self.tokens[1:] + (() if self.next_token is None else (self.next_token,))
 
     @property
     def end(self) -> int:
@@ -236,7 +244,7 @@ class Chosen:
 
     ``why``: ``GOES_ON``, ``END_TOKEN`` where the token is one of the seat's end tokens, or
     ``NOT_A_NUMBER`` where the logits had no number to choose from, and the token means nothing.
-    ``echo``: of a chunk that echoes, the log probability of each of its tokens but the first.
+    ``echo``: of a chunk that echoes, the log probabilities of the tokens that it echoes.
     """
 
     tokens: Sequence[int]

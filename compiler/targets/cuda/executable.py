@@ -316,7 +316,7 @@ class CudaExecutable(Executable):
         kept = logits.to("cpu", copy=True)
         found = None
         if echo is not None and step.logprobs is not None:
-            found = log_probs(kept[:-1], echo.tokens[1:], step.logprobs)
+            found = log_probs(kept[: len(echo.echoed)], echo.echoed, step.logprobs)
         is_prompt = len(kept) != len(seats)
         last = kept[-1:].repeat(len(seats), 1) if is_prompt else kept
         choice = HostChoice(seats, last, step.logprobs, found)
