@@ -18,7 +18,7 @@ class Job:
     """One request of a client: what is asked of the engine, and how it is answered.
 
     ``asked`` and ``choices`` are in order of their index: ``n`` for each prompt. ``client``: which
-    of the server's keys was shown.
+    of the server's keys was shown. ``unheld``: why calls of tools are not held to their schemas.
     """
 
     request_id: str
@@ -40,6 +40,7 @@ class Job:
     continuous_usage: bool = False
     timings: bool = False
     return_token_ids: bool = False
+    unheld: str = ""
     opened: set[int] = field(default_factory=set)
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from tilewright.compiler.serve.template import TemplateFacts, read_template
 from tilewright.compiler.serve.texts import TextCoder
 from tilewright.compiler.serve.tickets import Limits
 from tilewright.compiler.serve.tools.asked import ToolsAsked, read_tools
+from tilewright.compiler.serve.tools.grammars import call_grammar
 
 LoadCoder = Callable[[Path], TextCoder]
 _SHORT = 4096  # characters that are tokenised at once, without a thread
@@ -153,8 +154,6 @@ class Front:
         tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
         if tools is not None:
             self.template.checked_format()
-            if tools.must_call:
-                raise unsupported("tool_choice", "allowed: none, auto; no grammar is enforced yet")
         text = await self.render(
             request,
             tools,
@@ -165,16 +164,45 @@ class Front:
         check_prompt(prompt, ready, "messages")
         num_top = (request.top_logprobs or 0) if request.logprobs else None
         limit = request.max_completion_tokens or request.max_tokens
-        grammar = await self.checked_grammar(request)
-        if grammar is not None:
+        grammar, unheld = await self.checked_grammar(request), ""
+        if tools is not None:
+            grammar, unheld = await self._call_grammar(tools, text, grammar)
+        elif grammar is not None:
             grammar = behind_reasoning(grammar, text, coder)
         job = self._job(
             request, [prompt], limit=limit, num_top=num_top, is_chat=True, grammar=grammar
         )
+        job.unheld = unheld
         if tools is not None:
             for choice in job.choices:
                 self._read_calls(choice, tools)
         return job
+
+    async def _call_grammar(
+        self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
+    ) -> tuple[GrammarSpec | None, str]:
+        """What holds an answer to calls of ``tools``, and why it is not held to them.
+
+        Raises:
+            ApiError: where it has to be, and cannot.
+        """
+        _, coder = self.up()
+        form = self.template.checked_format()
+        spec = call_grammar(tools, form, coder, prompt=prompt, otherwise=otherwise)
+        if spec is None:
+            strict = next((tool.name for tool in tools.tools if tool.is_strict), None)
+            if strict is not None:
+                said = f"{strict!r} is strict; allowed in {form.name}: tool_choice required"
+                raise unsupported("tools", said)
+            return None, f"{form.name} has no marker of calls"
+        assert self.trials is not None
+        try:
+            await self.trials.check(spec, "tools")
+        except ApiError as error:
+            if tools.must_call or otherwise is not None or any(t.is_strict for t in tools.tools):
+                raise
+            return None, error.message
+        return spec, ""
 
     async def render(
         self,

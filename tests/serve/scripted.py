@@ -15,6 +15,7 @@ import tokenizers
 from aiohttp import web
 from tokenizers import decoders, models, pre_tokenizers
 
+from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.runtime.messages import (
     Finished,
     Ready,
@@ -28,6 +29,7 @@ from tilewright.compiler.serve.engine_client import READY, EngineClient
 from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.server import listen
 from tilewright.compiler.serve.settings import Settings
+from tilewright.compiler.serve.structured import GrammarTrials
 from tilewright.compiler.serve.template import read_template
 from tilewright.compiler.serve.tickets import Desk, Limits
 from tilewright.models.tokenizer.tokenizer import Tokenizer, byte_of_character
@@ -117,6 +119,10 @@ def scripted(template: str, **chosen: Any) -> Iterator[Scripted]:
         await front.client.close()  # no engine was started
         front.client, front.coder = client, coder
         front.template = read_template(coder, settings.tool_format)
+        grammars = Grammars(
+            lambda: coder._backend.to_str(), end_tokens=(END,), vocab_size=coder.vocab_size
+        )
+        front.trials = GrammarTrials(grammars)
         app = make_app(front)
         app.on_cleanup.append(lambda _: front.close())
         runner = web.AppRunner(app)

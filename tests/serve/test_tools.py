@@ -185,3 +185,36 @@ def test_what_a_template_reads_is_said(hermes: Scripted) -> None:
         "tool_calls": True,
         "variables": ["enable_thinking"],
     }
+
+
+def test_a_call_that_must_be_is_a_grammar_and_free_text_is_up_to_the_marker(
+    hermes: Scripted,
+) -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    for choice, behind in (("required", ""), (named, ""), ("auto", "<tool_call>")):
+        assert chat(hermes, CALLS, tool_choice=choice).choices[0].message.tool_calls
+        spec = hermes.client.asked[-1].grammar
+        assert spec is not None and spec.behind == behind
+        assert ("weather" in spec.text) == (choice != named)
+    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
+    chat(hermes, CALLS, tool_choice="required", extra_body=thinking)
+    spec = hermes.client.asked[-1].grammar
+    assert spec is not None and spec.behind == "</think>"
+    chat(hermes, CALLS, tool_choice="none")
+    assert hermes.client.asked[-1].grammar is None
+
+
+def test_schemas_that_cannot_be_enforced(hermes: Scripted) -> None:
+    """One that must be is refused; else the answer says that it is not held to it."""
+    bad = {"type": "object", "properties": {"city": {"type": "string", "pattern": "("}}}
+    function = {"name": "weather", "parameters": bad}
+    asked: dict[str, Any] = {"model": "any", "messages": say(CALLS)}
+    create = client_of(hermes).chat.completions.with_raw_response.create
+    tools: list[Any] = [{"type": "function", "function": function}]
+    raw = create(tools=tools, **asked)
+    assert raw.headers["x-unconstrained-tools"] and raw.parse().choices[0].message.tool_calls
+    strict: list[Any] = [{"type": "function", "function": {**function, "strict": True}}]
+    for changes in ({"tools": tools, "tool_choice": "required"}, {"tools": strict}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            create(**changes, **asked)
+        assert caught.value.code == "invalid_grammar" and caught.value.param == "tools"

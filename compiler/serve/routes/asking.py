@@ -40,6 +40,8 @@ async def _answer(
     if ignored:
         names = [key if key.isascii() and key.isprintable() else "?" for key in ignored]
         headers["x-ignored-fields"] = ", ".join(names)[:1000]
+    if job.unheld:
+        headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
     job.client = request[CLIENT]
     follower = Follower(job, front.client, front.metrics, request_id=request[ID])
     if job.streams:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from tilewright.compiler.runtime.grammar import LARK, GrammarSpec
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tilewright.compiler.runtime.grammar import JSON_SCHEMA, LARK, GrammarSpec
+from tilewright.compiler.serve.errors import unsupported
+from tilewright.compiler.serve.reasoning import CLOSE, begins_in_reasoning
+from tilewright.compiler.serve.structured import behind_reasoning
 from tilewright.compiler.serve.texts import TextCoder
 from tilewright.compiler.serve.tools.asked import ToolsAsked
 from tilewright.compiler.serve.tools.base import ToolFormat, ToShape
-from tilewright.compiler.serve.tools.shapes import Term, quoted
+from tilewright.compiler.serve.tools.shapes import Shape, Term, json_term, quoted
 
 _GAP = r"GAP: /[ \n]{1,4}/"
 _TEXT = r"TEXT: /(.|\n)*/"
@@ -24,12 +31,21 @@ def term_of(coder: TextCoder) -> Term:
 
 
 def call_grammar(
-    asked: ToolsAsked, form: ToolFormat, coder: TextCoder, *, behind: str = ""
+    asked: ToolsAsked,
+    form: ToolFormat,
+    coder: TextCoder,
+    *,
+    prompt: str,
+    otherwise: GrammarSpec | None = None,
 ) -> GrammarSpec | None:
     """What an answer must be so that its calls are those that were asked for.
 
-    ``behind``: text that comes before all of it, as the end of reasoning. An answer that need not
-    call anything is free up to the marker of a call; None where the format has no marker.
+    An answer that need not call anything is free up to the marker of a call, or obeys
+    ``otherwise``, a JSON schema; None where it is free and the format has no marker. All of it
+    comes behind the think block where there is one: see `behind_reasoning`.
+
+    Raises:
+        ApiError: 400 where an answer cannot be held to both.
     """
     tools = [tool for tool in asked.tools if asked.only in (None, tool.name)]
     is_parallel = asked.is_parallel and asked.only is None
@@ -37,21 +53,48 @@ def call_grammar(
     shape = form.shape(ToShape(tools, is_parallel, coder.chat_template or "", term))
     marker = term(shape.opening) if shape.opening else ""
     repeats = shape.repeats and is_parallel
-    if asked.must_call:
+    if otherwise is not None and not asked.must_call and not marker:
+        said = f"beside tools, which {form.name} does not mark; allowed: tool_choice none"
+        raise unsupported("response_format", said)
+    if asked.must_call or otherwise is not None:
         more = f" (GAP? {marker} region)*" if repeats else ""
         lines = [f"start: GAP? {marker} region{more}", _GAP]
-    elif not shape.opening:
+        if not asked.must_call and otherwise is not None:
+            lines[0] += f" | {_json(otherwise)}"
+        return behind_reasoning(_spec(lines, shape), prompt, coder)
+    if not shape.opening:
         return None
-    else:
-        is_text = marker.startswith('"')
-        trigger = ["called: opened region"] if is_text else [f"called: TEXT {marker} region"]
-        if is_text:
-            trigger.append(f"opened[lazy]: TEXT {marker}")
-        first = "called*" if behind else "region called*"
-        if not repeats:
-            first = "called?" if behind else "region"
-            trigger = trigger if behind else []
-        lines = [f"start: {first} TEXT", *trigger, _TEXT]
-        behind = behind or shape.opening
-    text = "\n".join(["%llguidance {}", *lines, *shape.rules])
-    return GrammarSpec(kind=LARK, text=text, behind=behind)
+    is_thinking = begins_in_reasoning(prompt)
+    lines = _free(marker, has_begun=not is_thinking, repeats=repeats)
+    return replace(_spec(lines, shape), behind=CLOSE if is_thinking else shape.opening)
+
+
+def _free(marker: str, *, has_begun: bool, repeats: bool) -> list[str]:
+    """Text with calls in it; ``has_begun``: the first marker has been read already."""
+    count = "*" if repeats else "" if has_begun else "?"
+    calls = [f"called{count}"] if count else []
+    lines = [f"start: {' '.join([*(['region'] if has_begun else []), *calls])} TEXT", _TEXT]
+    if not calls:
+        return lines
+    if marker.startswith("<["):
+        return [*lines, f"called: TEXT {marker} region"]
+    return [*lines, "called: opened region", f"opened[lazy]: TEXT {marker}"]
+
+
+def _spec(lines: Sequence[str], shape: Shape) -> GrammarSpec:
+    return GrammarSpec(kind=LARK, text="\n".join(["%llguidance {}", *lines, *shape.rules]))
+
+
+def _json(spec: GrammarSpec) -> str:
+    """A JSON schema as a term.
+
+    Raises:
+        ApiError: 400 for another kind of grammar.
+    """
+    if spec.kind != JSON_SCHEMA:
+        raise unsupported("structured_outputs", "beside tools; allowed: a JSON schema")
+    try:
+        schema = json.loads(spec.text)
+    except (ValueError, RecursionError):  # it has been compiled before
+        schema = {}
+    return json_term(schema if isinstance(schema, dict) else {})

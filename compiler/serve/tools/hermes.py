@@ -36,7 +36,7 @@ def _shape(given: ToShape) -> Shape:
     if f"{_OPEN}[" in given.template:
         listed_calls = list_of_calls(given.is_parallel)
         return Shape(_OPEN, (f'region: {listed_calls} "\\n"? {close}', *rules))
-    return Shape(_OPEN, (f'region: "\\n" call "\\n" {close}', *rules), repeats=True)
+    return Shape(_OPEN, (f'region: "\\n"? call "\\n" {close}', *rules), repeats=True)
 
 
 HERMES = ToolFormat(

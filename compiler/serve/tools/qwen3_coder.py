@@ -220,7 +220,7 @@ def _write(calls: Sequence[Call]) -> str:
 def _shape(given: ToShape) -> Shape:
     rules = [any_call(given.tools)]
     for at, tool in enumerate(given.tools):
-        terms = [quoted(f"\n{_FUNCTION}{tool.name}>\n")]
+        terms = ['"\\n"?', quoted(f"{_FUNCTION}{tool.name}>\n")]
         for key, schema in properties(tool.schema).items():
             term = f"({quoted(f'{_PARAMETER}{key}>')} {_value_term(schema, tool)})"
             terms.append(term if is_needed(tool, key) else f"{term}?")

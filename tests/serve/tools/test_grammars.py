@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from tests.serve.scripted import END, byte_coder
+from tilewright.compiler.runtime.grammar import JSON_SCHEMA, REGEX, GrammarSpec
 from tilewright.compiler.runtime.matchers import Grammars
+from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.tools.asked import read_tools
 from tilewright.compiler.serve.tools.formats import FORMATS
 from tilewright.compiler.serve.tools.grammars import call_grammar
@@ -33,12 +35,20 @@ PARIS: tuple[str, Mapping[str, Any]] = ("weather", {"city": 'é <b>"\n', "days":
 NOW: tuple[str, Mapping[str, Any]] = ("now", {})
 
 
-def hold(name: str, text: str, *, template: str = "x", behind: str = "", **asked: Any) -> str:
+def hold(
+    name: str,
+    text: str,
+    *,
+    template: str = "x",
+    prompt: str = "",
+    otherwise: GrammarSpec | None = None,
+    **asked: Any,
+) -> str:
     """What becomes of a text: ``free``, ``met``, ``open``, or how much of it is allowed."""
     coder = byte_coder(template)
     tools = read_tools(GIVEN, asked.get("choice"), asked.get("parallel"))
     assert tools is not None
-    spec = call_grammar(tools, FORMATS[name], coder, behind=behind)
+    spec = call_grammar(tools, FORMATS[name], coder, prompt=prompt, otherwise=otherwise)
     if spec is None:
         return "free"
     grammars = Grammars(
@@ -60,7 +70,7 @@ def test_what_is_written_obeys_and_nothing_else(name: str) -> None:
         text = write(calls)
         assert hold(name, text, choice="required") == "met"
         thought = f"hm</think>\n\n{text}"
-        assert hold(name, thought, choice="required", behind="</think>") == "met"
+        assert hold(name, thought, choice="required", prompt="<think>") == "met"
     only = {"type": "function", "function": {"name": "now"}}
     assert hold(name, write([NOW]), choice=only) == "met"
     refused: list[tuple[str, dict[str, Any]]] = [
@@ -84,8 +94,8 @@ def test_an_answer_is_free_up_to_a_call(name: str) -> None:
     assert hold(name, f"a{form.write([('other', {})])}") not in ("met", "open", "free")
     opened = text[: text.index("weather")]
     assert hold(name, opened) == "open"
-    assert hold(name, f"hm</think>{text}", behind="</think>") == "met"
-    assert hold(name, f"hm</think>{opened}x", behind="</think>") == f"hm</think>{opened}"
+    assert hold(name, f"hm</think>{text}", prompt="<think>") == "met"
+    assert hold(name, f"hm</think>{opened}x", prompt="<think>") == f"hm</think>{opened}"
 
 
 @pytest.mark.parametrize(
@@ -104,3 +114,18 @@ def test_an_answer_is_free_up_to_a_call(name: str) -> None:
 def test_the_template_tells_between_ways_of_a_format(name: str, template: str, text: str) -> None:
     assert hold(name, text, template=template, choice="required") == "met"
     assert hold(name, text, template="x", choice="required") not in ("met", "open")
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_beside_a_schema_an_answer_calls_or_obeys_it(name: str) -> None:
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    spec = GrammarSpec(kind=JSON_SCHEMA, text=schema)
+    if name in ("llama3_json", "gemma"):
+        with pytest.raises(ApiError, match="does not mark"):
+            hold(name, "", otherwise=spec)
+        return
+    assert hold(name, '{"a": 1}', otherwise=spec) == "met"
+    assert hold(name, FORMATS[name].write([PARIS]), otherwise=spec) == "met"
+    assert hold(name, "So.", otherwise=spec) == ""
+    with pytest.raises(ApiError, match="allowed: a JSON schema"):
+        hold(name, "", otherwise=GrammarSpec(kind=REGEX, text="a"))
