@@ -121,6 +121,7 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="session")
 def server(start_server: Start) -> Server:
     """One that all tests share which leave it as it was."""
-    started = start_server("--target", "reference", "--max-seats", "4", "--max-context", "512")
+    options = ("--max-seats", "4", "--max-context", "512", "--tool-format", "hermes")
+    started = start_server("--target", "reference", *options)
     assert started.process.poll() is None, started.log.read_text()
     return started

@@ -132,7 +132,6 @@ def test_a_missing_limit_is_the_context_left(client: openai.OpenAI, server: Serv
         ({"messages": [{"role": "user", "content": "x" * 600}]}, None),
         ({"functions": []}, "functions"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )

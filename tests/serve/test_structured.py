@@ -169,3 +169,16 @@ def test_a_grammar_of_a_chat_begins_behind_its_think_block() -> None:
     assert placed("hello", plain) == ("", None)
     assert placed("hello", Thinks()) == (CLOSE, 77)
     assert placed("hello <think>\n\n</think>\n\n", Thinks()) == ("", None)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+def test_a_model_that_would_say_anything_calls_what_it_must(
+    client: openai.OpenAI, choice: Any
+) -> None:
+    schema = {**SCHEMA, "properties": {"name": {"enum": ["é", "x"]}, "ok": {"type": "boolean"}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    wanted = {"tools": tools, "tool_choice": choice, "temperature": 1, "seed": 3}
+    found = chat(client, max_tokens=150, parallel_tool_calls=False, **wanted).choices[0]
+    (call,) = found.message.tool_calls
+    assert found.finish_reason == "tool_calls" and found.message.content is None
+    jsonschema.validate(json.loads(call.function.arguments), schema)
