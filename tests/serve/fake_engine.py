@@ -25,7 +25,9 @@ from tilewright.compiler.runtime.messages import (
     Submit,
     Tokens,
 )
+from tilewright.compiler.serve.engine_client import TOKENIZER
 from tilewright.compiler.serve.sockets import SocketTransport
+from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 
 CONTEXT = 4096
 _ALPHABET = tuple(range(97, 123))
@@ -89,6 +91,7 @@ class FakeEngine:
 def main(folder: Path) -> None:
     """Say that we are ready, and serve."""
     transport = SocketTransport(folder)
+    byte_tokenizer(256, "fake").save(folder / TOKENIZER)  # grammars are compiled from it
     facts = {"name": "fake", "target": "null", "precision": "{}", "weights": "random"}
     transport.send([Ready(256, 4, CONTEXT, CONTEXT, facts=facts)])
     try:

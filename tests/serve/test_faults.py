@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import random
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Server, Start, post
+from tests.serve.conftest import Server, Start, free_port, post
 
 LONG = {
     "messages": [{"role": "user", "content": "x"}],
@@ -83,87 +87,6 @@ def test_what_is_no_request_is_400(server: Server, path: str, bodies: tuple[byte
         assert set(json.loads(answer)["error"]) == {"message", "type", "param", "code"}
 
 
-def test_mutated_bodies_and_bytes_never_break_it(server: Server) -> None:
-    chooser = random.Random(5)
-    whole = json.dumps({**LONG, "max_tokens": 1, "stop": ["a"], "logit_bias": {"3": 1}}).encode()
-    for _ in range(300):
-        body = bytearray(whole)
-        for _ in range(chooser.randint(1, 4)):
-            at = chooser.randrange(len(body))
-            body[at : at + chooser.randint(0, 3)] = chooser.randbytes(chooser.randint(0, 3))
-        status, _, _ = server.ask("POST", "/v1/chat/completions", bytes(body))
-        assert status in (200, 400), bytes(body)
-    for _ in range(100):
-        with connect(server) as client:
-            client.sendall(chooser.randbytes(chooser.randint(1, 200)) + b"\r\n\r\n")
-    assert post(server, "/v1/chat/completions", {**LONG, "max_tokens": 2})[0] == 200
-    assert server.gauge("engine_restarts_total") == 0
-
-
-def test_other_refusals(server: Server) -> None:
-    big = b'{"prompt": "' + b"x" * (9 << 20)
-    status, _, headers = server.ask("POST", "/v1/completions", big)
-    assert status == 413 and headers["connection"] == "close"
-    assert server.ask("POST", "/v1/completions", b"{}", content_type="text/html")[0] == 415
-    assert server.ask("GET", "/v1/completions")[0] == 405
-    assert server.ask("GET", "/nowhere")[0] == 404
-    assert b"embeddings are not computed" in server.ask("POST", "/v1/embeddings")[1]
-    assert server.ask("GET", "/health", Origin="http://evil.example")[0] == 403
-    assert server.ask("GET", "/health", Origin="http://x", Host="x")[0] == 403
-    given = server.ask("GET", "/live", x_request_id="mine")[2]
-    assert given["x-request-id"] == "mine"
-
-
-def test_keys_names_and_a_full_queue(start_server: Start) -> None:
-    server = start_server(
-        *(*SMALL, "--api-key", "one", "two", "--served-model-name", "first", "second"),
-        *("--strict-model", "--max-queue", "1", "--max-seats", "1"),
-    )
-    assert server.ask("GET", "/v1/models")[0] == 401
-    assert server.ask("GET", "/v1/models", authorization="Bearer thre\xe9")[0] == 401
-    status, models, _ = server.ask("GET", "/v1/models", authorization="Bearer two")
-    assert [model["id"] for model in json.loads(models)["data"]] == ["first", "second"]
-    key = {"authorization": "Bearer one"}
-    asked = json.dumps({**LONG, "model": "third"}).encode()
-    assert server.ask("POST", "/v1/chat/completions", asked, **key)[0] == 404
-    waiting = raw_request(LONG).replace(b"\r\n", b"\r\nauthorization: Bearer one\r\n", 1)
-    with connect(server) as first, connect(server) as second:
-        first.sendall(waiting)
-        server.wait_until(lambda: server.gauge("num_requests_running", **key) == 1)
-        second.sendall(waiting)
-        server.wait_until(lambda: server.gauge("num_requests_waiting", **key) == 1)
-        body = json.dumps(LONG).encode()
-        status, answer, headers = server.ask("POST", "/v1/chat/completions", body, **key)
-        assert (status, json.loads(answer)["error"]["code"]) == (429, "overloaded")
-        assert int(headers["retry-after"]) >= 1
-
-
-def test_sigterm_lets_answers_finish_and_takes_no_more(start_server: Start) -> None:
-    server = start_server(*SMALL, "--drain-timeout", "60")
-    found: list[Any] = []
-    thread = in_background(server, {**LONG, "max_tokens": 150}, found)
-    server.wait_until(lambda: server.gauge("num_requests_running") == 1)
-    server.process.send_signal(signal.SIGTERM)
-    server.wait_until(lambda: server.ask("GET", "/health")[0] == 503)
-    status, refused = post(server, "/v1/chat/completions", LONG)
-    assert (status, refused["error"]["code"]) == (503, "draining")
-    thread.join(60)
-    assert found[0][0] == 200 and found[0][1]["usage"]["completion_tokens"] == 150
-    assert server.process.wait(20) == 0
-
-
-def test_drain_ends_what_takes_too_long_with_an_error(start_server: Start) -> None:
-    server = start_server(*SMALL, "--drain-timeout", "0.2")
-    with connect(server) as client:
-        client.sendall(raw_request({**LONG, "stream": True}))
-        data = client.recv(1 << 16)
-        server.process.send_signal(signal.SIGTERM)
-        while piece := client.recv(1 << 16):
-            data += piece
-    assert b'"code":"draining"' in data and b"[DONE]" not in data
-    assert server.process.wait(20) == 0
-
-
 def is_gone(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
@@ -206,3 +129,25 @@ def test_an_engine_that_cannot_start_is_one_line_and_code_2(start_server: Start)
     server = start_server("--target", "null", "--chat-template", "/nowhere", waits=False)
     assert server.process.wait(60) == 2
     assert server.log.read_text().count("\n") == 1
+
+
+def test_detach_tells_its_own_server_from_another(tmp_path: Path, tiny_gguf: Path) -> None:
+    port = free_port()
+    command = [sys.executable, "-P", "-m", "tilewright.compiler.cli", "serve", str(tiny_gguf)]
+    command += [*NULL, "--no-cache", "--port", str(port), "--detach", "--log"]
+    found = subprocess.run(
+        [*command, str(tmp_path / "one")], capture_output=True, text=True, timeout=120, check=True
+    )
+    said = re.search(r"pid (\d+), port (\d+), log (.+)", found.stdout)
+    assert said is not None and int(said[2]) == port
+    try:
+        other = subprocess.run(
+            [*command, str(tmp_path / "two")], capture_output=True, text=True, timeout=120
+        )
+        assert other.returncode == 2 and f"port {port}" in other.stderr and not other.stdout
+    finally:
+        os.kill(int(said[1]), signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while not is_gone(int(said[1])):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
