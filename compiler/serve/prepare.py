@@ -61,9 +61,9 @@ def render_chat(
         ApiError: 400 where there is no template, or it refuses these messages.
     """
     given = [_plain_message(message, at) for at, message in enumerate(messages)]
-    plain = facts.messages(given, () if tools is None else tools.tools)
     told = tools.given if tools is not None and facts.reads_tools else None
     try:
+        plain = facts.messages(given, () if tools is None else tools.tools)
         text = coder.apply_chat_template(
             plain, opens and not continues, tools=told, variables=variables
         )

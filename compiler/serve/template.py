@@ -12,7 +12,7 @@ import msgspec
 from tilewright.compiler.errors import RequestError
 from tilewright.compiler.serve.errors import invalid
 from tilewright.compiler.serve.texts import TextCoder
-from tilewright.compiler.serve.tools.base import ToolFormat, result_message
+from tilewright.compiler.serve.tools.base import Call, ToolFormat, result_message
 from tilewright.compiler.serve.tools.formats import FORMATS, format_of
 from tilewright.compiler.serve.tools.shapes import Tool
 
@@ -23,7 +23,15 @@ _TOOL = "probe_tool"
 _ID = "probe0id1"  # some templates want nine letters and digits
 _DECLARED = {
     "type": "function",
-    "function": {"name": _TOOL, "description": "d", "parameters": {"type": "object"}},
+    "function": {
+        "name": _TOOL,
+        "description": "d",
+        "parameters": {
+            "type": "object",
+            "properties": {"probe_key": {"type": "string", "description": "d"}},
+            "required": ["probe_key"],
+        },
+    },
 }
 _VARIABLES: dict[str, tuple[object, object]] = {
     "enable_thinking": (True, False),
@@ -74,7 +82,8 @@ class TemplateFacts:
         Raises:
             ApiError: 400 for calls of earlier turns that it would leave out.
         """
-        found = [self._with_arguments(message) for message in given]
+        names: dict[str, str] = {}
+        found = [self._prepared(message, names) for message in given]
         if not self.writes_calls:
             found = self._spelled(found)
         if tools and self.tools_in_system:
@@ -83,16 +92,29 @@ class TemplateFacts:
             found = _in_system(found, self.checked_format().instruction(tools))
         return found
 
-    def _with_arguments(self, message: Message) -> Message:
-        if not message.get("tool_calls"):
+    def _prepared(self, message: Message, names: dict[str, str]) -> Message:
+        """Calls with ids and arguments as templates take them, results with their function's name.
+
+        ``names``: of the calls so far, by their ids.
+        """
+        known_id = self.format.known_id if self.format is not None else str
+        if message["role"] == "tool":
+            given = str(message.get("tool_call_id", ""))
+            named = {"name": names[given]} if given in names else {}
+            return {**named, **message, "tool_call_id": known_id(given)}
+        if "tool_calls" not in message:
             return message
-        calls = [_with_arguments(call, self.wants_objects) for call in message["tool_calls"]]
-        return {**message, "tool_calls": calls}
+        calls = []
+        for call in message["tool_calls"]:
+            given = str(call.get("id", ""))
+            names[given] = _name(call)
+            calls.append({**_with_arguments(call, self.wants_objects), "id": known_id(given)})
+        kept = {key: value for key, value in message.items() if key != "tool_calls"}
+        return {**kept, "tool_calls": calls} if calls else kept
 
     def _spelled(self, messages: Sequence[Message]) -> list[Message]:
         """Calls as text of the assistant, results as text of the user; neighbours are joined."""
         found: list[Message] = []
-        names: dict[str, str] = {}
         is_result = False
         for at, message in enumerate(messages):
             was_result, is_result = is_result, message["role"] == "tool"
@@ -101,13 +123,12 @@ class TemplateFacts:
                     where = f"messages[{at}].tool_calls"
                     said = "the chat template writes none; allowed: a server with --tool-format"
                     raise invalid(f"{where}: {said}", where, "unsupported")
-                calls = [_call(call, names) for call in message["tool_calls"]]
+                calls = [_call(call) for call in message["tool_calls"]]
                 texts = [message.get("content") or "", self.format.write(calls)]
                 kept = {key: value for key, value in message.items() if key != "tool_calls"}
                 found.append({**kept, "content": "\n".join(filter(None, texts))})
             elif is_result and self.format is not None:
-                name = names.get(str(message.get("tool_call_id")), "")
-                text = result_message(name, message.get("content") or "")
+                text = result_message(message.get("content") or "")
                 if was_result:
                     found[-1] = {"role": "user", "content": f"{found[-1]['content']}\n{text}"}
                 else:
@@ -195,15 +216,17 @@ def _decoded(text: str) -> Any:
         return text
 
 
-def _call(call: Mapping[str, Any], names: dict[str, str]) -> tuple[str, Mapping[str, Any]]:
-    """A call of an earlier turn; its name is kept by its id."""
+def _name(call: Mapping[str, Any]) -> str:
     function = call.get("function")
-    name, given = "", None
-    if isinstance(function, dict):
-        name, given = str(function.get("name", "")), function.get("arguments")
-    names[str(call.get("id"))] = name
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+def _call(call: Mapping[str, Any]) -> Call:
+    """A call of an earlier turn as formats write it; arguments that are no object are left out."""
+    function = call.get("function")
+    given = function.get("arguments") if isinstance(function, dict) else None
     given = _decoded(given) if isinstance(given, str) else given
-    return name, given if isinstance(given, dict) else {}
+    return _name(call), given if isinstance(given, dict) else {}
 
 
 def _declared(tools: Sequence[Tool]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, SecurityError
 
-MAX_SECONDS = 10.0
+MAX_SECONDS = 5.0
 MIN_CHARACTERS = 1 << 24
 _PER_INPUT = 64  # a template may copy what it is given so many times
 _STEP = 16  # what an element, a turn of a loop or a call costs, in characters

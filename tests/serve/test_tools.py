@@ -127,6 +127,13 @@ def test_earlier_calls_and_results_go_through_the_template(hermes: Scripted) -> 
     assert written in hermes.prompt
 
 
+def deep(levels: int) -> Any:
+    schema: Any = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return {"type": "function", "function": {"name": "f", "parameters": schema}}
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
@@ -137,6 +144,7 @@ def test_earlier_calls_and_results_go_through_the_template(hermes: Scripted) -> 
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "web"}]}, "tools[0].type"),
+        ({"tools": [deep(200)]}, "tools[0].function.parameters"),
     ],
 )
 def test_tools_that_cannot_be(hermes: Scripted, changes: dict[str, Any], param: str) -> None:
@@ -218,3 +226,16 @@ def test_schemas_that_cannot_be_enforced(hermes: Scripted) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             create(**changes, **asked)
         assert caught.value.code == "invalid_grammar" and caught.value.param == "tools"
+
+
+def test_a_template_that_costs_too_much_is_400() -> None:
+    template = "{% for m in messages %}{{ m.content * 10 ** 7 }}{% endfor %}"
+    with scripted(template) as server:
+        with pytest.raises(openai.BadRequestError, match="characters") as caught:
+            chat(server, "x", tools=openai.NOT_GIVEN)
+        assert caught.value.code == "template_error"
+        calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+        history = [*say(""), {"role": "assistant", "content": None, "tool_calls": calls}]
+        with pytest.raises(openai.BadRequestError, match="--tool-format") as caught:
+            chat(server, "", messages=history, tools=openai.NOT_GIVEN)
+        assert caught.value.param == "messages[1].tool_calls"

@@ -13,6 +13,7 @@ from tilewright.compiler.serve.errors import invalid, unsupported
 from tilewright.compiler.serve.tools.shapes import Tool
 
 MAX_TOOLS = 1024
+MAX_DEPTH = 100
 _T = TypeVar("_T")
 _CHOICES = ("none", "auto", "required")
 
@@ -96,6 +97,9 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
         if function.name in found:
             where = f"tools[{at}].function.name"
             raise invalid(f"{where}: {function.name!r} is there twice", where)
+        if _is_deep(function.parameters):
+            where = f"tools[{at}].function.parameters"
+            raise invalid(f"{where}: nested too deep; allowed: {MAX_DEPTH} levels", where)
         found[function.name] = Tool(
             function.name,
             function.description or "",
@@ -103,6 +107,18 @@ def _tools(given: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
             bool(function.strict),
         )
     return tuple(found.values())
+
+
+def _is_deep(schema: object) -> bool:
+    """Whether a schema has more levels than what reads it can go down."""
+    level = [schema]
+    for _ in range(MAX_DEPTH):
+        inner: list[object] = []
+        for each in level:
+            inner += each.values() if isinstance(each, dict) else []
+            inner += each if isinstance(each, list) else []
+        level = inner
+    return bool(level)
 
 
 def _convert(value: object, kind: type[_T], where: str) -> _T:

@@ -20,7 +20,7 @@ def call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def result_message(name: str, content: str) -> str:
+def result_message(content: str) -> str:
     """What a function gave, as a user's turn for models that know no role of tools."""
     return f"<tool_response>\n{content}\n</tool_response>"
 
@@ -58,6 +58,7 @@ class ToolFormat:
         shape: what its calls look like.
         tokens: special tokens that belong to it, so that decoding must not leave them out.
         new_id: names a call as this family's templates take it.
+        known_id: makes such a name of one that a client has kept from elsewhere.
     """
 
     name: str
@@ -68,3 +69,4 @@ class ToolFormat:
     shape: Callable[[ToShape], Shape]
     tokens: tuple[str, ...] = ()
     new_id: Callable[[], str] = call_id
+    known_id: Callable[[str], str] = str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import string
@@ -138,6 +139,12 @@ def _new_id() -> str:
     return "".join(secrets.choice(_LETTERS) for _ in range(_ID_LENGTH))
 
 
+def _known_id(given: str) -> str:
+    if len(given) == _ID_LENGTH and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode("utf-8", "replace")).hexdigest()[:_ID_LENGTH]
+
+
 MISTRAL = ToolFormat(
     "mistral",
     (_OPEN,),
@@ -147,4 +154,5 @@ MISTRAL = ToolFormat(
     _shape,
     tokens=(_OPEN, _ARGS, _ID),
     new_id=_new_id,
+    known_id=_known_id,
 )
