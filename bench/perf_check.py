@@ -39,6 +39,7 @@ _RECORDS = ("cpu.jsonl", "h200.jsonl")
 _ROOT = Path(__file__).resolve().parents[1]
 _FOLDER = _ROOT / "results"
 _SCRIPTS = {"bench": "simple_text_demo.py", "bench-cuda": "bench_cuda.py"}
+_COMMANDS = tuple(f"tilewright {verb} " for verb in _SCRIPTS)
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _THREADS = re.compile(r"\b([0-9]+) threads\b")
 
@@ -168,6 +169,8 @@ def reason_to_skip(record: Result) -> str:
             return f"where the weights of {record.model} lie is not recorded"
         if not _has_default_model():
             return f"the package with {record.model} is not installed"
+    if record.command and not record.command.startswith(_COMMANDS):
+        return f"its command is none that is run here: {record.command}"
     if not record.command and cuda_row(record) is None and record.case not in CASES:
         return f"case {record.case} was changed by options that are not recorded"
     return ""

@@ -86,13 +86,15 @@ def test_what_this_machine_cannot_run_is_skipped_with_the_reason(
         timed(99, device_detail="a processor, 4 threads", prompt_length=2048),
         timed(99, device="H200", target="cuda", device_detail="NVIDIA H200"),
         timed(99, device="N150", target="ttnn"),
+        timed(99, prompt_length=1024, command="rm -r results"),
     ):
         append(path, each)
-    with pytest.raises(ConfigError, match="none of 5 rows can be measured here"):
+    with pytest.raises(ConfigError, match="none of 6 rows can be measured here"):
         main(["--results", str(path)])
     said = capsys.readouterr().out
-    assert said.count("skipped") == 5 and "where the weights of Mine lie" in said
+    assert said.count("skipped") == 6 and "where the weights of Mine lie" in said
     assert said.count("; this is a processor with 2 cores") == 2
+    assert "its command is none that is run here: rm -r results" in said
     assert "no H200 here" in said and "no N150 here" in said
 
 

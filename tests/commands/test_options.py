@@ -40,6 +40,15 @@ def test_the_defaults_are_the_default_case(tiny_gguf: Path) -> None:
     assert not found.explain and not found.as_json and found.threads is None
 
 
+def test_the_command_is_kept_without_where_output_goes(tiny_gguf: Path, tmp_path: Path) -> None:
+    wanted = ["--model", str(tiny_gguf), "--case", "performance-ci-1", "--precision", "all-q40"]
+    given = [*wanted[:2], "--results", str(tmp_path / "a.jsonl"), "--json", *wanted[2:]]
+    for argv in (given, [*wanted, f"--results={tmp_path / 'b'}"], [*wanted, "--no-results"]):
+        found = read_options(argv)
+        assert found is not None
+        assert found.command == " ".join(["tilewright", "bench", *wanted])
+
+
 def test_the_targets_named_here_are_the_targets() -> None:
     """Written down twice, because asking the targets imports torch."""
     assert target_names() == arguments._TARGETS
