@@ -70,9 +70,10 @@ def record(
         for line in lines:
             deadline = time.monotonic() + timeout
             while not _ESCAPE.sub("", seen).endswith(line.after):
-                if time.monotonic() > deadline:
+                failed = line.after != _SHELL and _ESCAPE.sub("", seen).endswith(f"\n{_SHELL}")
+                if failed or time.monotonic() > deadline:
                     raise TimeoutError(f"{line.line!r}: no prompt {line.after!r} after {seen!r}")
-                seen += _take(terminal, session, started)
+                seen += _take(terminal, session, started).strip("\0")
             session.typed_at.append(time.monotonic() - started)
             os.write(terminal, line.line.encode() + b"\n")
             seen = ""
@@ -134,7 +135,7 @@ def main() -> int:
     parser.add_argument("--ask", nargs="+", default=questions, help="the turns of the chat")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        environment = {"HOME": folder, "PS1": _SHELL, "TERM": "xterm-256color"}
+        environment = {"PS1": _SHELL, "TERM": "xterm-256color"}
         environment |= {"TILEWRIGHT": options.source, "TILEWRIGHT_CACHE": f"{folder}/cache"}
         environment |= {"VIRTUAL_ENV_DISABLE_PROMPT": "1"}
         environment |= {"COLUMNS": str(_COLUMNS), "LINES": str(_LINES)}

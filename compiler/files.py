@@ -52,13 +52,20 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def mode_of_new(mode: int) -> int:
+    """What is left of a new file's or folder's permissions by the umask of this process."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mode & ~mask
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Make ``data`` the content of ``path`` in one step, with the mode it had, or leave it alone.
 
     Raises:
         OSError, ValueError: where it cannot be written.
     """
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+    mode = path.stat().st_mode & 0o777 if path.exists() else mode_of_new(0o666)
     with _beside(path, data, mode) as temporary:
         os.replace(temporary, path)
 
@@ -70,7 +77,7 @@ def create_file(path: Path, data: bytes) -> None:
         FileExistsError: when there is one.
         OSError, ValueError: where it cannot be written.
     """
-    with _beside(path, data, 0o644) as temporary:
+    with _beside(path, data, mode_of_new(0o666)) as temporary:
         os.link(temporary, path)
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tilewright.compiler.files import create_file, replace_file
+
+
+@pytest.fixture(autouse=True)
+def umask() -> Iterator[None]:
+    """The common one."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def names(folder: Path) -> list[str]:
@@ -55,3 +64,12 @@ def test_a_file_is_made_once(tmp_path: Path) -> None:
         create_file(path, b"two")
     assert path.read_bytes() == b"one" and names(tmp_path) == ["file"]
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_new_files_are_as_open_as_the_umask_says(tmp_path: Path) -> None:
+    for mask, mode in ((0o027, 0o640), (0o077, 0o600), (0o002, 0o664)):
+        os.umask(mask)
+        for write in (replace_file, create_file):
+            path = tmp_path / f"{write.__name__}-{mask:o}"
+            write(path, b"x")
+            assert path.stat().st_mode & 0o777 == mode

@@ -7,6 +7,7 @@ answers part, the logits of both sides tell how close the choice was.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ def open_sides(
     source: Path, options: AnswerOptions, stack: ExitStack
 ) -> tuple[Any, list[tuple[int, ...]], dict[str, Side]]:
     """The tokenizer, the questions as prompts, and the four engines, which ``stack`` closes."""
+    # before OpenMP is loaded: two engines' threads share the cores, so none waits awake
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from bench.peers.gguf_copy import cached_gguf
     from bench.peers.llama_cpp import LlamaCpp
     from tilewright.compiler.commands.llm import LLM

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from tilewright.compiler.artifacts.digests import file_digest
 from tilewright.compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
 from tilewright.compiler.artifacts.places import MANIFEST
 from tilewright.compiler.errors import CheckpointError, ConfigError, NoRoomError
-from tilewright.compiler.files import read_regular
+from tilewright.compiler.files import mode_of_new, read_regular
 
 
 def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:
@@ -106,17 +105,10 @@ def fresh_folder(path: Path) -> Iterator[Path]:
 
 def _put(partial: Path, path: Path) -> None:
     try:
-        partial.chmod(0o777 & ~_umask())
+        partial.chmod(mode_of_new(0o777))
         partial.replace(path)
     except OSError as error:
         reason = error.strerror
         if error.errno == errno.ENOTEMPTY:
             reason = "another process has written there meanwhile"
         raise ConfigError(f"{path}: cannot be written ({reason})") from None
-
-
-def _umask() -> int:
-    """What the process takes away from the permissions of new files."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -49,15 +49,15 @@ def model(tmp_path: Path) -> SimpleNamespace:
 
 @pytest.fixture
 def traces(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Grows by one whenever a model is traced, which only compiling does."""
+    """Grows by one whenever a model's graph is asked for, which only compiling does."""
     import tilewright.compiler.driver
 
     seen: list[object] = []
-    trace: Callable[..., object] = tilewright.compiler.driver.trace
+    trace: Callable[..., object] = tilewright.compiler.driver.trace_model
 
-    def counted(module: object) -> object:
-        seen.append(module)
-        return trace(module)
+    def counted(model: object) -> object:
+        seen.append(model)
+        return trace(model)
 
-    monkeypatch.setattr(tilewright.compiler.driver, "trace", counted)
+    monkeypatch.setattr(tilewright.compiler.driver, "trace_model", counted)
     return seen
