@@ -34,31 +34,17 @@ if TYPE_CHECKING:
 EMBEDDING, ATTENTION, NORM, CHOOSE, COPY = "embedding", "attention", "norm", "choose", "copy"
 DEQUANTISE, PRODUCT, OTHER = "dequantise", "product", "other"
 
-_PART_OF = (
-    ("memcpy", COPY),
-    ("memset", COPY),
-    ("embed", EMBEDDING),
-    ("attend", ATTENTION),
-    ("sdpa", ATTENTION),
-    ("flash", ATTENTION),
-    ("fmha", ATTENTION),
-    ("rotate_and_store", ATTENTION),
-    ("swiglu", OTHER),
-    ("rms_norm", NORM),
-    ("_partial_kernel", CHOOSE),
-    ("_final_kernel", CHOOSE),
-    ("_bf16_kernel", DEQUANTISE),
-    ("_bfp8_kernel", DEQUANTISE),
-    ("_bfp4_kernel", DEQUANTISE),
-    ("gemv", PRODUCT),
-    ("gemm", PRODUCT),
-    ("nvjet", PRODUCT),
-    ("cutlass", PRODUCT),
-    ("linear_kernel", PRODUCT),
-    ("expert_linear", PRODUCT),
-    ("expert_sum", PRODUCT),
-)
-"""A part by what a kernel's name contains; the first that fits."""
+_PIECES = {
+    COPY: ("memcpy", "memset"),
+    EMBEDDING: ("embed",),
+    ATTENTION: ("attend", "sdpa", "flash", "fmha", "rotate_and_store"),
+    OTHER: ("swiglu",),
+    NORM: ("rms_norm",),
+    CHOOSE: ("_partial_kernel", "_final_kernel"),
+    DEQUANTISE: ("_bf16_kernel", "_bfp8_kernel", "_bfp4_kernel"),
+    PRODUCT: ("gemv", "gemm", "nvjet", "cutlass", "linear_kernel", "expert_linear", "expert_sum"),
+}
+"""What a kernel's name contains, by part; the first that fits."""
 _ALONG = ("shared_ff1_3", "shared_ff2")
 """Groups of products that may run along with others, in one launch."""
 _SPLIT_K = "splitk"
@@ -238,7 +224,8 @@ def assign_parts(names: Sequence[str], groups: Sequence[str]) -> tuple[list[str]
 def part_of(name: str) -> str:
     """What a kernel does, from its name."""
     plain = _without_arguments(name).lower()
-    return next((part for piece, part in _PART_OF if piece in plain), OTHER)
+    found = (part for part, pieces in _PIECES.items() if any(each in plain for each in pieces))
+    return next(found, OTHER)
 
 
 def short_name(name: str) -> str:

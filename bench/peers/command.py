@@ -136,6 +136,7 @@ def main(argv: list[str]) -> int:
     from bench.ceilings import read_bandwidth
     from bench.peers.report import print_report, report_record
     from tilewright.compiler.commands.console import compile_progress, err, out
+    from tilewright.compiler.commands.sweep.files import write_text
     from tilewright.models import load_model
 
     model = load_model(Path(str(options.model)))
@@ -157,7 +158,7 @@ def main(argv: list[str]) -> int:
     record = report_record(model, contestants, versus, options=options, bandwidths=bandwidths)
     print_report(out(), record)
     if options.json is not None:
-        _write_json(Path(options.json), record)
+        write_text(options.json, json.dumps(record, indent=1) + "\n")
     return int(any(each.failure for each in contestants if each.engine == OURS))
 
 
@@ -242,11 +243,3 @@ class _Starts:
     def _content_hash(self) -> str:
         found: str = self._model.checkpoint.content_hash()
         return found
-
-
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None

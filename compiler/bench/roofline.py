@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -134,27 +135,18 @@ def limit_seconds(work: Work, ceilings: Ceilings) -> float:
 
 def decode_work(compiled: Compiled, *, batch: int, context: float) -> Work:
     """One token of each of ``batch`` sequences of ``context`` positions (a mean may be broken)."""
-    return _compiled_work(compiled, num_tokens=batch, batch=batch, context=context, seen=context)
+    made = _made_for(compiled)
+    return step_work(compiled.graph(), num_tokens=batch, batch=batch, context=context, **made)
 
 
 def prefill_work(compiled: Compiled, *, num_tokens: int) -> Work:
     """A prompt from its start: attention is causal, and the last token alone wants logits."""
-    seen = (num_tokens + 1) / 2
-    return _compiled_work(compiled, num_tokens=num_tokens, batch=1, context=num_tokens, seen=seen)
+    made = {"attended": (num_tokens + 1) / 2, **_made_for(compiled)}
+    return step_work(compiled.graph(), num_tokens=num_tokens, batch=1, context=num_tokens, **made)
 
 
-def _compiled_work(
-    compiled: Compiled, *, num_tokens: int, batch: int, context: float, seen: float
-) -> Work:
-    return step_work(
-        compiled.graph(),
-        num_tokens=num_tokens,
-        batch=batch,
-        context=context,
-        attended=seen,
-        target=get_target(compiled.target),
-        compute=compiled.compute,
-    )
+def _made_for(compiled: Compiled) -> dict[str, Any]:
+    return {"target": get_target(compiled.target), "compute": compiled.compute}
 
 
 def step_work(
@@ -163,20 +155,19 @@ def step_work(
     num_tokens: int,
     batch: int,
     context: float,
-    attended: float,
     target: Target,
     compute: str,
+    attended: float | None = None,
 ) -> Work:
     """The work of a step of a lowered graph; of every sequence the last token alone wants logits.
 
     Args:
         num_tokens: of all sequences; ``batch``: sequences.
         context: positions of each sequence's state after the step.
-        attended: positions that a token sees, in the mean.
+        attended: positions that a token sees, in the mean; the same where nothing is said.
     """
-    costs = step_costs(
-        graph_module, num_tokens=num_tokens, context=math.ceil(attended), num_logits=batch
-    )
+    seen = math.ceil(context if attended is None else attended)
+    costs = step_costs(graph_module, num_tokens=num_tokens, context=seen, num_logits=batch)
     parts = weight_bytes(graph_module, num_tokens=num_tokens, target=target, compute=compute)
     states = state_shares(graph_module, target, context=context, compute=compute)
     parts[STATE] = batch * sum(share.moved for share in states)
@@ -185,8 +176,7 @@ def step_work(
 
 def compiled_weight_bytes(compiled: Compiled) -> dict[str, float]:
     """Bytes of the weights that a step of one token reads, by part; see `weight_bytes`."""
-    target = get_target(compiled.target)
-    return weight_bytes(compiled.graph(), num_tokens=1, target=target, compute=compiled.compute)
+    return weight_bytes(compiled.graph(), num_tokens=1, **_made_for(compiled))
 
 
 def weight_bytes(

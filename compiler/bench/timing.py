@@ -73,14 +73,11 @@ def time_jobs(
 
 
 def warm_up(executable: Executable, jobs: Sequence[Job]) -> None:
-    """One untimed run with the same prompts and a few tokens."""
-    short = [
-        replace(job.sampling, max_tokens=min(_WARM_UP_TOKENS, job.sampling.max_tokens))
-        for job in jobs
-    ]
+    """A run with the same prompts and a few tokens, whose times nobody looks at."""
+    fewest = [min(_WARM_UP_TOKENS, job.sampling.max_tokens) for job in jobs]
     requests = [
-        Request(index, job.prompt, sampling)
-        for index, (job, sampling) in enumerate(zip(jobs, short, strict=True))
+        Request(index, job.prompt, replace(job.sampling, max_tokens=count))
+        for index, (job, count) in enumerate(zip(jobs, fewest, strict=True))
     ]
     EngineLoop(executable, policy=OFFLINE).generate(requests)
 

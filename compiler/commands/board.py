@@ -5,7 +5,6 @@ What the emulator takes on this machine is never printed as a board's figure.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -68,7 +67,8 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     if options.explain:
         explain_contract(screen, board.contract)
     if options.explain_time:
-        for title, columns, rows in board.time_tables():
+        parts = explain_time(board.prefill, board.decode, num_generated=board.num_generated)
+        for title, columns, rows in parts:
             print_table(screen, title, Table.of(columns, rows), numbers=True)
     last = records[-1]
     title = f"{last.case}: {model_text(last)} on {last.device}, {last.precision_name}"
@@ -179,10 +179,6 @@ class _Board:
             ttft_error=found.ttft_error,
             decode_error=found.decode_error,
         )
-
-    def time_tables(self) -> list[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-        """Where a step and a prompt go: titles, columns and rows."""
-        return [*explain_time(self.prefill, self.decode, num_generated=self.num_generated)]
 
     def emulated(self, screen: Console) -> Result:
         """The record of what was emulated: the text is printed, the accuracy measured."""

@@ -17,7 +17,7 @@ from tilewright.compiler.bench.record import Accuracy
 from tilewright.compiler.bench.row import Row as Figures
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import PrecisionConfig, load_precision
-from tilewright.compiler.sweep import found_yaml
+from tilewright.compiler.sweep import found_yaml, plans
 from tilewright.compiler.sweep.cost_model import Observation, fit
 from tilewright.compiler.sweep.found import Found, about_predictions, against, is_better, top1_text
 from tilewright.compiler.sweep.journal import Journal, SweepState
@@ -78,7 +78,7 @@ class _Hunt:
         self._measure(tried, text=self.search.held_out)
         # in rounds of their own: speeds are compared within a round, never across hours
         first_round = self.search.usual.rounds
-        self._measure(tried, is_timed=True, first_round=first_round)
+        self._measure(tried, timed_from=first_round)
         known = [row for each in tried if (row := self._find(each)) is not None]
         shown = [later_rounds(row, first_round) for row in known]
         found.shown = [(row, self._held_out(row), self._is_within(row)) for row in shown]
@@ -184,13 +184,18 @@ class _Hunt:
         self,
         precisions: Sequence[PrecisionConfig],
         *,
-        is_timed: bool = False,
         text: str | None = None,
-        first_round: int = 0,
+        timed_from: int | None = None,
     ) -> None:
-        wanted = self.search.cells(
-            precisions, is_timed=is_timed, text=text, first_round=first_round
+        """Accuracy on a text, and speed too where it is wanted, in rounds from that one on."""
+        usual, is_timed = self.search.usual, timed_from is not None
+        measures = replace(
+            usual,
+            cases=usual.cases if is_timed else (plans.ACCURACY_CASE,),
+            text=text or usual.text,
+            first_round=timed_from or 0,
         )
+        wanted = plans.cells(self.search.entries(precisions, is_timed=is_timed), measures)
         # the same program is measured again: on another text, or for its speed
         self.runner.measure([replace(cell, is_kept=True) for cell in wanted])
 

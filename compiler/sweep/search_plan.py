@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewright.compiler.bench.record import Accuracy
 from tilewright.compiler.environment import environment
@@ -88,20 +88,6 @@ class Search:
             for each in precisions
             for part in ("" if each is self.base else each.name,)
         ]
-
-    def cells(
-        self,
-        precisions: Iterable[PrecisionConfig],
-        *,
-        is_timed: bool,
-        text: str | None = None,
-        first_round: int = 0,
-    ) -> list[Cell]:
-        """Of accuracy on a text, and of speed too if wanted, in rounds from ``first_round`` on."""
-        cases = self.usual.cases if is_timed else (plans.ACCURACY_CASE,)
-        text = text or self.usual.text
-        measures = replace(self.usual, cases=cases, text=text, first_round=first_round)
-        return plans.cells(self.entries(precisions, is_timed=is_timed), measures)
 
     def lowered(self, name: str, choices: Mapping[Part, Level]) -> PrecisionConfig:
         """The base with parts at other levels."""
