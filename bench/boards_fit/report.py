@@ -17,7 +17,7 @@ from bench.boards_fit.fitting import (
     rank_correlation,
 )
 from bench.boards_fit.programs import PUBLISHED
-from bench.boards_fit.rows import Row
+from bench.boards_fit.rows import PublishedRow
 from tilewright.compiler.bench.display import percent
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.targets.tenstorrent.perf_constants import START, Constants
@@ -47,7 +47,7 @@ class Study:
     """
 
     reading: str
-    rows: tuple[Row, ...]
+    rows: tuple[PublishedRow, ...]
     constants: Constants
     decode: tuple[Residual, ...]
     galaxy: tuple[Residual, ...]
@@ -78,7 +78,7 @@ class Study:
         return rank_correlation(predicted, [1 / sample.seconds for sample in found])
 
 
-def study_rows(reading: str, rows: Sequence[Row]) -> Study:
+def study_rows(reading: str, rows: Sequence[PublishedRow]) -> Study:
     """Fit, and fit again without every model, family and board."""
     steps = [row.decode for row in rows if row.is_judged and row.decode]
     large = [row.decode for row in rows if row.is_galaxy and row.decode]
@@ -145,7 +145,7 @@ def study_report(studies: Sequence[Study]) -> str:
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def _is_fitted(row: Row) -> bool:
+def _is_fitted(row: PublishedRow) -> bool:
     return row.is_judged or row.is_galaxy
 
 
@@ -238,7 +238,7 @@ def _residual_table(residuals: Iterable[Residual]) -> str:
 
 
 def _predicted(
-    study: Study, unit: str, chosen: Callable[[Row], bool], *, titled: bool = False
+    study: Study, unit: str, chosen: Callable[[PublishedRow], bool], *, titled: bool = False
 ) -> str:
     is_decode = unit == "t/s/u"
     rows = []

@@ -25,7 +25,7 @@ cross-attention: measured with an image, it seems."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PublishedRow:
     """A published row: samples of its step and its prompt where it has such figures."""
 
     kind: str
@@ -62,7 +62,7 @@ def device_name(row: PerfRow) -> str:
     return name if row.dp == 1 else f"{name} (DP={row.dp})"
 
 
-def read_rows(document: Document, programs: Programs, reading: str) -> list[Row]:
+def read_rows(document: Document, programs: Programs, reading: str) -> list[PublishedRow]:
     """Every row with a figure, of models whose sizes are known."""
     found = []
     for section in document.sections:
@@ -72,7 +72,7 @@ def read_rows(document: Document, programs: Programs, reading: str) -> list[Row]
     return found
 
 
-def _row(section: Section, row: PerfRow, programs: Programs, reading: str) -> Row:
+def _row(section: Section, row: PerfRow, programs: Programs, reading: str) -> PublishedRow:
     length = PROMPT if section.context_k is None else 1024 * section.context_k
     precision = (
         load_precision(section.title)
@@ -104,4 +104,6 @@ def _row(section: Section, row: PerfRow, programs: Programs, reading: str) -> Ro
 
     step = None if row.speed is None else 1 / row.speed
     prompt = None if row.ttft is None else row.ttft / 1e3
-    return Row(section.kind, section.title, row, sample("decode", step), sample("prefill", prompt))
+    return PublishedRow(
+        section.kind, section.title, row, sample("decode", step), sample("prefill", prompt)
+    )

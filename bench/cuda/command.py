@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.cuda.rows import DECODE, METRICS, START, Row, find_rows
+from bench.cuda.rows import DECODE, METRICS, START, BenchRow, find_rows
 from tilewright.compiler.bench.display import decimal, percent, span
 from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
@@ -39,7 +39,7 @@ _WIDTH = 132
 class Choices:
     """A checked command line."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     repeats: int
     results: Path | None
     is_profiled: bool
@@ -103,7 +103,7 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
     return code or (EXIT_NOT_MEASURED if session.is_broken else 0)
 
 
-def programs(rows: Sequence[Row]) -> list[tuple[Row, ...]]:
+def programs(rows: Sequence[BenchRow]) -> list[tuple[BenchRow, ...]]:
     """Rows that are measured together, in the order of the first of each; starts are by themselves
     and last.
     """
@@ -128,7 +128,7 @@ class _Session:
     missed: dict[str, str] = field(default_factory=dict)
     is_broken: bool = False
 
-    def measure(self, rows: Sequence[Row]) -> None:
+    def measure(self, rows: Sequence[BenchRow]) -> None:
         """The rows of one program; what cannot be measured is said and left out, so that the others
         are not lost.
         """
@@ -147,7 +147,7 @@ class _Session:
                 self.missed[row.name] = reason
                 self._print_missed(row.name)
 
-    def _measure(self, rows: Sequence[Row]) -> None:
+    def _measure(self, rows: Sequence[BenchRow]) -> None:
         from bench.cuda.measure import Bench, measure_start
         from tilewright.compiler.commands.console import compile_progress
 
@@ -179,7 +179,7 @@ class _Session:
         line = f"{name}: {figure}: {value}{bounds}{of_limit}; {found.detail}"
         self.screen.print(line, soft_wrap=True)
 
-    def _profile(self, made: Bench, row: Row) -> None:
+    def _profile(self, made: Bench, row: BenchRow) -> None:
         from bench.cuda.kernel_profile import print_profile
 
         try:
@@ -269,8 +269,8 @@ def _print_ceilings(screen: Console, ceilings: Ceilings) -> None:
     print_table(screen, f"measured on {ceilings.device}", table, numbers=True)
 
 
-def _print_list(rows: Sequence[Row]) -> None:
-    columns: Columns[Row] = {
+def _print_list(rows: Sequence[BenchRow]) -> None:
+    columns: Columns[BenchRow] = {
         "row": lambda row: row.name,
         "shape": lambda row: row.shape,
         "precision": lambda row: row.precision,

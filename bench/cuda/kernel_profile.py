@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from bench.cuda.rows import DECODE, DECODE_SHARE, Row
+from bench.cuda.rows import DECODE, DECODE_SHARE, BenchRow
 from tilewright.compiler.bench.display import decimal, percent
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS, Ceilings
 from tilewright.compiler.bench.roofline import STATE, Work, product_groups
@@ -245,7 +245,7 @@ def _lines(totals: dict[str, list[float]], num_steps: int) -> tuple[Line, ...]:
     return tuple(sorted(lines, key=lambda line: -line.own))
 
 
-def print_profile(screen: Console, made: Bench, row: Row, ceilings: Ceilings) -> None:
+def print_profile(screen: Console, made: Bench, row: BenchRow, ceilings: Ceilings) -> None:
     """Profile the row's decode step, or its prompt, and print it."""
     groups = product_groups(made.compiled.graph())
     executable, jobs = made.compiled.executable, made.jobs(row)

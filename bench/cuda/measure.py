@@ -21,7 +21,7 @@ from bench.cuda.rows import (
     PREFILL_SHARE,
     START,
     TTFT,
-    Row,
+    BenchRow,
 )
 from tilewright.compiler.bench.cases import CASES, TABLE_PROMPT_LENGTH, Case
 from tilewright.compiler.bench.record import Ceilings, Result
@@ -65,7 +65,7 @@ class Figures:
     ``detail`` says in words what else was measured; ``result`` is the record, where there is one.
     """
 
-    row: Row
+    row: BenchRow
     values: tuple[float, ...]
     limit: float | None = None
     detail: str = ""
@@ -86,13 +86,13 @@ class _Measured:
 
 
 class Bench:
-    """A program compiled for some rows (`Row.program` is the same); close it before the next.
+    """A program compiled for some rows (`BenchRow.program` is the same); close it before the next.
 
     ``seconds_to_compile``: from the shape to the executable, weights made and placed.
     """
 
     def __init__(
-        self, rows: Sequence[Row], *, target: str, repeats: int, progress: Progress
+        self, rows: Sequence[BenchRow], *, target: str, repeats: int, progress: Progress
     ) -> None:
         release_memory()  # of a program before that failed
         started = time.perf_counter()
@@ -110,7 +110,7 @@ class Bench:
         self.seconds_to_compile = time.perf_counter() - started
         self._measured: dict[tuple[int, int, int], _Measured] = {}
 
-    def measure(self, row: Row, ceilings: Ceilings) -> Figures:
+    def measure(self, row: BenchRow, ceilings: Ceilings) -> Figures:
         """One row; rows of the same batch and lengths share their runs and their record."""
         key = _runs_of(row)
         is_known = key in self._measured
@@ -121,7 +121,7 @@ class Bench:
         result = None if is_known else replace(measured.result, ceilings=ceilings)
         return Figures(row, values, limit, detail, result)
 
-    def works(self, row: Row) -> tuple[Work, Work]:
+    def works(self, row: BenchRow) -> tuple[Work, Work]:
         """The row's prompt, and its decode step in the middle of the measured ones."""
         context = row.prompt_length + (row.num_generated + 1) / 2
         return (
@@ -129,18 +129,18 @@ class Bench:
             decode_work(self.compiled, batch=row.batch, context=context),
         )
 
-    def step_seconds(self, row: Row) -> tuple[float | None, float | None]:
+    def step_seconds(self, row: BenchRow) -> tuple[float | None, float | None]:
         """A measured row's prompt and decode step, medians."""
         result = self._measured[_runs_of(row)].result
         prompt = None if result.ttft_ms is None else 1e-3 * result.ttft_ms
         return prompt, None if result.decode_tsu is None else 1 / result.decode_tsu
 
-    def jobs(self, row: Row) -> tuple[Job, ...]:
+    def jobs(self, row: BenchRow) -> tuple[Job, ...]:
         """The row's prompts, one a user."""
         options = run_options(row, target=self._target, repeats=self._repeats)
         return measure.plan_jobs(self.source, options).jobs
 
-    def routing(self, row: Row) -> str:
+    def routing(self, row: BenchRow) -> str:
         """How many experts a decode step behind the row's prompts chooses; empty without experts.
 
         Weights are random, and so are the prompts: what is read depends on it.
@@ -162,7 +162,7 @@ class Bench:
             f"({min(found)}-{max(found)}) of {count}; {expected:.1f} were all equally likely"
         )
 
-    def _run(self, row: Row) -> _Measured:
+    def _run(self, row: BenchRow) -> _Measured:
         options = run_options(row, target=self._target, repeats=self._repeats)
         plan = replace(measure.plan_jobs(self.source, options), context=self._context)
         runs = time_jobs(self.compiled.executable, plan.jobs, num_repeats=options.case.num_repeats)
@@ -185,11 +185,11 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _runs_of(row: Row) -> tuple[int, int, int]:
+def _runs_of(row: BenchRow) -> tuple[int, int, int]:
     return row.batch, row.prompt_length, row.num_generated
 
 
-def run_options(row: Row, *, target: str, repeats: int) -> RunOptions:
+def run_options(row: BenchRow, *, target: str, repeats: int) -> RunOptions:
     """What ``tilewright bench`` would be asked for a row; more repeats do not change a case.
 
     Raises:
@@ -211,7 +211,7 @@ def run_options(row: Row, *, target: str, repeats: int) -> RunOptions:
     return replace(options, case=case, is_case_changed=is_changed)
 
 
-def _named_case(row: Row) -> Case:
+def _named_case(row: BenchRow) -> Case:
     """The case that a row is, or is nearest to."""
     if row.prompt_length == TABLE_PROMPT_LENGTH:
         return CASES["performance-ci-32" if row.batch == 32 else "performance-ci-1"]
@@ -220,7 +220,7 @@ def _named_case(row: Row) -> Case:
 
 
 def _figure(
-    row: Row, runs: Sequence[Run], works: tuple[Work, Work], ceilings: Ceilings
+    row: BenchRow, runs: Sequence[Run], works: tuple[Work, Work], ceilings: Ceilings
 ) -> tuple[tuple[float, ...], float, str]:
     """Values, limit and detail of a row."""
     prefill, _ = works
@@ -244,7 +244,7 @@ def _figure(
     return shares, 100.0, f"{prompting}; {decoding}"
 
 
-def measure_start(row: Row, *, target: str, repeats: int) -> Figures:
+def measure_start(row: BenchRow, *, target: str, repeats: int) -> Figures:
     """A demo's time from its process's start to the first text, one start before not counted.
 
     It contains Python's and torch's start, tracing, passes, making and converting the weights,

@@ -48,7 +48,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BenchRow:
     """One line of the table.
 
     ``floor`` and ``goal``: in the metric's unit; None: there is none. ``context``: positions that
@@ -81,35 +81,35 @@ _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _35B = "qwen3.5-35b-a3b"
 _64K = 65536 + TABLE_GENERATED_TOKENS
 
-ROWS: tuple[Row, ...] = (
-    Row("8b-bf16-b1", _8B, "bf16", DECODE, 240, 265),
-    Row("8b-bf16-ttft", _8B, "bf16", TTFT, 7),
-    Row("8b-bf16-b8", _8B, "bf16", DECODE, 1800, 2050, batch=8),
-    Row("8b-bf16-b32", _8B, "bf16", DECODE, 6500, 7500, batch=32),
-    Row("8b-bf16-b64", _8B, "bf16", DECODE, 11500, 14000, batch=64),
-    Row("8b-bfp8-b1", _8B, "all-bfp8", DECODE, 400, 480),
-    Row("8b-performance-b1", _8B, "performance", DECODE, 480, 600),
-    Row("8b-performance-b32", _8B, "performance", DECODE, 9000, 12000, batch=32),
-    Row("1b-bf16-b1", _1B, "bf16", DECODE, 1150, 1450),
-    Row("1b-performance-b1", _1B, "performance", DECODE, 1900, 2800),
-    Row("qwen3-8b-bf16-b1", "qwen3-8b", "bf16", DECODE, 235, 260),
-    Row("35b-a3b-bf16-b1", _35B, "bf16", DECODE, 300, 430, prompt_length=1024),
-    Row("35b-a3b-bf16-ttft", _35B, "bf16", TTFT, 30, prompt_length=1024),
-    Row("35b-a3b-bf16-b4", _35B, "bf16", DECODE, 850, 1000, batch=4, prompt_length=1024),
-    Row("35b-a3b-bf16-b16", _35B, "bf16", DECODE, 1650, 1900, batch=16, prompt_length=1024),
-    Row("35b-a3b-bf16-b64", _35B, "bf16", DECODE, 3300, 3700, batch=64, prompt_length=1024),
-    Row("70b-performance-b1", _70B, "performance", DECODE, 60, 68),
-    Row("8b-prefill-2k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=2048, context=_64K),
-    Row("8b-prefill-8k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=8192, context=_64K),
-    Row("8b-decode-32k", _8B, "bf16", DECODE_SHARE, prompt_length=32768, context=_64K),
-    Row("8b-prefill-64k", _8B, "bf16", PREFILL_SECONDS, 5, prompt_length=65536),
-    Row("8b-decode-64k", _8B, "bf16", DECODE_SHARE, 70, prompt_length=65536),
-    Row("8b-start", _8B, "bf16", START, 15),
+ROWS: tuple[BenchRow, ...] = (
+    BenchRow("8b-bf16-b1", _8B, "bf16", DECODE, 240, 265),
+    BenchRow("8b-bf16-ttft", _8B, "bf16", TTFT, 7),
+    BenchRow("8b-bf16-b8", _8B, "bf16", DECODE, 1800, 2050, batch=8),
+    BenchRow("8b-bf16-b32", _8B, "bf16", DECODE, 6500, 7500, batch=32),
+    BenchRow("8b-bf16-b64", _8B, "bf16", DECODE, 11500, 14000, batch=64),
+    BenchRow("8b-bfp8-b1", _8B, "all-bfp8", DECODE, 400, 480),
+    BenchRow("8b-performance-b1", _8B, "performance", DECODE, 480, 600),
+    BenchRow("8b-performance-b32", _8B, "performance", DECODE, 9000, 12000, batch=32),
+    BenchRow("1b-bf16-b1", _1B, "bf16", DECODE, 1150, 1450),
+    BenchRow("1b-performance-b1", _1B, "performance", DECODE, 1900, 2800),
+    BenchRow("qwen3-8b-bf16-b1", "qwen3-8b", "bf16", DECODE, 235, 260),
+    BenchRow("35b-a3b-bf16-b1", _35B, "bf16", DECODE, 300, 430, prompt_length=1024),
+    BenchRow("35b-a3b-bf16-ttft", _35B, "bf16", TTFT, 30, prompt_length=1024),
+    BenchRow("35b-a3b-bf16-b4", _35B, "bf16", DECODE, 850, 1000, batch=4, prompt_length=1024),
+    BenchRow("35b-a3b-bf16-b16", _35B, "bf16", DECODE, 1650, 1900, batch=16, prompt_length=1024),
+    BenchRow("35b-a3b-bf16-b64", _35B, "bf16", DECODE, 3300, 3700, batch=64, prompt_length=1024),
+    BenchRow("70b-performance-b1", _70B, "performance", DECODE, 60, 68),
+    BenchRow("8b-prefill-2k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=2048, context=_64K),
+    BenchRow("8b-prefill-8k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=8192, context=_64K),
+    BenchRow("8b-decode-32k", _8B, "bf16", DECODE_SHARE, prompt_length=32768, context=_64K),
+    BenchRow("8b-prefill-64k", _8B, "bf16", PREFILL_SECONDS, 5, prompt_length=65536),
+    BenchRow("8b-decode-64k", _8B, "bf16", DECODE_SHARE, 70, prompt_length=65536),
+    BenchRow("8b-start", _8B, "bf16", START, 15),
 )
 """In the order of measuring. The start is the last: then its kernels are in the cache."""
 
 
-def find_rows(names: Sequence[str]) -> tuple[Row, ...]:
+def find_rows(names: Sequence[str]) -> tuple[BenchRow, ...]:
     """The rows of these names in the table's order; all without names.
 
     A name that ends with ``*`` means every row that begins so.
@@ -123,5 +123,5 @@ def find_rows(names: Sequence[str]) -> tuple[Row, ...]:
     return tuple(row for row in ROWS if not names or any(_is_named(row, name) for name in names))
 
 
-def _is_named(row: Row, name: str) -> bool:
+def _is_named(row: BenchRow, name: str) -> bool:
     return row.name.startswith(name[:-1]) if name.endswith("*") else row.name == name

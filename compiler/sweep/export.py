@@ -17,7 +17,7 @@ from tilewright.compiler.bench.table import CsvValue, Table
 from tilewright.compiler.sweep import summary
 from tilewright.compiler.sweep.journal import SweepState
 from tilewright.compiler.sweep.standings import Ranked, by_place, place_name, ranked
-from tilewright.compiler.sweep.summary import Row
+from tilewright.compiler.sweep.summary import SweptRow
 
 _ACCURACY = (row.TOP1, row.TOP1_INTERVAL, row.POSITIONS, row.TOP5, row.KL, row.PAIRED)
 _SPEED, _COST = (row.SPEED, row.SPREAD), (row.TTFT, row.WEIGHTS)
@@ -81,7 +81,7 @@ def csv_text(*states: SweepState) -> str:
     return table.csv_text([line for state in states for line in _csv_lines(state)])
 
 
-def _is_probe(each: Row) -> bool:
+def _is_probe(each: SweptRow) -> bool:
     return all(state.cell.part for state in each.states)
 
 
@@ -172,7 +172,7 @@ def _unfinished(state: SweepState) -> str:
     return "## Cells without a result\n\n" + "".join(lines) if lines else ""
 
 
-def _pooled(found: Sequence[Row], shown: Sequence[Ranked]) -> list[Result]:
+def _pooled(found: Sequence[SweptRow], shown: Sequence[Ranked]) -> list[Result]:
     """The rows' records with the figures of the summary: equal configurations have the same ones,
     whichever is printed.
     """
@@ -203,7 +203,7 @@ def _csv_lines(state: SweepState) -> Iterator[dict[str, CsvValue]]:
         }
 
 
-def _csv_identity(each: Row) -> dict[str, CsvValue]:
+def _csv_identity(each: SweptRow) -> dict[str, CsvValue]:
     cell = each.cell
     statuses = [state.status for state in each.states]
     newest = max(each.results.values(), key=lambda result: result.when, default=None)
@@ -226,7 +226,7 @@ def _csv_identity(each: Row) -> dict[str, CsvValue]:
     }
 
 
-def _csv_speed(each: Row) -> dict[str, CsvValue]:
+def _csv_speed(each: SweptRow) -> dict[str, CsvValue]:
     figures = each.figures()
     return {
         "speed_case": figures.speed_case,
@@ -238,7 +238,7 @@ def _csv_speed(each: Row) -> dict[str, CsvValue]:
     }
 
 
-def _csv_other_cases(each: Row) -> dict[str, CsvValue]:
+def _csv_other_cases(each: SweptRow) -> dict[str, CsvValue]:
     names = ("decode_tokens_per_s", "all_users_tokens_per_s", "ttft_ms")
     return {
         f"{case}_{name}": row.speed_figures(result)[name]

@@ -11,20 +11,19 @@ from dataclasses import dataclass, field
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.display import decimal, megabytes, span
 from tilewright.compiler.bench.record import Accuracy
-from tilewright.compiler.bench.row import KL, TOP1
-from tilewright.compiler.bench.row import Row as Figures
+from tilewright.compiler.bench.row import KL, TOP1, Row
 from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.sweep.cost_model import CostModel
-from tilewright.compiler.sweep.summary import Row, common_rounds
+from tilewright.compiler.sweep.summary import SweptRow, common_rounds
 
-Shown = tuple[Row, Accuracy | None, bool]
+Shown = tuple[SweptRow, Accuracy | None, bool]
 """A row, its accuracy on the held-out text, and whether it is within the bounds."""
 
 COLUMNS: Columns[Shown] = {
     "configuration": lambda shown: shown[0].name,
     TOP1.lower(): lambda shown: decimal(shown[0].figures().top1_percent),
     KL: lambda shown: f"{shown[0].accuracy.kl_mean or 0:.2e}" if shown[0].accuracy else "",
-    f"held-out {TOP1.lower()}": lambda shown: decimal(Figures.of(accuracy=shown[1]).top1_percent),
+    f"held-out {TOP1.lower()}": lambda shown: decimal(Row.of(accuracy=shown[1]).top1_percent),
     "t/s/u": lambda shown: decimal(shown[0].speed),
     "MB": lambda shown: megabytes(shown[0].num_bytes or 0),
     "within bounds": lambda shown: "yes" if shown[2] else "no",
@@ -46,7 +45,7 @@ class Found:
 
 def top1_text(accuracy: Accuracy) -> str:
     """Top-1 with its 95 % interval and count."""
-    row = Figures.of(accuracy=accuracy)
+    row = Row.of(accuracy=accuracy)
     interval = span(row.top1_low_percent, row.top1_high_percent, joint=" to ")
     return f"{decimal(row.top1_percent)} % ({interval}, {row.positions} positions)"
 
@@ -58,7 +57,7 @@ def about_predictions(model: CostModel) -> str:
     return f"The search was guided by predicted times; the cost model was off by {off}."
 
 
-def against(winner: Row, others: Sequence[Row]) -> list[str]:
+def against(winner: SweptRow, others: Sequence[SweptRow]) -> list[str]:
     """A line for every uniform configuration within the bounds: speed and bytes beside it."""
     lines = [
         f"Beside {row.name}: {_faster(winner, row)}, {_smaller(winner, row)}." for row in others
@@ -66,7 +65,7 @@ def against(winner: Row, others: Sequence[Row]) -> list[str]:
     return lines or ["No uniform configuration is within the bounds."]
 
 
-def is_better(row: Row, winner: Row) -> bool:
+def is_better(row: SweptRow, winner: SweptRow) -> bool:
     """Whether a row is clearly faster and no larger, or smaller and not clearly slower."""
     found = _speed_ratio(row, winner)
     if found is None:
@@ -77,7 +76,7 @@ def is_better(row: Row, winner: Row) -> bool:
     return (is_faster and ours <= theirs) or (ours < theirs and not is_slower)
 
 
-def _speed_ratio(one: Row, other: Row) -> stats.Ratio | None:
+def _speed_ratio(one: SweptRow, other: SweptRow) -> stats.Ratio | None:
     numbers = common_rounds([one, other])
     if not numbers:
         return None
@@ -87,7 +86,7 @@ def _speed_ratio(one: Row, other: Row) -> stats.Ratio | None:
     )
 
 
-def _faster(winner: Row, other: Row) -> str:
+def _faster(winner: SweptRow, other: SweptRow) -> str:
     found = _speed_ratio(winner, other)
     if found is None:
         return "no round in which both were timed"
@@ -98,6 +97,6 @@ def _faster(winner: Row, other: Row) -> str:
     return f"{found.ratio:.2f} times its speed ({interval}, {found.num_rounds} rounds{doubt})"
 
 
-def _smaller(winner: Row, other: Row) -> str:
+def _smaller(winner: SweptRow, other: SweptRow) -> str:
     ours, theirs = megabytes(winner.num_bytes or 0), megabytes(other.num_bytes or 0)
     return f"{ours} MB of weights instead of {theirs}"

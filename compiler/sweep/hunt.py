@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.record import Accuracy
-from tilewright.compiler.bench.row import Row as Figures
+from tilewright.compiler.bench.row import Row
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.compiler.sweep import found_yaml, plans
@@ -34,7 +34,7 @@ from tilewright.compiler.sweep.search import (
 )
 from tilewright.compiler.sweep.search_plan import GUARD, Search, adopt, sensitivity_of
 from tilewright.compiler.sweep.sensitivity import observations
-from tilewright.compiler.sweep.summary import Row, later_rounds, rows
+from tilewright.compiler.sweep.summary import SweptRow, later_rounds, rows
 
 _SAFER = (0.0, 0.08, 0.2, 0.4)
 """How much of what is left of the path the next try goes on where the held-out text says no."""
@@ -86,7 +86,9 @@ class _Hunt:
             self._judge(self.path[num_steps], shown[-1], shown[:-1], found)
         return found
 
-    def _judge(self, choices: Choices, winner: Row, uniform: Sequence[Row], found: Found) -> None:
+    def _judge(
+        self, choices: Choices, winner: SweptRow, uniform: Sequence[SweptRow], found: Found
+    ) -> None:
         """Write the winner down, beside every uniform configuration within the bounds."""
         others = [row for row in uniform if self._is_within(row)]
         better = next((row for row in others if self._is_better(row, winner)), None)
@@ -97,7 +99,7 @@ class _Hunt:
         else:
             found.yaml = self._yaml(choices, winner, comparison)
 
-    def _is_better(self, row: Row, winner: Row) -> bool:
+    def _is_better(self, row: SweptRow, winner: SweptRow) -> bool:
         if self.bounds.is_of_accuracy:
             return is_better(row, winner)
         ours, theirs = row.accuracy, winner.accuracy  # within a size it is accuracy that counts
@@ -122,7 +124,7 @@ class _Hunt:
         scaled = [replace(each, ms=each.ms * factor) for each in observations(others)]
         return [*observations(ours), *scaled]
 
-    def _here(self, found: Sequence[Row]) -> list[Row]:
+    def _here(self, found: Sequence[SweptRow]) -> list[SweptRow]:
         """Of this model on this target: another sweep may hold more."""
         return [row for row in found if row.cell.place == self.base.cell.place]
 
@@ -170,7 +172,7 @@ class _Hunt:
             if self.bounds.keeps(held_out, row.num_bytes or 0):
                 return num_steps
             found.comments.append(
-                f"{precision.name}: {decimal(Figures.of(accuracy=held_out).top1_percent)} % on the "
+                f"{precision.name}: {decimal(Row.of(accuracy=held_out).top1_percent)} % on the "
                 "held-out text, outside the bounds: a safer one was tried"
             )
         return None
@@ -199,13 +201,13 @@ class _Hunt:
         # the same program is measured again: on another text, or for its speed
         self.runner.measure([replace(cell, is_kept=True) for cell in wanted])
 
-    def _find(self, precision: PrecisionConfig) -> Row | None:
+    def _find(self, precision: PrecisionConfig) -> SweptRow | None:
         """A configuration's measurements, where its accuracy is among them."""
         wanted = self._id(precision)
         found = (r for r in rows(self.runner.journal.state) if r.cell.precision_id == wanted)
         return next((row for row in found if row.accuracy is not None), None)
 
-    def _row(self, precision: PrecisionConfig) -> Row:
+    def _row(self, precision: PrecisionConfig) -> SweptRow:
         """Of a configuration that the search cannot do without."""
         row = self._find(precision)
         if row is not None:
@@ -230,14 +232,14 @@ class _Hunt:
         model, compute = self.search.model, self.search.usual.compute
         return model.held_bytes(model.resolve(precision), self.search.target, compute)
 
-    def _held_out(self, row: Row) -> Accuracy | None:
+    def _held_out(self, row: SweptRow) -> Accuracy | None:
         return row.accuracies.get(self.search.held_out)
 
-    def _is_within(self, row: Row) -> bool:
+    def _is_within(self, row: SweptRow) -> bool:
         known = [each for each in (row.accuracy, self._held_out(row)) if each is not None]
         return all(self.bounds.keeps(each, row.num_bytes or 0) for each in known)
 
-    def _yaml(self, choices: Choices, winner: Row, comments: Sequence[str]) -> str:
+    def _yaml(self, choices: Choices, winner: SweptRow, comments: Sequence[str]) -> str:
         """The winner's file; it must read back as what was measured."""
         levels = {part: option.level for part, option in choices.items()}
         text = found_yaml.render(
@@ -255,7 +257,7 @@ class _Hunt:
         assert self._id(read) == winner.cell.precision_id, "the file means something else"
         return text
 
-    def _provenance(self, winner: Row, comments: Sequence[str]) -> list[str]:
+    def _provenance(self, winner: SweptRow, comments: Sequence[str]) -> list[str]:
         planned = self.runner.journal.state.planned
         accuracy, held_out = winner.accuracy, self._held_out(winner)
         assert accuracy is not None and held_out is not None

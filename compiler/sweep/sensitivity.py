@@ -14,7 +14,7 @@ from tilewright.compiler.bench.record import Accuracy, Paired
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.cost_model import CostModel, Observation, fit
 from tilewright.compiler.sweep.journal import SweepState
-from tilewright.compiler.sweep.summary import Row, common_rounds, rows
+from tilewright.compiler.sweep.summary import SweptRow, common_rounds, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Lowered:
 class Sensitivity:
     """One model on one target: the base, its parts, the cost model where one could be fitted."""
 
-    base: Row
+    base: SweptRow
     parts: tuple[Lowered, ...]
     cost_model: CostModel | None
 
@@ -106,7 +106,7 @@ def sensitivities(state: SweepState) -> list[Sensitivity]:
     Raises:
         ConfigError: when no base has.
     """
-    places: dict[tuple[str, ...], list[Row]] = {}
+    places: dict[tuple[str, ...], list[SweptRow]] = {}
     for row in rows(state):
         places.setdefault(row.cell.place, []).append(row)
     found = []
@@ -119,7 +119,7 @@ def sensitivities(state: SweepState) -> list[Sensitivity]:
     return found
 
 
-def observations(found: Sequence[Row]) -> list[Observation]:
+def observations(found: Sequence[SweptRow]) -> list[Observation]:
     """The rows that were timed, as a cost model takes them."""
     return [
         Observation(row.name, row.cell.step_bytes, 1e3 / row.speed)
@@ -128,7 +128,7 @@ def observations(found: Sequence[Row]) -> list[Observation]:
     ]
 
 
-def _sensitivity(base: Row, members: Sequence[Row]) -> Sensitivity:
+def _sensitivity(base: SweptRow, members: Sequence[SweptRow]) -> Sensitivity:
     try:
         model = fit(observations(members))
     except ConfigError:
@@ -141,7 +141,7 @@ def _sensitivity(base: Row, members: Sequence[Row]) -> Sensitivity:
     return Sensitivity(base, tuple(parts), model)
 
 
-def _lowered(base: Row, row: Row, model: CostModel | None) -> Lowered:
+def _lowered(base: SweptRow, row: SweptRow, model: CostModel | None) -> Lowered:
     ours, theirs = row.accuracy, base.accuracy
     assert ours is not None and theirs is not None
     assert ours.kl_mean is not None and theirs.kl_mean is not None
@@ -173,7 +173,7 @@ def _error(accuracy: Accuracy) -> float:
     return math.inf if accuracy.kl_error is None else accuracy.kl_error
 
 
-def _bytes_saved(base: Row, row: Row) -> int:
+def _bytes_saved(base: SweptRow, row: SweptRow) -> int:
     """Of both as measured, or of both as estimated."""
     before, after = base.measured_bytes, row.measured_bytes
     if before is None or after is None:
@@ -181,7 +181,7 @@ def _bytes_saved(base: Row, row: Row) -> int:
     return (before or 0) - (after or 0)
 
 
-def _saved(base: Row, lowered: Row) -> Saved | None:
+def _saved(base: SweptRow, lowered: SweptRow) -> Saved | None:
     """Round by round, so that what the machine did meanwhile counts for both."""
     differences = [
         1e3 / base.by_round[number] - 1e3 / lowered.by_round[number]
@@ -190,7 +190,7 @@ def _saved(base: Row, lowered: Row) -> Saved | None:
     return Saved(*stats.mean_interval(differences)) if differences else None
 
 
-def _predicted(base: Row, row: Row, model: CostModel | None) -> float | None:
+def _predicted(base: SweptRow, row: SweptRow, model: CostModel | None) -> float | None:
     before, after = base.cell.step_bytes, row.cell.step_bytes
     if model is None or not (model.knows(before) and model.knows(after)):
         return None

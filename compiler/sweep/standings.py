@@ -14,7 +14,7 @@ from tilewright.compiler.bench.display import plain_line
 from tilewright.compiler.bench.pareto import Placed
 from tilewright.compiler.bench.stats import MIN_ROUNDS
 from tilewright.compiler.sweep import summary
-from tilewright.compiler.sweep.summary import Row
+from tilewright.compiler.sweep.summary import SweptRow
 
 _STANDINGS = {
     "front": "front",
@@ -33,7 +33,7 @@ class Ranked:
     speed or accuracy is missing.
     """
 
-    row: Row
+    row: SweptRow
     label: str
     placed: Placed | None
 
@@ -50,21 +50,21 @@ class Ranked:
         return _STANDINGS[self.placed.standing].format(self.placed.dominated_by)
 
 
-def place(row: Row) -> tuple[str, ...]:
+def place(row: SweptRow) -> tuple[str, ...]:
     """What rows of one table share: model, target, device, arithmetic, and the figures' kind."""
     kind = next((result.kind for result in row.results.values()), "measured")
     cell = row.cell
     return cell.model_name, cell.model_hash, cell.target, cell.device, cell.compute, kind
 
 
-def comparable(row: Row) -> tuple[str, ...]:
+def comparable(row: SweptRow) -> tuple[str, ...]:
     """What points of one front share: their place, the reference, the case speed is read from."""
     accuracy, speed = row.accuracy, row.speed_result
     reference = ("", "") if accuracy is None else (accuracy.reference_id, accuracy.text)
     return *place(row), *reference, "" if speed is None else speed.case
 
 
-def ranked(found: Sequence[Row]) -> list[Ranked]:
+def ranked(found: Sequence[SweptRow]) -> list[Ranked]:
     """Rows (of one sweep or of several), equal ones merged, with their standings."""
     merged = [
         replace(row, names=tuple(dict.fromkeys(row.names))) for row in summary.merge_equal(found)
@@ -91,7 +91,7 @@ def by_place(found: Sequence[Ranked]) -> list[list[Ranked]]:
     return list(groups.values())
 
 
-def place_name(row: Row) -> str:
+def place_name(row: SweptRow) -> str:
     """A heading's words for a row's place."""
     name, _, target, device, compute, kind = place(row)
     text = f"{name} on {device} ({target})"
@@ -100,7 +100,7 @@ def place_name(row: Row) -> str:
     return plain_line(text if kind == "measured" else f"{text}, {kind}")
 
 
-def _aligned(found: Sequence[Row]) -> list[Row]:
+def _aligned(found: Sequence[SweptRow]) -> list[SweptRow]:
     """The rows with rounds that may be compared in order: the i-th of one was taken with the i-th
     of another. That is those all have, or where these are too few the first ones without a gap.
     """
@@ -113,7 +113,7 @@ def _aligned(found: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _labels(merged: Sequence[Row]) -> list[str]:
+def _labels(merged: Sequence[SweptRow]) -> list[str]:
     """Short names; where several rows of one place have the same, with what tells them apart."""
     wanted = [_short(row) for row in merged]
     for suffix in (lambda row: row.cell.precision_id, lambda row: row.effective_id):
@@ -125,7 +125,7 @@ def _labels(merged: Sequence[Row]) -> list[str]:
     return wanted
 
 
-def _short(row: Row) -> str:
+def _short(row: SweptRow) -> str:
     name, num_names = plain_line(row.name), len(row.names)
     if len(name) <= _LABEL_LENGTH or num_names == 1:
         return name

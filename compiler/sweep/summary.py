@@ -12,15 +12,14 @@ from dataclasses import dataclass, replace
 
 from tilewright.compiler.bench.pareto import Point
 from tilewright.compiler.bench.record import Accuracy, Paired, Result, medians, unpack_hits
-from tilewright.compiler.bench.row import Row as Figures
-from tilewright.compiler.bench.row import accuracy_figures
+from tilewright.compiler.bench.row import Row, accuracy_figures
 from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.journal import CellState, SweepState
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SweptRow:
     """One configuration of one model on one target: all of its cells.
 
     Attributes:
@@ -86,9 +85,9 @@ class Row:
         """Whether its accuracy is emulated and its speed predicted: of a board that is not here."""
         return self.cell.target in BOARDS
 
-    def figures(self) -> Figures:
+    def figures(self) -> Row:
         """All of these as one flat row; bytes as measured."""
-        flat = Figures.of(self.speed_result, self.accuracy, names=self.names)
+        flat = Row.of(self.speed_result, self.accuracy, names=self.names)
         return replace(flat, weight_bytes=self.measured_bytes)
 
     @property
@@ -97,7 +96,7 @@ class Row:
         return next((s.result.effective_id for s in self.states if s.result is not None), None)
 
 
-def rows(state: SweepState) -> list[Row]:
+def rows(state: SweepState) -> list[SweptRow]:
     """A row a configuration, in the order of the plan, each compared with the sweep's base."""
     grouped: dict[tuple[str, ...], list[CellState]] = {}
     for each in state.cells.values():
@@ -107,34 +106,34 @@ def rows(state: SweepState) -> list[Row]:
     return [_with_pairs(row, bases.get(row.cell.place)) for row in found]
 
 
-def merge_equal(found: Sequence[Row]) -> list[Row]:
+def merge_equal(found: Sequence[SweptRow]) -> list[SweptRow]:
     """Rows that come to the same numbers on their target as one row with all their names."""
-    groups: dict[object, list[Row]] = {}
+    groups: dict[object, list[SweptRow]] = {}
     for index, row in enumerate(found):
         key = (*row.cell.place, row.effective_id) if row.effective_id else index
         groups.setdefault(key, []).append(row)
     return [_merged(members) if len(members) > 1 else members[0] for members in groups.values()]
 
 
-def common_rounds(found: Sequence[Row]) -> list[int]:
+def common_rounds(found: Sequence[SweptRow]) -> list[int]:
     """The rounds in which all of these rows were timed; a round of another row says nothing."""
     numbers = [set(row.by_round) for row in found]
     return sorted(set.intersection(*numbers)) if numbers else []
 
 
-def in_rounds(row: Row, numbers: Sequence[int]) -> Row:
+def in_rounds(row: SweptRow, numbers: Sequence[int]) -> SweptRow:
     """The row with only these rounds to be compared by."""
     return replace(row, by_round={number: row.by_round[number] for number in numbers})
 
 
-def later_rounds(row: Row, first: int) -> Row:
+def later_rounds(row: SweptRow, first: int) -> SweptRow:
     """The row as if it had been timed from round ``first`` on only."""
     kept = tuple(s for s in row.states if s.cell.kind == "accuracy" or s.cell.round >= first)
     alone = _row(kept)
     return replace(alone, names=row.names, accuracies=row.accuracies)
 
 
-def point(row: Row) -> Point | None:
+def point(row: SweptRow) -> Point | None:
     """A row as a point of speed and top-1; None while either is missing."""
     accuracy, speed = row.accuracy, row.speed
     if accuracy is None or speed is None:
@@ -152,7 +151,7 @@ def point(row: Row) -> Point | None:
     )
 
 
-def _speed_error(row: Row) -> float | None:
+def _speed_error(row: SweptRow) -> float | None:
     """Of a predicted speed, the share of it that it may be off by; infinite if none is said."""
     found = row.speed_result
     if found is None or found.kind != "predicted":
@@ -160,7 +159,7 @@ def _speed_error(row: Row) -> float | None:
     return math.inf if found.decode_error is None else found.decode_error
 
 
-def _row(states: Sequence[CellState]) -> Row:
+def _row(states: Sequence[CellState]) -> SweptRow:
     done = [
         (state.cell, replace(state.result, precision_name=state.cell.precision))
         for state in states
@@ -179,7 +178,7 @@ def _row(states: Sequence[CellState]) -> Row:
     }
     timed = [state.cell.case for state in states if state.cell.kind == "speed"]
     speed_case = next((case for case in timed if case in results), None)
-    return Row(
+    return SweptRow(
         names=(states[0].cell.precision,),
         states=tuple(states),
         results=results,
@@ -193,7 +192,7 @@ def _row(states: Sequence[CellState]) -> Row:
     )
 
 
-def _merged(members: Sequence[Row]) -> Row:
+def _merged(members: Sequence[SweptRow]) -> SweptRow:
     """Names together; speed from the repeats of all, each round the median of theirs."""
     first = members[0]
     accuracies: dict[str | None, Accuracy] = {}
@@ -207,7 +206,7 @@ def _merged(members: Sequence[Row]) -> Row:
     }
     speed_case = next((row.speed_case for row in members if row.speed_case), None)
     timed = [row for row in members if speed_case and row.speed_case == speed_case]
-    return Row(
+    return SweptRow(
         names=tuple(name for row in members for name in row.names),
         states=(*first.states, *(state for row in members[1:] for state in row.states)),
         results=results,
@@ -226,7 +225,7 @@ def with_repeats(result: Result, members: Sequence[Result]) -> Result:
     return replace(result, repeats=repeats, **medians(repeats)) if repeats else result
 
 
-def _with_pairs(row: Row, base: Row | None) -> Row:
+def _with_pairs(row: SweptRow, base: SweptRow | None) -> SweptRow:
     """McNemar's comparison with the base's very positions, of the same model on the same target."""
 
     def paired(accuracy: Accuracy, text: str | None) -> Accuracy:

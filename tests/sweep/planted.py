@@ -30,7 +30,7 @@ from tilewright.compiler.sweep.model import SweptModel, swept_model
 from tilewright.compiler.sweep.plans import Measures
 from tilewright.compiler.sweep.runner import Runner
 from tilewright.compiler.sweep.search_plan import Bounds, Search, searched_place
-from tilewright.compiler.sweep.summary import Row
+from tilewright.compiler.sweep.summary import SweptRow
 from tilewright.models import load_model
 
 NUM_LAYERS = 3
@@ -163,13 +163,13 @@ def search(tmp_path: Path, of: Search, **changes: object) -> tuple[Found, Plante
     return run(runner, of), runner
 
 
-def winner(found: Found) -> Row:
+def winner(found: Found) -> SweptRow:
     """The last row that is shown."""
     assert found.yaml is not None
     return found.shown[-1][0]
 
 
-def is_uniform(row: Row) -> bool:
+def is_uniform(row: SweptRow) -> bool:
     return row.cell.precision.startswith(("bf16", "all="))
 
 

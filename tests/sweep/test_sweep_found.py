@@ -28,10 +28,12 @@ from tilewright.compiler.sweep.found import (
     top1_text,
 )
 from tilewright.compiler.sweep.journal import Added, CellState, SweepState
-from tilewright.compiler.sweep.summary import Row
+from tilewright.compiler.sweep.summary import SweptRow
 
 
-def row(name: str, speeds: Sequence[float] = (), num_bytes: int = 10**6, wrong: int = 1) -> Row:
+def row(
+    name: str, speeds: Sequence[float] = (), num_bytes: int = 10**6, wrong: int = 1
+) -> SweptRow:
     """A round for every speed; those of 0 failed."""
     state = SweepState(planned())
     of = accuracy_cell(name, weight_bytes=num_bytes)
@@ -45,14 +47,14 @@ def row(name: str, speeds: Sequence[float] = (), num_bytes: int = 10**6, wrong: 
     return found
 
 
-def cells_of(found: Row) -> tuple[CellState, ...]:
+def cells_of(found: SweptRow) -> tuple[CellState, ...]:
     """Before any of them has run."""
     return tuple(CellState(state.cell) for state in found.states)
 
 
 def test_the_table_has_a_line_a_configuration() -> None:
     winner = row("step-3", [50.0, 52.0, 51.0], 83_600_000, wrong=2)
-    bare = Row(("none",), cells_of(winner), {}, {}, None, {})
+    bare = SweptRow(("none",), cells_of(winner), {}, {}, None, {})
     found = Found(shown=[(winner, row("x", wrong=4).accuracy, True), (bare, None, False)])
     assert [dict(zip(COLUMNS, line, strict=True)) for line in found.table().rows] == [
         {

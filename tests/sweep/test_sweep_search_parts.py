@@ -21,7 +21,7 @@ from tilewright.compiler.sweep.search import (
     part_options,
 )
 from tilewright.compiler.sweep.sensitivity import Lowered, Sensitivity
-from tilewright.compiler.sweep.summary import Row
+from tilewright.compiler.sweep.summary import SweptRow
 
 BFP8, BFP4 = Level.parse("bfp8"), Level.parse("bfp4")
 FF2 = [Part("ff2", layer) for layer in range(2)]
@@ -66,7 +66,7 @@ def lowered(part: str, kl_lost: float, kl_error: float = 0.0) -> Lowered:
 
 
 def sensitivity(*parts: Lowered) -> Sensitivity:
-    return Sensitivity(Row(("a",), (), {}, {}, None, {}), parts, None)
+    return Sensitivity(SweptRow(("a",), (), {}, {}, None, {}), parts, None)
 
 
 def items(

@@ -29,13 +29,13 @@ from tilewright.compiler.bench.stats import mcnemar
 from tilewright.compiler.sweep import summary
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.journal import Added, SweepState
-from tilewright.compiler.sweep.summary import Row, merge_equal
+from tilewright.compiler.sweep.summary import SweptRow, merge_equal
 
 Measured = tuple[Cell, Result | None]
 BATCH = "performance-ci-32"
 
 
-def rows(measured: Sequence[Measured], base: str | None = "id-a") -> list[Row]:
+def rows(measured: Sequence[Measured], base: str | None = "id-a") -> list[SweptRow]:
     """Of cells that came to these results; None failed."""
     state = SweepState(planned(base=base))
     for of, _ in measured:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from tilewright.compiler.commands.sweep import tables
 from tilewright.compiler.commands.sweep.files import open_sweep, torn_lines_said
-from tilewright.compiler.commands.sweep.layout import Table, plain_line, plain_text
+from tilewright.compiler.commands.sweep.layout import Listing, plain_line, plain_text
 from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.files import open_regular
 from tilewright.compiler.sweep import estimate
@@ -41,7 +41,7 @@ def status(given: argparse.Namespace) -> int:
     return 0
 
 
-def _table(given: argparse.Namespace, journal: Journal, *, is_held: bool) -> Table:
+def _table(given: argparse.Namespace, journal: Journal, *, is_held: bool) -> Listing:
     make = tables.configurations
     if given.cells:
         make = tables.cells
@@ -51,7 +51,7 @@ def _table(given: argparse.Namespace, journal: Journal, *, is_held: bool) -> Tab
     return table.sorted_by(given.sort, is_reversed=given.reverse)
 
 
-def _values(table: Table, journal: Journal, *, is_held: bool) -> dict[str, Any]:
+def _values(table: Listing, journal: Journal, *, is_held: bool) -> dict[str, Any]:
     state = journal.state
     statuses = [tables.shown_status(each, is_held=is_held) for each in state.cells.values()]
     return {
@@ -73,7 +73,7 @@ def _room() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def table_lines(table: Table, room: int | None = None) -> list[str]:
+def table_lines(table: Listing, room: int | None = None) -> list[str]:
     """The table as lines of text, its notes below."""
     widths = table.widths(room)
     pairs = list(zip(table.columns, widths, strict=True))

@@ -73,14 +73,14 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class Listing:
     """Columns, lines, and what is to be said below them."""
 
     columns: tuple[Column, ...]
     lines: tuple[Line, ...]
     notes: tuple[str, ...] = ()
 
-    def sorted_by(self, key: str | None, *, is_reversed: bool = False) -> Table:
+    def sorted_by(self, key: str | None, *, is_reversed: bool = False) -> Listing:
         """In the order of the plan (None) or of a column; what is not known comes last.
 
         Raises:

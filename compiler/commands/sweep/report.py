@@ -21,7 +21,7 @@ from tilewright.compiler.sweep import summary
 from tilewright.compiler.sweep.export import csv_text, markdown, to_results
 from tilewright.compiler.sweep.journal import Planned, SweepState
 from tilewright.compiler.sweep.standings import Ranked, comparable, place_name, ranked
-from tilewright.compiler.sweep.summary import Row
+from tilewright.compiler.sweep.summary import SweptRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -230,6 +230,6 @@ def _draw(members: Sequence[Ranked], headers: Sequence[Planned]) -> Figure:
     )
 
 
-def _is_base(row: Row, headers: Sequence[Planned]) -> bool:
+def _is_base(row: SweptRow, headers: Sequence[Planned]) -> bool:
     """Whether the base is among the configurations of a (merged) row."""
     return any(header.is_base(state.cell) for header in headers for state in row.states)

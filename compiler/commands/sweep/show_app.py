@@ -29,7 +29,7 @@ from tilewright.compiler.commands.sweep.control import (
     table_lines,
 )
 from tilewright.compiler.commands.sweep.files import write_text
-from tilewright.compiler.commands.sweep.layout import Line, Table, plain_line
+from tilewright.compiler.commands.sweep.layout import Line, Listing, plain_line
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.sweep.journal import Journal
 
@@ -68,7 +68,7 @@ class SweepScreen(Screen[None]):
         self.shows_cells = False
         self.sort: str | None = None
         self.is_reversed = False
-        self._shown: Table | None = None
+        self._shown: Listing | None = None
         self._seen: object = None
         self._deed = ""
         self._texts: dict[str, str] = {}
@@ -109,7 +109,7 @@ class SweepScreen(Screen[None]):
             self._seen = (self.is_held, seen)
             self.draw()
 
-    def table(self) -> Table:
+    def table(self) -> Listing:
         """What is to be shown now."""
         make = tables.cells if self.shows_cells else tables.configurations
         table = make(self.journal.state, is_held=self.is_held)

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from tilewright.compiler.bench.display import decimal, span
-from tilewright.compiler.bench.row import Row as Figures
-from tilewright.compiler.commands.sweep.layout import Column, Line, Table, plain_line, shorten
+from tilewright.compiler.bench.row import Row
+from tilewright.compiler.commands.sweep.layout import Column, Line, Listing, plain_line, shorten
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.sweep import estimate
 from tilewright.compiler.sweep.journal import FAILURES, CellState, Journal, SweepState
 from tilewright.compiler.sweep.standings import ranked
-from tilewright.compiler.sweep.summary import Row, rows
+from tilewright.compiler.sweep.summary import SweptRow, rows
 
 _MAX_CASE_WIDTH = 18
 _NUM_LISTED = 8
@@ -68,7 +68,7 @@ def shown_status(state: CellState, *, is_held: bool) -> str:
     return "stopping" if state.is_cancel_asked else "running"
 
 
-def configurations(state: SweepState, *, is_held: bool) -> Table:
+def configurations(state: SweepState, *, is_held: bool) -> Listing:
     """A line a configuration, in the order of the plan, with its standing on the front."""
     found = _labelled(state)
     standings = {
@@ -81,10 +81,10 @@ def configurations(state: SweepState, *, is_held: bool) -> Table:
     notes = [note for row in found for each in row.states for note in _failure(row.name, each)]
     if any(row.is_emulated for row in found):
         notes.append("of boards that are not here: top-1 and KL are emulated, speed is predicted")
-    return Table(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
+    return Listing(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
 
 
-def front_table(state: SweepState, *, is_held: bool) -> Table:
+def front_table(state: SweepState, *, is_held: bool) -> Listing:
     """The front alone, equal configurations as one line; what is not proven about it as notes."""
     placed = [(e.row, e.label, e.placed) for e in ranked(_labelled(state)) if e.placed is not None]
     lines, notes = [], []
@@ -97,10 +97,10 @@ def front_table(state: SweepState, *, is_held: bool) -> Table:
             notes.append(f"{label}: tied with {each.dominated_by}: {'; '.join(each.notes)}")
     if not placed:
         notes.append("no configuration has both a top-1 and a speed yet")
-    return Table(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
+    return Listing(CONFIGURATION_COLUMNS, tuple(lines), tuple(notes))
 
 
-def cells(state: SweepState, *, is_held: bool) -> Table:
+def cells(state: SweepState, *, is_held: bool) -> Listing:
     """A line a cell, in the order of the plan."""
     num_digits = _num_digits(list(state.cells))
     columns = (
@@ -118,7 +118,7 @@ def cells(state: SweepState, *, is_held: bool) -> Table:
         _cell_line(names[each.cell.id], each, is_held=is_held) for each in state.cells.values()
     ]
     notes = [note for name, each in named for note in _failure(name, each)]
-    return Table(columns, tuple(lines), tuple(notes))
+    return Listing(columns, tuple(lines), tuple(notes))
 
 
 def _short_case(value: str) -> str:
@@ -133,7 +133,7 @@ def _num_digits(ids: Sequence[str]) -> int:
     return num_digits
 
 
-def _labelled(state: SweepState) -> list[Row]:
+def _labelled(state: SweepState) -> list[SweptRow]:
     """The sweep's rows, each with one name of its own: what differs between places goes into it."""
     found = rows(state)
     fields = ("model_name", "target", "device", "compute")
@@ -149,7 +149,7 @@ def _labelled(state: SweepState) -> list[Row]:
     ]
 
 
-def _configuration_line(row: Row, standing: str | None, *, is_held: bool) -> Line:
+def _configuration_line(row: SweptRow, standing: str | None, *, is_held: bool) -> Line:
     figures = row.figures()  # bytes as measured: an estimate has no place beside them
     spread, num_bytes = figures.decode_spread_fraction, figures.weight_bytes
     values = {
@@ -174,12 +174,12 @@ def _cell_line(name: str, state: CellState, *, is_held: bool) -> Line:
         "round": cell.round + 1 if cell.kind == "speed" else None,
         "status": shown_status(state, is_held=is_held),
         "seconds": state.seconds,
-        **_values(Figures.of(timed, None if result is None else result.accuracy)),
+        **_values(Row.of(timed, None if result is None else result.accuracy)),
     }
     return Line(cell.id, (state,), values)
 
 
-def _values(figures: Figures) -> dict[str, Any]:
+def _values(figures: Row) -> dict[str, Any]:
     low, high = figures.top1_low_percent, figures.top1_high_percent
     return {
         "top1": figures.top1_percent,

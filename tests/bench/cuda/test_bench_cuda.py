@@ -32,7 +32,7 @@ from bench.cuda.rows import (
     ROWS,
     START,
     TTFT,
-    Row,
+    BenchRow,
     find_rows,
 )
 from tilewright.compiler.bench.perf_md import parse
@@ -53,15 +53,15 @@ WORKS = Work({}, 500.0), Work({"ff2": 10.0}, 1.0)
 """A prompt of 0.5 s and a decode step of 0.1 s at these ceilings."""
 
 
-def tiny(name: str, metric: str = DECODE, **changes: Any) -> Row:
-    return Row(name, "tiny", "bf16", metric, **{"floor": 1.0, **changes})
+def tiny(name: str, metric: str = DECODE, **changes: Any) -> BenchRow:
+    return BenchRow(name, "tiny", "bf16", metric, **{"floor": 1.0, **changes})
 
 
 def run(ttft_ms: float, decode_tsu: float) -> Run:
     return Run(Repeat(ttft_ms=ttft_ms, decode_tsu=decode_tsu), ())
 
 
-def choices(rows: Sequence[Row], results: Path | None = None, **changes: Any) -> Choices:
+def choices(rows: Sequence[BenchRow], results: Path | None = None, **changes: Any) -> Choices:
     return Choices(tuple(rows), 2, results, changes.pop("is_profiled", False), "cpu")
 
 
@@ -202,7 +202,7 @@ def test_rows_are_measured_printed_and_kept(
         tiny("eight", batch=8),
         tiny("many", batch=32),
         tiny("long", PREFILL_SHARE, prompt_length=2048),
-        Row("none", unbuilt, "bf16", DECODE, 1.0),
+        BenchRow("none", unbuilt, "bf16", DECODE, 1.0),
     ]
     results = tmp_path / "results.jsonl"
     assert bench(choices(rows, results), measured=CEILINGS) == 0
@@ -228,7 +228,7 @@ def test_rows_are_measured_printed_and_kept(
 def test_one_failure_does_not_cost_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(self: Bench, row: Row, ceilings: Ceilings) -> Figures:
+    def measure(self: Bench, row: BenchRow, ceilings: Ceilings) -> Figures:
         if row.name == "bad":
             raise RuntimeError("out of\nmemory")
         return Figures(row, (1.0, 2.0))
@@ -249,7 +249,7 @@ def test_one_failure_does_not_cost_the_others(
 def test_an_interrupt_leaves_what_was_measured(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def measure(self: Bench, row: Row, ceilings: Ceilings) -> Figures:
+    def measure(self: Bench, row: BenchRow, ceilings: Ceilings) -> Figures:
         if row.name == "two":
             raise KeyboardInterrupt
         return Figures(row, (1.0, 2.0))
@@ -319,7 +319,7 @@ def test_a_start_is_measured_in_processes_of_their_own(
     assert found.result is None and f"before these took {seconds[0]:.1f} s" in found.detail
     assert len(measure_start(tiny("start", START), target="null", repeats=9).values) == 3
     with pytest.raises(CheckpointError, match="of_tomorrow"):
-        measure_start(Row("q", unbuilt, "bf16", START), target="null", repeats=1)
+        measure_start(BenchRow("q", unbuilt, "bf16", START), target="null", repeats=1)
 
 
 def test_time_to_text_ends_behind_the_mark() -> None:
