@@ -17,6 +17,7 @@ from tilewright.compiler.serve.tools.json_scanner import At, JsonScanner, escape
 
 _NAMES = ("name", "function")
 _ARGUMENTS = ("arguments", "parameters")
+_KEYS = (*_NAMES, *_ARGUMENTS, "type", "id")
 _OPEN_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(u[0-9a-fA-F]{0,3})?$")
 
 
@@ -134,6 +135,8 @@ class _Call:
         raw = "".join(self._text)
         if part is _Part.KEY:
             self._key = _string(raw)
+            # JSON that has no marker of calls is an answer as soon as it says something else
+            return self._known is None or self._key in _KEYS
         elif part is _Part.NAME:
             self._name = _string(raw)
             if not is_name(self._name) or (

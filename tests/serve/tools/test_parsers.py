@@ -27,7 +27,7 @@ SCHEMA = {
     },
     "$defs": {"Day": {"enum": ["today", "tomorrow"]}},
 }
-TOOLS = (Tool("weather", schema=SCHEMA), Tool("now"))
+TOOLS = (Tool("weather", schema=SCHEMA), Tool("now", schema=SCHEMA))
 Found = tuple[str, list[tuple[str, str, bool]]]
 
 
@@ -245,6 +245,12 @@ NAMES = st.sampled_from(sorted(FORMATS))
 def cut(text: str, places: Sequence[int]) -> list[str]:
     marks = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(marks)]
+
+
+def test_json_that_is_no_call_is_not_held_back() -> None:
+    parser = FORMATS["llama3_json"].parser(TOOLS)
+    said = [event.text for event in parser.push('{"answer": ') if isinstance(event, Said)]
+    assert "".join(said) == '{"answer":'
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
