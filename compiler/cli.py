@@ -33,6 +33,7 @@ CLONE_VERBS = {
     "compare": ("bench.peers.command", "measure the CPU target beside its peers"),
     "compare-answers": ("bench.peers.answers", "ten answers beside llama.cpp's, same file"),
     "compare-targets": ("bench.targets.command", "targets beside each other and the reference"),
+    "bench-loop": ("bench.host_time", "what the runtime's own work takes a step"),
     "bench-cuda": ("bench.cuda.command", "measure the CUDA target, random weights"),
     "perf-check": ("bench.perf_check", "measure PERF.md's rows again: are they reproduced?"),
     "fit-perf-model": ("bench.boards_fit.command", "fit the time model of boards"),

@@ -46,7 +46,7 @@ class PagedSeating(Seating):
     def sit(self, request: Request, found: Found) -> Running:
         fresh = self._num_fresh(request, found)
         seat = self._take_seat()
-        self._open(seat, request)
+        self._open(seat, request, found.length)
         self.pool.hold(found.pages)
         running = self._begin(request, seat, found)
         self._give_pages(running, [*found.pages, *self.pool.take(fresh)])

@@ -37,6 +37,8 @@ class SlotSeating(Seating):
         best = NOTHING
         usable = request.prompt[:-1]  # the last token is always computed
         for seat, tokens, is_kept in self._holders(request.cache_salt):
+            if tokens[: best.length + 1] != usable[: best.length + 1]:
+                continue
             common = common_length(tokens, usable)
             if common <= best.length:
                 continue

@@ -36,6 +36,7 @@ from tilewright.compiler.targets.contract import (
 )
 from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, lower
+from tilewright.compiler.targets.step import END_TOKEN, GOES_ON, Chosen, Part
 
 _ZERO = Meaning(NOT_HONOURED, "zeros")
 _MEANINGS = Meanings(
@@ -98,10 +99,37 @@ class NullExecutable(HostExecutable):
             max_seats=options.max_batch, max_context=options.max_context, max_prompts=1 << 16
         )
         self.num_steps = 0
+        self._last: tuple[tuple[Seat, ...], Chosen | None] = (), None
 
     def step(self, step: Step) -> StepOutput:
         self.num_steps += bool(step.decode or step.prompts)
+        if step.edits:
+            self._last = (), None
         return super().step(step)
+
+    def _run_decode(self, step: Step) -> Part:
+        """Rows of zeros choose token 0 where nothing is added to them: no logits are made."""
+        seats, chosen = self._last
+        if seats is not step.decode:
+            chosen = self._zeros(step.decode)
+            self._last = step.decode, chosen
+        is_plain = not (step.forced or step.masked or step.want_logits) and step.logprobs is None
+        if chosen is None or not is_plain:
+            return super()._run_decode(step)
+        for seat in step.decode:
+            sitting = self._sittings[seat]
+            sitting.length += 1
+            sitting.token = 0
+        found = chosen
+        return Part(step.decode, lambda: found)
+
+    def _zeros(self, seats: Sequence[Seat]) -> Chosen | None:
+        """What is chosen for seats whose tokens the zeros alone decide; None where others are."""
+        chosen = [self._sittings[seat].choosing for seat in seats]
+        if not all(each.is_greedy and not each.changes_logits for each in chosen):
+            return None
+        why = [END_TOKEN if 0 in each.end_tokens else GOES_ON for each in chosen]
+        return Chosen([0] * len(why), why)
 
     def forward(self, batch: Batch) -> Tensor:
         return torch.zeros(1, 1).expand(len(batch.logit_rows), self.vocab_size)

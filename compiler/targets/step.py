@@ -82,8 +82,8 @@ class Open:
 
     Attributes:
         prompt: the tokens before the answer; penalties and ``min_tokens`` count from behind them.
-        keeps: so many first positions of what the seat holds stay (0: the seat begins empty).
-            Only for executables without pages; with pages, :class:`Pages` says what is shared.
+        keeps: so many first positions are computed already (0: the seat begins empty): of what the
+            seat holds, which is kept; with pages, of those that it is given in this step.
     """
 
     seat: Seat

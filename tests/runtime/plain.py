@@ -44,6 +44,7 @@ class PlainSeat:
     tokens: list[int] = field(default_factory=list)
     state: list[int] | None = None
     holds: int | None = None
+    num_shared: int = 0
     pages: list[int] = field(default_factory=list)
 
 
@@ -73,11 +74,11 @@ class PlainDevice:
             seat = self.seats[edit.seat]
             assert edit.first == len(seat.pages) and not set(edit.ids) & set(seat.pages)
             seat.pages += edit.ids
+            self._find_shared(seat)
             self.users.update(edit.ids)
         elif isinstance(edit, Load):
             seat = self.seats[edit.seat]
             seat.state = list(self.snapshots[edit.snapshot])
-            self.find_shared(edit.seat, len(seat.state))
             assert seat.tokens == seat.state, "a snapshot of another sequence"
         elif isinstance(edit, Copy):
             self.copy(edit.source, edit.target, edit.num_positions)
@@ -97,23 +98,23 @@ class PlainDevice:
 
     def _open(self, edit: Open) -> None:
         held = self.seats.get(edit.seat)
-        assert (held is not None) == (edit.keeps > 0) and edit.seat < self.limits.max_seats
-        fresh = PlainSeat()
+        is_kept = edit.keeps > 0 and not self.limits.page_size
+        assert (held is not None) == is_kept and edit.seat < self.limits.max_seats
+        fresh = PlainSeat(num_shared=0 if is_kept else edit.keeps)
         if held is not None:
-            assert edit.keeps <= len(held.tokens) and not self.limits.page_size
+            assert edit.keeps <= len(held.tokens)
             fresh.tokens = held.tokens[: edit.keeps]
             fresh.state = held.state if held.state == fresh.tokens else None
         self.seats[edit.seat] = fresh
 
-    def find_shared(self, number: Seat, count: int) -> None:
-        """A seat's first positions are what it, or its pages, hold."""
-        seat, size = self.seats[number], self.limits.page_size
+    def _find_shared(self, seat: PlainSeat) -> None:
+        """What the pages hold that are computed already."""
+        size, count = self.limits.page_size, seat.num_shared
         if count > len(seat.tokens):
-            assert not seat.tokens and size and count % size == 0, "a gap"
+            assert not seat.tokens and count % size == 0
             whole = [self.content[page] for page in seat.pages[: count // size]]
             assert all(len(content) == size for content in whole), "a page that is not full"
             seat.tokens = [token for content in whole for token in content]
-        seat.tokens = seat.tokens[:count]
 
     def copy(self, source: Seat, target: Seat, num_positions: int) -> None:
         """The first positions of a seat become another's."""
@@ -265,7 +266,7 @@ class Operations:
                 found[seat] = self._choose(plan.rows[seat])
         for chunk in step.prompts:
             running, held = of_seat[chunk.seat], self.device.seats[chunk.seat]
-            self.device.find_shared(chunk.seat, chunk.start)
+            assert chunk.start == len(held.tokens), "a gap, or computed twice"
             for at, token in enumerate(chunk.tokens, chunk.start + 1):
                 self._write(running, token, also=chunk.also)
                 for position, snapshot in chunk.saves:

@@ -126,7 +126,8 @@ class QueuedExecutable(Executable):
         limits = self.capabilities
         for edit in step.edits:
             if isinstance(edit, Open):
-                assert (edit.seat in self._opened) == (edit.keeps > 0)
+                is_kept = edit.keeps > 0 and not limits.page_size
+                assert (edit.seat in self._opened) == is_kept
                 assert 0 <= edit.seat < limits.max_seats
                 self._opened.add(edit.seat)
             elif isinstance(edit, Close):
@@ -161,7 +162,7 @@ class QueuedExecutable(Executable):
 
     def _prompt(self, chunk: Chunk) -> None:
         held = self._seats[chunk.seat]
-        assert chunk.start == held.length or self._is_shared(held, chunk.start), "a gap"
+        assert chunk.start == held.length, "a gap"
         held.length = chunk.start
         marks = dict(chunk.saves)
         for token in chunk.tokens:
@@ -171,15 +172,11 @@ class QueuedExecutable(Executable):
         assert not marks, "a snapshot outside the chunk"
         held.token = None
 
-    def _is_shared(self, held: _Held, start: int) -> bool:
-        """Whether a seat finds what others have computed in its first pages."""
-        return held.length == 0 and self.capabilities.page_size > 0 and start > 0
-
     def _apply(self, edit: Edit) -> None:
         if isinstance(edit, Open):
             own = [] if self.capabilities.page_size else [edit.seat]
             fresh = _Held(edit.choosing, own, edit.keeps)
-            if edit.keeps:
+            if edit.keeps and own:
                 held = self._seats[edit.seat]
                 assert edit.keeps <= held.length
                 fresh.state, fresh.state_at = held.state, held.state_at

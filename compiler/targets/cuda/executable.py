@@ -143,10 +143,9 @@ class CudaExecutable(Executable):
         opened: dict[Seat, Choosing] = {}
         for edit in edits:
             if isinstance(edit, Open):
-                is_free = edit.seat not in self._sittings and not edit.keeps
-                assert is_free, f"seat {edit.seat} is taken, or to be kept"
+                assert edit.seat not in self._sittings, f"seat {edit.seat} is taken"
                 assert 0 <= edit.seat < self.capabilities.max_seats, f"there is no {edit}"
-                self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt)
+                self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps)
                 opened[edit.seat] = edit.choosing
             elif isinstance(edit, Close):
                 del self._sittings[edit.seat]
