@@ -105,13 +105,27 @@ def compile_source(
     *,
     use_cache: bool,
 ) -> Compiled:
-    """The executable: from the folder, through the cache, or compiled anew.
+    """The executable: from the folder, through the cache, or compiled anew. It chooses no id that
+    has no token.
 
     Dumps are of passes that run, so with them nothing is taken from the cache.
 
     Raises:
         CompileError, CheckpointError, ConfigError: where the parts do not fit together.
     """
+    compiled = _compile(source, choices, options, progress, use_cache=use_cache)
+    compiled.executable.num_tokens = source.tokenizer.num_ids
+    return compiled
+
+
+def _compile(
+    source: Source,
+    choices: ModelOptions,
+    options: CompileOptions,
+    progress: Progress,
+    *,
+    use_cache: bool,
+) -> Compiled:
     if source.manifest is not None:
         assert isinstance(source.path, Path), "a shape has no manifest"
         return load_program(source.path, source.manifest, options, progress)

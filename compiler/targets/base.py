@@ -88,6 +88,9 @@ class Executable(ABC):
 
     ``device_name`` and ``device_detail``: what a result calls the device (``H200``), and what
     tells it from others of the name; None where the host's description says it.
+
+    ``num_tokens``: ids from there on have no token and are never chosen, though they have logits;
+    None: there are none of these. It is set before the first step.
     """
 
     capabilities: Capabilities
@@ -95,6 +98,12 @@ class Executable(ABC):
     vocab_size: int
     device_name: str = "CPU"
     device_detail: str | None = None
+    num_tokens: int | None = None
+
+    @property
+    def num_choosable(self) -> int:
+        """The first logits of a row: those of which one is chosen."""
+        return min(self.vocab_size, self.num_tokens or self.vocab_size)
 
     @abstractmethod
     def step(self, step: Step) -> StepOutput:

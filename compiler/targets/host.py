@@ -254,7 +254,7 @@ class HostExecutable(Executable):
         echo: list[LogProbs] | None,
     ) -> HostChoice:
         """The choice of a part's tokens: made now, or left to :meth:`choose`."""
-        choice = HostChoice(seats, logits, step.logprobs, echo)
+        choice = HostChoice(seats, logits, step.logprobs, echo, self.num_choosable)
         if step.masked:
             self._waiting.append(choice)
         else:
@@ -272,21 +272,24 @@ class HostExecutable(Executable):
 class HostChoice:
     """Rows whose tokens the host chooses, now or once it has the masks.
 
-    ``logits [R, V]`` float32 on the CPU; ``num_top``: see `Step.logprobs`; ``echo``: what else is
-    said of the part, see :class:`Chosen`.
+    ``logits [R, V]`` float32 on the CPU, of which the first ``num_choosable`` are chosen from;
+    ``num_top``: see `Step.logprobs`; ``echo``: what else is said of the part, see :class:`Chosen`.
     """
 
     seats: tuple[Seat, ...]
     logits: Tensor
     num_top: int | None
     echo: list[LogProbs] | None
+    num_choosable: int
     chosen: Chosen | None = None
 
     def choose(self, sittings: Mapping[Seat, Sitting], masks: Mapping[Seat, np.ndarray]) -> None:
         """Choose a token for each seat, which then holds it."""
         chosen_for = [sittings[seat] for seat in self.seats]
-        allowed = [masks.get(seat) for seat in self.seats]
-        tokens, is_number = choose_tokens(self.logits, [s.row() for s in chosen_for], allowed)
+        width = self.num_choosable
+        allowed = [None if (m := masks.get(s)) is None else m[:width] for s in self.seats]
+        rows = [sitting.row() for sitting in chosen_for]
+        tokens, is_number = choose_tokens(self.logits[:, :width], rows, allowed)
         why = []
         for sitting, token, good in zip(chosen_for, tokens, is_number, strict=True):
             sitting.hold(token)

@@ -54,6 +54,11 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def num_ids(self) -> int:
+        """Ids from here on have no token; models may have logits for them all the same."""
+        return 1 + max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that decoding leaves out with ``skip_special``."""
         return frozenset(index for index, token in self._added.items() if token.special)

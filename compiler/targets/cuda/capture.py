@@ -38,7 +38,8 @@ class Choice:
     """How the tokens of B rows are chosen, and where they go: tensors that a graph reads.
 
     All are ``[B]`` but ``parameters``, of B rows. ``tokens`` and ``why`` (see :class:`Chosen`) are
-    the results; ``positions``: where the chosen tokens will stand.
+    the results; ``positions``: where the chosen tokens will stand; ``width``: how many of a row's
+    first logits are chosen from.
     """
 
     tokens: Tensor
@@ -46,6 +47,7 @@ class Choice:
     parameters: Parameters
     positions: Tensor
     keys: Tensor
+    width: int
 
     def gather(self, table: SeatTable, at: Tensor) -> None:
         """The parameters of the seats in the rows ``at [B]`` of the table."""
@@ -53,6 +55,7 @@ class Choice:
 
     def apply(self, logits: Tensor, *, is_greedy: bool, advancing: Tensor | None = None) -> None:
         """Choose from ``logits [B, V]``; positions ``advancing [B]`` go on by one, but padding."""
+        logits = logits[:, : self.width]
         choose(
             self.tokens,
             self.why,
@@ -73,7 +76,7 @@ class Choice:
 
 
 def make_choice(
-    num_rows: int, vocab_size: int, num_ends: int, tokens: Tensor, device: torch.device
+    num_rows: int, width: int, num_ends: int, tokens: Tensor, device: torch.device
 ) -> Choice:
     """A choice of ``num_rows`` rows, greedy until told otherwise; it writes into ``tokens``."""
 
@@ -85,7 +88,8 @@ def make_choice(
         why=zeros(torch.uint8),
         parameters=Parameters(num_rows, num_ends, device),
         positions=zeros(torch.int64),
-        keys=torch.empty(num_rows, num_keys(vocab_size), dtype=torch.int64, device=device),
+        keys=torch.empty(num_rows, num_keys(width), dtype=torch.int64, device=device),
+        width=width,
     )
 
 
@@ -122,13 +126,11 @@ class Captured:
 class DecodeBucket:
     """One token of each of up to ``num_rows`` sequences; rows that are not used are padding."""
 
-    def __init__(
-        self, steps: Steps, num_rows: int, vocab_size: int, num_ends: int, pool: Any
-    ) -> None:
+    def __init__(self, steps: Steps, num_rows: int, width: int, num_ends: int, pool: Any) -> None:
         device = steps.device
         self.num_rows = num_rows
         self.rows = Rows.padding(num_rows, device)
-        self.choice = make_choice(num_rows, vocab_size, num_ends, self.rows.tokens, device)
+        self.choice = make_choice(num_rows, width, num_ends, self.rows.tokens, device)
         self.logits = torch.empty(0)
         self._steps, self._device, self._pool = steps, device, pool
         self._captured: dict[bool, Captured] = {}
@@ -181,15 +183,13 @@ class Seated:
 class PromptBucket:
     """Up to ``num_tokens`` tokens of one sequence, and the choice of the token behind them."""
 
-    def __init__(
-        self, steps: Steps, num_tokens: int, vocab_size: int, num_ends: int, pool: Any
-    ) -> None:
+    def __init__(self, steps: Steps, num_tokens: int, width: int, num_ends: int, pool: Any) -> None:
         device = steps.device
         self.num_tokens = num_tokens
         self.rows = Rows.padding(num_tokens, device)
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
         tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        self.choice = make_choice(1, vocab_size, num_ends, tokens, device)
+        self.choice = make_choice(1, width, num_ends, tokens, device)
         self.logits = torch.empty(0)
         self._steps, self._device, self._pool = steps, device, pool
         self._captured: dict[tuple[bool, bool], Captured] = {}

@@ -290,7 +290,7 @@ class CudaExecutable(Executable):
         """How tokens that will stand at a position are chosen for seats, outside of a graph."""
         tokens = torch.zeros(len(seats), dtype=torch.int64, device=self._device)
         num_ends = self._table.num_ends
-        choice = make_choice(len(seats), self.vocab_size, num_ends, tokens, self._device)
+        choice = make_choice(len(seats), self.num_choosable, num_ends, tokens, self._device)
         choice.gather(self._table, self._table.index(seats))
         choice.positions.fill_(position)
         return choice
@@ -318,7 +318,7 @@ class CudaExecutable(Executable):
             found = log_probs(kept[: len(echo.echoed)], echo.echoed, step.logprobs)
         is_prompt = len(kept) != len(seats)
         last = kept[-1:].repeat(len(seats), 1) if is_prompt else kept
-        choice = HostChoice(seats, last, step.logprobs, found)
+        choice = HostChoice(seats, last, step.logprobs, found, self.num_choosable)
         if step.masked:
             self._waiting.append(choice)
         else:
@@ -342,7 +342,7 @@ class CudaExecutable(Executable):
         size = next(size for size in self._buckets if size >= num_rows)
         if size not in self._decodes:
             self._decodes[size] = DecodeBucket(
-                self._steps, size, self.vocab_size, self._table.num_ends, self._graphs
+                self._steps, size, self.num_choosable, self._table.num_ends, self._graphs
             )
         return self._decodes[size]
 
@@ -350,7 +350,7 @@ class CudaExecutable(Executable):
         size = next(size for size in self._prompt_sizes if size >= num_tokens)
         if size not in self._prompts:
             self._prompts[size] = PromptBucket(
-                self._steps, size, self.vocab_size, self._table.num_ends, self._graphs
+                self._steps, size, self.num_choosable, self._table.num_ends, self._graphs
             )
         return self._prompts[size]
 
