@@ -18,6 +18,9 @@ from tilewright.compiler.precision import AUTO, PrecisionConfig, choose_precisio
 from tilewright.models import FoundModel, check_header, find_model_or_shape, quantised_types
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
+CPU_BACKENDS = {"auto": "cpu", "onnxruntime": "cpu", "native": "cpu-native"}
+"""What runs the target cpu, and the target's full name with it."""
+
 CHECKPOINT_PRECISION = AUTO
 PRECISION_FORMS = (
     "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto: stored (weights as the "
@@ -182,6 +185,12 @@ class ModelArguments:
         "reference, null, cpu, cuda, or an emulated board: n150, n300, t3k, tg (default: cpu)",
         group="model",
     )
+    backend: str | None = option(
+        "of target cpu: native (kernels of our own, built with this machine's C++ compiler), "
+        "onnxruntime, or auto, which is onnxruntime (default: auto)",
+        group="model",
+        choices=tuple(CPU_BACKENDS),
+    )
     precision: str | None = option(
         f"{PRECISION_FORMS} (default: the case's)", group="model", metavar="NAME"
     )
@@ -271,13 +280,14 @@ def read_model_options(
     target = arguments.target or "cpu"
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS, target)}")
+    target = _with_backend(target, arguments.backend)
     if target == "cuda" and runs:
         check_gpu()
     if arguments.model is not None and is_compiled(arguments.model):
         path = Path(arguments.model).expanduser()
         refuse_given(
             arguments,
-            ("target", "precision", "compute", "dump"),
+            ("target", "backend", "precision", "compute", "dump"),
             f"the compiled folder {path}, which was compiled with its own; allowed: without "
             "--{name}, or compile the checkpoint again",
         )
@@ -299,3 +309,16 @@ def read_model_options(
         dump_dir=dump_dir,
         notes=notes,
     )
+
+
+def _with_backend(target: str, backend: str | None) -> str:
+    """The full name of a target that something of several runs.
+
+    Raises:
+        ConfigError: for a backend of another target.
+    """
+    if backend is None:
+        return target
+    if target != "cpu":
+        raise ConfigError(f"--backend {backend} with --target {target}; allowed: --target cpu")
+    return CPU_BACKENDS[backend]

@@ -115,6 +115,7 @@ class LLM:
         model: a folder, a file, a name on the Hugging Face hub, ``shape:NAME``, or a folder that
             ``tilewright compile`` wrote; None for the default model.
         target: cpu (the default), cuda, reference, null or a board; of a compiled folder its own.
+        backend: of target cpu: ``native``, ``onnxruntime`` or ``auto``, which is onnxruntime.
         precision: a name, a file or a heading; of a compiled folder its own.
         compute: ``exact`` for float arithmetic everywhere; else ``fast``.
         max_seats: sequences that run at a time; more wait.
@@ -134,6 +135,7 @@ class LLM:
         model: str | Path | None = None,
         *,
         target: str | None = None,
+        backend: str | None = None,
         precision: str | None = None,
         compute: str | None = None,
         max_seats: int = 8,
@@ -145,6 +147,7 @@ class LLM:
         asked = ModelArguments(
             model=None if model is None else str(model),
             target=target,
+            backend=backend,
             precision=precision,
             compute=compute,
         )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 AUTO = "auto"
 UNQUANTISED = "accuracy"
-HOLDS_STORED = ("reference", "null", "cpu")
+HOLDS_STORED = ("reference", "null", "cpu", "cpu-native")
 """The targets that hold the exact values of every format that a file may have."""
 
 

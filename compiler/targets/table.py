@@ -11,6 +11,7 @@ _TARGETS = {
     "reference": ("tilewright.compiler.targets.reference", "ReferenceTarget"),
     "null": ("tilewright.compiler.targets.null", "NullTarget"),
     "cpu": ("tilewright.compiler.targets.cpu", "CpuTarget"),
+    "cpu-native": ("tilewright.compiler.targets.cpu.native", "NativeTarget"),
     "cuda": ("tilewright.compiler.targets.cuda", "CudaTarget"),
     "n150": ("tilewright.compiler.targets.tenstorrent", "N150"),
     "n300": ("tilewright.compiler.targets.tenstorrent", "N300"),

@@ -110,6 +110,10 @@ EXECUTABLES: dict[str, tuple[str, str, str, str, dict[str, Any]]] = {
     "cpu_exact_qwen2": ("cpu", "bfp8", "hifi4", "exact", QWEN2),
     "cpu_int8": ("cpu", "bfp8", "lofi", "fast", {}),
     "cpu_int8_4_bits": ("cpu", "bfp4", "lofi", "fast", {}),
+    "native_exact": ("cpu-native", "bfp8", "hifi4", "exact", {}),
+    "native_exact_qwen2": ("cpu-native", "bfp8", "hifi4", "exact", QWEN2),
+    "native_int8": ("cpu-native", "bfp8", "lofi", "fast", {}),
+    "native_int8_4_bits": ("cpu-native", "bfp4", "lofi", "fast", {}),
     "n150": ("n150", "bfp8", "hifi4", "fast", {}),
     "n300_qwen2": ("n300", "bfp8", "hifi2", "fast", QWEN2),
 }

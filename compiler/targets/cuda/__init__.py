@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from tilewright.compiler.targets.cuda.instructions import Plan
     from tilewright.compiler.targets.cuda.weights import Weights
+    from tilewright.compiler.targets.program.instructions import Plan
 
 
 class CudaTarget(Target):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS
-from tilewright.compiler.targets.cuda.instructions import OPERAND, Place, Plan, Route
+from tilewright.compiler.targets.program.instructions import OPERAND, Place, Plan, Route
 
 
 def padded(width: int) -> int:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.instructions import Mixer, Plan
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample
 from tilewright.compiler.targets.cuda.seats import Parameters, SeatTable
 from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Rows, Steps
+from tilewright.compiler.targets.program.instructions import Mixer, Plan
 from tilewright.compiler.targets.step import NOT_A_NUMBER, Seat
 
 _PROMPTS = (16, 32, 64, 128, 256, 512)

@@ -10,12 +10,12 @@ import torch
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.experts import held_sizes
-from tilewright.compiler.targets.cuda.instructions import OPERAND, Plan
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
 from tilewright.compiler.targets.cuda.weights import wanted_by
+from tilewright.compiler.targets.program.instructions import OPERAND, Plan
 
 _WORKSPACE = 2 << 30
 """Bytes left to the library, to captured graphs and to the context."""

@@ -28,7 +28,6 @@ from tilewright.compiler.targets.cuda.capture import (
     prompt_buckets,
 )
 from tilewright.compiler.targets.cuda.device import PROMPT_CHUNK, free_bytes, num_snapshots
-from tilewright.compiler.targets.cuda.instructions import Plan
 from tilewright.compiler.targets.cuda.pages import PAGE, pages_of
 from tilewright.compiler.targets.cuda.readings import Readings
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
@@ -36,6 +35,7 @@ from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import MAX_ROWS, Rows, Steps
 from tilewright.compiler.targets.cuda.weights import Weights
 from tilewright.compiler.targets.host import HostChoice, Sitting, log_probs
+from tilewright.compiler.targets.program.instructions import Plan
 from tilewright.compiler.targets.step import (
     Back,
     Choosing,

@@ -15,24 +15,6 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.instructions import (
-    LOGITS,
-    OPERAND,
-    Attend,
-    DeltaRule,
-    Elementwise,
-    Embed,
-    Gather,
-    Linear,
-    Mixer,
-    Norm,
-    NormHeads,
-    Place,
-    Plain,
-    Plan,
-    Route,
-    SwiGLU,
-)
 from tilewright.compiler.targets.cuda.kernels import attention_decode, native, native_attention
 from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
@@ -51,6 +33,24 @@ from tilewright.compiler.targets.cuda.seats import send
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, table_of, vector_of
+from tilewright.compiler.targets.program.instructions import (
+    LOGITS,
+    OPERAND,
+    Attend,
+    DeltaRule,
+    Elementwise,
+    Embed,
+    Gather,
+    Linear,
+    Mixer,
+    Norm,
+    NormHeads,
+    Place,
+    Plain,
+    Plan,
+    Route,
+    SwiGLU,
+)
 
 MAX_ROWS = native.MAX_TOKENS
 """Rows of a decode step."""

@@ -13,13 +13,6 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers
-from tilewright.compiler.targets.cuda.instructions import (
-    ExpertLinear,
-    ExpertSum,
-    Linear,
-    Plan,
-    Route,
-)
 from tilewright.compiler.targets.cuda.kernels import native_experts
 from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     FEW_PAIRS,
@@ -29,6 +22,13 @@ from tilewright.compiler.targets.cuda.kernels.expert_linear import (
 )
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
 from tilewright.compiler.targets.cuda.weights import Weights, product_of
+from tilewright.compiler.targets.program.instructions import (
+    ExpertLinear,
+    ExpertSum,
+    Linear,
+    Plan,
+    Route,
+)
 
 PART_TOKENS = 8192
 """Tokens of a prompt whose experts run together: what their products take is bounded."""

@@ -7,17 +7,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers
-from tilewright.compiler.targets.cuda.instructions import (
-    Convolve,
-    DeltaRule,
-    ExpertLinear,
-    ExpertSum,
-    Mixer,
-    Place,
-    Plan,
-    Route,
-    SigmoidGate,
-)
 from tilewright.compiler.targets.cuda.kernels import native_delta
 from tilewright.compiler.targets.cuda.kernels.causal_conv1d import (
     causal_conv1d_prompt,
@@ -32,6 +21,17 @@ from tilewright.compiler.targets.cuda.kernels.sigmoid_gate import sigmoid_gate
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_experts import Experts, experts_bytes
 from tilewright.compiler.targets.cuda.weights import Weights, vector_of
+from tilewright.compiler.targets.program.instructions import (
+    Convolve,
+    DeltaRule,
+    ExpertLinear,
+    ExpertSum,
+    Mixer,
+    Place,
+    Plan,
+    Route,
+    SigmoidGate,
+)
 
 
 def mixer_bytes(plan: Plan, num_tokens: int) -> int:

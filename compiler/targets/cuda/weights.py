@@ -18,7 +18,9 @@ from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
 from tilewright.compiler.targets.base import Progress
 from tilewright.compiler.targets.cuda.experts import held_sizes, place_experts
 from tilewright.compiler.targets.cuda.held import EXPONENTS, HeldWeight
-from tilewright.compiler.targets.cuda.instructions import (
+from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
+from tilewright.compiler.targets.cuda.packing import GROUP, fits, hold
+from tilewright.compiler.targets.program.instructions import (
     Attend,
     Convolve,
     DeltaRule,
@@ -30,8 +32,6 @@ from tilewright.compiler.targets.cuda.instructions import (
     NormHeads,
     Plan,
 )
-from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
-from tilewright.compiler.targets.cuda.packing import GROUP, fits, hold
 
 _DATA, _SCALE = "data", "scale"
 

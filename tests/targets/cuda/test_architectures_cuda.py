@@ -27,7 +27,8 @@ from tests.tiny import (
 from tilewright.compiler import ops
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.rewrite import find_calls
-from tilewright.compiler.targets.cuda.instructions import (
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.program.instructions import (
     Attend,
     Embed,
     Gather,
@@ -35,7 +36,6 @@ from tilewright.compiler.targets.cuda.instructions import (
     NormHeads,
     Plan,
 )
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.models.architectures.table import model_types
 
 SHAPES: dict[str, dict[str, Any]] = {

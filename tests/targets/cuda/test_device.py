@@ -25,12 +25,12 @@ from tilewright.compiler.targets.cuda.device import (
     weight_bytes,
     work_bytes,
 )
-from tilewright.compiler.targets.cuda.instructions import Plan
 from tilewright.compiler.targets.cuda.numerics import cache_kind
 from tilewright.compiler.targets.cuda.pages import allocate_pages, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.weights import load_weights
+from tilewright.compiler.targets.program.instructions import Plan
 
 MODEL = tiny_model(max_positions=4096)
 OPTIONS = CompileOptions(max_batch=3, max_context=130)

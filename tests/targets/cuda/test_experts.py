@@ -16,7 +16,6 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.targets.cuda.device import weight_bytes
 from tilewright.compiler.targets.cuda.experts import place_experts
-from tilewright.compiler.targets.cuda.instructions import ExpertLinear, ExpertSum
 from tilewright.compiler.targets.cuda.packing import unpack
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.weights import (
@@ -25,6 +24,7 @@ from tilewright.compiler.targets.cuda.weights import (
     read_weights,
     write_weights,
 )
+from tilewright.compiler.targets.program.instructions import ExpertLinear, ExpertSum
 
 CPU = torch.device("cpu")
 

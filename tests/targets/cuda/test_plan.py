@@ -13,7 +13,8 @@ from tilewright.compiler import ops
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.rewrite import find_calls
-from tilewright.compiler.targets.cuda.instructions import (
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     Attend,
     Embed,
@@ -23,7 +24,6 @@ from tilewright.compiler.targets.cuda.instructions import (
     Plan,
     SwiGLU,
 )
-from tilewright.compiler.targets.cuda.plan import make_plan
 
 MIXED = "0: {wqkv: bfp4}, *.q_proj: {wqkv: bf16}"
 UNMERGED = "*.q_proj: {wqkv: bfp4}, *.up_proj: {ff1_3: bfp4}"

@@ -11,7 +11,8 @@ from tilewright.compiler import ops
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.rewrite import find_calls
-from tilewright.compiler.targets.cuda.instructions import (
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.program.instructions import (
     OPERAND,
     RESIDUAL,
     Attend,
@@ -29,7 +30,6 @@ from tilewright.compiler.targets.cuda.instructions import (
     SigmoidGate,
     SwiGLU,
 )
-from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.models.config import DeltaShape
 
 EXPERTS = [Norm, Linear, Route, ExpertLinear]
@@ -156,7 +156,7 @@ def test_heads_that_the_delta_rule_s_kernels_do_not_take_are_named() -> None:
     model = tiny_model(model_type="qwen3_5_moe", **{**SIZES, **delta})
     words = (
         r"layers\.0\.linear_attn: keys of 160 and values of 16 channels on target cuda; "
-        "allowed: up to 128, or --target reference or cpu"
+        "allowed: up to 128, or --target reference, or cpu"
     )
     with pytest.raises(CompileError, match=words):
         plan_of(model)

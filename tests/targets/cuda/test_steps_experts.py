@@ -25,11 +25,11 @@ from tests.tiny import (
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
-from tilewright.compiler.targets.cuda.instructions import Linear, Plan
 from tilewright.compiler.targets.cuda.kernels import native_experts, nvrtc
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_experts import Experts
 from tilewright.compiler.targets.cuda.weights import load_weights
+from tilewright.compiler.targets.program.instructions import Linear, Plan
 from tilewright.models.config import DeltaShape
 
 BF16 = precision_of("bf16")

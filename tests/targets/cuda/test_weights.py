@@ -17,7 +17,6 @@ from tilewright.compiler.errors import CheckpointError, CompileError, NoRoomErro
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.cuda.device import weight_bytes
 from tilewright.compiler.targets.cuda.held import HeldWeight
-from tilewright.compiler.targets.cuda.instructions import Embed, Plan
 from tilewright.compiler.targets.cuda.packing import unpack
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.weights import (
@@ -29,6 +28,7 @@ from tilewright.compiler.targets.cuda.weights import (
     vector_of,
     write_weights,
 )
+from tilewright.compiler.targets.program.instructions import Embed, Plan
 
 CPU = torch.device("cpu")
 FORMATS = [("bf16", "in"), ("bfp8", "in"), ("bfp4", "in"), ("bfp8", "out"), ("bfp4", "out")]

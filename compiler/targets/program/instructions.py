@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.compiler.ir.info import Compute
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
 
@@ -35,7 +36,10 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``fused_linear``; with ``residual`` the product is added to what ``out`` holds."""
+    """``fused_linear``; with ``residual`` the product is added to what ``out`` holds.
+
+    ``compute``: the fidelity asked for, by phase.
+    """
 
     fqn: str
     out: Place
@@ -47,11 +51,14 @@ class Linear:
     residual: bool = False
     swiglu: bool = False
     group: str = ""
+    compute: Compute | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """``rope_attention_step`` of a layer on q, k and v side by side."""
+    """``rope_attention_step`` of a layer on q, k and v side by side. ``factor`` is of the channels
+    that turn, where others do not; else it is in ``scale``.
+    """
 
     out: Place
     qkv: Place
@@ -61,6 +68,8 @@ class Attend:
     scale: float
     window: int
     interleaved: bool
+    soft_cap: float = 0.0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,3 +249,20 @@ class Plan:
         last = self.instructions[-1]
         assert not isinstance(last, Route)
         return last.out.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a target's kernels ask of a plan.
+
+    ``target`` and ``others``: its name, and what to run instead of what it has no kernel for.
+    ``row_multiple``: a product's rows have room for whole tiles of so many of its weight's rows.
+    ``has_soft_caps``: whether attention may cap its scores, or turn some channels with a factor.
+    ``max_delta_dim``: channels of a key and of a value of the delta rule, at most.
+    """
+
+    target: str
+    others: str
+    row_multiple: int = 1
+    has_soft_caps: bool = True
+    max_delta_dim: int | None = None

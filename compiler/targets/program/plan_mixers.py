@@ -12,7 +12,7 @@ from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
-from tilewright.compiler.targets.cuda.instructions import (
+from tilewright.compiler.targets.program.instructions import (
     OPERAND,
     PRODUCT,
     RESIDUAL,
@@ -21,13 +21,11 @@ from tilewright.compiler.targets.cuda.instructions import (
     ExpertLinear,
     ExpertSum,
     Instruction,
+    Needs,
     Place,
     Route,
     SigmoidGate,
 )
-
-MAX_DELTA_DIM = 128
-"""Channels of a key and of a value of the delta rule: what its kernels keep in registers."""
 
 EXPERTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
 """Products with experts."""
@@ -39,6 +37,7 @@ class Lowering(Protocol):
     """
 
     routed: Node | None
+    needs: Needs
 
     def append(self, instruction: Instruction) -> None: ...
     def place(self, node: Node) -> Place: ...
@@ -118,10 +117,12 @@ def _convolution(lowering: Lowering, node: Node) -> Convolve:
 def _delta_rule(lowering: Lowering, node: Node) -> None:
     given = ops.DeltaNormArguments(*node.args)  # type: ignore[arg-type]
     state = _state(given.state)
-    if max(state.shape[1:]) > MAX_DELTA_DIM:
+    most = lowering.needs.max_delta_dim
+    if most is not None and max(state.shape[1:]) > most:
         raise CompileError(
             f"{info(node).fqn}: keys of {state.shape[1]} and values of {state.shape[2]} channels "
-            f"on target cuda; allowed: up to {MAX_DELTA_DIM}, or --target reference or cpu"
+            f"on target {lowering.needs.target}; allowed: up to {most}, "
+            f"or --target {lowering.needs.others}"
         )
     convolution = _convolution_of(node)
     convolve = None if convolution is None else _convolution(lowering, convolution)

@@ -1,0 +1,240 @@
+"""A plan becomes what the library runs: tensors it wants, instructions that name them by number."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import Compute
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cpu.native import library as lib
+from tilewright.compiler.targets.cpu.native.numerics import (
+    VECTOR,
+    arithmetic,
+    cache_kind,
+    held_kind,
+)
+from tilewright.compiler.targets.cpu.native.panels import LANES, num_panels
+from tilewright.compiler.targets.cpu.native.weights import Mapped, Wanted
+from tilewright.compiler.targets.program.instructions import (
+    LOGITS,
+    Attend,
+    Elementwise,
+    Embed,
+    Gather,
+    Instruction,
+    Linear,
+    Norm,
+    NormHeads,
+    Place,
+    Plan,
+    SigmoidGate,
+    SwiGLU,
+)
+
+MAX_TOKENS = 512
+"""Tokens that the library computes at a time; more are cut, which changes no bit."""
+
+
+@dataclass(slots=True)
+class Assembly:
+    """Instructions for the library, and the tensors and states that they name by number."""
+
+    exact: bool
+    wanted: dict[Wanted, int] = field(default_factory=dict)
+    states: list[lib.TwState] = field(default_factory=list)
+    instructions: list[lib.TwInstruction] = field(default_factory=list)
+
+    def tensor(self, wanted: Wanted) -> int:
+        """The number of a tensor."""
+        return self.wanted.setdefault(wanted, len(self.wanted))
+
+    def weight(self, recipe: WeightRecipe, *, paired: bool = False) -> int:
+        """The number of a weight in panels."""
+        return self.tensor(Wanted(recipe, held_kind(recipe), paired))
+
+    def vector(self, recipe: WeightRecipe) -> int:
+        """The number of a norm or a constant."""
+        return self.tensor(Wanted(recipe, VECTOR))
+
+    def bias(self, recipe: WeightRecipe | None, num_rows: int, *, paired: bool) -> int:
+        """The number of a product's bias, -1 where it has none."""
+        if recipe is None:
+            return -1
+        lanes = num_panels(num_rows, paired=paired) * LANES
+        return self.tensor(Wanted(recipe, VECTOR, paired, lanes))
+
+    def append(self, op: str, out: Place, **fields: Any) -> None:
+        """The next instruction; what is not named is unused."""
+        unused = dict.fromkeys(("weight", "norm", "bias", "other", "state"), -1)
+        places = {"x": _place(None), "y": _place(None), "factor": 1.0}
+        each = lib.TwInstruction(
+            op=lib.OPS.index(op), out=_place(out), **{**unused, **places, **fields}
+        )
+        self.instructions.append(each)
+
+
+def assemble(plan: Plan, *, exact: bool) -> Assembly:
+    """What the library is to run for a plan.
+
+    Raises:
+        CompileError: for an instruction that it has no kernel for.
+    """
+    assembly = Assembly(exact)
+    for each in plan.instructions:
+        make = _MAKERS.get(type(each))
+        if make is None:
+            raise CompileError(
+                f"{type(each).__name__} has no kernel on backend native; "
+                "allowed: --backend onnxruntime"
+            )
+        make(assembly, each)
+    return assembly
+
+
+def program_of(
+    plan: Plan, assembly: Assembly, mapped: Mapped, options: CompileOptions, *, isa: int = -1
+) -> lib.TwProgram:
+    """The structure that an engine is opened with. ``isa``: of `library.ISA_NAMES`, -1 the best."""
+    tensors = [
+        lib.TwTensor(
+            kind=lib.KINDS.index(wanted.kind),
+            rows=wanted.rows,
+            columns=wanted.columns,
+            data=mapped.address(index),
+            num_bytes=wanted.num_bytes,
+        )
+        for wanted, index in assembly.wanted.items()
+    ]
+    roles = [buffer.role for buffer in plan.buffers]
+    return lib.TwProgram(
+        size=ctypes.sizeof(lib.TwProgram),
+        version=lib.VERSION,
+        instruction_size=ctypes.sizeof(lib.TwInstruction),
+        tensor_size=ctypes.sizeof(lib.TwTensor),
+        num_threads=options.num_threads or 1,
+        isa=isa,
+        max_seats=options.max_batch,
+        max_context=options.max_context,
+        max_tokens=MAX_TOKENS,
+        num_instructions=len(assembly.instructions),
+        num_tensors=len(tensors),
+        num_buffers=len(plan.buffers),
+        num_states=len(assembly.states),
+        logits=roles.index(LOGITS),
+        instructions=(lib.TwInstruction * len(assembly.instructions))(*assembly.instructions),
+        tensors=(lib.TwTensor * len(tensors))(*tensors),
+        widths=(ctypes.c_int32 * len(roles))(*(buffer.width for buffer in plan.buffers)),
+        states=(lib.TwState * len(assembly.states))(*assembly.states),
+    )
+
+
+def _place(place: Place | None) -> lib.TwPlace:
+    return lib.TwPlace(-1, 0, 0) if place is None else lib.TwPlace(*_columns(place))
+
+
+def _columns(place: Place) -> tuple[int, int, int]:
+    return place.buffer, place.first, place.width
+
+
+def _embed(assembly: Assembly, each: Embed) -> None:
+    assembly.append("embed", each.out, weight=assembly.weight(each.table))
+
+
+def _linear(assembly: Assembly, each: Linear) -> None:
+    assert each.compute is not None, f"{each.fqn} has no fidelity"
+    kind, num_rows = held_kind(each.weight), each.weight.num_rows
+    assembly.append(
+        "linear",
+        each.out,
+        x=_place(each.x),
+        flags=lib.RESIDUAL * each.residual | lib.PAIRED * each.swiglu,
+        arithmetic=_arithmetics(kind, each.compute, exact=assembly.exact),
+        weight=assembly.weight(each.weight, paired=each.swiglu),
+        norm=-1 if each.norm is None else assembly.vector(each.norm),
+        bias=assembly.bias(each.bias, num_rows, paired=each.swiglu),
+        eps=each.eps,
+    )
+
+
+def _arithmetics(kind: str, compute: Compute, *, exact: bool) -> ctypes.Array[ctypes.c_int32]:
+    """The arithmetic of prefill and of decode."""
+    found = (arithmetic(kind, each, exact=exact) for each in (compute.prefill, compute.decode))
+    return (ctypes.c_int32 * 2)(*map(lib.ARITHMETICS.index, found))
+
+
+def _attend(assembly: Assembly, each: Attend) -> None:
+    is_bf16, bits = cache_kind(each.state.format, exact=assembly.exact)
+    _, num_heads, head_dim = each.state.shape
+    state = lib.TwState(is_bf16, num_heads, head_dim, bits)
+    assembly.append(
+        "attend",
+        each.out,
+        x=_place(each.qkv),
+        flags=lib.INTERLEAVED * each.interleaved,
+        other=assembly.vector(each.inv_freq),
+        state=len(assembly.states),
+        num_heads=each.num_heads,
+        window=each.window,
+        scale=each.scale,
+        soft_cap=each.soft_cap,
+        factor=each.factor,
+    )
+    assembly.states.append(state)
+
+
+def _gather(assembly: Assembly, each: Gather) -> None:
+    assembly.append("gather", each.out, x=_place(each.x))
+
+
+def _swiglu(assembly: Assembly, each: SwiGLU) -> None:
+    assembly.append("swiglu", each.out, x=_place(each.gate), y=_place(each.up))
+
+
+def _norm_heads(assembly: Assembly, each: NormHeads) -> None:
+    norms = {"norm": assembly.vector(each.q_norm), "other": assembly.vector(each.k_norm)}
+    heads = {"num_heads": each.num_heads, "eps": each.eps}
+    assembly.append("norm_heads", each.out, x=_place(each.qkv), **norms, **heads)
+
+
+def _norm(assembly: Assembly, each: Norm) -> None:
+    norm = assembly.vector(each.weight)
+    assembly.append("norm", each.out, x=_place(each.x), norm=norm, eps=each.eps)
+
+
+def _elementwise(assembly: Assembly, each: Elementwise) -> None:
+    """A number may come first only where the order does not count."""
+    places = [given for given in each.inputs if isinstance(given, Place)]
+    numbers = [given for given in each.inputs if isinstance(given, int | float)]
+    function = "gelu_tanh" if "tanh" in each.inputs else each.function
+    if each.function == "div" and not isinstance(each.inputs[0], Place):
+        raise CompileError("a number divided by a value has no kernel on backend native")
+    assembly.append(
+        "elementwise",
+        each.out,
+        x=_place(places[0]),
+        y=_place(places[1] if len(places) > 1 else None),
+        number=float(numbers[0]) if numbers else 0.0,
+        function=lib.FUNCTIONS.index(function),
+    )
+
+
+def _sigmoid_gate(assembly: Assembly, each: SigmoidGate) -> None:
+    assembly.append("sigmoid_gate", each.out, x=_place(each.x), y=_place(each.gate))
+
+
+_MAKERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
+    Embed: _embed,
+    Linear: _linear,
+    Attend: _attend,
+    Gather: _gather,
+    SwiGLU: _swiglu,
+    NormHeads: _norm_heads,
+    Norm: _norm,
+    Elementwise: _elementwise,
+    SigmoidGate: _sigmoid_gate,
+}

@@ -1,0 +1,140 @@
+"""Runs steps on the native library: tokens in, logits out, caches in its seats."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.compiler.devices import describe_cpu
+from tilewright.compiler.targets.base import Capabilities, CompileOptions, MemoryUse, Seat
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.cpu.native import library as lib
+from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS, Assembly, program_of
+from tilewright.compiler.targets.cpu.native.weights import Mapped
+from tilewright.compiler.targets.host import Batch, HostExecutable
+from tilewright.compiler.targets.program.instructions import Plan
+
+
+class NativeExecutable(HostExecutable):
+    """One engine of the library, both phases. A row's bits depend on its request alone."""
+
+    device_name = "CPU (native)"
+
+    def __init__(
+        self,
+        plan: Plan,
+        assembly: Assembly,
+        mapped: Mapped,
+        options: CompileOptions,
+        contract: NumericContract,
+        *,
+        isa: int = -1,
+    ) -> None:
+        super().__init__()
+        self.contract = contract
+        self.vocab_size = plan.vocab_size
+        self.capabilities = Capabilities(
+            max_seats=options.max_batch, max_context=options.max_context, invariant="rows"
+        )
+        found = lib.library()
+        used = found.tw_best_isa() if isa < 0 else isa
+        self.device_detail = f"{describe_cpu().model_name}, {lib.ISA_NAMES[used]}"
+        self._library, self._mapped = found, mapped
+        self._lengths = [0] * options.max_batch
+        self._engine: int | None = lib.open_engine(
+            program_of(plan, assembly, mapped, options, isa=isa)
+        )
+        self._weight_bytes = sum(each.num_bytes for each in assembly.wanted)
+
+    def forward(self, batch: Batch) -> Tensor:
+        tokens, positions, bounds, rows = (
+            each.numpy().astype(np.int32)
+            for each in (batch.tokens, batch.positions, batch.cu_seqlens, batch.logit_rows)
+        )
+        seats = np.array(batch.seats, dtype=np.int32)
+        logits = torch.empty(len(rows), self.vocab_size)
+        if len(tokens) <= MAX_TOKENS:
+            self._run(tokens, positions, bounds, seats, rows, logits, batch.decodes)
+        else:
+            self._run_cut(tokens, positions, bounds, seats, rows, logits, batch.decodes)
+        for seat, end in zip(batch.seats, bounds[1:].tolist(), strict=True):
+            self._lengths[seat] = int(positions[end - 1]) + 1
+        return logits
+
+    def _run_cut(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        bounds: np.ndarray,
+        seats: np.ndarray,
+        rows: np.ndarray,
+        logits: Tensor,
+        decodes: bool,
+    ) -> None:
+        """More tokens than the library takes at once, piece by piece."""
+        for first in range(0, len(tokens), MAX_TOKENS):
+            last = min(first + MAX_TOKENS, len(tokens))
+            held = [at for at in range(len(seats)) if bounds[at] < last and bounds[at + 1] > first]
+            cuts = [max(int(bounds[at]), first) - first for at in held]
+            wanted = np.flatnonzero((rows >= first) & (rows < last))
+            part = torch.empty(len(wanted), self.vocab_size)
+            self._run(
+                np.ascontiguousarray(tokens[first:last]),
+                np.ascontiguousarray(positions[first:last]),
+                np.array([*cuts, last - first], dtype=np.int32),
+                seats[held],
+                (rows[wanted] - first).astype(np.int32),
+                part,
+                decodes,
+            )
+            logits[torch.from_numpy(wanted)] = part
+
+    def _run(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        bounds: np.ndarray,
+        seats: np.ndarray,
+        rows: np.ndarray,
+        logits: Tensor,
+        decodes: bool,
+    ) -> None:
+        assert self._engine is not None, "the executable is closed"
+        step = lib.TwStep(
+            num_tokens=len(tokens),
+            num_sequences=len(seats),
+            num_rows=len(rows),
+            decodes=decodes,
+            tokens=tokens.ctypes.data,
+            positions=positions.ctypes.data,
+            bounds=bounds.ctypes.data,
+            seats=seats.ctypes.data,
+            rows=rows.ctypes.data,
+            logits=logits.data_ptr(),
+        )
+        failed = self._library.tw_step(self._engine, ctypes.byref(step))
+        assert not failed, "the step does not fit the program"
+
+    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+        self._library.tw_copy(self._engine, source, target, num_positions)
+        self._lengths[target] = num_positions
+
+    def clear_state(self, seat: Seat) -> None:
+        if self._lengths[seat]:
+            self._lengths[seat] = 0
+            self._library.tw_clear(self._engine, seat)
+
+    def memory(self) -> MemoryUse:
+        state = sum(self._library.tw_seat_bytes(self._engine, each) for each in self._lengths)
+        return MemoryUse(self._weight_bytes, state)
+
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
+        return int(self._library.tw_seat_bytes(self._engine, num_positions))
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._library.tw_close(self._engine)
+            self._engine = None

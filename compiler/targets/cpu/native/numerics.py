@@ -1,0 +1,84 @@
+"""What the native kernels make of formats and fidelities: how weights and caches are held, in which
+arithmetic products are made, and the contract that says so.
+"""
+
+from __future__ import annotations
+
+from tilewright.compiler.formats import FIDELITIES, get_format
+from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
+
+FP32, BF16, VECTOR = "fp32", "bf16", "vector"
+BLOCK_KINDS = ("q80", "q40", "bfp8", "bfp4")
+"""Formats that kernels read in blocks, as they are."""
+
+AS_FP32, AS_BF16, AS_INT8 = "fp32", "bf16", "int8"
+_EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
+_CACHES = {"fp32": (False, 0), "bf16": (True, 0), "bfp8": (True, 7), "bfp4": (True, 3)}
+
+
+def held_kind(recipe: WeightRecipe) -> str:
+    """How a weight is held: in its own blocks, in bfloat16 where that has all of its format's
+    values, else in float32; every kind is exact.
+    """
+    assert recipe.format is not None
+    if recipe.format in BLOCK_KINDS and recipe.block_axis == "in":
+        return recipe.format
+    return BF16 if recipe.format in _EXACT_IN_BF16 and not recipe.is_stored else FP32
+
+
+def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
+    """The operands of products with a weight of this kind; sums are fp32."""
+    asked = FIDELITIES[fidelity]
+    if exact or kind == FP32 or asked.fp32_outputs:
+        return AS_FP32
+    return AS_INT8 if kind in BLOCK_KINDS and asked.num_phases < 3 else AS_BF16
+
+
+def cache_kind(format_name: str, *, exact: bool) -> tuple[bool, int]:
+    """Whether keys and values are held in bfloat16 (else float32), and the magnitude bits of the
+    block floats that they are rounded to before (0: none).
+    """
+    return (False, 0) if exact else _CACHES.get(format_name, (False, 0))
+
+
+def meanings(*, exact: bool) -> Meanings:
+    """The contract's answers; ``exact`` is ``--compute exact``."""
+
+    def weight(name: str, axis: str) -> Meaning:
+        if name in BLOCK_KINDS and axis == "in":
+            return Meaning(HONOURED, name)
+        held = held_kind(WeightRecipe((), (1, 1), name, axis))
+        if held == name:
+            return Meaning(HONOURED, name)
+        where = f", blocks along {axis}" if get_format(name).block > 1 else ""
+        return Meaning(EMULATED, f"{name} values in {held}{where}")
+
+    def fidelity(format_name: str, axis: str, asked: str, phase: str) -> Meaning:
+        kind = held_kind(WeightRecipe((), (1, 1), format_name, axis))
+        found = arithmetic(kind, asked, exact=exact)
+        if found == AS_INT8:
+            return Meaning(EMULATED, "int8 activations")
+        if found == AS_BF16:
+            return Meaning(EMULATED, "bf16 x bf16, fp32 sums")
+        return Meaning(NOT_HONOURED, "fp32")
+
+    def attention(asked: str, phase: str) -> Meaning:
+        if exact:
+            return Meaning(NOT_HONOURED, "fp32")
+        return Meaning(EMULATED, "as the cache, fp32 sums and softmax")
+
+    def kv_cache(name: str) -> Meaning:
+        is_bf16, bits = cache_kind(name, exact=exact)
+        held = "bf16" if is_bf16 else "fp32"
+        if bits:
+            return Meaning(EMULATED, f"{name} values in bf16")
+        return Meaning(HONOURED if held == name else NOT_HONOURED, held)
+
+    return Meanings(
+        weight=weight,
+        fidelity=fidelity,
+        attention=attention,
+        kv_cache=kv_cache,
+        activation=lambda name: Meaning(NOT_HONOURED, "fp32 between products"),
+    )

@@ -1,0 +1,237 @@
+// Attention of a step: q and k turn, k and v go into the cache, then every head attends.
+
+#include <cmath>
+#include <cstring>
+
+#include "engine.h"
+
+namespace tw {
+namespace {
+
+constexpr int kQueryTokens = 16;  // tokens of a prompt that attend as one piece of work
+
+struct Layer {
+    const TwInstruction& each;
+    const TwState& state;
+    const CacheLayout& layout;
+    int64_t num_heads, num_kv, dim, group;
+
+    Layer(const Engine& engine, const TwInstruction& each)
+        : each(each), state(engine.states[each.state]), layout(engine.layouts[each.state]), num_heads(each.num_heads),
+          num_kv(state.num_heads), dim(layout.dim), group(num_heads / num_kv) {}
+
+    int64_t query_bytes() const { return dim * (layout.is_bf16 ? 2 : 4); }
+};
+
+uint16_t bf16(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+}
+
+// To a block float of a shared exponent a 16, as formats quantise on the host: what is shifted out
+// is lost, then to nearest, halves to even, at most all ones.
+void round_blocks(float* x, int64_t count, int bits) {
+    for (int64_t at = 0; at < count; at += 16) {
+        int shared = 0, length = (int)(count - at < 16 ? count - at : 16);
+        for (int i = 0; i < length; i++) {
+            uint32_t u;
+            std::memcpy(&u, x + at + i, 4);
+            int exponent = (int)(u >> 23 & 0xff);
+            shared = exponent > shared ? exponent : shared;
+        }
+        if (shared == 255) continue;  // not finite: as it is
+        const double most = (1 << bits) - 1;
+        for (int i = 0; i < length; i++) {
+            double aligned = std::trunc(std::ldexp((double)x[at + i], 150 - shared));
+            double code = std::nearbyint(std::ldexp(aligned, bits - 24));
+            code = code > most ? most : code < -most ? -most : code;
+            x[at + i] = (float)std::ldexp(code, shared - 126 - bits);
+        }
+    }
+}
+
+// One head's channels turned in place; `angles`: cosine and sine of every pair.
+void turn(float* x, const float* angles, int64_t num_pairs, bool interleaved, float factor) {
+    for (int64_t i = 0; i < num_pairs; i++) {
+        float* first = interleaved ? x + 2 * i : x + i;
+        float* second = interleaved ? x + 2 * i + 1 : x + i + num_pairs;
+        float cosine = angles[2 * i] * factor, sine = angles[2 * i + 1] * factor, a = *first, b = *second;
+        *first = a * cosine - b * sine;
+        *second = b * cosine + a * sine;
+    }
+}
+
+void put_key(const Layer& layer, uint8_t* keys, int64_t position, const float* x) {
+    const int64_t lane = position % 16;
+    uint8_t* block = keys + position / 16 * layer.dim * 16 * (layer.layout.is_bf16 ? 2 : 4);
+    for (int64_t d = 0; d < layer.state.head_dim; d++) {
+        if (layer.layout.is_bf16) ((uint16_t*)block)[(d / 2 * 16 + lane) * 2 + d % 2] = bf16(x[d]);
+        else ((float*)block)[d * 16 + lane] = x[d];
+    }
+}
+
+// `is_last`: no later position is written in this step; its neighbour in a pair is made 0, so that
+// what was there before weighs nothing, whatever it was.
+void put_value(const Layer& layer, uint8_t* values, int64_t position, const float* x, bool is_last) {
+    if (!layer.layout.is_bf16) {
+        std::memcpy((float*)values + position * layer.dim, x, layer.state.head_dim * 4);
+        return;
+    }
+    uint16_t* to = (uint16_t*)values + position / 2 * layer.dim * 2;
+    for (int64_t d = 0; d < layer.state.head_dim; d++) {
+        to[d * 2 + position % 2] = bf16(x[d]);
+        if (is_last && position % 2 == 0) to[d * 2 + 1] = 0;
+    }
+}
+
+// Turns a token's heads; q goes to `queries`, k and v into its seat's cache.
+void take_token(Worker& worker, const Layer& layer, int64_t token, int64_t sequence, const float* angles, int64_t num_pairs) {
+    const TwStep& step = worker.step;
+    const TwInstruction& each = layer.each;
+    const int64_t head_dim = layer.state.head_dim;
+    const bool interleaved = each.flags & TW_INTERLEAVED;
+    const float* qkv = worker.at(each.x, token);
+    float* x = (float*)worker.scratch();
+    for (int64_t d = head_dim; d < layer.dim; d++) x[d] = 0.0f;
+    for (int64_t head = 0; head < layer.num_heads; head++) {
+        std::memcpy(x, qkv + head * head_dim, head_dim * 4);
+        turn(x, angles, num_pairs, interleaved, each.factor);
+        uint8_t* to = worker.engine.queries.data() + (token * layer.num_heads + head) * layer.query_bytes();
+        if (!layer.layout.is_bf16) std::memcpy(to, x, layer.dim * 4);
+        else for (int64_t d = 0; d < layer.dim; d++) ((uint16_t*)to)[d] = bf16(x[d]);
+    }
+    uint8_t* cache = worker.engine.cache_of(each.state, step.seats[sequence]);
+    const int64_t position = step.positions[token];
+    const bool is_last = token + 1 == step.bounds[sequence + 1];
+    for (int64_t head = 0; head < layer.num_kv; head++) {
+        uint8_t* keys = cache + 2 * head * layer.layout.head_bytes;
+        std::memcpy(x, qkv + (layer.num_heads + head) * head_dim, head_dim * 4);
+        turn(x, angles, num_pairs, interleaved, each.factor);
+        if (layer.state.mantissa_bits) round_blocks(x, head_dim, layer.state.mantissa_bits);
+        put_key(layer, keys, position, x);
+        std::memcpy(x, qkv + (layer.num_heads + layer.num_kv + head) * head_dim, head_dim * 4);
+        if (layer.state.mantissa_bits) round_blocks(x, head_dim, layer.state.mantissa_bits);
+        put_value(layer, keys + layer.layout.head_bytes, position, x, is_last);
+    }
+}
+
+// What a thread needs to attend with the tokens of one piece of work.
+struct AttendScratch {
+    float *largest, *sum, *values;      // of a segment
+    float *all_largest, *all_sum, *all; // of the segments so far
+    int32_t *begins, *ends;
+    uint8_t* q;
+
+    AttendScratch(uint8_t* memory, int64_t rows, int64_t dim) {
+        float* next = (float*)memory;
+        for (float** each : {&values, &all}) *each = next, next += rows * dim;
+        q = (uint8_t*)next;
+        next += rows * dim;
+        for (float** each : {&largest, &sum, &all_largest, &all_sum}) *each = next, next += rounded(rows, 16);
+        begins = (int32_t*)next;
+        ends = begins + rounded(rows, 16);
+    }
+};
+
+// Merges a segment's sums into those before it.
+void merge(const Kernels& kernels, AttendScratch& to, int64_t row, int64_t dim) {
+    float before = to.all_largest[row], own = to.largest[row];
+    if (own == -INFINITY) return;
+    float most = own > before || std::isnan(own) ? own : before;
+    float old_share = before == -INFINITY ? 0.0f : std::exp(before - most), own_share = std::exp(own - most);
+    kernels.blend(old_share, own_share, to.values + row * dim, dim, to.all + row * dim);
+    to.all_sum[row] = to.all_sum[row] * old_share + to.sum[row] * own_share;
+    to.all_largest[row] = most;
+}
+
+// Tokens [first, last) of a sequence attend with the query heads of one key/value head.
+void attend_tokens(Worker& worker, const Layer& layer, int64_t sequence, int64_t head, int64_t first, int64_t last) {
+    const TwInstruction& each = layer.each;
+    const int64_t rows = (last - first) * layer.group, dim = layer.dim, width = layer.query_bytes();
+    AttendScratch scratch(worker.scratch(), rows, dim);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t token = first + row / layer.group, query = head * layer.group + row % layer.group;
+        std::memcpy(scratch.q + row * width, worker.engine.queries.data() + (token * layer.num_heads + query) * width, width);
+        int32_t end = worker.step.positions[token] + 1;
+        scratch.ends[row] = end;
+        scratch.begins[row] = each.window > 0 && end > each.window ? end - each.window : 0;
+        scratch.all_largest[row] = -INFINITY;
+        scratch.all_sum[row] = 0.0f;
+        std::memset(scratch.all + row * dim, 0, dim * 4);
+    }
+    const uint8_t* keys = worker.engine.cache_of(each.state, worker.step.seats[sequence]) + 2 * head * layer.layout.head_bytes;
+    const HeadCache cache{keys, keys + layer.layout.head_bytes, (int32_t)dim, layer.layout.is_bf16};
+    const Queries queries{(int32_t)rows, scratch.q, scratch.begins, scratch.ends, each.scale, each.soft_cap};
+    const Partial partial{scratch.largest, scratch.sum, scratch.values};
+    const int32_t limit = scratch.ends[rows - 1];
+    for (int32_t at = scratch.begins[0] / kSegment * kSegment; at < limit; at += kSegment) {
+        worker.kernels().attend(cache, queries, at, at + kSegment, partial);
+        for (int64_t row = 0; row < rows; row++) merge(worker.kernels(), scratch, row, dim);
+    }
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t token = first + row / layer.group, query = head * layer.group + row % layer.group;
+        float* out = worker.at(each.out, token) + query * layer.state.head_dim;
+        // + 0: a negative zero would tell a row that stood beside others
+        for (int64_t d = 0; d < layer.state.head_dim; d++)
+            out[d] = scratch.all[row * dim + d] / scratch.all_sum[row] + 0.0f;
+    }
+}
+
+int64_t sequence_of(const TwStep& step, int64_t token) {
+    int64_t low = 0, high = step.num_sequences;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        (step.bounds[middle] <= token ? low : high) = middle;
+    }
+    return low;
+}
+
+}  // namespace
+
+// Cosines and sines of every token, once a step.
+void make_angles(Worker& worker) {
+    Engine& engine = worker.engine;
+    for (size_t table = 0; table < engine.frequencies.size(); table++) {
+        const TwTensor& tensor = engine.tensors[engine.frequencies[table]];
+        const float* frequency = (const float*)tensor.data;
+        worker.share(worker.step.num_tokens, [&](int64_t token) {
+            float* to = (float*)engine.angles[table].data() + token * tensor.rows * 2;
+            for (int32_t i = 0; i < tensor.rows; i++) {
+                float angle = (float)worker.step.positions[token] * frequency[i];
+                to[2 * i] = std::cos(angle);
+                to[2 * i + 1] = std::sin(angle);
+            }
+        });
+    }
+}
+
+void run_attend(Worker& worker, const TwInstruction& each, int32_t index) {
+    Engine& engine = worker.engine;
+    const TwStep& step = worker.step;
+    const Layer layer(engine, each);
+    const int32_t table = engine.angles_of[index];
+    const int64_t num_pairs = engine.tensors[each.other].rows;
+    const float* angles = (const float*)engine.angles[table].data();
+    worker.share(step.num_tokens, [&](int64_t token) {
+        take_token(worker, layer, token, sequence_of(step, token), angles + token * num_pairs * 2, num_pairs);
+    });
+    worker.meet();
+    int64_t most = 1;
+    for (int64_t i = 0; i < step.num_sequences; i++) {
+        int64_t count = step.bounds[i + 1] - step.bounds[i];
+        most = count > most ? count : most;
+    }
+    const int64_t pieces = (most + kQueryTokens - 1) / kQueryTokens;
+    worker.share(step.num_sequences * pieces * layer.num_kv, [&](int64_t i) {
+        // the longest first: the last tokens see the most
+        int64_t head = i % layer.num_kv, rest = i / layer.num_kv;
+        int64_t sequence = rest % step.num_sequences, piece = pieces - 1 - rest / step.num_sequences;
+        int64_t begin = step.bounds[sequence], end = step.bounds[sequence + 1];
+        int64_t first = begin + piece * kQueryTokens;
+        if (first >= end) return;
+        attend_tokens(worker, layer, sequence, head, first, first + kQueryTokens < end ? first + kQueryTokens : end);
+    });
+}
+
+}  // namespace tw

@@ -1,0 +1,145 @@
+// Attention of a few query rows over a segment of one head's cache.
+//
+// Keys and values are read 64 positions at a time, beginning at multiples of 64, so that a row's
+// sums have one order, whoever attends beside it and however a prompt was cut.
+
+namespace {
+
+using namespace tw;
+
+constexpr int kChunk = 64;
+
+struct AttendScratch {
+    float scores[kTile][kChunk];
+    alignas(64) uint8_t weights[kTile][kChunk * 4];
+};
+
+template <int M>
+inline void dot_products(const HeadCache& cache, const Columns& w, const void* x, int64_t x_row, Tile<M>& tile) {
+    if (cache.is_bf16) tile_bf16<M>(w, (const int32_t*)x, x_row, tile);
+    else tile_fp32<M>(w, (const float*)x, x_row, tile);
+}
+
+template <int M> struct Running {
+    float largest[M];
+    vf sum[M];
+};
+
+// The scores of 64 positions from `at`, masked, in `scores`.
+template <int M>
+inline void score(const HeadCache& cache, const Queries& rows, int64_t row, int32_t at, AttendScratch& scratch) {
+    const int64_t dim = cache.head_dim, width = cache.is_bf16 ? 2 : 4, per_column = cache.is_bf16 ? 2 : 1;
+    const uint8_t* q = (const uint8_t*)rows.q + row * dim * width;
+    const int64_t block = dim * width * 16;
+    const float places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int two = 0; two < kChunk / 32; two++) {
+        const uint8_t* keys = cache.keys + (at / 16 + 2 * two) * block;
+        Tile<M> tile;
+        clear(tile);
+        dot_products<M>(cache, {keys, keys + block, 64, dim / per_column}, q, dim / per_column, tile);
+        for (int m = 0; m < M; m++) {
+            float* to = scratch.scores[m] + two * 32;
+            for (int half = 0; half < 2; half++) {
+                vf s = mul(tile.at[m][half], spread(rows.scale));
+                if (rows.soft_cap > 0.0f)
+                    s = mul(tangent(div(s, spread(rows.soft_cap))), spread(rows.soft_cap));
+                vf place = add(load(places), spread((float)(at + two * 32 + half * 16)));
+                s = if_less(place, spread((float)rows.ends[row + m]), s, spread(-__builtin_inff()));
+                s = if_less(place, spread((float)rows.begins[row + m]), spread(-__builtin_inff()), s);
+                store(to + half * 16, s);
+            }
+        }
+    }
+}
+
+// Exponentials of the scores, as the next products read them; returns what is kept of the past.
+template <int M>
+inline void weigh(const HeadCache& cache, Running<M>& running, AttendScratch& scratch, float* kept) {
+    for (int m = 0; m < M; m++) {
+        vf s[4];
+        for (int i = 0; i < 4; i++) s[i] = load(scratch.scores[m] + 16 * i);
+        float most = largest_of(larger(larger(s[0], s[1]), larger(s[2], s[3])));
+        most = most > running.largest[m] ? most : running.largest[m];
+        // nothing to see yet: any finite number will do, since every exponential is 0
+        vf shift = spread(most == -__builtin_inff() ? 0.0f : most);
+        kept[m] = 1.0f;
+        if (most != running.largest[m]) {
+            float lanes[16];
+            store(lanes, exponential(sub(spread(running.largest[m]), shift)));
+            kept[m] = lanes[0];
+        }
+        running.largest[m] = most;
+        vf sum = zeros();
+        for (int i = 0; i < 4; i++) {
+            vf p = exponential(sub(s[i], shift));
+            sum = add(sum, p);
+            if (cache.is_bf16) store_halves((uint16_t*)scratch.weights[m] + 16 * i, rounded_to_bf16(p));
+            else store((float*)scratch.weights[m] + 16 * i, p);
+        }
+        running.sum[m] = fma(running.sum[m], spread(kept[m]), sum);
+    }
+}
+
+// values = values * kept + weights x the cache's values of `count` positions from `at`.
+template <int M>
+inline void gather_values(const HeadCache& cache, const Partial& partial, int64_t row, int32_t at, int32_t count, const AttendScratch& scratch, const float* kept) {
+    const int64_t dim = cache.head_dim;
+    const int64_t step = dim * 4, positions = cache.is_bf16 ? 2 : 1;
+    const uint8_t* values = cache.values + at / positions * step;
+    for (int64_t d = 0; d < dim; d += 32) {
+        bool both = d + 16 < dim;
+        Tile<M> tile;
+        for (int m = 0; m < M; m++) {
+            const float* from = partial.values + (row + m) * dim + d;
+            tile.at[m][0] = mul(load(from), spread(kept[m]));
+            tile.at[m][1] = both ? mul(load(from + 16), spread(kept[m])) : zeros();
+        }
+        const uint8_t* first = values + d * 4;
+        Columns w{first, both ? first + 64 : first, step, (count + positions - 1) / positions};
+        dot_products<M>(cache, w, scratch.weights[0], kChunk * 4 / 4, tile);
+        for (int m = 0; m < M; m++) {
+            float* to = partial.values + (row + m) * dim + d;
+            store(to, tile.at[m][0]);
+            if (both) store(to + 16, tile.at[m][1]);
+        }
+    }
+}
+
+struct Attend {
+    const HeadCache& cache;
+    const Queries& queries;
+    int32_t begin, end;
+    const Partial& partial;
+    AttendScratch& scratch;
+    template <int M> void rows(int64_t row) {
+        Running<M> running;
+        int32_t first = end, last = begin;
+        for (int m = 0; m < M; m++) {
+            running.largest[m] = -__builtin_inff();
+            running.sum[m] = zeros();
+            float* values = partial.values + (row + m) * cache.head_dim;
+            for (int64_t d = 0; d < cache.head_dim; d += 16) store(values + d, zeros());
+            if (queries.begins[row + m] < first) first = queries.begins[row + m];
+            if (queries.ends[row + m] > last) last = queries.ends[row + m];
+        }
+        first = first < begin ? begin : first / kChunk * kChunk;
+        last = last > end ? end : last;
+        for (int32_t at = first; at < last; at += kChunk) {
+            float kept[M];
+            score<M>(cache, queries, row, at, scratch);
+            weigh<M>(cache, running, scratch, kept);
+            gather_values<M>(cache, partial, row, at, last - at < kChunk ? last - at : kChunk, scratch, kept);
+        }
+        for (int m = 0; m < M; m++) {
+            partial.largest[row + m] = running.largest[m];
+            partial.sum[row + m] = sum_of(running.sum[m]);
+        }
+    }
+};
+
+void attend(const HeadCache& cache, const Queries& queries, int32_t begin, int32_t end, const Partial& partial) {
+    AttendScratch scratch;
+    by_tiles(queries.num_rows, Attend{cache, queries, begin, end, partial, scratch});
+}
+
+}  // namespace

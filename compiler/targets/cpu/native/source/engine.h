@@ -1,0 +1,97 @@
+// An opened program: its instructions and tensors, buffers, caches and threads.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "caches.h"
+#include "interface.h"
+#include "kernels.h"
+#include "panels.h"
+#include "pool.h"
+
+namespace tw {
+
+// Bytes of zeros at a multiple of 64, from the system; touched only where they are used.
+class Memory {
+  public:
+    explicit Memory(int64_t num_bytes = 0);
+    Memory(Memory&& other) noexcept;
+    Memory& operator=(Memory&& other) noexcept;
+    ~Memory();
+    uint8_t* data() const { return data_; }
+    void release(int64_t first, int64_t num_bytes);  // zeros again
+
+  private:
+    uint8_t* data_ = nullptr;
+    int64_t num_bytes_ = 0;
+};
+
+struct Engine {
+    const Kernels* kernels;
+    TwProgram program;
+    std::vector<TwInstruction> instructions;
+    std::vector<TwTensor> tensors;
+    std::vector<TwState> states;
+    std::vector<int32_t> program_widths;
+    std::vector<int64_t> widths;             // of buffers, rounded to whole lanes
+    std::vector<Memory> buffers;
+    std::vector<CacheLayout> layouts;
+    std::vector<int64_t> cache_offsets;      // of states
+    std::unique_ptr<Memory> cache;
+    std::vector<int32_t> angles_of;          // of instructions: which table of angles, or -1
+    std::vector<int32_t> frequencies;        // of tables: a tensor
+    std::vector<Memory> angles;              // [tokens][frequencies][cosine, sine]
+    Memory operand;                          // of many rows, for all threads
+    std::vector<Memory> scratch;             // of threads
+    Memory queries;                          // of all tokens and heads
+    int64_t max_wide = 0, max_query = 0, scratch_bytes = 0;
+    std::unique_ptr<Pool> pool;
+    std::vector<std::atomic<int32_t>> counters;
+
+    uint8_t* cache_of(int state, int seat) const {
+        return cache->data() + cache_offsets[state] + seat * layouts[state].seat_bytes;
+    }
+};
+
+// Of one thread in one step.
+struct Worker {
+    Engine& engine;
+    const TwStep& step;
+    int thread;
+    int32_t num_rows;      // of the present instruction
+    int region = 0;
+
+    const Kernels& kernels() const { return *engine.kernels; }
+    uint8_t* scratch() const { return engine.scratch[thread].data(); }
+    const float* vector(int32_t tensor) const { return (const float*)engine.tensors[tensor].data; }
+
+    float* at(const TwPlace& place, int64_t row) const {
+        float* base = place.buffer == engine.program.logits ? step.logits : (float*)engine.buffers[place.buffer].data();
+        return base + row * stride(place) + place.first;
+    }
+    int64_t stride(const TwPlace& place) const {
+        bool is_logits = place.buffer == engine.program.logits;
+        return is_logits ? engine.program.widths[place.buffer] : engine.widths[place.buffer];
+    }
+
+    void meet() { engine.pool->meet(thread); }
+
+    // Share `count` pieces of work among the threads; ends without waiting for the others.
+    template <class Make> void share(int64_t count, Make make) {
+        std::atomic<int32_t>& next = engine.counters[region++];
+        int64_t grain = count / (8 * engine.pool->size());
+        if (grain < 1) grain = 1;
+        for (int64_t i; (i = next.fetch_add((int32_t)grain, std::memory_order_relaxed)) < count;)
+            for (int64_t j = i; j < i + grain && j < count; j++) make(j);
+    }
+};
+
+constexpr int kRegions = 4;  // at most, of an instruction
+
+void run_linear(Worker& worker, const TwInstruction& each);
+void run_attend(Worker& worker, const TwInstruction& each, int32_t index);
+void make_angles(Worker& worker);
+
+}  // namespace tw

@@ -1,0 +1,84 @@
+// What the library is told, as plain C: a program of instructions over buffers, then steps of it.
+//
+// Structures are checked by size and version when a program is opened, and so is every number in
+// them: an index or a width that does not fit is refused, and nothing of the program runs.
+#pragma once
+
+#include <cstdint>
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+enum { TW_VERSION = 1 };
+
+enum TwOp : int32_t {
+    TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
+    TW_SIGMOID_GATE, TW_NUM_OPS
+};
+
+enum TwFlag : int32_t { TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4 };
+
+// How weights are held: see panels.h. FP32 is also what norms, biases and constants are.
+enum TwKind : int32_t { TW_FP32, TW_BF16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_VECTOR, TW_NUM_KINDS };
+
+// The arithmetic of a product: operands, sums in fp32 in any case.
+enum TwArithmetic : int32_t { TW_AS_FP32, TW_AS_BF16, TW_AS_INT8, TW_NUM_ARITHMETICS };
+
+enum TwFunction : int32_t { TW_ADD, TW_MUL, TW_DIV, TW_TANH, TW_GELU, TW_GELU_TANH, TW_NUM_FUNCTIONS };
+
+// Columns [first, first + width) of a buffer's rows.
+struct TwPlace {
+    int32_t buffer, first, width;
+};
+
+// Unused indices of tensors are -1, unused places have buffer -1.
+struct TwInstruction {
+    int32_t op, flags;
+    int32_t arithmetic[2];                    // of prefill, of decode
+    TwPlace out, x, y;
+    int32_t weight, norm, bias, other, state; // of tensors; of states
+    int32_t num_heads, window, function;
+    float eps, scale, soft_cap, factor, number;
+};
+
+// A product's weight has whole panels; a vector has `rows` values and one column.
+struct TwTensor {
+    int32_t kind, rows, columns;
+    const void* data;
+    uint64_t num_bytes;
+};
+
+// Keys and values of a layer. `mantissa_bits`: of block floats that they are rounded to, or 0.
+struct TwState {
+    int32_t is_bf16, num_heads, head_dim, mantissa_bits;
+};
+
+struct TwProgram {
+    uint32_t size, version, instruction_size, tensor_size;
+    int32_t num_threads, isa;                 // isa: -1 for the best that runs here
+    int32_t max_seats, max_context, max_tokens;
+    int32_t num_instructions, num_tensors, num_buffers, num_states;
+    int32_t logits;                           // the buffer that is the caller's
+    const TwInstruction* instructions;
+    const TwTensor* tensors;
+    const int32_t* widths;                    // of buffers, in floats
+    const TwState* states;
+};
+
+// Tokens of sequences, one after another; `bounds` cuts them, `rows` wants logits.
+struct TwStep {
+    int32_t num_tokens, num_sequences, num_rows, decodes;
+    const int32_t *tokens, *positions, *bounds, *seats, *rows;
+    float* logits;                            // [num_rows, width of the logits' buffer]
+};
+
+int32_t tw_version();
+int32_t tw_best_isa();                        // 0 scalar, 1 AVX2, 2 AVX-512 with VNNI and BF16
+void* tw_open(const TwProgram* program, char* error, int32_t error_size);
+int32_t tw_step(void* engine, const TwStep* step);  // 0, or 1 for a step that does not fit
+void tw_clear(void* engine, int32_t seat);
+void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions);
+int64_t tw_seat_bytes(void* engine, int32_t num_positions);
+void tw_close(void* engine);
+}
+#pragma GCC visibility pop

@@ -1,0 +1,10 @@
+#include "kernels.h"
+#include "panels.h"
+#include "simd_avx512.h"
+
+#include "math.inl"
+#include "products.inl"
+#include "attention.inl"
+
+#define TW_TABLE avx512_kernels
+#include "table.inl"

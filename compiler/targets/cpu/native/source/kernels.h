@@ -1,0 +1,76 @@
+// What an instruction set offers: one table of functions, filled by a translation unit each.
+//
+// All of them do the same sums in the same order, so a result has the same bits on each.
+#pragma once
+
+#include <cstdint>
+
+namespace tw {
+
+// The rows that products read, prepared: `row_bytes` from one to the next.
+struct Operand {
+    const void* values;   // int8, bfloat16 or float, `columns` of them, whole blocks
+    int64_t row_bytes;
+    const float* scales;  // of int8: one a block of 32
+    const int32_t* sums;  // of int8: one a block of 16
+    int64_t num_blocks;   // of 32
+};
+
+// Where a pair of panels' results go: row m, lanes of the first panel then of the second.
+struct Result {
+    float* first;
+    float* second;        // unused after SwiGLU
+    int64_t stride;       // floats from row to row
+    int32_t num_first, num_second;  // lanes that are written
+    const float* bias;    // of the rows of the first panel, then of the second; or null
+    bool adds, swiglu;
+};
+
+// Two neighbouring panels of a weight.
+struct PanelPair {
+    int32_t kind, columns;
+    const uint8_t* first;
+    const uint8_t* second;
+};
+
+// Keys and values of one head of one sequence; see caches.h.
+struct HeadCache {
+    const uint8_t* keys;
+    const uint8_t* values;
+    int32_t head_dim, is_bf16;
+};
+
+// Query rows over one segment of a cache. Row r sees positions [begins[r], ends[r]).
+struct Queries {
+    int32_t num_rows;
+    const void* q;        // bfloat16 or float, [rows][head_dim]
+    const int32_t *begins, *ends;
+    float scale, soft_cap;
+};
+
+// Of each row: the largest score, the sum of exponentials, and values weighted by them.
+struct Partial {
+    float *largest, *sum, *values;  // [rows], [rows], [rows][head_dim]
+};
+
+struct Kernels {
+    int32_t isa, tile;    // rows that products take best at a time
+    void (*quantise)(const float* x, int64_t columns, int8_t* q, float* scales, int32_t* sums);
+    void (*to_bf16)(const float* x, int64_t count, uint16_t* out);
+    void (*norm)(const float* x, const float* weight, float eps, int64_t count, float* out);
+    void (*product_int8)(const PanelPair&, const Operand&, int64_t num_rows, const Result&);
+    void (*product_bf16)(const PanelPair&, const Operand&, int64_t num_rows, const Result&, void* scratch);
+    void (*product_fp32)(const PanelPair&, const Operand&, int64_t num_rows, const Result&, void* scratch);
+    void (*swiglu)(const float* gate, const float* up, int64_t count, float* out);
+    void (*sigmoid_gate)(const float* x, const float* gate, int64_t count, bool one, float* out);
+    void (*function)(int32_t function, const float* x, const float* y, float number, int64_t count, float* out);
+    void (*blend)(float old, float own, const float* values, int64_t count, float* into);
+    void (*to_fp32)(int kind, const uint8_t* panel, int64_t columns, float* out);
+    void (*attend)(const HeadCache&, const Queries&, int32_t begin, int32_t end, const Partial&);
+};
+
+const Kernels* scalar_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+
+}  // namespace tw

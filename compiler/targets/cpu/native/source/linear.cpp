@@ -1,0 +1,103 @@
+// Products: rows are normed and prepared once, then pairs of panels are shared among the threads.
+
+#include "engine.h"
+
+namespace tw {
+namespace {
+
+constexpr int kFewRows = 4;  // so few are prepared by every thread for itself, without waiting
+
+// Where the prepared rows of a product lie in a piece of memory.
+struct Prepared {
+    uint8_t* values;
+    float* scales;
+    int32_t* sums;
+    float* normed;
+    int64_t row_bytes, num_blocks;
+
+    Prepared(uint8_t* memory, int64_t num_rows, int64_t wide, int32_t arithmetic) {
+        int64_t widths[] = {4, 2, 1};
+        row_bytes = wide * widths[arithmetic];
+        num_blocks = wide / kBlock;
+        values = memory;
+        uint8_t* next = memory + rounded(num_rows * row_bytes, 64);
+        scales = (float*)next;
+        next += rounded(num_rows * num_blocks * 4, 64);
+        sums = (int32_t*)next;
+        normed = nullptr;
+    }
+};
+
+void prepare(Worker& worker, const TwInstruction& each, const Prepared& to, int32_t arithmetic, int64_t row, float* normed) {
+    const Kernels& kernels = worker.kernels();
+    const float* x = worker.at(each.x, row);
+    const int64_t width = each.x.width, wide = to.num_blocks * kBlock;
+    if (each.norm >= 0) {
+        kernels.norm(x, worker.vector(each.norm), each.eps, width, normed);
+        x = normed;
+    }
+    uint8_t* values = to.values + row * to.row_bytes;
+    if (arithmetic == TW_AS_INT8) {
+        kernels.quantise(x, width, (int8_t*)values, to.scales + row * to.num_blocks, to.sums + row * to.num_blocks * 2);
+    } else if (arithmetic == TW_AS_BF16) {
+        kernels.to_bf16(x, width, (uint16_t*)values);
+    } else {
+        float* out = (float*)values;
+        for (int64_t i = 0; i < wide; i++) out[i] = i < width ? x[i] : 0.0f;
+    }
+}
+
+int lanes_left(int64_t width, int64_t first) {
+    int64_t left = width - first;
+    return (int)(left < 0 ? 0 : left < kLanes ? left : kLanes);
+}
+
+Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
+    const bool swiglu = each.flags & TW_PAIRED;
+    const int64_t first = swiglu ? pair * kLanes : pair * 2 * kLanes;
+    Result result{};
+    float* out = worker.at(each.out, 0);
+    result.first = out + first;
+    result.second = out + first + kLanes;
+    result.stride = worker.stride(each.out);
+    result.num_first = lanes_left(each.out.width, first);
+    result.num_second = swiglu ? 0 : lanes_left(each.out.width, first + kLanes);
+    result.bias = each.bias >= 0 ? worker.vector(each.bias) + pair * 2 * kLanes : nullptr;
+    result.adds = each.flags & TW_RESIDUAL;
+    result.swiglu = swiglu;
+    return result;
+}
+
+}  // namespace
+
+void run_linear(Worker& worker, const TwInstruction& each) {
+    const Kernels& kernels = worker.kernels();
+    const TwTensor& weight = worker.engine.tensors[each.weight];
+    const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
+    const int64_t wide = rounded(weight.columns, kBlock), num_rows = worker.num_rows;
+    const bool few = num_rows <= kFewRows;
+    // its own scratch: prepared rows, one normed row, then what products need
+    uint8_t* own = worker.scratch();
+    uint8_t* normed = own + rounded(kFewRows * wide * 4, 64) + rounded(kFewRows * wide, 64);
+    uint8_t* scratch = normed + rounded(wide * 4, 64);
+    Prepared rows(few ? own : worker.engine.operand.data(), num_rows, wide, arithmetic);
+    if (few) {
+        for (int64_t row = 0; row < num_rows; row++) prepare(worker, each, rows, arithmetic, row, (float*)normed);
+    } else {
+        worker.share(num_rows, [&](int64_t row) { prepare(worker, each, rows, arithmetic, row, (float*)normed); });
+        worker.meet();
+    }
+    const Operand x{rows.values, rows.row_bytes, rows.scales, rows.sums, rows.num_blocks};
+    const PanelSize size = panel_size(weight.kind, weight.columns);
+    const int64_t num_pairs = num_panels(weight.rows, each.flags & TW_PAIRED) / 2;
+    worker.share(num_pairs, [&](int64_t pair) {
+        const uint8_t* panel = (const uint8_t*)weight.data + pair * 2 * size.total;
+        PanelPair panels{weight.kind, weight.columns, panel, panel + size.total};
+        Result result = result_of(worker, each, pair);
+        if (arithmetic == TW_AS_INT8) kernels.product_int8(panels, x, num_rows, result);
+        else if (arithmetic == TW_AS_BF16) kernels.product_bf16(panels, x, num_rows, result, scratch);
+        else kernels.product_fp32(panels, x, num_rows, result, scratch);
+    });
+}
+
+}  // namespace tw

@@ -1,0 +1,166 @@
+// Elementwise arithmetic and norms over the lanes of a simd_*.h, in one order on all of them.
+
+namespace {
+
+using namespace tw;
+
+// e ** x within 2 units in the last place; 0 below -87; NaN stays NaN.
+inline vf exponential(vf x) {
+    vf held = if_less(spread(88.0f), x, spread(88.0f), larger(spread(-87.5f), x));
+    vi n = nearest(mul(held, spread(1.44269504f)));
+    vf count = to_float(n);
+    vf r = fma(count, spread(-0.693359375f), held);
+    r = fma(count, spread(2.12194440e-4f), r);
+    vf p = spread(1.0f / 720.0f);
+    p = fma(p, r, spread(1.0f / 120.0f));
+    p = fma(p, r, spread(1.0f / 24.0f));
+    p = fma(p, r, spread(1.0f / 6.0f));
+    p = fma(p, r, spread(0.5f));
+    p = fma(p, r, spread(1.0f));
+    p = fma(p, r, spread(1.0f));
+    return if_less(x, spread(-87.0f), zeros(), of_bits(iadd(bits(p), left<23>(n))));
+}
+
+inline vf sigmoid(vf x) {
+    return div(spread(1.0f), add(spread(1.0f), exponential(sub(zeros(), x))));
+}
+
+inline vf silu_times(vf gate, vf up) {
+    return mul(div(gate, add(spread(1.0f), exponential(sub(zeros(), gate)))), up);
+}
+
+inline vf tangent(vf x) {  // hyperbolic
+    vf twice = exponential(add(x, x));
+    return sub(spread(1.0f), div(spread(2.0f), add(twice, spread(1.0f))));
+}
+
+inline float sum_of(vf x) {
+    float v[16];
+    store(v, x);
+    for (int width = 8; width; width /= 2)
+        for (int i = 0; i < width; i++) v[i] += v[i + width];
+    return v[0];
+}
+
+inline float largest_of(vf x) {
+    float v[16], most;
+    store(v, x);
+    most = v[0];
+    for (int i = 1; i < 16; i++) most = v[i] > most ? v[i] : most;
+    return most;
+}
+
+// Calls `make(at, lanes)` for sixteen values at a time; the last ones may be fewer.
+template <class Make> inline void by_lanes(int64_t count, Make make) {
+    int64_t at = 0;
+    for (; at + kLanes <= count; at += kLanes) make(at, kLanes);
+    if (at < count) make(at, (int)(count - at));
+}
+
+inline vf load_some(const float* p, int count);
+inline void store_some(float* p, vf x, int count, bool adds);
+
+void norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
+    vf squares = zeros();
+    by_lanes(count, [&](int64_t at, int lanes) {
+        vf v = load_some(x + at, lanes);
+        squares = fma(v, v, squares);
+    });
+    vf scale = spread(1.0f / __builtin_sqrtf(sum_of(squares) / (float)count + eps));
+    by_lanes(count, [&](int64_t at, int lanes) {
+        vf v = mul(load_some(x + at, lanes), scale);
+        store_some(out + at, mul(v, load_some(weight + at, lanes)), lanes, false);
+    });
+}
+
+// int8 in blocks of 32: scale = largest magnitude / 127, halves to even. What is not finite makes
+// its block's scale so.
+void quantise(const float* x, int64_t columns, int8_t* q, float* scales, int32_t* sums) {
+    const vi magnitude = ispread(0x7fffffff);
+    for (int64_t block = 0; block * kBlock < columns; block++) {
+        const float* from = x + block * kBlock;
+        int64_t left_over = columns - block * kBlock;
+        vf v[2] = {load_some(from, (int)(left_over < 16 ? left_over : 16)), zeros()};
+        if (left_over > 16) v[1] = load_some(from + 16, (int)(left_over < 32 ? left_over - 16 : 16));
+        // as integers, magnitudes of floats have their order, and NaN is the largest
+        vf most = of_bits(imax(iand(bits(v[0]), magnitude), iand(bits(v[1]), magnitude)));
+        int32_t lanes[16], largest = 0;
+        istore(lanes, bits(most));
+        for (int i = 0; i < 16; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+        float amax;
+        __builtin_memcpy(&amax, &largest, 4);
+        scales[block] = amax / 127.0f;
+        vf inverse = spread(amax > 0.0f ? 127.0f / amax : 0.0f);
+        for (int half = 0; half < 2; half++) {
+            int8_t* to = q + block * kBlock + half * 16;
+            store_bytes(to, nearest(mul(v[half], inverse)));
+            int32_t sum = 0;
+            for (int i = 0; i < 16; i++) sum += to[i];
+            sums[2 * block + half] = sum;
+        }
+    }
+}
+
+inline vi rounded_to_bf16(vf x) {  // in the lower halves; to nearest, halves to even
+    vi u = bits(x);
+    return right<16>(iadd(iadd(u, ispread(0x7fff)), iand(right<16>(u), ispread(1))));
+}
+
+// Up to whole blocks of 32, the rest zeros.
+void to_bf16(const float* x, int64_t count, uint16_t* out) {
+    for (int64_t at = 0; at < rounded(count, kBlock); at += kLanes) {
+        int lanes = (int)(count - at < 0 ? 0 : count - at < 16 ? count - at : 16);
+        store_halves(out + at, rounded_to_bf16(lanes ? load_some(x + at, lanes) : zeros()));
+    }
+}
+
+void swiglu(const float* gate, const float* up, int64_t count, float* out) {
+    by_lanes(count, [=](int64_t at, int lanes) {
+        store_some(out + at, silu_times(load_some(gate + at, lanes), load_some(up + at, lanes)), lanes, false);
+    });
+}
+
+void sigmoid_gate(const float* x, const float* gate, int64_t count, bool one, float* out) {
+    by_lanes(count, [=](int64_t at, int lanes) {
+        vf g = one ? spread(gate[0]) : load_some(gate + at, lanes);
+        store_some(out + at, mul(load_some(x + at, lanes), sigmoid(g)), lanes, false);
+    });
+}
+
+inline vf gelu(vf x) {  // with erf, lane by lane
+    float v[16];
+    store(v, x);
+    for (int i = 0; i < 16; i++) v[i] = 0.5f * v[i] * (1.0f + __builtin_erff(v[i] * 0.70710678f));
+    return load(v);
+}
+
+inline vf gelu_tanh(vf x) {
+    vf inner = mul(spread(0.79788456f), fma(mul(mul(x, x), x), spread(0.044715f), x));
+    return mul(mul(spread(0.5f), x), add(spread(1.0f), tangent(inner)));
+}
+
+// `y` may be null: `number` is the second operand then.
+void function(int32_t which, const float* x, const float* y, float number, int64_t count, float* out) {
+    by_lanes(count, [=](int64_t at, int lanes) {
+        vf a = load_some(x + at, lanes), b = y ? load_some(y + at, lanes) : spread(number), r = a;
+        switch (which) {
+            case TW_ADD: r = add(a, b); break;
+            case TW_MUL: r = mul(a, b); break;
+            case TW_DIV: r = div(a, b); break;
+            case TW_TANH: r = tangent(a); break;
+            case TW_GELU: r = gelu(a); break;
+            default: r = gelu_tanh(a);
+        }
+        store_some(out + at, r, lanes, false);
+    });
+}
+
+// into = into * old + values * own
+void blend(float old, float own, const float* values, int64_t count, float* into) {
+    by_lanes(count, [=](int64_t at, int lanes) {
+        vf kept = mul(load_some(into + at, lanes), spread(old));
+        store_some(into + at, fma(load_some(values + at, lanes), spread(own), kept), lanes, false);
+    });
+}
+
+}  // namespace

@@ -1,0 +1,99 @@
+// Sixteen lanes on AVX2 and FMA: two registers each.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#define TW_UNROLL _Pragma("GCC unroll 8")
+
+namespace {
+
+constexpr int kIsa = 1, kTile = 2;
+
+struct vf { __m256 a, b; };
+struct vi { __m256i a, b; };
+using Codes = vi;
+
+inline vf zeros() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline vf spread(float x) { __m256 v = _mm256_set1_ps(x); return {v, v}; }
+inline vi ispread(int32_t x) { __m256i v = _mm256_set1_epi32(x); return {v, v}; }
+inline vf load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float* p, vf x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+inline vi iload(const void* p) {
+    return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
+}
+inline void istore(void* p, vi x) {
+    _mm256_storeu_si256((__m256i*)p, x.a);
+    _mm256_storeu_si256((__m256i*)p + 1, x.b);
+}
+inline vf add(vf x, vf y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline vf sub(vf x, vf y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline vf mul(vf x, vf y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline vf div(vf x, vf y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+inline vf fma(vf x, vf y, vf z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+inline vf larger(vf x, vf y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline vf if_less(vf x, vf y, vf yes, vf no) {
+    return {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+            _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+}
+inline vf to_float(vi x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline vi nearest(vf x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+inline vi bits(vf x) { return {_mm256_castps_si256(x.a), _mm256_castps_si256(x.b)}; }
+inline vf of_bits(vi x) { return {_mm256_castsi256_ps(x.a), _mm256_castsi256_ps(x.b)}; }
+inline vi iadd(vi x, vi y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
+inline vi iand(vi x, vi y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
+inline vi ior(vi x, vi y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; }
+inline vi imax(vi x, vi y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+template <int N> inline vi left(vi x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
+template <int N> inline vi right(vi x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
+
+inline __m256i low_halves(vi x) {  // the lower 16 bits of every lane, in order
+    const __m256i pick = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1,
+                                          0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+    __m256i a = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x.a, pick), 0x08);
+    __m256i b = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x.b, pick), 0x08);
+    return _mm256_inserti128_si256(a, _mm256_castsi256_si128(b), 1);
+}
+inline void store_halves(uint16_t* p, vi x) { _mm256_storeu_si256((__m256i*)p, low_halves(x)); }
+inline void store_bytes(int8_t* p, vi x) {
+    __m256i halves = _mm256_and_si256(low_halves(x), _mm256_set1_epi16(0xff));
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(halves, halves), 0x08);
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+}
+inline vf float16s(const uint8_t* p) {
+    return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p + 1))};
+}
+inline vi widened(const uint8_t* p) {
+    return {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
+}
+
+// Codes of 8 bits as magnitude and sign, so that no 16-bit sum overflows; of 4 bits as they are.
+inline vi begin8(int32_t) { return ispread(0); }
+inline vi begin4(int32_t sum) { return ispread(-8 * sum); }
+inline __m256i dot8_half(__m256i acc, __m256i w, __m256i x) {
+    __m256i w_signed = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w_signed), _mm256_sign_epi8(x, w_signed));
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+inline __m256i dot4_half(__m256i acc, __m256i w, __m256i x) {
+    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), _mm256_set1_epi16(1)));
+}
+inline vi dot8(vi acc, Codes w, int32_t x) {
+    __m256i v = _mm256_set1_epi32(x);
+    return {dot8_half(acc.a, w.a, v), dot8_half(acc.b, w.b, v)};
+}
+inline vi dot4(vi acc, Codes w, int32_t x) {
+    __m256i v = _mm256_set1_epi32(x);
+    return {dot4_half(acc.a, w.a, v), dot4_half(acc.b, w.b, v)};
+}
+// What AVX-512's instruction does: the second of a pair first, each with one rounding.
+inline vf dot_pair(vf acc, vi w, int32_t x) {
+    vf x_low = of_bits(ispread(x << 16)), x_high = of_bits(ispread(x & (int32_t)0xffff0000));
+    vf high = fma(of_bits(iand(w, ispread((int32_t)0xffff0000))), x_high, acc);
+    return fma(of_bits(left<16>(w)), x_low, high);
+}
+
+}  // namespace

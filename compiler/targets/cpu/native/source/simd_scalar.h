@@ -1,0 +1,87 @@
+// Sixteen lanes in plain C++: the reference of the others, and what any machine can run.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define TW_UNROLL
+
+namespace {
+
+constexpr int kIsa = 0, kTile = 2;
+
+struct vf { float x[16]; };
+struct vi { int32_t x[16]; };
+using Codes = vi;
+
+#define TW_LANES for (int i = 0; i < 16; i++)
+#define TW_MAKE(type, value) type r; TW_LANES { r.x[i] = (value); } return r
+
+inline vf spread(float x) { TW_MAKE(vf, x); }
+inline vf zeros() { return spread(0.0f); }
+inline vi ispread(int32_t x) { TW_MAKE(vi, x); }
+inline vf load(const float* p) { vf r; std::memcpy(r.x, p, 64); return r; }
+inline void store(float* p, vf x) { std::memcpy(p, x.x, 64); }
+inline vi iload(const void* p) { vi r; std::memcpy(r.x, p, 64); return r; }
+inline void istore(void* p, vi x) { std::memcpy(p, x.x, 64); }
+inline vf add(vf a, vf b) { TW_MAKE(vf, a.x[i] + b.x[i]); }
+inline vf sub(vf a, vf b) { TW_MAKE(vf, a.x[i] - b.x[i]); }
+inline vf mul(vf a, vf b) { TW_MAKE(vf, a.x[i] * b.x[i]); }
+inline vf div(vf a, vf b) { TW_MAKE(vf, a.x[i] / b.x[i]); }
+inline vf fma(vf a, vf b, vf c) { TW_MAKE(vf, __builtin_fmaf(a.x[i], b.x[i], c.x[i])); }
+inline vf larger(vf a, vf b) { TW_MAKE(vf, a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+inline vf if_less(vf a, vf b, vf yes, vf no) { TW_MAKE(vf, a.x[i] < b.x[i] ? yes.x[i] : no.x[i]); }
+inline vf to_float(vi x) { TW_MAKE(vf, (float)x.x[i]); }
+inline vi nearest(vf x) {  // what does not fit is the smallest integer, as on x86
+    TW_MAKE(vi, x.x[i] > -2147483648.0f && x.x[i] < 2147483648.0f ? (int32_t)__builtin_rintf(x.x[i]) : INT32_MIN);
+}
+inline vi bits(vf x) { vi r; std::memcpy(r.x, x.x, 64); return r; }
+inline vf of_bits(vi x) { vf r; std::memcpy(r.x, x.x, 64); return r; }
+inline vi iadd(vi a, vi b) { TW_MAKE(vi, (int32_t)((uint32_t)a.x[i] + (uint32_t)b.x[i])); }
+inline vi iand(vi a, vi b) { TW_MAKE(vi, a.x[i] & b.x[i]); }
+inline vi ior(vi a, vi b) { TW_MAKE(vi, a.x[i] | b.x[i]); }
+inline vi imax(vi a, vi b) { TW_MAKE(vi, a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+template <int N> inline vi left(vi v) { TW_MAKE(vi, (int32_t)((uint32_t)v.x[i] << N)); }
+template <int N> inline vi right(vi v) { TW_MAKE(vi, (int32_t)((uint32_t)v.x[i] >> N)); }
+
+inline void store_bytes(int8_t* p, vi x) { TW_LANES p[i] = (int8_t)(x.x[i] & 0xff); }
+inline void store_halves(uint16_t* p, vi x) { TW_LANES p[i] = (uint16_t)(x.x[i] & 0xffff); }
+inline float float16(uint32_t h) {
+    uint32_t sign = (h & 0x8000u) << 16, rest = h & 0x7fffu, u;
+    if (rest < 0x400u) {  // zero and what is smaller than the smallest normal number
+        float value = (float)rest * 0x1p-24f;
+        std::memcpy(&u, &value, 4);
+    } else {
+        u = rest >= 0x7c00u ? (rest << 13) + 0x70000000u : (rest << 13) + 0x38000000u;
+    }
+    u |= sign;
+    float value;
+    std::memcpy(&value, &u, 4);
+    return value;
+}
+inline vf float16s(const uint8_t* p) { TW_MAKE(vf, float16(p[2 * i] | (uint32_t)p[2 * i + 1] << 8)); }
+inline vi widened(const uint8_t* p) { TW_MAKE(vi, p[i]); }
+
+inline int32_t dot_lane(int32_t codes, int32_t x, int32_t zero) {
+    int32_t sum = 0;
+    for (int j = 0; j < 32; j += 8)
+        sum += ((int32_t)((uint32_t)codes >> j & 0xff) - zero) * (int8_t)((uint32_t)x >> j & 0xff);
+    return sum;
+}
+inline vi begin8(int32_t) { return ispread(0); }
+inline vi begin4(int32_t) { return ispread(0); }
+inline vi dot8(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 128)); }
+inline vi dot4(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 8)); }
+// What AVX-512's instruction does: the second of a pair first, each with one rounding.
+inline vf dot_pair(vf acc, vi w, int32_t x) {
+    vf x_low = of_bits(ispread((int32_t)((uint32_t)x << 16)));
+    vf x_high = of_bits(ispread(x & (int32_t)0xffff0000));
+    vf high = fma(of_bits(iand(w, ispread((int32_t)0xffff0000))), x_high, acc);
+    return fma(of_bits(left<16>(w)), x_low, high);
+}
+
+#undef TW_MAKE
+#undef TW_LANES
+
+}  // namespace

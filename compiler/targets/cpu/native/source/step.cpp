@@ -1,0 +1,136 @@
+// A step: all threads walk over the instructions together.
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine.h"
+
+namespace tw {
+namespace {
+
+void run_embed(Worker& worker, const TwInstruction& each) {
+    const TwTensor& table = worker.engine.tensors[each.weight];
+    const PanelSize size = panel_size(table.kind, table.columns);
+    worker.share(worker.num_rows, [&](int64_t row) {
+        int64_t token = worker.step.tokens[row];
+        const uint8_t* panel = (const uint8_t*)table.data + token / kLanes * size.total;
+        const float* values = (const float*)panel;
+        if (table.kind != TW_FP32) {
+            worker.kernels().to_fp32(table.kind, panel, table.columns, (float*)worker.scratch());
+            values = (const float*)worker.scratch();
+        }
+        float* out = worker.at(each.out, row);
+        for (int64_t k = 0; k < each.out.width; k++) out[k] = values[k * kLanes + token % kLanes];
+    });
+}
+
+void norm_heads(Worker& worker, const TwInstruction& each, int64_t row) {
+    const int64_t dim = worker.engine.tensors[each.norm].rows, num_parts = each.x.width / dim;
+    const int64_t num_keys = (num_parts - each.num_heads) / 2;
+    const float* x = worker.at(each.x, row);
+    float* out = worker.at(each.out, row);
+    for (int64_t head = 0; head < num_parts; head++) {
+        if (head >= each.num_heads + num_keys) {
+            if (out != x) std::memcpy(out + head * dim, x + head * dim, dim * 4);
+            continue;
+        }
+        const float* weight = worker.vector(head < each.num_heads ? each.norm : each.other);
+        worker.kernels().norm(x + head * dim, weight, each.eps, dim, out + head * dim);
+    }
+}
+
+void run_rows(Worker& worker, const TwInstruction& each) {
+    const Kernels& kernels = worker.kernels();
+    const int64_t width = each.out.width;
+    worker.share(worker.num_rows, [&](int64_t row) {
+        float* out = worker.at(each.out, row);
+        const float* x = worker.at(each.x, each.op == TW_GATHER ? worker.step.rows[row] : row);
+        const float* y = each.y.buffer >= 0 ? worker.at(each.y, row) : nullptr;
+        switch (each.op) {
+            case TW_GATHER: std::memcpy(out, x, width * 4); break;
+            case TW_SWIGLU: kernels.swiglu(x, y, width, out); break;
+            case TW_SIGMOID_GATE: kernels.sigmoid_gate(x, y, width, each.y.width == 1 && width != 1, out); break;
+            case TW_NORM: kernels.norm(x, worker.vector(each.norm), each.eps, width, out); break;
+            case TW_NORM_HEADS: norm_heads(worker, each, row); break;
+            default: kernels.function(each.function, x, y, each.number, width, out);
+        }
+    });
+}
+
+void run_step(void* context, int thread) {
+    auto& [engine, step] = *(std::pair<Engine&, const TwStep&>*)context;
+    Worker worker{engine, step, thread, step.num_tokens};
+    make_angles(worker);
+    for (size_t i = 0; i < engine.instructions.size(); i++) {
+        const TwInstruction& each = engine.instructions[i];
+        if (each.op == TW_GATHER) worker.num_rows = step.num_rows;
+        if (!worker.num_rows) break;
+        switch (each.op) {
+            case TW_EMBED: run_embed(worker, each); break;
+            case TW_LINEAR: run_linear(worker, each); break;
+            case TW_ATTEND: run_attend(worker, each, (int32_t)i); break;
+            default: run_rows(worker, each);
+        }
+        if (i + 1 < engine.instructions.size()) worker.meet();
+    }
+}
+
+bool fits(const Engine& engine, const TwStep& step) {
+    const TwProgram& program = engine.program;
+    if (step.num_tokens < 1 || step.num_tokens > program.max_tokens || step.num_sequences < 1) return false;
+    if (step.num_rows < 0 || step.num_rows > step.num_tokens || (step.num_rows && !step.logits)) return false;
+    if (step.bounds[0] != 0 || step.bounds[step.num_sequences] != step.num_tokens) return false;
+    for (int32_t i = 0; i < step.num_sequences; i++) {
+        if (step.seats[i] < 0 || step.seats[i] >= program.max_seats || step.bounds[i] >= step.bounds[i + 1]) return false;
+        for (int32_t t = step.bounds[i] + 1; t < step.bounds[i + 1]; t++)
+            if (step.positions[t] != step.positions[t - 1] + 1) return false;
+    }
+    const int32_t table = engine.instructions[0].op == TW_EMBED ? engine.tensors[engine.instructions[0].weight].rows : 0;
+    for (int32_t i = 0; i < step.num_tokens; i++)
+        if (step.tokens[i] < 0 || step.tokens[i] >= table || step.positions[i] < 0 || step.positions[i] >= program.max_context) return false;
+    for (int32_t i = 0; i < step.num_rows; i++)
+        if (step.rows[i] < 0 || step.rows[i] >= step.num_tokens) return false;
+    return true;
+}
+
+}  // namespace
+}  // namespace tw
+
+using tw::Engine;
+
+extern "C" {
+
+int32_t tw_step(void* engine, const TwStep* step) {
+    Engine& own = *(Engine*)engine;
+    if (!tw::fits(own, *step)) return 1;
+    for (auto& each : own.counters) each.store(0, std::memory_order_relaxed);
+    std::pair<Engine&, const TwStep&> context(own, *step);
+    own.pool->run(tw::run_step, &context);
+    return 0;
+}
+
+void tw_clear(void* engine, int32_t seat) {
+    Engine& own = *(Engine*)engine;
+    for (size_t i = 0; i < own.layouts.size(); i++)
+        own.cache->release(own.cache_of((int)i, seat) - own.cache->data(), own.layouts[i].seat_bytes);
+}
+
+void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions) {
+    Engine& own = *(Engine*)engine;
+    for (size_t i = 0; i < own.layouts.size(); i++) {
+        const tw::CacheLayout& layout = own.layouts[i];
+        for (int32_t half = 0; half < 2 * own.states[i].num_heads; half++)
+            std::memcpy(own.cache_of((int)i, target) + half * layout.head_bytes,
+                        own.cache_of((int)i, source) + half * layout.head_bytes, layout.bytes_of(num_positions));
+    }
+}
+
+int64_t tw_seat_bytes(void* engine, int32_t num_positions) {
+    Engine& own = *(Engine*)engine;
+    int64_t total = 0;
+    for (size_t i = 0; i < own.layouts.size(); i++)
+        total += 2 * own.states[i].num_heads * own.layouts[i].bytes_of(num_positions);
+    return total;
+}
+
+}

@@ -1,0 +1,11 @@
+// The table of an instruction set's functions, under the name TW_TABLE.
+
+namespace tw {
+
+const Kernels* TW_TABLE() {
+    static const Kernels table = {kIsa, kTile, quantise, to_bf16, norm, product_int8, product_bf16,
+                                  product_fp32, swiglu, sigmoid_gate, function, blend, to_fp32, attend};
+    return &table;
+}
+
+}  // namespace tw

@@ -1,0 +1,229 @@
+"""A program's weights: what a plan wants, streamed from recipes into one file, and mapped from it.
+
+Where each tensor lies follows from the plan alone; the file adds a header that says for which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tilewright.compiler.errors import CheckpointError, NoRoomError
+from tilewright.compiler.ir.recipe import (
+    ReadsRows,
+    ReadsStored,
+    WeightRecipe,
+    load_dense,
+    load_rows,
+    load_stored,
+    values_of,
+)
+from tilewright.compiler.targets.base import Progress
+from tilewright.compiler.targets.cpu.codes import signed_codes, stored_codes
+from tilewright.compiler.targets.cpu.native.numerics import BF16, BLOCK_KINDS, FP32, VECTOR
+from tilewright.compiler.targets.cpu.native.panels import (
+    LANES,
+    code_panels,
+    num_panels,
+    panel_bytes,
+    value_panels,
+    whole,
+)
+
+WEIGHTS = "weights.bin"
+_MAGIC, _VERSION = b"TWNATIVE", 1
+_HEADER = struct.Struct("<8sIIQ32s8x")
+_ALIGNMENT = 64
+_CHUNK_VALUES = 1 << 24
+"""Values that are read and packed at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One tensor of a plan: ``kind`` of panels, or ``vector`` for norms, biases and constants.
+
+    ``is_paired``: rows are gate then up, and lie in turns of a panel; a vector with ``num_lanes``
+    is a bias, padded to the panels of its product.
+    """
+
+    recipe: WeightRecipe
+    kind: str
+    is_paired: bool = False
+    num_lanes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight, or values of the vector, as held."""
+        return self.num_lanes or self.recipe.num_rows
+
+    @property
+    def columns(self) -> int:
+        """Columns of the weight; 1 of a vector."""
+        return 1 if self.kind == VECTOR else self.recipe.shape[-1]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes as held."""
+        if self.kind == VECTOR:
+            return 4 * self.rows
+        panels = num_panels(self.rows, paired=self.is_paired)
+        return panels * panel_bytes(self.kind, self.columns)
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """The file's bytes, and where in memory each wanted tensor begins."""
+
+    data: np.ndarray
+    offsets: tuple[int, ...]
+
+    def address(self, index: int) -> int:
+        """Where a tensor begins."""
+        return int(self.data.ctypes.data) + self.offsets[index]
+
+
+def offsets_of(wanted: Sequence[Wanted]) -> tuple[int, ...]:
+    """Where each tensor lies in the file, and the file's size last."""
+    found, at = [], _HEADER.size
+    for each in wanted:
+        found.append(at)
+        at += whole(each.num_bytes, _ALIGNMENT)
+    return (*found, at)
+
+
+def write_weights(
+    wanted: Sequence[Wanted],
+    get_weight: Callable[[str], Tensor],
+    folder: Path,
+    progress: Progress,
+) -> None:
+    """Stream all tensors into ``folder``.
+
+    Raises:
+        CheckpointError: for a tensor that is missing, of another shape, or not finite.
+        NoRoomError: where the file cannot be written.
+    """
+    offsets = offsets_of(wanted)
+    try:
+        with (folder / WEIGHTS).open("wb") as file:
+            file.write(_header(wanted, offsets[-1]))
+            for done, each in enumerate(wanted):
+                for part in _parts(each, get_weight):
+                    file.write(part.numpy().data)
+                file.write(bytes(offsets[done + 1] - file.tell()))
+                progress("weights", done + 1, len(wanted))
+    except OSError as error:
+        raise NoRoomError(
+            f"{folder}: the packed weights cannot be written ({error.strerror}); "
+            "allowed: a folder with room for them (TMPDIR, TILEWRIGHT_CACHE)"
+        ) from None
+
+
+def map_weights(wanted: Sequence[Wanted], folder: Path) -> Mapped:
+    """Map what :func:`write_weights` wrote.
+
+    Raises:
+        CheckpointError: for a file that is cut short, of another version, or of another plan.
+    """
+    path, offsets = folder / WEIGHTS, offsets_of(wanted)
+    try:
+        size = path.stat().st_size
+        data = np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be mapped ({error})") from None
+    if size < _HEADER.size or bytes(data[:8]) != _MAGIC:
+        raise CheckpointError(f"{path}: not the weights of a native program; compile it again")
+    version = _HEADER.unpack(bytes(data[: _HEADER.size]))[1]
+    if version != _VERSION:
+        raise CheckpointError(f"{path}: version {version}; allowed: {_VERSION}; compile it again")
+    if size != offsets[-1]:
+        raise CheckpointError(f"{path}: {size} bytes; allowed: {offsets[-1]}; compile it again")
+    if bytes(data[: _HEADER.size]) != _header(wanted, offsets[-1]):
+        raise CheckpointError(f"{path}: the weights of another program; compile it again")
+    return Mapped(data, offsets[:-1])
+
+
+def _header(wanted: Sequence[Wanted], num_bytes: int) -> bytes:
+    facts = [(w.kind, w.rows, w.columns, w.is_paired, w.recipe.names) for w in wanted]
+    digest = hashlib.sha256(repr(facts).encode()).digest()
+    return _HEADER.pack(_MAGIC, _VERSION, len(wanted), num_bytes, digest)
+
+
+def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
+    """uint8 pieces of a tensor, in order."""
+    if wanted.kind == VECTOR:
+        dense = load_dense(wanted.recipe, get)
+        yield (_bias(dense, wanted) if wanted.num_lanes else dense).contiguous().view(torch.uint8)
+        return
+    read = _reader(wanted, get)
+    half = wanted.rows // 2 if wanted.is_paired else wanted.rows
+    step = max(1, _CHUNK_VALUES // wanted.columns // (2 * LANES)) * 2 * LANES
+    end = whole(half, LANES if wanted.is_paired else 2 * LANES)
+    for first in range(0, end, step):
+        last = min(first + step, end)
+        if not wanted.is_paired:
+            yield read(first, min(last, half), last - first)
+            continue
+        gate = read(first, min(last, half), last - first)
+        up = read(half + first, half + min(last, half), last - first)
+        yield torch.stack((gate, up), dim=1).contiguous()
+
+
+def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int, int], Tensor]:
+    """Panels of rows ``[first, last)`` of a weight, padded with rows of zeros to a number."""
+    recipe, kind = wanted.recipe, wanted.kind
+    assert recipe.format is not None
+    is_whole = recipe.block_axis == "out" or not isinstance(get, ReadsRows) or recipe.pad_rows
+    kept = None
+    if is_whole and not (recipe.is_stored and kind in BLOCK_KINDS):
+        kept = load_dense(recipe, get)
+        kept = values_of(kept, recipe) if recipe.block_axis == "out" else kept
+
+    def dense_of(first: int, last: int) -> Tensor:
+        if kept is not None:
+            return kept[first:last]
+        assert isinstance(get, ReadsRows)
+        return load_rows(recipe, get, first, last)
+
+    def read(first: int, last: int, count: int) -> Tensor:
+        if kind in (FP32, BF16):
+            dense = dense_of(first, last)
+            values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
+            return value_panels(pad(values, (0, 0, 0, count - len(values))), kind)
+        assert recipe.format is not None
+        if recipe.is_stored:
+            assert isinstance(get, ReadsStored)
+            data = load_stored(recipe, get, first, last)
+            signed = stored_codes(data, (last - first, wanted.columns), recipe.format)
+        else:
+            signed = signed_codes(dense_of(first, last), recipe.format)
+        missing = (0, 0, 0, count - len(signed.codes))
+        signed = type(signed)(pad(signed.codes, missing), pad(signed.scales, missing), signed.block)
+        return code_panels(signed, kind, ", ".join(recipe.names[:4]))
+
+    return read
+
+
+def _bias(dense: Tensor, wanted: Wanted) -> Tensor:
+    """A bias in the order of its product's panels."""
+    if not wanted.is_paired:
+        return pad(dense, (0, wanted.num_lanes - len(dense)))
+    half = len(dense) // 2
+    parts = pad(dense.view(2, half), (0, wanted.num_lanes // 2 - half))
+    return parts.view(2, -1, LANES).transpose(0, 1).reshape(-1)
+
+
+def tensor_bytes(recipe: WeightRecipe, kind: str) -> int:
+    """What a weight takes as held; padding that only its product's form asks for is not counted."""
+    if kind == VECTOR:
+        return 4 * math.prod(recipe.shape)
+    return Wanted(recipe, kind).num_bytes

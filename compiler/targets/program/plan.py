@@ -1,0 +1,324 @@
+"""The lowered graph becomes a list of instructions over a few buffers; no device, no weights yet.
+
+A sum with the residual is made in the residual's own buffer, and three products that one attention
+reads are columns of one buffer.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from tilewright.compiler import ops
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.ir.verify import ELEMENTWISE
+from tilewright.compiler.targets.program.instructions import (
+    LOGITS,
+    OPERAND,
+    PRODUCT,
+    RESIDUAL,
+    Attend,
+    Buffer,
+    Elementwise,
+    Embed,
+    Gather,
+    Instruction,
+    Linear,
+    Needs,
+    Norm,
+    NormHeads,
+    Place,
+    Plan,
+    SwiGLU,
+)
+from tilewright.compiler.targets.program.plan_mixers import EXPERTS, MIXERS, recipe_of, values_read
+
+aten = torch.ops.aten
+_PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
+_PIECES = (aten.split_with_sizes.default, operator.getitem)
+_FUNCTIONS: dict[Any, str] = {
+    ops.gelu.overload: "gelu",
+    aten.add.Tensor: "add",
+    aten.mul.Tensor: "mul",
+    aten.div.Tensor: "div",
+    aten.tanh.default: "tanh",
+}
+
+
+def make_plan(graph_module: GraphModule, needs: Needs) -> Plan:
+    """The plan of a graph of a target's last stage.
+
+    Raises:
+        CompileError: for an operator that no instruction stands for.
+    """
+    return Lowering(graph_module, needs).run()
+
+
+class Lowering:
+    """One pass over the nodes; ``_places`` knows where each value lies."""
+
+    def __init__(self, graph_module: GraphModule, needs: Needs) -> None:
+        self.needs = needs
+        self._nodes = list(graph_module.graph.nodes)
+        self._last_reader = {
+            _whole(read): node
+            for node in self._nodes
+            if node.target not in _PIECES
+            for read in values_read(node)
+        }
+        self._places: dict[Node, Place] = {}
+        self._buffers: list[Buffer] = []
+        self._free: dict[tuple[str, int], list[int]] = {}
+        self._instructions: list[Instruction] = []
+        self.routed: Node | None = None  # the router whose choice holds
+
+    def run(self) -> Plan:
+        for node in self._nodes:
+            if node.op == "call_function":
+                self._lower(node)
+                for read in values_read(node) if node.target not in _PIECES else ():
+                    self._release(_whole(read), node)
+        return Plan(tuple(self._instructions), tuple(self._buffers))
+
+    def append(self, instruction: Instruction) -> None:
+        """The next instruction."""
+        self._instructions.append(instruction)
+
+    def place(self, node: Node) -> Place:
+        """Where a value lies."""
+        return self._places[node]
+
+    def _lower(self, node: Node) -> None:
+        target: Any = node.target
+        args: Any = node.args
+        if target is ops.embedding.overload:
+            tokens, table = args[:2]
+            assert tokens.target == "tokens"
+            self.append(Embed(self.take(node, RESIDUAL), recipe_of(table)))
+        elif target is ops.linear.overload or target is ops.fused_linear.overload:
+            self._linear(node, ops.FusedArguments.of(args))
+        elif target is ops.rope_attention_step.overload:
+            self._attend(node)
+        elif target is torch.ops.aten.index_select.default:
+            x = self._places[args[0]]
+            self.append(Gather(self.take(node, RESIDUAL), x))
+        elif target is ops.swiglu.overload:
+            gate, up = (self._places[part] for part in args)
+            self.append(SwiGLU(self.take(node, OPERAND), gate, up))
+        elif target is ops.rms_norm.overload:
+            x, weight, eps = args
+            out = self.take(node, self.role(node))
+            self.append(Norm(out, self._places[x], recipe_of(weight), eps))
+        elif target in _FUNCTIONS:
+            self._elementwise(node)
+        elif target is operator.getitem:
+            if args[0].target is not ops.router.overload:
+                self._places[node] = self._piece(node)
+        elif target in MIXERS:
+            MIXERS[target](self, node)
+        elif target is not aten.split_with_sizes.default:
+            raise CompileError(
+                f"{info(node).fqn or node.name}: {target} has no kernel on target "
+                f"{self.needs.target}; allowed: --target {self.needs.others}"
+            )
+
+    def _linear(self, node: Node, given: ops.FusedArguments) -> None:
+        facts = info(node)
+        linear = Linear(
+            fqn=facts.fqn,
+            out=self._out_of_product(node, given.residual, given.swiglu),
+            x=self.place(given.x),
+            weight=recipe_of(given.weight),
+            bias=None if given.bias is None else recipe_of(given.bias),
+            norm=None if given.norm_weight is None else recipe_of(given.norm_weight),
+            eps=given.eps,
+            residual=given.residual is not None,
+            swiglu=given.swiglu,
+            group=facts.tensor_group or "",
+            compute=facts.compute,
+        )
+        self.append(linear)
+
+    def _out_of_product(self, node: Node, residual: Node | None, swiglu: bool) -> Place:
+        if residual is not None:
+            return self.add_to(node, residual)
+        if node in self._places:  # columns of a buffer that another product opened
+            return self._places[node]
+        if swiglu:
+            return self.take(node, OPERAND)
+        reader = next(iter(node.users))
+        if _becomes_the_output(reader):
+            return self.take(node, LOGITS)
+        if reader.target is ops.rope_attention_step.overload and reader.args[1] is not None:
+            parts = [part for part in reader.args[:3] if isinstance(part, Node)]
+            self._open(parts)
+            return self._places[node]
+        return self.take(node, PRODUCT)
+
+    def add_to(self, node: Node, residual: Node) -> Place:
+        """The place of a sum that is made in its residual's."""
+        if self._last_reader[residual] is not node:
+            raise CompileError(f"{info(node).fqn}: its residual is read again later")
+        self._places[node] = self._places[residual]
+        return self._places[node]
+
+    def _open(self, parts: list[Node]) -> None:
+        """One buffer for products that are read side by side."""
+        widths = [width_of(part) for part in parts]
+        buffer = self._buffer(PRODUCT, sum(widths))
+        for index, part in enumerate(parts):
+            self._places[part] = Place(
+                buffer, widths[index], sum(widths[:index]), stride=sum(widths)
+            )
+
+    def _elementwise(self, node: Node) -> None:
+        """Logits change where they are."""
+        inputs = tuple(self._places[each] if isinstance(each, Node) else each for each in node.args)
+        if _becomes_the_output(next(iter(node.users))):
+            self._places[node] = self._places[node.all_input_nodes[0]]
+        else:
+            self.take(node, self.role(node))
+        function = _FUNCTIONS[node.target]
+        self.append(Elementwise(self._places[node], function, inputs))  # type: ignore[arg-type]
+
+    def role(self, node: Node) -> str:
+        """The role of a value that no product writes: what reads it as it is takes operands."""
+        return OPERAND if any(_reads_as_it_is(each, node) for each in node.users) else RESIDUAL
+
+    def _piece(self, node: Node) -> Place:
+        """The columns of a product that ``getitem`` of its pieces means."""
+        pieces: Any = node.args[0]
+        index: Any = node.args[1]
+        whole, sizes = self._places[pieces.args[0]], pieces.args[1]
+        first = whole.first + sum(sizes[:index])
+        return Place(whole.buffer, sizes[index], first, stride=whole.stride or whole.width)
+
+    def _attend(self, node: Node) -> None:
+        given = ops.RopeAttentionArguments.of(node.args)
+        state = info(given.kv_cache).state
+        assert state is not None
+        self._check_attention(node, given, state.shape[-1])
+        place = normed = self._qkv_of(given)
+        if given.q_norm is not None:
+            if place.stride:  # columns of a wider product go to a place of their own
+                normed = Place(self._buffer(PRODUCT, place.width), place.width)
+            norms = recipe_of(given.q_norm), recipe_of(given.k_norm)
+            self.append(NormHeads(normed, place, *norms, given.num_heads, given.norm_eps))
+        inv_freq = recipe_of(given.inv_freq)
+        turns_all = 2 * inv_freq.shape[0] == state.shape[-1]
+        attend = Attend(
+            out=self.take(node, OPERAND),
+            qkv=normed,
+            state=state,
+            inv_freq=inv_freq,
+            num_heads=given.num_heads,
+            scale=given.scale * given.factor**2 if turns_all else given.scale,  # of q and of k
+            window=given.window,
+            interleaved=given.interleaved,
+            soft_cap=given.soft_cap,
+            factor=1.0 if turns_all else given.factor,
+        )
+        self.append(attend)
+        if normed != place:
+            self._give(normed)
+
+    def _qkv_of(self, given: ops.RopeAttentionArguments) -> Place:
+        """q, k and v side by side: all columns of a buffer, or some."""
+        q = self.place(given.q)
+        if given.key is None:
+            return q
+        k, v = self.place(given.key), self.place(given.value)
+        ends = [part.first + part.width for part in (q, k)]
+        assert ends == [k.first, v.first] and q.buffer == k.buffer == v.buffer
+        width = q.width + k.width + v.width
+        stride = 0 if width == q.stride else q.stride
+        return Place(q.buffer, width, q.first, stride)
+
+    def _check_attention(
+        self, node: Node, given: ops.RopeAttentionArguments, head_dim: int
+    ) -> None:
+        missing = ""
+        if given.soft_cap:
+            missing = "a soft cap on scores"
+        if given.factor != 1.0 and 2 * recipe_of(given.inv_freq).shape[0] != head_dim:
+            missing = "a rotation of some channels with a factor"
+        if missing and not self.needs.has_soft_caps:
+            raise CompileError(
+                f"{info(node).fqn}: {missing} has no kernel on target {self.needs.target}; "
+                f"allowed: --target {self.needs.others}"
+            )
+
+    def take(self, node: Node, role: str) -> Place:
+        """A place for a value. A product's rows have room for whole tiles of its weight's rows."""
+        width, stride, whole = width_of(node), 0, self.needs.row_multiple
+        if role == PRODUCT and width % whole:
+            stride = -(-width // whole) * whole
+        place = Place(self._buffer(role, stride or width), width, stride=stride)
+        self._places[node] = place
+        return place
+
+    def _buffer(self, role: str, width: int) -> int:
+        free = self._free.setdefault(_kind(role, width), [])
+        if not free:
+            self._buffers.append(Buffer(role, width))
+            return len(self._buffers) - 1
+        buffer = free.pop()
+        self._buffers[buffer] = Buffer(role, max(width, self._buffers[buffer].width))
+        return buffer
+
+    def _release(self, read: Node, reader: Node) -> None:
+        """A buffer whose last value was read is free for the next of its role."""
+        place = self._places.get(read)
+        if place is None or self._last_reader[read] is not reader:
+            return
+        if self._places.get(reader) == place:  # a sum is made in its residual's buffer
+            return
+        self._give(place)
+
+    def _give(self, place: Place) -> None:
+        """A buffer is free."""
+        buffer = self._buffers[place.buffer]
+        free = self._free.setdefault(_kind(buffer.role, buffer.width), [])
+        if place.buffer not in free:
+            free.append(place.buffer)
+
+
+def _reads_as_it_is(reader: Node, x: Node) -> bool:
+    """Whether a product reads ``x`` without norming it."""
+    if reader.target in EXPERTS:
+        return ops.FusedExpertArguments.of(reader.args).x is x
+    if reader.target not in _PRODUCTS:
+        return False
+    args = ops.FusedArguments.of(reader.args)
+    return args.x is x and args.norm_weight is None
+
+
+def _whole(node: Node) -> Node:
+    """The product that a node is a piece of, else itself."""
+    while node.target in _PIECES:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _becomes_the_output(reader: Node) -> bool:
+    """Whether a reader of a value is the output, or arithmetic on its way there."""
+    while reader.target in ELEMENTWISE and len(reader.all_input_nodes) == 1 and reader.users:
+        reader = next(iter(reader.users))
+    return reader.op == "output"
+
+
+def _kind(role: str, width: int) -> tuple[str, int]:
+    """Buffers of a kind are used for each other's values: operands of one width only, so that the
+    padding of their rows stays zero.
+    """
+    return role, width if role == OPERAND else 0
+
+
+def width_of(node: Node) -> int:
+    """The elements that a value has for each token."""
+    return math.prod(int(size) for size in node.meta["val"].shape[1:])

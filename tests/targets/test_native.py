@@ -1,0 +1,288 @@
+"""The native cpu backend: exact values, a row's bits, what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.grids import grid
+from tests.targets.test_conformance import EXACT, SHAPES, assert_near, shaped, tokens_of
+from tests.tiny import (
+    compiled,
+    leave_seat,
+    lowered,
+    precision_of,
+    prefill,
+    random_tokens,
+    step,
+    take_seat,
+    tiny_model,
+)
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import CheckpointError, CompileError
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.cpu.native import NativeTarget, build, library
+from tilewright.compiler.targets.cpu.native.assemble import assemble, program_of
+from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+from tilewright.compiler.targets.cpu.native.weights import WEIGHTS, map_weights, write_weights
+from tilewright.compiler.targets.program.instructions import Needs
+from tilewright.compiler.targets.program.plan import make_plan
+
+pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+
+WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
+HELD: list[tuple[str, str, dict[str, str]]] = [
+    *((name, "in", {}) for name in ("fp32", "bf16", "fp16", "bfp8", "bfp4")),
+    *((name, "in", WIDER) for name in ("q40", "q80", "q41")),
+    *((name, "out", {}) for name in ("bfp8", "bfp4")),
+]
+FAST = [
+    *(
+        (name, fidelity)
+        for name in ("bfp8", "bfp4", "q80", "q40")
+        for fidelity in ("lofi", "hifi4")
+    ),
+    ("bf16", "hifi4"),
+]
+
+
+def native(
+    model: SimpleNamespace,
+    precision: PrecisionConfig,
+    folder: Path,
+    *,
+    compute: str = "fast",
+    num_threads: int = 2,
+    isa: int = -1,
+    batch: int = 1,
+) -> NativeExecutable:
+    """An executable on one instruction set."""
+    options = CompileOptions(batch, 64, compute=compute, num_threads=num_threads)
+    target = NativeTarget()
+    graph_module = lowered(model, target="cpu-native", precision=precision)[0]
+    plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
+    assembly = assemble(plan, exact=compute == "exact")
+    write_weights(list(assembly.wanted), weight_source(model), folder, lambda *_: None)
+    mapped = map_weights(list(assembly.wanted), folder)
+    contract = target.contract(graph_module, options)
+    return NativeExecutable(plan, assembly, mapped, options, contract, isa=isa)
+
+
+@pytest.mark.parametrize(("shape", "held"), grid([(each,) for each in SHAPES], HELD))
+def test_exact_is_the_reference(shape: str, held: tuple[str, str, dict[str, str]]) -> None:
+    """Whatever the format: its values are held exactly."""
+    name, axis, others = held
+    model = shaped(shape)
+    tokens = tokens_of(model, 19)
+    precision = precision_of(name, block_axis=axis, **others)
+    expected = prefill(compiled(model, precision=precision), tokens)
+    executable = compiled(model, "cpu-native", precision=precision)
+    assert_near(prefill(executable, tokens, [17, 1]), expected, EXACT)
+    executable.close()
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "mistral", "phi3", "qwen3"])
+def test_dense_architectures_are_the_reference(model_type: str) -> None:
+    """Windows, norms of heads and after mixers, caps, parts that turn with a factor."""
+    changes = importlib.import_module(f"tests.models.test_{model_type}").ON_CUDA
+    small = {"num_layers": 1, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1}
+    model = tiny_model(std=0.2, model_type=model_type, **{"hidden_size": 16, **small, **changes})
+    tokens, precision = random_tokens(40), precision_of("bf16")
+    expected = prefill(compiled(model, precision=precision), tokens)
+    executable = compiled(model, "cpu-native", precision=precision)
+    assert_near(prefill(executable, tokens, [6, 1, 20]), expected, EXACT)
+    executable.close()
+
+
+@pytest.mark.parametrize(("name", "fidelity"), FAST)
+def test_every_instruction_set_has_the_same_bits(name: str, fidelity: str, tmp_path: Path) -> None:
+    """Also a row's bits on one thread and on three, and however its prompt was cut."""
+    model, tokens = tiny_model(std=0.2, hidden_size=48, head_dim=24), random_tokens(21)
+    precision = precision_of(name, fidelity, **WIDER)
+    first = None
+    for isa in range(library.library().tw_best_isa() + 1):
+        executable = native(model, precision, tmp_path, isa=isa, num_threads=1 + isa)
+        whole = prefill(executable, tokens)
+        first = whole if first is None else first
+        assert torch.equal(whole, first)
+        for cuts in ([1] * 20, [3, 1, 7, 9]):
+            assert torch.equal(prefill(executable, tokens, cuts), whole)
+        executable.close()
+
+
+@pytest.fixture(scope="module", params=[("bfp4", "lofi"), ("q80", "hifi4")], ids=str)
+def many(request: pytest.FixtureRequest) -> Executable:
+    name, fidelity = request.param
+    model = tiny_model(std=0.2, num_layers=1)
+    precision = precision_of(name, fidelity, **WIDER)
+    return compiled(model, "cpu-native", precision=precision, compute="fast", max_batch=40)
+
+
+@settings(max_examples=10)
+@given(st.integers(1, 40), st.integers(0, 1000))
+def test_a_row_does_not_depend_on_the_rows_beside_it(
+    many: Executable, count: int, seed: int
+) -> None:
+    """The same bits alone and among any number of others, in any of the places."""
+    prompts = [random_tokens(1 + (seed + at) % 9, seed=seed + at) for at in range(count)]
+    handles = [take_seat(many, 20) for _ in prompts]
+    for handle, prompt in zip(handles, prompts, strict=True):
+        step(many, [(handle, prompt, 0)])
+    together = step(many, [(h, [7], len(p)) for h, p in zip(handles, prompts, strict=True)])
+    for handle in handles:
+        leave_seat(many, handle)
+    at = seed % count
+    assert torch.equal(prefill(many, [*prompts[at], 7], [len(prompts[at])])[-1], together[at])
+
+
+def test_long_contexts_are_merged_as_one(tmp_path: Path) -> None:
+    """More positions than are attended to at once, and more tokens than a step computes at once."""
+    model = tiny_model(std=0.2, num_layers=1, max_positions=2048, hidden_size=16, num_heads=2)
+    tokens = random_tokens(1100)
+    precision = precision_of("fp32")
+    expected = prefill(compiled(model, precision=precision, max_context=2048), tokens)
+    executable = compiled(model, "cpu-native", precision=precision, max_context=2048)
+    whole = prefill(executable, tokens)
+    assert_near(whole, expected, EXACT)
+    assert torch.equal(prefill(executable, tokens, [511, 2, 300]), whole)
+    executable.close()
+
+
+def test_what_a_seat_held_before_weighs_nothing() -> None:
+    """Not even where it was no number: here one token alone makes values that overflow."""
+    model = tiny_model(std=0.2, num_layers=1)
+    tensors = model.checkpoint.tensors
+    tensors["model.embed_tokens.weight"][:, 0] = 0.0
+    tensors["model.embed_tokens.weight"][60, 0] = 100.0
+    tensors["model.layers.0.self_attn.v_proj.weight"][:, 0] = 1e38
+    executable = compiled(model, "cpu-native", precision=precision_of("bf16"), compute="fast")
+    for tail in ([9, 10], [9, 10, 11]):
+        expected = prefill(executable, [5, 6, 7, *tail])[-1]
+        seat = take_seat(executable, 20)
+        assert not step(executable, [(seat, [5, 6, 7, 60, 60, 60, 8], 0)]).isfinite().all()
+        assert torch.equal(step(executable, [(seat, tail, 3)])[-1], expected)
+        leave_seat(executable, seat)
+    executable.close()
+
+
+def _cut_short(data: bytes) -> bytes:
+    return data[:-64]
+
+
+def _of_another_version(data: bytes) -> bytes:
+    return data[:8] + (7).to_bytes(4, "little") + data[12:]
+
+
+def _of_another_program(data: bytes) -> bytes:
+    return data[:40] + bytes(8) + data[48:]
+
+
+def _nothing(data: bytes) -> bytes:
+    return b""
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_cut_short, "bytes; allowed"),
+        (_of_another_version, "version 7; allowed: 1"),
+        (_of_another_program, "another program"),
+        (_nothing, "not the weights"),
+    ],
+)
+def test_a_damaged_program_is_refused(
+    damage: Callable[[bytes], bytes], said: str, tmp_path: Path
+) -> None:
+    plan = make_plan(
+        lowered(tiny_model(), target="cpu-native")[0], Needs(target="cpu", others="reference")
+    )
+    assembly = assemble(plan, exact=False)
+    wanted = list(assembly.wanted)
+    write_weights(wanted, weight_source(tiny_model()), tmp_path, lambda *_: None)
+    path = tmp_path / WEIGHTS
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=said):
+        map_weights(wanted, tmp_path)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_a_program_of_other_numbers_is_refused_or_runs(data: st.DataObject) -> None:
+    """Any number of any structure changed: the library says no, or what it opens is within its
+    memory.
+    """
+    program = _tiny_program()
+    structure = data.draw(st.sampled_from(["program", "instruction", "tensor", "state", "width"]))
+    value = data.draw(st.sampled_from([-1, 0, 1, 3, 16, 31, 1 << 20, (1 << 31) - 1]))
+    if structure == "program":
+        _set_number(program, data.draw(st.integers(0, 12)), value)
+    elif structure == "instruction":
+        at = data.draw(st.integers(0, program.num_instructions - 1))
+        _set_number(program.instructions[at], data.draw(st.integers(0, 20)), value)
+    elif structure == "tensor":
+        _set_number(program.tensors[data.draw(st.integers(0, program.num_tensors - 1))], 0, value)
+    elif structure == "state":
+        _set_number(program.states[0], data.draw(st.integers(0, 3)), value)
+    else:
+        program.widths[data.draw(st.integers(0, program.num_buffers - 1))] = value
+    with contextlib.suppress(CompileError):
+        library.library().tw_close(library.open_engine(program))
+
+
+def _set_number(structure: ctypes.Structure, index: int, value: int) -> None:
+    """The ``index``-th of the fields of a structure that are integers."""
+    integers = ctypes.c_int32, ctypes.c_uint32
+    fields = [field[0] for field in structure._fields_ if field[1] in integers]
+    name = fields[index % len(fields)]
+    if name in ("num_instructions", "num_tensors", "num_buffers", "num_states"):
+        value = min(value, getattr(structure, name))  # the arrays are no longer than they are
+    if name != "num_threads" or value < 4096:
+        setattr(structure, name, value)
+
+
+_KEPT: list[object] = []
+
+
+def _tiny_program() -> library.TwProgram:
+    model = tiny_model(num_layers=1)
+    plan = make_plan(
+        lowered(model, target="cpu-native")[0], Needs(target="cpu", others="reference")
+    )
+    assembly = assemble(plan, exact=False)
+    with tempfile.TemporaryDirectory() as folder:
+        write_weights(list(assembly.wanted), weight_source(model), Path(folder), lambda *_: None)
+        mapped = map_weights(list(assembly.wanted), Path(folder))
+    _KEPT.append(mapped)
+    return program_of(plan, assembly, mapped, CompileOptions(2, 64))
+
+
+def test_an_instruction_set_that_is_not_here_is_refused() -> None:
+    program = _tiny_program()
+    program.isa = library.library().tw_best_isa() + 1
+    with pytest.raises(CompileError, match="instruction set"):
+        library.open_engine(program)
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build.library_path.cache_clear()
+    with pytest.raises(CompileError, match=r"no C\+\+ compiler; allowed: --backend onnxruntime"):
+        build.library_path()
+    build.library_path.cache_clear()
+
+
+def test_a_model_without_kernels_names_the_other_backend() -> None:
+    model = tiny_model(model_type="qwen3_moe", num_experts=4, experts_per_token=2)
+    with pytest.raises(CompileError, match="--backend onnxruntime"):
+        compiled(model, "cpu-native", precision=precision_of("bfp8"))
