@@ -54,7 +54,7 @@ endif
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo perf perf-tables perf-check perf-boards peers compare docs test lint format
+.PHONY: help demo perf perf-tables perf-check perf-boards peers compare compare-serve docs test lint format
 .PHONY: test-gpu test-slow test-page check-ttnn clean
 
 help:
@@ -66,6 +66,7 @@ help:
 	@echo "make perf-boards  emulate and predict PERF.md's rows of Tenstorrent boards"
 	@echo "make peers     install llama.cpp (built once), ONNX Runtime GenAI and OpenVINO GenAI"
 	@echo "make compare   measure the CPU target beside them"
+	@echo "make compare-serve  load our server and llama.cpp's in turn"
 	@echo "make docs      the documentation as a site, in site/"
 	@echo "make test-gpu  all tests that need CUDA devices"
 	@echo "make test-slow  all slow tests, and the long campaign of the fuzz tests"
@@ -136,6 +137,12 @@ peers: $(WITH_PEERS)
 
 compare: $(WITH_PEERS)
 	"$(BIN)/python" demo/compare_peers.py $(ARGS)
+
+# LLAMA_SERVER: built as docs/serving.md says.
+LLAMA_SERVER ?= llama-server
+
+compare-serve: $(WITH_TEST)
+	"$(BIN)/tilewright" compare-serve --llama-server "$(LLAMA_SERVER)" $(ARGS)
 
 # Nothing is fetched but the tools, once. A dead link, or a name that is not there, is an error.
 docs: $(WITH_DOCS) $(TYPED)

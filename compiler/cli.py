@@ -32,6 +32,7 @@ VERBS = {
 CLONE_VERBS = {
     "compare": ("bench.peers.command", "measure the CPU target beside its peers"),
     "compare-answers": ("bench.peers.answers", "ten answers beside llama.cpp's, same file"),
+    "compare-serve": ("bench.serving.command", "our server beside llama.cpp's, in turn"),
     "compare-targets": ("bench.targets.command", "targets beside each other and the reference"),
     "bench-loop": ("bench.host_time", "what the runtime's own work takes a step"),
     "bench-cuda": ("bench.cuda.command", "measure the CUDA target, random weights"),

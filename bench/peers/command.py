@@ -44,7 +44,8 @@ class Pair:
     kind: str
 
 
-def _pair(text: str) -> Pair:
+def read_pair(text: str) -> Pair:
+    """``PRECISION=TYPE``. Raises ConfigError for another one."""
     precision, separator, kind = text.rpartition("=")
     if not separator or not precision or kind.upper() not in KINDS:
         raise ConfigError(f"pair {text!r}; {allowed(f'PRECISION={kind}' for kind in KINDS)}")
@@ -72,9 +73,9 @@ class CompareOptions:
     pairs: tuple[Pair, ...] = option(
         f"a configuration and the GGUF type beside it: {', '.join(KINDS)} "
         f"(default: {' '.join(DEFAULT_PAIRS)})",
-        default=tuple(map(_pair, DEFAULT_PAIRS)),
+        default=tuple(map(read_pair, DEFAULT_PAIRS)),
         metavar="PRECISION=TYPE",
-        type=_pair,
+        type=read_pair,
     )
     peers: tuple[str, ...] = option(
         f"of {', '.join(PEERS)}", default=tuple(PEERS), nargs="*", metavar="NAME", type=_peer

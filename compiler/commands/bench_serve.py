@@ -36,7 +36,9 @@ class _Options:
     rounds: int = option("times that the plan is run", default=1, type=integer(1, 1000))
     seed: int = option("of prompts and arrivals", default=0, type=integer(0, 1 << 31))
     vocabulary: int = option("ids of prompts are below", default=256, type=integer(2, 1 << 31))
-    results: Path | None = option("a file of JSON lines that gets every row", default=None)
+    results: Path | None = option(
+        "a file of JSON lines that gets every row", default=None, type=Path
+    )
     as_json: bool = option("print JSON", "--json", default=False)
 
 

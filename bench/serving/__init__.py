@@ -1,0 +1,1 @@
+"""Our server beside another, loaded by one client."""

@@ -1,0 +1,123 @@
+"""Plans of load against a server in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.serve.conftest import Server, server, start_server, tiny_gguf
+from tilewright.compiler.cli import main
+from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.serve.load.client import Heard, connected, read_metrics
+from tilewright.compiler.serve.load.contest import LEVELS, contest
+from tilewright.compiler.serve.load.figures import Figures, summary
+from tilewright.compiler.serve.load.plans import PLANS
+from tilewright.compiler.serve.load.schemas import keeps
+from tilewright.compiler.serve.load.shape import Shape
+
+__all__ = ["server", "start_server", "tiny_gguf"]
+
+SMALL = Shape(
+    requests=12,
+    concurrency=4,
+    input_tokens=8,
+    output_tokens=6,
+    long_tokens=40,
+    turns=2,
+    settle_seconds=0.05,
+)
+
+
+def run(server: Server, name: str, shape: Shape = SMALL) -> list[Figures]:
+    async def ask() -> list[Figures]:
+        async with connected(server.url, "any") as client:
+            return await PLANS[name].run(client, shape)
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("name", ["streams", "overhead", "intruder", "chat", "invariant", "soak"])
+def test_a_plan_ends_without_a_failed_request(server: Server, name: str) -> None:
+    rows = run(server, name)
+    assert rows and not any(row.get("failed") for row in rows), rows
+
+
+def test_what_is_measured_is_there(server: Server) -> None:
+    (row,) = run(server, "streams", Shape(requests=3, rate=200.0, output_tokens=5))
+    assert row["output_tokens"] == 15
+    assert {"ttft_ms_p50", "itl_ms_p99", "tpot_ms_p50"} <= row.keys()
+    assert [each["users"] for each in run(server, "overhead")] == [1, 4]
+    (chat,) = run(server, "chat")
+    assert 0 < float(chat["cached_percent_of_shareable"]) <= 100
+    (soak,) = run(server, "soak")
+    assert soak["num_requests_running_growth"] == 0 and "engine_process_mb" in soak
+
+
+def test_the_command_keeps_rows_and_says_when_a_request_failed(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "rows.jsonl"
+    argv = ["bench-serve", "--url", server.url, "--requests", "2", "--output-tokens", "2"]
+    assert main([*argv, "--results", str(kept), "--rounds", "2", "--warm-up", "0"]) == 0
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [row["round"] for row in rows] == [0, 1] and rows[0]["plan"] == "streams"
+    assert main([*argv, "--plan", "contests"]) == 2
+    assert "did you mean 'contest'" in capsys.readouterr().err
+    assert main([*argv, "--vocabulary", "2000000000", "--warm-up", "0"]) == 2
+    assert "every request failed (status 400" in capsys.readouterr().err
+
+
+def test_the_contest_asks_the_same_at_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With lengths drawn where weights are random; the weights are those of the contest."""
+    asked: list[dict[str, object]] = []
+
+    class Told:
+        async def told(self, path: str) -> object:
+            return {"data": [{"meta": {"weights": "random"}}]}
+
+        async def whole(self, path: str, body: dict[str, object]) -> Heard:
+            asked.append(body)
+            return Heard(times=[0.0], count=2, num_prompt=3)
+
+    rows = asyncio.run(contest(Told(), Shape(output_tokens=1024)))  # type: ignore[arg-type]
+    assert [row.get("weight") for row in rows[:-1]] == [1, 1, 2, 2, 4, 4, 8]
+    assert len(asked) == 66 * len(LEVELS) and rows[-1]["lengths"] == "drawn"
+    lengths = [int(str(body["max_tokens"])) for body in asked]
+    assert 200 < sum(lengths) / len(lengths) < 440 and max(lengths) <= 1024
+    words = [{str(body["messages"]) for body in asked[at : at + 66]} for at in (0, 66)]
+    assert words[0] == words[1] and len(words[0]) == 64
+
+
+def test_a_summary_counts_a_chunk_s_tokens_and_wants_one_answer() -> None:
+    heard = Heard(times=[0.5, 0.7, 0.9], count=5)
+    figures = summary([heard, Heard(error="gone")], 2.0)
+    assert figures["failed"] == 1 and figures["output_tokens_per_second"] == 2.5
+    assert figures["itl_ms_p50"] == pytest.approx(100) and figures["tpot_ms_p50"] == 100
+    with pytest.raises(TilewrightError, match=r"every request failed \(gone\)"):
+        summary([Heard(error="gone")], 1.0)
+
+
+def test_metrics_are_read_over_engines_and_by_part() -> None:
+    text = (
+        '# HELP x\ntilewright:host_seconds_sum{engine="0",part="schedule"} 1.5\n'
+        'tilewright:host_seconds_sum{engine="1",part="schedule"} 0.5\n'
+        'tilewright:step_seconds_bucket{le="1"} 9\nprocess_open_fds 12.0\n'
+    )
+    assert read_metrics(text) == {"host_seconds_sum[schedule]": 2.0, "process_open_fds": 12.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('{"name": "a", "number": 5, "colours": ["red"]}', True),
+        ('{"name": "a", "number": true, "colours": ["red"]}', False),
+        ('{"name": "a", "number": 5, "colours": []}', False),
+        ('{"name": "a", "number": 5, "colours": ["red"], "x": 1}', False),
+        ('{"name": "a", "number": 5', False),
+    ],
+)
+def test_an_answer_is_held_against_the_schema(text: str, expected: bool) -> None:
+    assert keeps(text) is expected
