@@ -14,7 +14,7 @@ from pathlib import Path
 from tilewright.compiler import __version__
 from tilewright.compiler.errors import TilewrightError, allowed
 
-_COMMANDS = "tilewright.compiler.commands"
+_COMMANDS, _BENCH = "tilewright.compiler.commands", "bench"
 
 VERBS = {
     "run": (f"{_COMMANDS}.run", "answer a prompt with a model"),
@@ -30,14 +30,14 @@ VERBS = {
 }
 
 CLONE_VERBS = {
-    "compare": ("bench.peers.command", "measure the CPU target beside its peers"),
-    "compare-answers": ("bench.peers.answers", "ten answers beside llama.cpp's, same file"),
-    "compare-serve": ("bench.serving.command", "our server beside llama.cpp's, in turn"),
-    "compare-targets": ("bench.targets.command", "targets beside each other and the reference"),
-    "bench-loop": ("bench.host_time", "what the runtime's own work takes a step"),
-    "bench-cuda": ("bench.cuda.command", "measure the CUDA target, random weights"),
-    "perf-check": ("bench.perf_check", "measure PERF.md's rows again: are they reproduced?"),
-    "fit-perf-model": ("bench.boards_fit.command", "fit the time model of boards"),
+    "compare": (f"{_BENCH}.peers.command", "measure the CPU target beside its peers"),
+    "compare-answers": (f"{_BENCH}.peers.answers", "ten answers beside llama.cpp's, same file"),
+    "compare-serve": (f"{_BENCH}.serving.command", "our server beside llama.cpp's, in turn"),
+    "compare-targets": (f"{_BENCH}.targets.command", "targets beside each other and the reference"),
+    "bench-loop": (f"{_BENCH}.host_time", "what the runtime's own work takes a step"),
+    "bench-cuda": (f"{_BENCH}.cuda.command", "measure the CUDA target, random weights"),
+    "perf-check": (f"{_BENCH}.perf_check", "measure PERF.md's rows again: are they reproduced?"),
+    "fit-perf-model": (f"{_BENCH}.boards_fit.command", "fit the time model of boards"),
 }
 """What maintainers measure with: in the folder ``bench`` of a clone, not in a wheel."""
 
