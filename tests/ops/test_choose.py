@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tilewright.compiler.ops import sample
 from tilewright.compiler.ops.choose import Row, adjusted, choose_tokens
 from tilewright.compiler.ops.sample import draw, log_probabilities, uniform
 from tilewright.compiler.targets.step import Choosing
@@ -75,6 +77,64 @@ def test_rows_without_a_number_say_so(temperature: float) -> None:
     assert is_number == [False, False]
     tokens, is_number = choose_tokens(logits[2:], rows[2:], [np.ones(3, dtype=bool)])
     assert is_number == [True] and tokens[0] in (0, 2)
+
+
+ANY_ROW = st.builds(
+    Choosing,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.integers(0, 12),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.sampled_from([0.0, 0.1, 0.9]),
+    repetition_penalty=st.sampled_from([0.5, 1.0, 1.9]),
+    frequency_penalty=st.sampled_from([-1.0, 0.0, 0.7]),
+    presence_penalty=st.sampled_from([-1.0, 0.0, 0.7]),
+    bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 5)), max_size=3).map(tuple),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    end_tokens=st.sets(st.integers(0, 9), max_size=2).map(tuple),
+    min_tokens=st.integers(0, 4),
+)
+VALUES = st.lists(st.floats(-8, 8, width=32), min_size=10, max_size=10)
+
+
+@given(ANY_ROW, VALUES, st.lists(st.booleans(), min_size=10, max_size=10), st.integers(2, 9))
+def test_what_is_masked_is_never_chosen_and_neighbours_change_nothing(
+    choosing: Choosing, values: list[float], allowed: list[bool], position: int
+) -> None:
+    logits, mask = torch.tensor([values] * 2), np.array(allowed)
+    row = Row(choosing, position, (1, 2), {3: 2, 5: 1})
+    tokens, is_number = choose_tokens(logits, [Row(Choosing(), 0), row], [None, mask])
+    assert is_number[1] == mask.any()
+    if is_number[1]:
+        assert mask[tokens[1]]
+        is_early = choosing.min_tokens > position - 2
+        others = [at for at in np.flatnonzero(mask) if at not in choosing.end_tokens]
+        assert not (is_early and others and tokens[1] in choosing.end_tokens)
+    assert ([tokens[1]], [is_number[1]]) == choose_tokens(logits[1:], [row], [mask])
+
+
+@given(VALUES, st.sampled_from([0.0, 0.4, 1.0]), st.integers(0, 2**40), st.integers(0, 99))
+def test_neutral_parameters_choose_the_same_in_every_way_of_choosing(
+    values: list[float], temperature: float, seed: int, position: int
+) -> None:
+    """Greedy or temperature alone, all filters at their neutral values, and all changes of logits
+    at theirs: one token.
+    """
+    logits = torch.tensor([values])
+    plain = Choosing(temperature=temperature, seed=seed)
+    neutral = replace(plain, top_k=10, top_p=1.0, min_p=0.0, bias=((4, 0.0),), min_tokens=1)
+    rows = [Row(each, position + 9, (1,) * 3, {2: 1}) for each in (plain, neutral)]
+    masks = [None, np.ones(10, dtype=bool)]
+    found = [choose_tokens(logits, [row], [mask]) for row in rows for mask in masks]
+    assert all(each == found[0] for each in found)
+    by_operator = sample(
+        logits,
+        torch.tensor([temperature]),
+        torch.tensor([0]),
+        torch.tensor([1.0]),
+        torch.tensor([seed]),
+        torch.tensor([position + 9]),
+    )
+    assert by_operator.tolist() == found[0][0]
 
 
 def test_min_p_leaves_what_is_likely_enough() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.targets.base import Capabilities, MemoryUse
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.host import Batch, HostExecutable
-from tilewright.compiler.targets.step import Seat
+from tilewright.compiler.targets.step import Chosen, Part, Seat, Step, StepOutput
 from tilewright.models.tokenizer.tokenizer import byte_of_character
 
 NUM_BYTES = 256
@@ -55,6 +57,25 @@ class RandomLogits(HostExecutable):
         self.capabilities = Capabilities(**{**limits, **capabilities})
         self.contract = NumericContract((), ())
         self._held: dict[Seat, list[int]] = {}
+        self.log: list[str] = []
+        self._num_steps = 0
+
+    def step(self, step: Step) -> StepOutput:
+        number, self._num_steps = self._num_steps, self._num_steps + 1
+        self.log.append(f"launch {number}")
+        parts = super().step(step).parts
+        return StepOutput(tuple(replace(part, read=self._logged(part, number)) for part in parts))
+
+    def _logged(self, part: Part, number: int) -> Callable[[], Chosen]:
+        def read() -> Chosen:
+            self.log.append(f"read {number}")
+            return part.read()
+
+        return read
+
+    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+        self.log.append(f"choose {self._num_steps - 1}")
+        super().choose(output, masks)
 
     def forward(self, batch: Batch) -> Tensor:
         rows, cuts = [], batch.cu_seqlens.tolist()

@@ -94,6 +94,16 @@ def test_every_answer_parses_and_validates(loop: EngineLoop) -> None:
     assert sum(loop.tallies.found["host_seconds/masks"].counts) > 0
 
 
+def test_a_step_is_launched_before_the_last_is_read_and_chosen_behind_it() -> None:
+    executable = RandomLogits(runs_ahead=True)
+    EngineLoop(executable, grammars=shared()).generate([request(spec(REGEX, "a{3}"), wanted=3)])
+    assert executable.log[:8] == [
+        *("launch 0", "choose 0"),  # nothing is unread: its mask is known
+        *("launch 1", "read 0", "choose 1"),
+        *("launch 2", "read 1", "choose 2"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("grammar", "obeys"),
     [

@@ -311,8 +311,12 @@ class CudaExecutable(Executable):
     def _choose_late(
         self, seats: tuple[Seat, ...], logits: Tensor, step: Step, echo: Chunk | None = None
     ) -> Part:
-        """The choice by the host; the tokens go back to the device before the next step."""
-        kept = logits.to("cpu", copy=True)
+        """The choice by the host; the tokens go back to the device before the next step.
+
+        Where masks are waited for, nothing is: they are computed while this step runs.
+        """
+        waits = not step.masked or echo is not None
+        kept = logits.to("cpu", copy=True) if waits else logits.clone()
         found = None
         if echo is not None and step.logprobs is not None:
             found = log_probs(kept[: len(echo.echoed)], echo.echoed, step.logprobs)
@@ -323,7 +327,7 @@ class CudaExecutable(Executable):
             self._waiting.append(choice)
         else:
             self._finish(choice, {})
-        return Part(seats, choice.read, (lambda: kept) if step.want_logits else None)
+        return Part(seats, choice.read, (lambda: kept.to("cpu")) if step.want_logits else None)
 
     def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
         assert self._waiting or not output.parts, "no choice waits"
@@ -332,6 +336,7 @@ class CudaExecutable(Executable):
         self._waiting.clear()
 
     def _finish(self, choice: HostChoice, masks: Mapping[Seat, np.ndarray]) -> None:
+        choice.logits = choice.logits.to("cpu")
         choice.choose(self._sittings, masks)
         if not choice.seats:
             return
