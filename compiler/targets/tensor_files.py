@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tilewright.compiler.errors import NoRoomError, one_line
+from tilewright.compiler.files import mode_of_new
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -20,6 +21,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """
     try:
         save_file(dict(tensors), path)
+        path.chmod(mode_of_new(0o666))  # the library makes files that only their owner can read
     except (OSError, SafetensorError) as error:
         raise NoRoomError(
             f"{path.parent}: the weights cannot be written ({one_line(error)}); "

@@ -23,6 +23,7 @@ def umask() -> Iterator[None]:
 
 EMITTED = {
     "program": ("compile", "--target", "cpu"),
+    "values": ("compile", "--target", "reference"),
     "onnx": ("compile", "--emit", "onnx"),
     "mlir": ("compile", "--emit", "mlir"),
     "dllama": ("convert", "--weights", "q40"),

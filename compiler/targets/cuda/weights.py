@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from tilewright.compiler.errors import CheckpointError, NoRoomError, one_line
+from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
 from tilewright.compiler.targets.base import Progress
 from tilewright.compiler.targets.cuda.experts import held_sizes, place_experts
@@ -32,6 +32,7 @@ from tilewright.compiler.targets.program.instructions import (
     NormHeads,
     Plan,
 )
+from tilewright.compiler.targets.tensor_files import save_tensors
 
 _DATA, _SCALE = "data", "scale"
 
@@ -185,13 +186,7 @@ def write_weights(
     wanted = wanted_by(plan)
     for done, each in enumerate(wanted):
         placed = _place(each, get_weight, torch.device("cpu"))
-        try:
-            save_file(_tensors(placed), _file(folder, done))
-        except (OSError, SafetensorError) as error:
-            raise NoRoomError(
-                f"{folder}: the weights cannot be written ({one_line(error)}); "
-                "allowed: a folder with room for them"
-            ) from None
+        save_tensors(_tensors(placed), _file(folder, done))
         progress("weights", done + 1, len(wanted))
 
 
