@@ -190,10 +190,6 @@ class Front:
         form = self.template.checked_format()
         spec = call_grammar(tools, form, coder, prompt=prompt, otherwise=otherwise)
         if spec is None:
-            strict = next((tool.name for tool in tools.tools if tool.is_strict), None)
-            if strict is not None:
-                said = f"{strict!r} is strict; allowed in {form.name}: tool_choice required"
-                raise unsupported("tools", said)
             return None, f"{form.name} has no marker of calls"
         assert self.trials is not None
         try:

@@ -246,7 +246,7 @@ def _shape(given: ToShape) -> Shape:
     for at, tool in enumerate(given.tools):
         rules.append(f'call_{at}: {quoted(f"{tool.name}(")} first_{at}_0 ")"')
         rules += _argument_rules(tool, at)
-    return Shape("", (f"region: {list_of_calls(given.is_parallel)}", *rules))
+    return Shape("", (f"region: {list_of_calls(given.is_parallel)}", *rules), first="[")
 
 
 def _argument_rules(tool: Tool, at: int) -> list[str]:

@@ -41,8 +41,9 @@ def call_grammar(
     """What an answer must be so that its calls are those that were asked for.
 
     An answer that need not call anything is free up to the marker of a call, or obeys
-    ``otherwise``, a JSON schema; None where it is free and the format has no marker. All of it
-    comes behind the think block where there is one: see `behind_reasoning`.
+    ``otherwise``, a JSON schema. Where the format has no marker it is free altogether, which is
+    None, or with a strict function if it does not begin as calls do. All of it comes behind the
+    think block where there is one: see `behind_reasoning`.
 
     Raises:
         ApiError: 400 where an answer cannot be held to both.
@@ -63,7 +64,10 @@ def call_grammar(
             lines[0] += f" | {_json(otherwise)}"
         return behind_reasoning(_spec(lines, shape), prompt, coder)
     if not shape.opening:
-        return None
+        if not any(tool.is_strict for tool in tools):
+            return None
+        lines = ["start: GAP? (region | FREE)?", _GAP, rf"FREE: /[^ \n\{shape.first}](.|\n)*/"]
+        return behind_reasoning(_spec(lines, shape), prompt, coder)
     is_thinking = begins_in_reasoning(prompt)
     lines = _free(marker, has_begun=not is_thinking, repeats=repeats)
     return replace(_spec(lines, shape), behind=CLOSE if is_thinking else shape.opening)

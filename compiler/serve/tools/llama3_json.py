@@ -39,7 +39,8 @@ def _write(calls: Sequence[Call]) -> str:
 
 def _shape(given: ToShape) -> Shape:
     more = ' ("; " call)*' if given.is_parallel else ""
-    return Shape("", (f"region: call{more}", *object_rules(given.tools, "parameters")))
+    rules = object_rules(given.tools, "parameters")
+    return Shape("", (f"region: call{more}", *rules), first="{")
 
 
 LLAMA3_JSON = ToolFormat(

@@ -30,11 +30,13 @@ class Shape:
     Attributes:
         opening: the marker before them; empty where there is none.
         rules: of Lark; one of them is ``region``, what stands behind the marker.
+        first: what a call begins with where there is no marker.
         repeats: whether a region is one call, and further ones follow with markers of their own.
     """
 
     opening: str
     rules: tuple[str, ...]
+    first: str = ""
     repeats: bool = False
 
 

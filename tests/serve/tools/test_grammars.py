@@ -46,7 +46,10 @@ def hold(
 ) -> str:
     """What becomes of a text: ``free``, ``met``, ``open``, or how much of it is allowed."""
     coder = byte_coder(template)
-    tools = read_tools(GIVEN, asked.get("choice"), asked.get("parallel"))
+    given = GIVEN
+    if asked.get("strict"):
+        given = [{**each, "function": {**each["function"], "strict": True}} for each in GIVEN]
+    tools = read_tools(given, asked.get("choice"), asked.get("parallel"))
     assert tools is not None
     spec = call_grammar(tools, FORMATS[name], coder, prompt=prompt, otherwise=otherwise)
     if spec is None:
@@ -88,7 +91,12 @@ def test_an_answer_is_free_up_to_a_call(name: str) -> None:
     form = FORMATS[name]
     assert hold(name, "I would not.") == "free"
     if name in ("llama3_json", "gemma"):
-        return  # nothing tells a call from text before its name
+        for text in ("So {} [] it is.", "", f" {form.write([PARIS])}"):
+            assert hold(name, text, strict=True) == "met"
+        opened = form.write([PARIS])[: form.write([PARIS]).index("weather")]
+        assert hold(name, f"{opened}weather", strict=True) == "open"
+        assert hold(name, f"{opened}x", strict=True) == opened
+        return  # nothing else tells a call from text before its name
     text = f"Well. {form.write([PARIS])}"
     assert hold(name, text) == hold(name, f"{text}\nSo.") == "met"
     assert hold(name, f"a{form.write([('other', {})])}") not in ("met", "open", "free")
