@@ -125,7 +125,11 @@ class Scheduler:
         return bool(self.line or self.seating.seated)
 
     def schedule(self) -> Plan | None:
-        """The next step; None where nothing can be computed before a step is read."""
+        """The next step; None where nothing can be computed before a step is read.
+
+        Of the steps before, one at most has not been read; and between two calls one is read, if
+        any was under way: who loses a seat comes back knowing all that was chosen for it.
+        """
         if self.line:
             self._admit()
         decoding = self._decode_rows()

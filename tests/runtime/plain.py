@@ -244,7 +244,7 @@ class Operations:
             for edit in () if closing is None else closing.edits:
                 self.device.apply(edit)
             assert self.flight or not self.scheduler.has_work(), "idle while there is work"
-            return None
+            return self.read() if self.flight else None
         self._check_step(plan.step)
         for edit in plan.step.edits:
             self.device.apply(edit)

@@ -1,0 +1,120 @@
+"""Who gets a seat when: turns of clients, large requests, prompts that wait for each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime.queued import QueuedExecutable
+from tests.runtime.test_scheduler import answer
+from tilewright.compiler.runtime.dealing import PromptDealer
+from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.running import Policy, Running
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.scheduler import HOLD_SECONDS, Scheduler
+from tilewright.compiler.runtime.waiting import WaitingLine
+from tilewright.compiler.targets.base import Capabilities
+from tilewright.compiler.targets.step import Seat
+
+
+def asked(number: int, length: int = 4, wanted: int = 2, **facts: Any) -> Request:
+    prompt = tuple((number + at) % 20 for at in range(length))
+    return Request(number, prompt, SamplingParams(max_tokens=wanted), order=number, **facts)
+
+
+def ids(line: WaitingLine) -> list[int]:
+    return [request.request_id for request in line]
+
+
+def test_clients_take_turns_within_a_priority() -> None:
+    line = WaitingLine()
+    clients = {1: "a", 2: "a", 3: "a", 4: "b", 5: "c", 6: "b"}
+    made = {number: asked(number, client=client) for number, client in clients.items()}
+    for request in made.values():
+        line.add(request)
+    line.add(urgent := asked(7, client="a", priority=-1))
+    assert ids(line) == [7, 1, 4, 5, 2, 6, 3]
+    assert line.leave(urgent) and line.leave(made[1]) and not line.leave(made[1])
+    assert ids(line) == [4, 5, 2, 6, 3], "who was served is asked last"
+    line.leave(made[4])
+    line.put_back(made[4])
+    line.put_back(made[1])
+    assert ids(line) == [1, 4, 5, 2, 6, 3], "those who ran before come first, by arrival"
+    assert len(line) == 6 and line.leave(made[4]) and len(line) == 5
+
+
+def held(num_pages: int = 12) -> tuple[Scheduler, list[float], Request, Request]:
+    """One runs with half of the pages, and one that wants more than the others heads the line."""
+    now = [0.0]
+    limits = Capabilities(max_seats=4, max_context=64, page_size=4, num_pages=num_pages, cell=4)
+    scheduler = Scheduler(limits, now=lambda: now[0], policy=Policy(reuses=False))
+    running, large = asked(0, 20, 20), asked(1, 32, 2)
+    for request in (running, large, asked(2), asked(3), asked(4, priority=1)):
+        scheduler.add(request)
+    scheduler.schedule()
+    return scheduler, now, running, large
+
+
+def test_one_that_does_not_fit_holds_back_others_and_lets_one_pass_at_times() -> None:
+    scheduler, now, running, large = held()
+    for _ in range(3):
+        scheduler.schedule()
+        assert [each.request.request_id for each in scheduler.running] == [0]
+    now[0] = HOLD_SECONDS
+    for _ in range(2):
+        scheduler.schedule()
+        assert [each.request.request_id for each in scheduler.running] == [0, 2], "one, and no more"
+    scheduler.cancel(running)
+    scheduler.schedule()
+    assert large in scheduler.seating.seated
+
+
+@pytest.mark.parametrize(("page_size", "state"), [(0, 0), (4, 0), (0, 6), (4, 6)])
+def test_prompts_that_arrive_together_compute_what_they_share_once(
+    page_size: int, state: int
+) -> None:
+    facts: dict[str, Any] = {"page_size": page_size, "num_pages": 64 if page_size else 0}
+    if state:
+        facts |= {"has_sequence_state": True, "num_snapshots": state}
+    executable = QueuedExecutable(max_prompts=3, max_step_tokens=16, **facts)
+    loop = EngineLoop(executable)
+    made = [Request(n, (*[1] * 24, n), SamplingParams(seed=n, max_tokens=3)) for n in range(3)]
+    others = [Request(9, (*[1] * 24, 9), SamplingParams(max_tokens=3), cache_salt="other")]
+    loop.generate([*made, *others])
+    assert [request.num_cached for request in made] == [0, 24, 24]
+    assert others[0].num_cached == 0, "another salt, another chain"
+    assert [request.output for request in made] == [answer(request) for request in made]
+    computed = sum(len(chunk.tokens) for step in executable.given for chunk in step.prompts)
+    assert computed == 25 + 1 + 1 + 25
+
+
+def test_a_prompt_that_leaves_another_marks_where_for_those_who_follow() -> None:
+    """State per sequence: the second has no snapshot there, and leaves one for the third."""
+    executable = QueuedExecutable(
+        page_size=4, num_pages=64, has_sequence_state=True, num_snapshots=6
+    )
+    loop, found = EngineLoop(executable), []
+    for last in (5, 6, 7):
+        request = Request(0, (*[1] * 12, *[last] * 12), SamplingParams(max_tokens=2))
+        loop.generate([request])
+        assert request.output == answer(request)
+        found.append(request.num_cached)
+    assert found == [0, 0, 12]
+
+
+def test_a_short_prompt_passes_a_long_one_that_gets_every_second_piece() -> None:
+    limits = Capabilities(max_seats=4, max_context=64, cell=4)
+    loop = Scheduler(limits, policy=Policy(step_ms=1e-9))
+    dealer: PromptDealer = loop._dealer
+    long, short = (
+        Running(asked(number, length), Seat(number), left=length, wanted=1, room=64)
+        for number, length in ((0, 40), (1, 12))
+    )
+    order = []
+    for _ in range(6):
+        ((running, count),) = dealer.deal([r for r in (long, short) if r.left], 1)
+        running.left -= count
+        order.append(running.request.request_id)
+    assert order == [0, 1, 0, 1, 0, 1]
