@@ -14,9 +14,10 @@ from aiohttp import web
 from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.exchange import CLIENT, FRONT, HEADERS, ID, Handler, too_large
 from tilewright.compiler.serve.front import Front
+from tilewright.compiler.serve.routes.page import PAGE
 from tilewright.compiler.serve.says import say, say_fault
 
-_OPEN = ("/", "/health", "/v1/health", "/live", "/page.css", "/page.js", "/markdown.js")
+_OPEN = frozenset(("/health", "/v1/health", "/live", *PAGE))
 _NOT_HERE = {
     "/v1/embeddings": "embeddings are not computed",
     "/v1/responses": "chats are asked for at /v1/chat/completions",

@@ -64,7 +64,7 @@ class FakeEngine:
     def _serve(self, request_id: int, said: list[FromEngine]) -> None:
         message, done = self._live[request_id]
         text = bytes(token for token in message.prompt if token < 256)
-        what = text.strip().splitlines()[-1][:1]
+        what = (text.strip().splitlines() or [b""])[-1][:1]
         if what == b"W" and self._is_first:
             return
         if what in (b"C", b"H"):

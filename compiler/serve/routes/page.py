@@ -8,12 +8,13 @@ from aiohttp import web
 
 from tilewright.compiler.serve.exchange import Route
 
-_PAGE = {
+PAGE = {
     "/": ("index.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
     "/page.js": ("page.js", "text/javascript"),
     "/markdown.js": ("markdown.js", "text/javascript"),
 }
+"""By path: the file, and its kind. Whoever has no key may read them."""
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -21,11 +22,11 @@ _CSP = (
 
 
 async def _page(request: web.Request) -> web.Response:
-    name, kind = _PAGE[request.path]
+    name, kind = PAGE[request.path]
     data = files("tilewright.compiler.serve").joinpath("page", name).read_bytes()
     headers = {"content-security-policy": _CSP, "x-content-type-options": "nosniff"}
     headers |= {"referrer-policy": "no-referrer", "cache-control": "no-cache"}
     return web.Response(body=data, content_type=kind, charset="utf-8", headers=headers)
 
 
-ROUTES: list[Route] = [("GET", path, _page) for path in _PAGE]
+ROUTES: list[Route] = [("GET", path, _page) for path in PAGE]

@@ -16,6 +16,7 @@ from tilewright.compiler.serve.requests import (
     TemplateRequest,
     TokenizeRequest,
 )
+from tilewright.compiler.serve.routes.page import PAGE
 
 _BODIES: dict[str, type] = {
     "/v1/chat/completions": ChatRequest,
@@ -26,8 +27,7 @@ _BODIES: dict[str, type] = {
 }
 _STREAMS = ("/v1/chat/completions", "/v1/completions")
 _JSON, _EVENTS = "application/json", "text/event-stream"
-_OTHER_KINDS = {"/metrics": "text/plain", "/": "text/html", "/page.css": "text/css"}
-_OTHER_KINDS["/page.js"] = "text/javascript"
+_OTHER_KINDS = {"/metrics": "text/plain"} | {path: kind for path, (_, kind) in PAGE.items()}
 _REFUSALS = {
     400: "a value is not allowed; param names it",
     401: "no key of this server",
