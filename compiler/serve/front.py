@@ -89,6 +89,8 @@ class Front:
         """End the engine; texts that are still being made are left."""
         await self.client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.trials is not None:
+            self.trials.close()
 
     async def _take_ready(self, folder: Path, ready: Ready) -> None:
         """The engine is up: read its tokenizer, and name things."""

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from tests.tiny import compiled, joined, precision_of, tiny_model
-from tilewright.compiler.targets.step import Choosing, Chunk, Open, Pages, Seat, Step
+from tilewright.compiler.ops.choose import Row, choose_tokens
+from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of
+from tilewright.compiler.targets.cuda.readings import Readings
+from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.step import (
+    NOT_A_NUMBER,
+    Choosing,
+    Chunk,
+    Open,
+    Pages,
+    Seat,
+    Step,
+)
 
 SEAT = Seat(0)
 GREEDY, DRAWN = Choosing(), Choosing(temperature=9.0, seed=1)
@@ -33,3 +48,29 @@ def test_ids_without_a_token_are_never_chosen(target: str) -> None:
             step = Step(decode=(SEAT,), masked=is_masked, want_logits=True)
         assert joined(output).shape == (1, made.vocab_size), "their logits are there all the same"
     made.close()
+
+
+@pytest.mark.parametrize("choosing", [GREEDY, Choosing(temperature=1.5, top_p=0.9, seed=4)])
+def test_masks_on_the_device_choose_as_the_definition_does(choosing: Choosing) -> None:
+    """Bits are sent for those who have a mask, and the neighbour's row stays as it is."""
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.normal(0, 3, (3, 45)).astype(np.float32))
+    table = SeatTable(4, 2, torch.device("cpu"))
+    seats = (Seat(2), Seat(0), Seat(3))
+    table.open({seat: replace(choosing, end_tokens=(7,)) for seat in seats})
+    masks = {seat: rng.random(45) < 0.2 for seat in seats[:2]}
+    late = DeviceChoice(
+        seats,
+        logits,
+        choice_of(table, seats, (9, 10, 11), 43),
+        choosing.is_greedy,
+        Readings(4, torch.device("cpu")),
+    )
+    before = logits.clone()
+    found = late.choose(masks).tolist()
+    rows = [Row(choosing, position) for position in (9, 10, 11)]
+    allowed = [masks[seat][:43] if seat in masks else None for seat in seats]
+    assert found == choose_tokens(logits[:, :43], rows, allowed)[0] == list(late.read().tokens)
+    assert torch.equal(logits, before)
+    late.choose({seats[0]: np.zeros(45, dtype=bool)})
+    assert late.read().why[0] == NOT_A_NUMBER

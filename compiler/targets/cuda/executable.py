@@ -24,10 +24,10 @@ from tilewright.compiler.targets.cuda.capture import (
     PromptBucket,
     Seated,
     has_mixers,
-    make_choice,
     prompt_buckets,
 )
 from tilewright.compiler.targets.cuda.device import PROMPT_CHUNK, free_bytes, num_snapshots
+from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of
 from tilewright.compiler.targets.cuda.pages import PAGE, pages_of
 from tilewright.compiler.targets.cuda.readings import Readings
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
@@ -113,7 +113,7 @@ class CudaExecutable(Executable):
         self._sittings: dict[Seat, Sitting] = {}
         self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
-        self._waiting: list[HostChoice] = []
+        self._waiting: list[HostChoice | DeviceChoice] = []
 
     @torch.no_grad()
     def step(self, step: Step) -> StepOutput:
@@ -264,7 +264,7 @@ class CudaExecutable(Executable):
             logits = self._long_prompt(tokens, chunk)
             if not len(logits):
                 return None
-            choice = self._choice((chunk.seat,), chunk.end)
+            choice = choice_of(self._table, (chunk.seat,), (chunk.end,), self.num_choosable)
             choice.apply(logits[-1:], is_greedy=is_greedy)
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
@@ -279,21 +279,13 @@ class CudaExecutable(Executable):
         if is_late:
             return self._choose_late(seats, logits, step, chunk if chunk.echoes else None)
         if len(seats) > 1:
-            choice = self._choice(seats, chunk.end)
+            ends = [chunk.end] * len(seats)
+            choice = choice_of(self._table, seats, ends, self.num_choosable)
             is_greedy = all(self._sittings[seat].choosing.is_greedy for seat in seats)
             choice.apply(logits[-1:].repeat(len(seats), 1), is_greedy=is_greedy)
         for row, seat in enumerate(seats):
             self._table.hold(seat, choice.tokens[row : row + 1])
         return self._chosen(seats, logits, choice, step)
-
-    def _choice(self, seats: tuple[Seat, ...], position: int) -> Choice:
-        """How tokens that will stand at a position are chosen for seats, outside of a graph."""
-        tokens = torch.zeros(len(seats), dtype=torch.int64, device=self._device)
-        num_ends = self._table.num_ends
-        choice = make_choice(len(seats), self.num_choosable, num_ends, tokens, self._device)
-        choice.gather(self._table, self._table.index(seats))
-        choice.positions.fill_(position)
-        return choice
 
     def _long_prompt(self, tokens: Tensor, chunk: Chunk) -> Tensor:
         device = self._device
@@ -311,12 +303,13 @@ class CudaExecutable(Executable):
     def _choose_late(
         self, seats: tuple[Seat, ...], logits: Tensor, step: Step, echo: Chunk | None = None
     ) -> Part:
-        """The choice by the host; the tokens go back to the device before the next step.
-
-        Where masks are waited for, nothing is: they are computed while this step runs.
+        """The choice by the host, the tokens going back to the device before the next step; or by
+        the device, where masks are all that is late: they are made while this step runs.
         """
-        waits = not step.masked or echo is not None
-        kept = logits.to("cpu", copy=True) if waits else logits.clone()
+        needs_host = any(_is_late(self._sittings[seat].choosing) for seat in seats)
+        if step.masked and step.logprobs is None and echo is None and not needs_host:
+            return self._choose_masked(seats, logits, step)
+        kept = logits.to("cpu", copy=True)
         found = None
         if echo is not None and step.logprobs is not None:
             found = log_probs(kept[: len(echo.echoed)], echo.echoed, step.logprobs)
@@ -327,7 +320,16 @@ class CudaExecutable(Executable):
             self._waiting.append(choice)
         else:
             self._finish(choice, {})
-        return Part(seats, choice.read, (lambda: kept.to("cpu")) if step.want_logits else None)
+        return Part(seats, choice.read, (lambda: kept) if step.want_logits else None)
+
+    def _choose_masked(self, seats: tuple[Seat, ...], logits: Tensor, step: Step) -> Part:
+        chosen_for = [self._sittings[seat] for seat in seats]
+        lengths = [each.length for each in chosen_for]
+        choice = choice_of(self._table, seats, lengths, self.num_choosable)
+        is_greedy = all(each.choosing.is_greedy for each in chosen_for)
+        late = DeviceChoice(seats, logits, choice, is_greedy, self._readings)
+        self._waiting.append(late)
+        return Part(seats, late.read, (lambda: logits.to("cpu")) if step.want_logits else None)
 
     def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
         assert self._waiting or not output.parts, "no choice waits"
@@ -335,13 +337,15 @@ class CudaExecutable(Executable):
             self._finish(choice, masks)
         self._waiting.clear()
 
-    def _finish(self, choice: HostChoice, masks: Mapping[Seat, np.ndarray]) -> None:
-        choice.logits = choice.logits.to("cpu")
-        choice.choose(self._sittings, masks)
-        if not choice.seats:
+    def _finish(self, choice: HostChoice | DeviceChoice, masks: Mapping[Seat, np.ndarray]) -> None:
+        if isinstance(choice, DeviceChoice):
+            self._leave()
+            self._table.give_back(self._table.index(choice.seats), choice.choose(masks))
             return
-        self._leave()
-        self._table.put(choice.seats, choice.read().tokens)
+        choice.choose(self._sittings, masks)
+        if choice.seats:
+            self._leave()
+            self._table.put(choice.seats, choice.read().tokens)
 
     def _decode_bucket(self, num_rows: int) -> DecodeBucket:
         size = next(size for size in self._buckets if size >= num_rows)

@@ -1,0 +1,65 @@
+"""Rows of a masked step, chosen on the device once it has the masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.capture import Choice, make_choice
+from tilewright.compiler.targets.cuda.readings import Readings
+from tilewright.compiler.targets.cuda.seats import SeatTable, send
+from tilewright.compiler.targets.step import Chosen, Seat
+
+
+def choice_of(
+    table: SeatTable, seats: Sequence[Seat], positions: Sequence[int], width: int
+) -> Choice:
+    """How tokens that will stand at ``positions`` are chosen for seats, outside of a graph."""
+    device = table.device
+    tokens = torch.zeros(len(seats), dtype=torch.int64, device=device)
+    choice = make_choice(len(seats), width, table.num_ends, tokens, device)
+    choice.gather(table, table.index(seats))
+    choice.positions.copy_(send(torch.tensor(positions), device))
+    return choice
+
+
+@dataclass(slots=True)
+class DeviceChoice:
+    """R seats whose tokens wait for masks; ``logits [R, V]``, or of a prompt several rows of which
+    the last is for all of them, stay as they are.
+    """
+
+    seats: tuple[Seat, ...]
+    logits: Tensor
+    choice: Choice
+    is_greedy: bool
+    readings: Readings
+    reader: Callable[[], Chosen] | None = None
+
+    def choose(self, masks: Mapping[Seat, np.ndarray]) -> Tensor:
+        """Queue the choice; gives its tokens ``[R]``, on the device. Masks are sent as bits."""
+        logits = self.logits[:, : self.choice.width]
+        if len(logits) != len(self.seats):
+            logits = logits[-1:].repeat(len(self.seats), 1)
+        rows = [row for row, seat in enumerate(self.seats) if seat in masks]
+        if rows:
+            allowed = np.stack([masks[self.seats[row]] for row in rows])
+            device, width = logits.device, self.choice.width
+            bits = send(torch.from_numpy(np.packbits(allowed, 1, bitorder="little")), device)
+            at = send(torch.tensor(rows), device)
+            places = torch.arange(8, dtype=torch.uint8, device=device)
+            is_allowed = ((bits.unsqueeze(-1) >> places) & 1).flatten(1)[:, :width].bool()
+            chosen_from = logits.index_select(0, at).masked_fill(~is_allowed, float("-inf"))
+            logits = logits.index_copy(0, at, chosen_from)
+        self.choice.apply(logits, is_greedy=self.is_greedy)
+        self.reader = self.readings.of(self.choice.tokens, self.choice.why)
+        return self.choice.tokens
+
+    def read(self) -> Chosen:
+        """What was chosen."""
+        assert self.reader is not None, "the choice still waits for its masks"
+        return self.reader()
