@@ -4,7 +4,7 @@
 #   VENV=path          where it is made
 #   TTNN_PYTHON=path   the Python 3.10 or 3.12 that `make check-ttnn` checks with
 #   TORCH_INDEX=url    the index torch, and torch alone, is installed from (a CPU-only build, say)
-#   ARGS='...'         handed on to the demo or to pytest
+#   ARGS='...'         handed on to the demo, to pytest or to what measures
 #   WORKERS=2          processes that share the tests
 
 PYTHON ?=
@@ -88,7 +88,8 @@ test: $(WITH_TEST) $(TYPED)
 	echo "mypy: $$(cat "$$said")"; rm -f "$$said"; [ $$tests -eq 0 ] && [ $$types -eq 0 ]
 
 # Every row of PERF.md's CPU tables but the sweeps', measured and rendered; about 20 minutes on two
-# quiet cores. PERF_PRECISIONS='all-q40' PERF_CASES='ci-1' PERF_RESULTS=/tmp/cpu.jsonl is a short one.
+# quiet cores. PERF_PRECISIONS='all-q40' PERF_CASES='ci-1' PERF_RESULTS=/tmp/cpu.jsonl is a short one,
+# ARGS='--backend native' measures the other backend, whose rows stand beside these.
 PERF_RESULTS := results/cpu.jsonl
 PERF_DOCUMENTS := README.md docs/figures.md
 PERF_SWEEPS := smollm2-cpu/pareto:pareto smollm2-cpu/sensitivity:sensitivity \
@@ -102,7 +103,7 @@ PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 perf: $(WITH_DEMO)
 	for precision in $(PERF_PRECISIONS); do for case in $(PERF_CASES); do \
 	    "$(BIN)/tilewright" bench --case performance-$$case --precision $$precision \
-	        --results $(PERF_RESULTS) || exit $$?; \
+	        --results $(PERF_RESULTS) $(ARGS) || exit $$?; \
 	done; done
 	$(RENDER)
 

@@ -150,7 +150,7 @@ def claims(results: Sequence[Result]) -> list[Claim]:
 
 def reason_to_skip(record: Result) -> str:
     """Why this machine cannot measure a record again; empty where it can."""
-    if record.target == "cpu":
+    if record.target.startswith("cpu"):
         cpu, threads = describe_cpu(), _threads(record)
         if not record.device_detail.startswith(cpu.model_name) or threads > cpu.num_cores:
             here = f"{cpu.model_name} with {cpu.num_cores} cores"
@@ -216,7 +216,7 @@ def command_of(record: Result) -> list[str]:
             words += ["--model", f"shape:{record.model.lower()}"]
         if record.target != "cpu":
             words += ["--target", record.target]
-    if record.target == "cpu" and "--threads" not in words and _threads(record):
+    if record.target.startswith("cpu") and "--threads" not in words and _threads(record):
         words += ["--threads", str(_threads(record))]
     return words
 

@@ -28,9 +28,10 @@ from tilewright.compiler.bench.table import Table
 from tilewright.compiler.errors import ConfigError, allowed
 
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
+_CPUS = ("CPU", "CPU native")
 _OF_DEFAULT_MODEL = ("bf16", "all-q80", "performance", "all-q40")
 _SHOWN: tuple[tuple[str, str, str, SpeedTable], ...] = (
-    *(("CPU", _DEFAULT_MODEL, name, SHORT) for name in _OF_DEFAULT_MODEL),
+    *((cpu, _DEFAULT_MODEL, name, SHORT) for cpu in _CPUS for name in _OF_DEFAULT_MODEL),
     ("H200", "Llama-3.1-8B", "bf16", SHORT),
     ("H200", "Llama-3.1-8B", "performance", SHORT),
     ("H200", "Llama-3.1-70B", "performance", SHORT),
@@ -80,7 +81,7 @@ _COLUMNS: Mapping[str, Callable[[Row, Row], str]] = MappingProxyType(
     }
 )
 _README = ("device", "model", "precision", *list(_COLUMNS)[4:5], *list(_COLUMNS)[6:])
-_CPU = tuple(_COLUMNS)[2:]
+_CPU = ("device", *tuple(_COLUMNS)[2:])
 
 
 def _groups(results: Sequence[Result]) -> list[Group]:
@@ -100,14 +101,16 @@ def _readme(results: Sequence[Result]) -> str:
 
 
 def _cpu(results: Sequence[Result]) -> str:
-    """The default model's configurations that were measured with 32 users too, largest first."""
+    """The default model's configurations that were measured with 32 users too, largest first, on
+    each backend of the CPU.
+    """
     lines = []
     for group in _groups(results):
         one, many = group.speed(SHORT), group.speed(BATCH_32)
-        is_wanted = (group.any.device, group.any.model) == ("CPU", _DEFAULT_MODEL)
+        is_wanted = group.any.device in _CPUS and group.any.model == _DEFAULT_MODEL
         if is_wanted and one is not None and many is not None:
             lines.append(_Line(many.precision_name, one, many, group.accuracy_result))
-    lines.sort(key=lambda line: -(line.records[0].resident_bytes or 0))
+    lines.sort(key=lambda line: (line.records[0].device, -(line.records[0].resident_bytes or 0)))
     return _table(_CPU, lines)
 
 

@@ -138,7 +138,7 @@ def machine_text(result: Result) -> str:
     rows, columns = map(int, result.mesh.split("x"))
     count = result.dp * rows * columns
     text = result.device_detail
-    if count > 1 or result.target != "cpu":
+    if count > 1 or not text.endswith(" threads"):
         text += f", {count} device{'s' if count > 1 else ''}"
     return display.cell_text(display.plain_line(text)).removeprefix(", ") or "-"
 

@@ -363,5 +363,7 @@ def device_of(compiled: Compiled, threads: int | None) -> tuple[str, str]:
     name = next((each for each in known if re.search(rf"\b{re.escape(each)}\b", own)), own)
     plain = name.translate(str.maketrans("", "", "()|"))  # which have a meaning in PERF.md
     cpu = describe_cpu()
-    words = f"{cpu.model_name}, {threads or cpu.num_cores} threads"
-    return plain.strip() or "unknown", executable.device_detail or words
+    detail = executable.device_detail or cpu.model_name
+    if detail.startswith(cpu.model_name):  # a backend of the CPU says what of it is used
+        detail += f", {threads or cpu.num_cores} threads"
+    return plain.strip() or "unknown", detail

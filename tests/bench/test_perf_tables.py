@@ -103,6 +103,9 @@ def test_a_row_says_where_its_figures_come_from() -> None:
     assert row.cells["Command"] == "tilewright bench --prompt 'a/b'"
     (row,) = rows([make(device="H200", target="cuda", device_detail="a GPU")], "performance")
     assert row.cells["Machine"] == "a GPU, 1 device"
+    native = {"device": "CPU native", "target": "cpu-native"}
+    (row,) = rows([make(**native, device_detail="a processor, AVX2, 2 threads")], "performance")
+    assert row.cells["Machine"] == "a processor, AVX2, 2 threads"
     (row,) = rows([make()], "performance")  # a record from before these were kept
     assert (row.cells["Commit"], row.cells["Command"]) == ("-", "-")
     assert row.cells["Speed 95 % CI"] == "" == row.cells["TTFT spread (%)"]
