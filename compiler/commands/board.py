@@ -24,7 +24,12 @@ from tilewright.compiler.commands.console import (
     print_table,
 )
 from tilewright.compiler.commands.options import RunOptions
-from tilewright.compiler.commands.screen import TextPrinter, explain_contract, explain_precision
+from tilewright.compiler.commands.screen import (
+    TextPrinter,
+    explain_contract,
+    explain_precision,
+    print_byte_plan,
+)
 from tilewright.compiler.commands.source import Source, precision_of
 from tilewright.compiler.driver import lower_model, resolve_precision, silent
 from tilewright.compiler.errors import ConfigError
@@ -59,7 +64,8 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     board = _Board(source, options, plan)  # refuses what the board cannot hold
     if source.weights == "random":
         note(screen, RANDOM_NOTE.format(source.name))
-    measure.print_plan(err(), source, options, plan)
+    sizes = {"batch": options.case.batch_size, "context": plan.context}
+    print_byte_plan(err(), source.model, options.model, **sizes)
     records = [board.predicted()] if board.num_generated > 1 else []
     if options.case.is_natural or options.case.token_accuracy:
         say_expected_time(board.num_emulated, options.case.precision)

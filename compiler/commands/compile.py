@@ -80,7 +80,6 @@ def main(argv: list[str]) -> int:
     options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
-    from tilewright.compiler.commands.byte_plan import print_byte_plan
     from tilewright.compiler.commands.console import (
         RANDOM_NOTE,
         compile_progress,
@@ -89,21 +88,15 @@ def main(argv: list[str]) -> int:
         out,
         print_files,
     )
+    from tilewright.compiler.commands.screen import print_byte_plan
     from tilewright.models import load_model
 
     _target_of(arguments.emit, options)
     with fresh_folder(output) as folder:
         model = load_model(options.path)
-        if options.precision is not None and arguments.emit in ("program", "onnx"):
-            print_byte_plan(
-                err(),
-                model,
-                options.precision,
-                target=options.target,
-                batch=1,
-                context=min(_CONTEXT, model.config.max_positions),
-                compute=options.compute,
-            )
+        if arguments.emit in ("program", "onnx"):
+            context = min(_CONTEXT, model.config.max_positions)
+            print_byte_plan(err(), model, options, batch=1, context=context)
         with compile_progress(err()) as progress:
             if arguments.emit == "program":
                 notes = _write_program(model, options, folder, progress)

@@ -27,6 +27,7 @@ from tilewright.compiler.commands.screen import (
     explain_contract,
     explain_cost,
     explain_precision,
+    print_byte_plan,
 )
 from tilewright.compiler.commands.source import Source
 
@@ -41,7 +42,8 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     case, plan = options.case, measure.plan_jobs(source, options)
     if source.weights == "random":
         note(screen, RANDOM_NOTE.format(source.name))
-    measure.print_plan(err(), source, options, plan)
+    sizes = {"batch": options.case.batch_size, "context": plan.context}
+    print_byte_plan(err(), source.model, options.model, **sizes)
     with compile_progress(err()) as progress:
         compiled = measure.compile_for(source, options, plan, progress)
     note(err(), *compiled.notes)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -38,7 +38,6 @@ from tilewright.compiler.bench.reference import (
     write_cache,
 )
 from tilewright.compiler.bench.timing import Job, Run, sampling_text
-from tilewright.compiler.commands.byte_plan import print_byte_plan
 from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.commands.source import Source, compile_source
 from tilewright.compiler.devices import DEVICES, describe_cpu
@@ -52,9 +51,6 @@ from tilewright.compiler.targets.base import CompileOptions, Executable, Progres
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.table import get_target
 from tilewright.models import LoadedModel
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +124,6 @@ def _prompt_tokens(source: Source, options: RunOptions) -> list[tuple[list[int],
         tokens = tokenizer.encode(text, add_special=not tokenizer.has_chat_template)
         found.append((tokens, min(most, prompt.max_tokens or most)))
     return found
-
-
-def print_plan(screen: Console, source: Source, options: RunOptions, plan: Plan) -> None:
-    """The byte plan of what is going to be compiled; none of what is compiled already."""
-    if source.model is None or options.model.precision is None:
-        return
-    print_byte_plan(
-        screen,
-        source.model,
-        options.model.precision,
-        target=options.model.target,
-        batch=options.case.batch_size,
-        context=plan.context,
-        compute=options.model.compute,
-    )
 
 
 def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progress) -> Compiled:

@@ -1,22 +1,30 @@
-"""What ``tilewright bench`` shows besides its figures: answers as they come, and explanations."""
+"""What ``tilewright bench`` shows besides its figures: bytes, answers as they come, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.bench.roofline import compiled_weight_bytes
+from tilewright.compiler.bench.record import RANDOM_WEIGHTS
+from tilewright.compiler.bench.roofline import Share, compiled_weight_bytes
 from tilewright.compiler.bench.table import Columns, Table
+from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.commands.options import RunOptions
+from tilewright.compiler.driver import resolve_precision
+from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.cost import GroupCost, step_costs
-from tilewright.compiler.precision import PrecisionSummary
+from tilewright.compiler.precision import EXPERT_GROUPS, PrecisionSummary
+from tilewright.compiler.sweep.byte_plan import byte_plan
+from tilewright.compiler.sweep.model import experts_share
+from tilewright.compiler.targets.table import get_target
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from tilewright.compiler.driver import Compiled
     from tilewright.compiler.targets.contract import ContractEntry, NumericContract
+    from tilewright.models import LoadedModel
     from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 _SHOWN_CHARACTERS = 160
@@ -28,6 +36,14 @@ _CONTRACT: Columns[ContractEntry] = {
     "asked": lambda entry: entry.requested,
     "status": lambda entry: entry.meaning.status,
     "used": lambda entry: entry.meaning.effective,
+}
+_BYTES: Columns[Share] = {
+    "group": lambda share: share.group,
+    "formats": lambda share: ", ".join(share.formats) * (share.group != "total"),
+    "held as": lambda share: ", ".join(share.kinds) * (share.group != "total"),
+    "weights (M)": lambda share: f"{share.num_weights / 1e6:,.2f}" if share.num_weights else "-",
+    "held (MB)": lambda share: f"{share.held / 1e6:,.2f}",
+    "moved a step (MB)": lambda share: f"{share.moved / 1e6:,.2f}",
 }
 
 
@@ -71,6 +87,42 @@ def explain_precision(screen: Console, precision: PrecisionSummary) -> None:
 def explain_contract(screen: Console, contract: NumericContract) -> None:
     """What the target makes of every setting."""
     print_table(screen, "numeric contract of the target", Table.by(_CONTRACT, contract.entries))
+
+
+def print_byte_plan(
+    screen: Console,
+    model: LoadedModel | None,
+    choices: ModelOptions,
+    *,
+    batch: int,
+    context: int,
+) -> None:
+    """What a model and its state are going to take, and what a decode step is to move of them.
+
+    Nothing is printed of what is compiled already, and for weights that the target cannot hold:
+    compiling refuses them, and can say where they are.
+    """
+    precision, target = choices.precision, choices.target
+    if model is None or precision is None:
+        return
+    resolved, kept = resolve_precision(model, precision), get_target(target)
+    try:
+        plan = byte_plan(
+            model, resolved, kept, batch=batch, context=context, compute=choices.compute
+        )
+    except CompileError:
+        return
+    name = f"{model.name} {RANDOM_WEIGHTS}" if model.weights == "random" else model.name
+    users = "1 sequence" if batch == 1 else f"{batch} sequences"
+    title = f"bytes of {name} on {target}, {precision.name}: {users} of {context:,} positions"
+    notes = [f"cache: {plan.position_bytes:,} bytes a position of a sequence"]
+    if plan.memory_bytes:
+        notes[0] += f"; memory: {plan.memory_bytes:,} bytes a sequence, whatever its length"
+    if any(share.group in EXPERT_GROUPS for share in plan.shares):
+        read = f"{100 * experts_share(model, batch):.1f} % of the experts (all equally likely)"
+        notes.append(f"a decode step at batch {batch} is expected to read {read}")
+    table = Table.by(_BYTES, (*plan.shares, plan.total), *notes)
+    print_table(screen, title, table, numbers=True)
 
 
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:

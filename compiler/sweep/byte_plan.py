@@ -1,18 +1,29 @@
 """What a model and its state take on a target, and what a decode step moves of them, by group.
 
-It is told before anything is compiled: no weight is read, and nothing is measured.
+It is told before anything is compiled: no weight is read, and nothing is measured. A model is
+lowered with one layer for all that come to the same, in a fraction of the time of the whole one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.fx import GraphModule
 
 from tilewright.compiler.bench.roofline import MEMORY, Share, state_shares, weight_shares
-from tilewright.compiler.driver import CompilableModel
-from tilewright.compiler.precision import ResolvedPrecision
-from tilewright.compiler.sweep.outline import lower_outline
+from tilewright.compiler.driver import CompilableModel, lower_model, silent, stored_formats
+from tilewright.compiler.precision import OP_GROUP_OF, PHASES, ResolvedPrecision
 from tilewright.compiler.targets.base import Target
+
+_LAYERS = re.compile(r"(?:^|\.)layers$")
+_SCALARS = (int, float, str, bytes, type(None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,3 +87,99 @@ def _joined(group: str, parts: Iterable[Share]) -> Share:
         sum(part.held for part in parts),
         sum(part.moved for part in parts),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """``graph`` holds some layers of the model; ``counts``: how many each of them stands for."""
+
+    graph: GraphModule
+    counts: dict[int, int]
+
+    def count(self, layer: int | None) -> int:
+        """How many layers this one stands for; 1 of what is in none."""
+        return 1 if layer is None else self.counts[layer]
+
+
+def lower_outline(model: CompilableModel, precision: ResolvedPrecision, target: Target) -> Outline:
+    """Lower a model for a target, leaving out layers that are built and configured as another.
+
+    Raises:
+        CompileError: where model, precision and target do not fit together.
+    """
+    stored = stored_formats(model)
+    like: dict[Hashable, list[str]] = defaultdict(list)
+    for place, layers in _lists_of_layers(model.module):
+        for name, layer in layers.named_children():
+            path = f"{place}.{name}"
+            asked = _asked(model.module.tensor_groups, path, layer, precision)
+            formats = tuple(stored[name] for name, _ in layer.named_parameters(prefix=path))
+            like[_built(layer), asked, formats].append(path)
+    kept = {paths[0]: len(paths) for paths in like.values()}
+    with _only(model.module, set(kept)):
+        graph_module, _ = lower_model(model, precision, target.stages(), silent)
+    return Outline(graph_module, {_number(path): count for path, count in kept.items()})
+
+
+def _lists_of_layers(module: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    return [
+        (path, found)
+        for path, found in module.named_modules()
+        if isinstance(found, nn.ModuleList) and _LAYERS.search(path)
+    ]
+
+
+def _number(path: str) -> int:
+    return int(path.rpartition(".")[2])
+
+
+def _built(module: nn.Module) -> Hashable:
+    """Equal for modules of equal types, sizes and settings. What cannot be compared is told apart
+    by what object it is: a layer too many is slow, one too few would be wrong.
+    """
+    settings: list[tuple[str, Any]] = []
+    for name, value in vars(module).items():
+        if not name.startswith("_"):
+            settings.append((name, value if isinstance(value, _SCALARS) else id(value)))
+    tensors = [
+        (name, tuple(tensor.shape), tensor.dtype)
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+        if tensor is not None
+    ]
+    children = [(name, _built(child)) for name, child in module.named_children()]
+    return type(module), tuple(settings), tuple(tensors), tuple(children)
+
+
+def _asked(
+    groups: Any, path: str, layer: nn.Module, precision: ResolvedPrecision
+) -> tuple[Hashable, ...]:
+    """Every format and fidelity that modules of a layer may ask for."""
+    found: list[Hashable] = []
+    number = _number(path)
+    for name, _ in layer.named_modules(prefix=path):
+        own = next((group for glob, group in groups.items() if fnmatchcase(name, glob)), None)
+        if own is None:
+            continue
+        for group in {own, "kv_cache", "activation"}:
+            found.append((group, precision.format(group, layer=number, fqn=name)))
+        for family in filter(None, {OP_GROUP_OF.get(own), "sdpa"}):
+            found += [
+                (family, phase, precision.fidelity(family, phase, layer=number, fqn=name))
+                for phase in PHASES
+            ]
+    return tuple(sorted(found, key=repr))
+
+
+@contextmanager
+def _only(module: nn.Module, kept: set[str]) -> Iterator[None]:
+    """The module with these layers alone, each under its own number."""
+    lists = _lists_of_layers(module)
+    whole = [(found, found._modules) for _, found in lists]
+    for path, found in lists:
+        some = {name: each for name, each in found._modules.items() if f"{path}.{name}" in kept}
+        found._modules = some
+    try:
+        yield
+    finally:
+        for found, modules in whole:
+            found._modules = modules

@@ -9,9 +9,8 @@ import pytest
 from tilewright.compiler.bench.roofline import weight_bytes
 from tilewright.compiler.driver import compile_model, resolve_precision
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep.byte_plan import BytePlan, byte_plan
+from tilewright.compiler.sweep.byte_plan import BytePlan, byte_plan, lower_outline
 from tilewright.compiler.sweep.model import experts_share, step_bytes, swept_model
-from tilewright.compiler.sweep.outline import lower_outline
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
 from tilewright.models import load_model
