@@ -132,7 +132,7 @@ def test_a_missing_limit_is_the_context_left(client: openai.OpenAI, server: Serv
         ({"messages": [{"role": "user", "content": "x" * 600}]}, None),
         ({"functions": []}, "functions"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ],
 )
 def test_bad_values_are_400_with_their_place(
