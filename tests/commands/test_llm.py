@@ -9,6 +9,7 @@ import pytest
 
 from tilewright import LLM
 from tilewright.compiler.errors import ConfigError, RequestError
+from tilewright.compiler.targets.step import Step, StepOutput
 from tilewright.models.tokenizer.chat_template import Message
 
 HELLO: list[Message] = [{"role": "user", "content": "hello"}]
@@ -77,12 +78,28 @@ def test_streams_run_side_by_side_and_one_left_early_frees_its_seat(llm: LLM) ->
     assert not llm._loop.has_work(), "one never begun is not left in the queue"
 
 
-def test_a_later_turn_computes_only_what_is_new(llm: LLM) -> None:
-    first = llm.chat("tell me a long story", max_tokens=8)
-    chat: list[Message] = [{"role": "user", "content": "tell me a long story"}]
-    chat += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "more"}]
-    later = llm.chat(chat, max_tokens=4, end_tokens=())
-    assert first.num_prompt_tokens <= later.num_cached_tokens < later.num_prompt_tokens
+def test_later_turns_compute_only_what_is_new(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in the steps: of each turn the last reply and the new message, and no more."""
+    executable, computed = llm.compiled.executable, list[int]()
+    step = executable.step
+
+    def counted(given: Step) -> StepOutput:
+        computed[-1] += sum(len(chunk.tokens) for chunk in given.prompts)
+        return step(given)
+
+    monkeypatch.setattr(executable, "step", counted)
+    chat: list[Message] = []
+    before = 0
+    for text in ("tell me a long story", "more", "and how does it end"):
+        chat.append({"role": "user", "content": text})
+        computed.append(0)
+        with llm.stream_chat(chat, max_tokens=6) as stream:
+            "".join(stream)
+        answer = stream.answer
+        assert computed[-1] == answer.num_prompt_tokens - answer.num_cached_tokens
+        assert before <= answer.num_cached_tokens < answer.num_prompt_tokens
+        before = answer.num_prompt_tokens
+        chat.append({"role": "assistant", "content": answer.text})
 
 
 def test_what_cannot_be_asked_is_refused_by_name(llm: LLM, tiny_gguf: Path) -> None:
