@@ -32,6 +32,7 @@ KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16")
 _FOUR_BITS = ("Q4_0", "Q4_1")
 _OPENVINO_KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16")
 _ONNX_WEIGHTS = "int4"
+_BACKENDS = dict(zip(("onnxruntime", "native"), OURS, strict=True))
 _ROOT = Path(__file__).resolve().parents[2]
 _WORKER = "bench.peers.tilewright_worker"
 
@@ -79,6 +80,12 @@ class CompareOptions:
     )
     peers: tuple[str, ...] = option(
         f"of {', '.join(PEERS)}", default=tuple(PEERS), nargs="*", metavar="NAME", type=_peer
+    )
+    backends: tuple[str, ...] = option(
+        f"of the target cpu: {', '.join(_BACKENDS)} (default: onnxruntime)",
+        default=("onnxruntime",),
+        metavar="NAME",
+        choices=tuple(_BACKENDS),
     )
     threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
     rounds: int = option("in turn (5)", default=5, type=integer(1, 1000))
@@ -160,7 +167,7 @@ def main(argv: list[str]) -> int:
     print_report(out(), record)
     if options.json is not None:
         write_text(options.json, json.dumps(record, indent=1) + "\n")
-    return int(any(each.failure for each in contestants if each.engine == OURS))
+    return int(any(each.failure for each in contestants if each.engine in OURS))
 
 
 def line_up(
@@ -178,13 +185,14 @@ def line_up(
         return found[key]
 
     for pair in dict.fromkeys(options.pairs):
-        ours = enter(OURS, pair.precision)
+        ours = [enter(_BACKENDS[each], pair.precision) for each in options.backends]
         rivals = [("llama.cpp", pair.kind)]
         if pair.kind in _FOUR_BITS:
             rivals.append(("onnx-genai", _ONNX_WEIGHTS))
         if pair.kind in _OPENVINO_KINDS:
             rivals.append(("openvino", pair.kind))
-        versus += [(ours, enter(*rival)) for rival in rivals if rival[0] in options.peers]
+        known = [enter(*rival) for rival in rivals if rival[0] in options.peers]
+        versus += [(own, rival) for own in ours for rival in known]
     return list(found.values()), versus
 
 
@@ -220,7 +228,7 @@ class _Starts:
         """What the engine reads, made where there is none yet."""
         source, given = self._source, self._options.onnx_genai_folder
         is_tied = self._model.config.tie_embeddings
-        if engine == OURS:
+        if engine in OURS:
             return {"path": str(source), "precision": weights}
         if engine == "onnx-genai" and given is not None:
             return {"path": str(given), "is_tied": is_tied}

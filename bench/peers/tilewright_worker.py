@@ -14,7 +14,8 @@ from typing import Any
 
 from bench.peers.worker import Engine, Generated, Loaded, serve, take_standard_output
 
-OURS = "tilewright"
+OURS = {"tilewright": "cpu", "tilewright native": "cpu-native"}
+"""Our own engines, and the full names of their targets."""
 
 
 def open_engine(settings: dict[str, Any]) -> Engine:
@@ -32,14 +33,13 @@ def open_engine(settings: dict[str, Any]) -> Engine:
         from bench.peers.openvino import OpenVino
 
         return OpenVino(path, num_threads=num_threads)
-    assert name == OURS, name
-    return Tilewright(path, settings)
+    return Tilewright(path, settings, target=OURS[name])
 
 
 class Tilewright:
     """A model compiled for the CPU, run as ``tilewright run`` runs it."""
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path: Path, settings: dict[str, Any], *, target: str) -> None:
         from tilewright.compiler.artifacts.cache import ProgramCache
         from tilewright.compiler.artifacts.program import compile_cached
         from tilewright.compiler.precision import load_precision
@@ -53,7 +53,7 @@ class Tilewright:
             load_model(path),
             load_precision(settings["precision"]),
             ProgramCache.default(),
-            target="cpu",
+            target=target,
             options=options,
         )
 

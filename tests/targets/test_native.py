@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tests.tiny import (
 )
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError
+from tilewright.compiler.formats import get_format
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Executable
 from tilewright.compiler.targets.cpu.native import NativeTarget, build, library
@@ -286,3 +288,27 @@ def test_a_model_without_kernels_names_the_other_backend() -> None:
     model = tiny_model(model_type="qwen3_moe", num_experts=4, experts_per_token=2)
     with pytest.raises(CompileError, match="--backend onnxruntime"):
         compiled(model, "cpu-native", precision=precision_of("bfp8"))
+
+
+@pytest.mark.parametrize("name", ["bfp8", "bfp4"])
+def test_keys_and_values_are_rounded_as_the_format_says(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference with a cache of such values is near; without, it is not."""
+    model, tokens = tiny_model(std=0.2, num_layers=1), random_tokens(24)
+    precision = precision_of("fp32", "hifi4fp32", kv_cache=name)
+    executable = compiled(model, "cpu-native", precision=precision, compute="fast")
+    found = prefill(executable, tokens)
+    executable.close()
+    plain = prefill(compiled(model, precision=precision), tokens)
+    attention = importlib.import_module("tilewright.compiler.ops.attention")
+    cached = attention._attend_cached
+    held = get_format(name).round_trip
+
+    def rounded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return cached(q, held(k), held(v), *rest)
+
+    monkeypatch.setattr(attention, "_attend_cached", rounded)
+    near = (found - prefill(compiled(model, precision=precision), tokens)).abs().max()
+    assert near < 0.02
+    assert (found - plain).abs().max() > 2 * near

@@ -29,28 +29,6 @@ uint16_t bf16(float x) {
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-// To a block float of a shared exponent a 16, as formats quantise on the host: what is shifted out
-// is lost, then to nearest, halves to even, at most all ones.
-void round_blocks(float* x, int64_t count, int bits) {
-    for (int64_t at = 0; at < count; at += 16) {
-        int shared = 0, length = (int)(count - at < 16 ? count - at : 16);
-        for (int i = 0; i < length; i++) {
-            uint32_t u;
-            std::memcpy(&u, x + at + i, 4);
-            int exponent = (int)(u >> 23 & 0xff);
-            shared = exponent > shared ? exponent : shared;
-        }
-        if (shared == 255) continue;  // not finite: as it is
-        const double most = (1 << bits) - 1;
-        for (int i = 0; i < length; i++) {
-            double aligned = std::trunc(std::ldexp((double)x[at + i], 150 - shared));
-            double code = std::nearbyint(std::ldexp(aligned, bits - 24));
-            code = code > most ? most : code < -most ? -most : code;
-            x[at + i] = (float)std::ldexp(code, shared - 126 - bits);
-        }
-    }
-}
-
 // One head's channels turned in place; `angles`: cosine and sine of every pair.
 void turn(float* x, const float* angles, int64_t num_pairs, bool interleaved, float factor) {
     for (int64_t i = 0; i < num_pairs; i++) {
@@ -108,10 +86,10 @@ void take_token(Worker& worker, const Layer& layer, int64_t token, int64_t seque
         uint8_t* keys = cache + 2 * head * layer.layout.head_bytes;
         std::memcpy(x, qkv + (layer.num_heads + head) * head_dim, head_dim * 4);
         turn(x, angles, num_pairs, interleaved, each.factor);
-        if (layer.state.mantissa_bits) round_blocks(x, head_dim, layer.state.mantissa_bits);
+        if (layer.state.mantissa_bits) worker.kernels().round_blocks(x, head_dim, layer.state.mantissa_bits);
         put_key(layer, keys, position, x);
         std::memcpy(x, qkv + (layer.num_heads + layer.num_kv + head) * head_dim, head_dim * 4);
-        if (layer.state.mantissa_bits) round_blocks(x, head_dim, layer.state.mantissa_bits);
+        if (layer.state.mantissa_bits) worker.kernels().round_blocks(x, head_dim, layer.state.mantissa_bits);
         put_value(layer, keys + layer.layout.head_bytes, position, x, is_last);
     }
 }

@@ -64,6 +64,7 @@ struct Kernels {
     void (*swiglu)(const float* gate, const float* up, int64_t count, float* out);
     void (*sigmoid_gate)(const float* x, const float* gate, int64_t count, bool one, float* out);
     void (*function)(int32_t function, const float* x, const float* y, float number, int64_t count, float* out);
+    void (*round_blocks)(float* x, int64_t count, int32_t num_bits);
     void (*blend)(float old, float own, const float* values, int64_t count, float* into);
     void (*to_fp32)(int kind, const uint8_t* panel, int64_t columns, float* out);
     void (*attend)(const HeadCache&, const Queries&, int32_t begin, int32_t end, const Partial&);

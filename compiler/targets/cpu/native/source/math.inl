@@ -163,4 +163,34 @@ void blend(float old, float own, const float* values, int64_t count, float* into
     });
 }
 
+// A block of tiny values, whose powers of two are no normal floats.
+inline void round_tiny(float* x, int count, int shared, int bits) {
+    const double most = (1 << bits) - 1;
+    for (int i = 0; i < count; i++) {
+        double code = __builtin_trunc(__builtin_ldexp((double)x[i], 150 - shared));
+        code = __builtin_nearbyint(__builtin_ldexp(code, bits - 24));
+        code = code > most ? most : code < -most ? -most : code;
+        x[i] = (float)__builtin_ldexp(code, shared - 126 - bits);
+    }
+}
+
+// To block floats of a shared exponent a 16, as formats quantise on the host: what is shifted out
+// is lost, then to nearest, halves to even, at most all ones. What is not finite stays.
+void round_blocks(float* x, int64_t count, int32_t num_bits) {
+    const vf most = spread((float)((1 << num_bits) - 1));
+    by_lanes(count, [=](int64_t at, int lanes) {
+        vf v = load_some(x + at, lanes);
+        int32_t all[16], largest = 0;
+        istore(all, iand(bits(v), ispread(0x7fffffff)));
+        for (int i = 0; i < 16; i++) largest = all[i] > largest ? all[i] : largest;
+        const int32_t shared = largest >> 23;
+        if (shared == 255) return;
+        if (shared < 24) return round_tiny(x + at, lanes, shared, num_bits);
+        vi aligned = truncated(mul(v, of_bits(ispread((277 - shared) << 23))));
+        vf code = to_float(nearest(mul(to_float(aligned), of_bits(ispread((103 + num_bits) << 23)))));
+        code = larger(sub(zeros(), most), if_less(most, code, most, code));
+        store_some(x + at, mul(code, of_bits(ispread((shared + 1 - num_bits) << 23))), lanes, false);
+    });
+}
+
 }  // namespace

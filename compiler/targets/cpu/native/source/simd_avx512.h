@@ -33,6 +33,7 @@ inline vf if_less(vf a, vf b, vf yes, vf no) {
 }
 inline vf to_float(vi x) { return _mm512_cvtepi32_ps(x); }
 inline vi nearest(vf x) { return _mm512_cvtps_epi32(x); }
+inline vi truncated(vf x) { return _mm512_cvttps_epi32(x); }
 inline vi bits(vf x) { return _mm512_castps_si512(x); }
 inline vf of_bits(vi x) { return _mm512_castsi512_ps(x); }
 inline vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }

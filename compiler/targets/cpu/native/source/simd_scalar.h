@@ -36,6 +36,7 @@ inline vf to_float(vi x) { TW_MAKE(vf, (float)x.x[i]); }
 inline vi nearest(vf x) {  // what does not fit is the smallest integer, as on x86
     TW_MAKE(vi, x.x[i] > -2147483648.0f && x.x[i] < 2147483648.0f ? (int32_t)__builtin_rintf(x.x[i]) : INT32_MIN);
 }
+inline vi truncated(vf x) { TW_MAKE(vi, (int32_t)x.x[i]); }  // of what fits
 inline vi bits(vf x) { vi r; std::memcpy(r.x, x.x, 64); return r; }
 inline vf of_bits(vi x) { vf r; std::memcpy(r.x, x.x, 64); return r; }
 inline vi iadd(vi a, vi b) { TW_MAKE(vi, (int32_t)((uint32_t)a.x[i] + (uint32_t)b.x[i])); }

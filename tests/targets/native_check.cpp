@@ -1,0 +1,149 @@
+// A small model of random weights on the native library, for the sanitizers: every kind of weight in
+// every arithmetic, on each instruction set, with three threads; a row's bits alone and in a batch.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "interface.h"
+#include "panels.h"
+
+namespace {
+
+constexpr int kWidth = 40, kHeads = 4, kKv = 2, kDim = 10, kInner = 56, kVocab = 37, kSeats = 3, kContext = 640;
+
+uint32_t state = 1;
+uint32_t number() { return state = state * 1664525u + 1013904223u; }
+
+struct Model {
+    std::vector<std::vector<uint8_t>> data;
+    std::vector<TwTensor> tensors;
+    std::vector<TwInstruction> instructions;
+    std::vector<int32_t> widths{kWidth, (kHeads + 2 * kKv) * kDim, kHeads * kDim, kInner, kWidth, kVocab};
+    TwState states[1];
+
+    int32_t add(int kind, int rows, int columns, uint64_t bytes) {
+        data.emplace_back(bytes + 64);
+        uint8_t* at = (uint8_t*)(((uintptr_t)data.back().data() + 63) / 64 * 64);
+        tensors.push_back({kind, rows, columns, at, bytes});
+        return (int32_t)tensors.size() - 1;
+    }
+
+    int32_t vector(int count) {
+        int32_t index = add(TW_VECTOR, count, 1, (uint64_t)count * 4);
+        for (int i = 0; i < count; i++) ((float*)tensors[index].data)[i] = 0.1f + (float)(number() >> 8) * 0x1p-24f;
+        return index;
+    }
+
+    int32_t weight(int kind, int rows, int columns, bool paired) {
+        tw::PanelSize size = tw::panel_size(kind, columns);
+        int64_t panels = tw::num_panels(rows, paired);
+        int32_t index = add(kind, rows, columns, panels * size.total);
+        for (int64_t p = 0; p < panels; p++) {
+            uint8_t* panel = (uint8_t*)tensors[index].data + p * size.total;
+            for (int64_t i = 0; i < size.total; i++) panel[i] = (uint8_t)(number() >> 24);
+            if (kind == TW_FP32)
+                for (int64_t i = 0; i < size.codes / 4; i++) ((float*)panel)[i] = ((float)(number() >> 8) * 0x1p-24f - 0.5f) / 4;
+            if (kind == TW_BF16)
+                for (int64_t i = 0; i < size.codes / 2; i++) ((uint16_t*)panel)[i] = (uint16_t)(0x3c00 | (number() >> 16 & 0x81ff));
+            for (int64_t i = size.codes; i < size.total; i++)  // small scales of float16, or exponents
+                panel[i] = kind == TW_BFP8 || kind == TW_BFP4 ? (uint8_t)(117 + number() % 3) : (i % 2 ? 0x14 : 0x31);
+        }
+        return index;
+    }
+
+    void append(TwOp op, TwPlace out, TwPlace x, int32_t weight, int32_t norm, int arithmetic, int flags = 0) {
+        TwInstruction each{};
+        each.op = op, each.out = out, each.x = x, each.y = {-1, 0, 0}, each.flags = flags;
+        each.weight = weight, each.norm = norm, each.bias = each.other = -1;
+        each.arithmetic[0] = each.arithmetic[1] = arithmetic;
+        each.eps = 1e-5f, each.scale = 0.3f, each.factor = 1.0f, each.num_heads = kHeads;
+        instructions.push_back(each);
+    }
+
+    Model(int kind, int arithmetic, bool bf16_cache) {
+        const TwPlace x{0, 0, kWidth}, qkv{1, 0, widths[1]}, o{2, 0, widths[2]}, inner{3, 0, kInner}, last{4, 0, kWidth}, logits{5, 0, kVocab};
+        states[0] = {bf16_cache, kKv, kDim, bf16_cache ? 7 : 0};
+        append(TW_EMBED, x, {-1, 0, 0}, weight(kind, kVocab, kWidth, false), -1, 0);
+        append(TW_LINEAR, qkv, x, weight(kind, widths[1], kWidth, false), vector(kWidth), arithmetic);
+        append(TW_ATTEND, o, qkv, -1, -1, 0);
+        instructions.back().other = vector(kDim / 2);
+        append(TW_LINEAR, x, o, weight(kind, kWidth, widths[2], false), -1, arithmetic, TW_RESIDUAL);
+        append(TW_LINEAR, inner, x, weight(kind, 2 * kInner, kWidth, true), vector(kWidth), arithmetic, TW_PAIRED);
+        append(TW_LINEAR, x, inner, weight(kind, kWidth, kInner, false), -1, arithmetic, TW_RESIDUAL);
+        append(TW_GATHER, last, x, -1, -1, 0);
+        append(TW_LINEAR, logits, last, weight(kind, kVocab, kWidth, false), vector(kWidth), arithmetic);
+    }
+
+    TwProgram program(int isa) {
+        return {sizeof(TwProgram), TW_VERSION, sizeof(TwInstruction), sizeof(TwTensor), 3, isa, kSeats, kContext, 512,
+                (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 1, 5,
+                instructions.data(), tensors.data(), widths.data(), states};
+    }
+};
+
+void fail(const char* what) {
+    std::printf("%s\n", what);
+    std::exit(1);
+}
+
+std::vector<float> step(void* engine, std::vector<int32_t> seats, std::vector<int32_t> starts, int count, bool decodes) {
+    std::vector<int32_t> tokens, positions, bounds{0}, rows;
+    for (size_t s = 0; s < seats.size(); s++) {
+        for (int i = 0; i < count; i++) {
+            positions.push_back(starts[s] + i);
+            tokens.push_back((starts[s] + i) * 7 % kVocab);
+        }
+        bounds.push_back((int32_t)tokens.size());
+        rows.push_back((int32_t)tokens.size() - 1);
+    }
+    std::vector<float> logits(rows.size() * kVocab);
+    TwStep given{(int32_t)tokens.size(), (int32_t)seats.size(), (int32_t)rows.size(), decodes, tokens.data(),
+                 positions.data(), bounds.data(), seats.data(), rows.data(), logits.data()};
+    if (tw_step(engine, &given)) fail("a good step was refused");
+    positions[0] = kContext;
+    if (!tw_step(engine, &given)) fail("a bad step was run");
+    return logits;
+}
+
+std::vector<float> check(int kind, int arithmetic, int isa, bool bf16_cache) {
+    state = 1;
+    Model model(kind, arithmetic, bf16_cache);
+    TwProgram program = model.program(isa);
+    char said[256] = "";
+    void* engine = tw_open(&program, said, sizeof said);
+    if (!engine) fail(said);
+    step(engine, {0}, {0}, 400, false);
+    step(engine, {0}, {400}, 130, false);
+    tw_copy(engine, 0, 1, 530);
+    step(engine, {2}, {0}, 9, false);
+    std::vector<float> together = step(engine, {1, 0, 2}, {530, 530, 9}, 1, true);
+    std::vector<float> alone = step(engine, {1}, {530}, 1, true);
+    if (std::memcmp(alone.data(), together.data(), kVocab * 4)) fail("a row's bits depend on its batch");
+    if (std::memcmp(alone.data(), together.data() + kVocab, kVocab * 4)) fail("a copy differs");
+    for (float each : together)
+        if (!(each == each)) fail("no number");
+    tw_clear(engine, 0);
+    step(engine, {0}, {0}, 3, false);
+    if (tw_seat_bytes(engine, 20) <= 0) fail("no bytes");
+    tw_close(engine);
+    return together;
+}
+
+}  // namespace
+
+int main() {
+    for (int kind = TW_FP32; kind < TW_VECTOR; kind++)
+        for (int arithmetic = 0; arithmetic < TW_NUM_ARITHMETICS; arithmetic++) {
+            bool fits = arithmetic == TW_AS_FP32 || tw::in_blocks(kind) || (kind == TW_BF16 && arithmetic == TW_AS_BF16);
+            if (!fits) continue;
+            std::vector<float> first;
+            for (int isa = 0; isa <= tw_best_isa(); isa++) {
+                std::vector<float> found = check(kind, arithmetic, isa, arithmetic != TW_AS_FP32);
+                if (isa && found != first) fail("instruction sets differ");
+                first = found;
+            }
+        }
+    std::printf("ok\n");
+}
