@@ -224,7 +224,7 @@ def test_metrics_have_the_names_and_labels_of_dashboards(front: Running) -> None
     kinds = dict(re.findall(r"^# TYPE vllm:(\w+) (\w+)$", text, re.M))
     assert kinds == {name: kind for kind, names in METRICS.items() for name in names.split()}
     for line in text.splitlines():
-        if not line.startswith(("#", "process_")):
+        if not line.startswith(("#", "process_", "engine_process_")):
             assert 'engine="0"' in line and 'model_name="first"' in line, line
     assert 'requests_refused_total{code="invalid_value"' in text
     assert re.search(r'request_success_total{.*finished_reason="length".*} \d', text)
