@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.bench.cases import CASES, DEFAULT_CASE
 from tilewright.compiler.commands.arguments import (
-    ModelArguments,
+    CHECKPOINT_PRECISION,
+    CheckpointArguments,
     ModelOptions,
     Parser,
     add_options,
@@ -18,6 +18,7 @@ from tilewright.compiler.commands.arguments import (
     option,
     read_model_options,
     real,
+    take_path,
     values_of,
 )
 from tilewright.compiler.errors import ConfigError
@@ -36,7 +37,6 @@ _MAX_KEYS, _MAX_CONTEXT = 1024, 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    path: str | None = option("the same as --model", "path", nargs="?", metavar="MODEL")
     sampling_defaults: str = option(
         "of requests that name no temperature: greedy 0, openai 1, model as its "
         "generation_config.json says",
@@ -184,19 +184,17 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
     parser = Parser(
         prog="tilewright serve", description="Serve a model over HTTP, as OpenAI's API does."
     )
-    add_options(parser, ModelArguments, _Asked, ServeOptions, without=("dump",))
+    add_options(parser, CheckpointArguments, _Asked, ServeOptions, without=("dump", "output"))
     arguments = parser.parse_args(list(argv))
     arguments.dump = None
-    if arguments.path is not None and arguments.model is not None:
-        raise ConfigError("MODEL and --model; allowed: one of them")
-    arguments.model = arguments.path or arguments.model
+    take_path(arguments)
     given = values_of(ServeOptions, arguments)
     if len(given["api_key"]) > _MAX_KEYS or not all(given["api_key"]):
         raise ConfigError(f"--api-key: allowed: up to {_MAX_KEYS}, none of them empty")
     if arguments.detach and not arguments.port:
         raise ConfigError("--detach with --port 0; allowed: a port that is named")
     return ServeOptions(
-        model=read_model_options(arguments, CASES[DEFAULT_CASE].precision),
+        model=read_model_options(arguments, CHECKPOINT_PRECISION),
         sampling_defaults=arguments.sampling_defaults,
         defaults=_DEFAULTS[arguments.sampling_defaults],
         chat_template=_template(arguments.chat_template),
