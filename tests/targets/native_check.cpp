@@ -136,7 +136,8 @@ std::vector<float> check(int kind, int arithmetic, int isa, bool bf16_cache) {
 int main() {
     for (int kind = TW_FP32; kind < TW_VECTOR; kind++)
         for (int arithmetic = 0; arithmetic < TW_NUM_ARITHMETICS; arithmetic++) {
-            bool fits = arithmetic == TW_AS_FP32 || tw::in_blocks(kind) || (kind == TW_BF16 && arithmetic == TW_AS_BF16);
+            bool scaled = tw::in_blocks(kind) && !(kind == TW_Q41 && arithmetic == TW_AS_BF16);
+            bool fits = arithmetic == TW_AS_FP32 || scaled || (kind == TW_BF16 && arithmetic == TW_AS_BF16);
             if (!fits) continue;
             std::vector<float> first;
             for (int isa = 0; isa <= tw_best_isa(); isa++) {

@@ -19,7 +19,7 @@ from ctypes import (
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native.build import library_path
 
-VERSION = 1
+VERSION = 2
 _ERROR_BYTES = 512
 
 ISA_NAMES = ("scalar", "AVX2", "AVX-512 VNNI BF16")
@@ -27,7 +27,7 @@ OPS = (
     *("embed", "linear", "attend", "gather", "swiglu", "norm_heads", "norm", "elementwise"),
     "sigmoid_gate",
 )
-KINDS = ("fp32", "bf16", "q80", "q40", "bfp8", "bfp4", "vector")
+KINDS = ("fp32", "bf16", "q80", "q40", "bfp8", "bfp4", "q41", "vector")
 ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
 RESIDUAL, PAIRED, INTERLEAVED = 1, 2, 4

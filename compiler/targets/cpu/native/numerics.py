@@ -9,7 +9,7 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
 
 FP32, BF16, VECTOR = "fp32", "bf16", "vector"
-BLOCK_KINDS = ("q80", "q40", "bfp8", "bfp4")
+BLOCK_KINDS = ("q80", "q40", "q41", "bfp8", "bfp4")
 """Formats that kernels read in blocks, as they are."""
 
 AS_FP32, AS_BF16, AS_INT8 = "fp32", "bf16", "int8"
@@ -32,7 +32,9 @@ def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
     asked = FIDELITIES[fidelity]
     if exact or kind == FP32 or asked.fp32_outputs:
         return AS_FP32
-    return AS_INT8 if kind in BLOCK_KINDS and asked.num_phases < 3 else AS_BF16
+    if kind in BLOCK_KINDS and asked.num_phases < 3:
+        return AS_INT8
+    return AS_FP32 if kind == "q41" else AS_BF16  # whose minimums are no codes
 
 
 def cache_kind(format_name: str, *, exact: bool) -> tuple[bool, int]:

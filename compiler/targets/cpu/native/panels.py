@@ -15,7 +15,8 @@ from tilewright.compiler.targets.cpu.native.numerics import BF16, FP32
 
 LANES, BLOCK = 16, 32
 _ALIGNMENT = 64
-_CODE_BITS = {"q80": 8, "bfp8": 8, "q40": 4, "bfp4": 4}
+_CODE_BITS = {"q80": 8, "bfp8": 8, "q40": 4, "q41": 4, "bfp4": 4}
+_SCALE_BYTES = {"q41": 64}  # of the rows of a panel, for 32 columns; 32 of the other kinds
 _OF_POWERS = ("bfp8", "bfp4")
 
 
@@ -36,7 +37,8 @@ def panel_bytes(kind: str, num_columns: int) -> int:
     wide = whole(num_columns, BLOCK)
     if kind in (FP32, BF16):
         return wide * LANES * (4 if kind == FP32 else 2)
-    return whole(wide * LANES * _CODE_BITS[kind] // 8 + wide // BLOCK * 32, _ALIGNMENT)
+    scales = wide // BLOCK * _SCALE_BYTES.get(kind, 32)
+    return whole(wide * LANES * _CODE_BITS[kind] // 8 + scales, _ALIGNMENT)
 
 
 def value_panels(values: Tensor, kind: str) -> Tensor:
@@ -48,8 +50,12 @@ def value_panels(values: Tensor, kind: str) -> Tensor:
     return lanes.view(torch.uint8).view(lanes.shape[0], -1)
 
 
-def code_panels(signed: SignedCodes, kind: str, name: str) -> Tensor:
+def code_panels(
+    signed: SignedCodes, kind: str, name: str, *, minimums: Tensor | None = None
+) -> Tensor:
     """uint8 ``[panels, bytes]`` of rows ``[16 panels, in]`` in blocks; ``name`` is for errors.
+
+    ``minimums``: of each block, as the scales; the codes then begin at 0.
 
     Raises:
         CheckpointError: for a block whose scale is too small to be a normal number.
@@ -57,13 +63,18 @@ def code_panels(signed: SignedCodes, kind: str, name: str) -> Tensor:
     num_columns = signed.codes.shape[1]
     wide = whole(num_columns, BLOCK)
     bits = _CODE_BITS[kind]
-    codes = pad(signed.codes, (0, wide - num_columns)).view(torch.uint8) + (1 << (bits - 1))
+    codes = pad(signed.codes, (0, wide - num_columns)).view(torch.uint8)
+    codes = codes if minimums is not None else codes + (1 << (bits - 1))
     lanes = codes.view(-1, LANES, wide // 4, 4).transpose(1, 2)
     if bits == 4:
         halves = lanes.reshape(lanes.shape[0], wide // 8, 2, LANES, 4)
         lanes = halves[:, :, 0] | halves[:, :, 1] << 4
     scales = _scales(signed, kind, wide, name)
-    flat = torch.cat((lanes.reshape(lanes.shape[0], -1), scales), dim=1)
+    parts = [lanes.reshape(lanes.shape[0], -1), scales]
+    if minimums is not None:
+        least = SignedCodes(signed.codes, minimums, signed.block)
+        parts.append(_scales(least, kind, wide, name))
+    flat = torch.cat(parts, dim=1)
     return pad(flat, (0, panel_bytes(kind, num_columns) - flat.shape[1])).contiguous()
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewright.compiler.errors import CheckpointError, NoRoomError
+from tilewright.compiler.formats import GgmlFormat, get_format
 from tilewright.compiler.ir.recipe import (
     ReadsRows,
     ReadsStored,
@@ -28,7 +29,7 @@ from tilewright.compiler.ir.recipe import (
     values_of,
 )
 from tilewright.compiler.targets.base import Progress
-from tilewright.compiler.targets.cpu.codes import signed_codes, stored_codes
+from tilewright.compiler.targets.cpu.codes import SignedCodes, signed_codes, stored_codes
 from tilewright.compiler.targets.cpu.native.numerics import BF16, BLOCK_KINDS, FP32, VECTOR
 from tilewright.compiler.targets.cpu.native.panels import (
     LANES,
@@ -194,21 +195,36 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
         assert isinstance(get, ReadsRows)
         return load_rows(recipe, get, first, last)
 
+    def codes_of(first: int, last: int) -> tuple[SignedCodes, Tensor | None]:
+        """Codes and scales, and the minimums of a format that has them."""
+        number_format, shape = get_format(kind), (last - first, wanted.columns)
+        stored = None
+        if recipe.is_stored:
+            assert isinstance(get, ReadsStored)
+            stored = load_stored(recipe, get, first, last)
+        if not isinstance(number_format, GgmlFormat) or not number_format.has_minimums:
+            if stored is not None:
+                return stored_codes(stored, shape, kind), None
+            return signed_codes(dense_of(first, last), kind), None
+        if stored is not None:
+            encoded = number_format.read(stored.reshape(-1), shape)
+        else:
+            encoded = number_format.quantise(dense_of(first, last))
+        assert encoded.minimums is not None
+        scales = number_format.scales(encoded)
+        codes = encoded.codes.view(torch.int8)
+        return SignedCodes(codes, scales, number_format.block), encoded.minimums.float()
+
     def read(first: int, last: int, count: int) -> Tensor:
         if kind in (FP32, BF16):
             dense = dense_of(first, last)
             values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
             return value_panels(pad(values, (0, 0, 0, count - len(values))), kind)
-        assert recipe.format is not None
-        if recipe.is_stored:
-            assert isinstance(get, ReadsStored)
-            data = load_stored(recipe, get, first, last)
-            signed = stored_codes(data, (last - first, wanted.columns), recipe.format)
-        else:
-            signed = signed_codes(dense_of(first, last), recipe.format)
+        signed, minimums = codes_of(first, last)
         missing = (0, 0, 0, count - len(signed.codes))
-        signed = type(signed)(pad(signed.codes, missing), pad(signed.scales, missing), signed.block)
-        return code_panels(signed, kind, ", ".join(recipe.names[:4]))
+        signed = SignedCodes(pad(signed.codes, missing), pad(signed.scales, missing), signed.block)
+        minimums = None if minimums is None else pad(minimums, missing)
+        return code_panels(signed, kind, ", ".join(recipe.names[:4]), minimums=minimums)
 
     return read
 

@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 1 };
+enum { TW_VERSION = 2 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
@@ -19,7 +19,7 @@ enum TwOp : int32_t {
 enum TwFlag : int32_t { TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4 };
 
 // How weights are held: see panels.h. FP32 is also what norms, biases and constants are.
-enum TwKind : int32_t { TW_FP32, TW_BF16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_VECTOR, TW_NUM_KINDS };
+enum TwKind : int32_t { TW_FP32, TW_BF16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_VECTOR, TW_NUM_KINDS };
 
 // The arithmetic of a product: operands, sums in fp32 in any case.
 enum TwArithmetic : int32_t { TW_AS_FP32, TW_AS_BF16, TW_AS_INT8, TW_NUM_ARITHMETICS };

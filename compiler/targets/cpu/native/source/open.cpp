@@ -90,7 +90,8 @@ void check_linear(const Checked& checked, const TwInstruction& each) {
     if (each.bias >= 0) checked.vector(each.bias, num_panels(rows, paired) * kLanes, "bias");
     for (int32_t arithmetic : each.arithmetic) {
         checked.holds(is_between(arithmetic, 0, TW_NUM_ARITHMETICS), "arithmetic");
-        bool fits = arithmetic == TW_AS_FP32 || in_blocks(weight.kind) ||
+        bool scaled = in_blocks(weight.kind) && !(weight.kind == TW_Q41 && arithmetic == TW_AS_BF16);
+        bool fits = arithmetic == TW_AS_FP32 || scaled ||
                     (arithmetic == TW_AS_BF16 && weight.kind == TW_BF16);
         checked.holds(fits, "arithmetic of its weight");
     }

@@ -6,7 +6,8 @@
 //   Q80, BFP8  [columns / 4][16][4] uint8, code + 128
 //   Q40, BFP4  [columns / 8][16][4] uint8: of 8 columns the first four in the low halves, the next
 //              four in the high ones, code + 8
-// scales: of Q80 and Q40 [columns / 32][16] float16; of BFP8 and BFP4 [columns / 16][16] uint8 e,
+//   Q41   as Q40, the code itself: what is added to it is the block's minimum
+// scales: of Q80, Q40 and Q41 [columns / 32][16] float16, of Q41 then as many minimums; of BFP8 and BFP4 [columns / 16][16] uint8 e,
 // the scale being 2 ** (e - 127), or 0 where e is 0. Columns are padded with zeros to whole 32.
 // A paired weight has a panel of gate and the panel of its up in turns.
 #pragma once
@@ -26,7 +27,8 @@ struct PanelSize {
 };
 
 inline PanelSize panel_size(int kind, int64_t columns) {
-    int64_t wide = rounded(columns, kBlock), codes = 0, scales = wide / kBlock * 32;
+    int64_t wide = rounded(columns, kBlock), codes = 0;
+    int64_t scales = wide / kBlock * (kind == TW_Q41 ? 64 : 32);
     switch (kind) {
         case TW_FP32: return {wide * 64, wide * 64};
         case TW_BF16: return {wide * 32, wide * 32};
@@ -36,7 +38,7 @@ inline PanelSize panel_size(int kind, int64_t columns) {
     return {codes, rounded(codes + scales, 64)};
 }
 
-inline bool in_blocks(int kind) { return kind >= TW_Q80 && kind <= TW_BFP4; }
+inline bool in_blocks(int kind) { return kind >= TW_Q80 && kind <= TW_Q41; }
 
 // Panels of so many rows; `paired`: half of them gate, half up.
 inline int64_t num_panels(int64_t rows, bool paired) {

@@ -51,7 +51,7 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
 }
 
 template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t block) {
-    if (KIND == TW_Q80 || KIND == TW_Q40) return float16s(scales + block * 32);
+    if (KIND == TW_Q80 || KIND == TW_Q40 || KIND == TW_Q41) return float16s(scales + block * 32);
     return of_bits(left<23>(widened(scales + block * 16)));
 }
 
@@ -77,7 +77,7 @@ TW_UNROLL
 TW_UNROLL
             for (int m = 0; m < M; m++) {
                 int32_t sum = kParts == 2 ? sums[m][2 * block + part] : sums[m][2 * block] + sums[m][2 * block + 1];
-                dot[m][0] = dot[m][1] = kWide ? begin8(sum) : begin4(sum);
+                dot[m][0] = dot[m][1] = KIND == TW_Q41 ? ispread(0) : kWide ? begin8(sum) : begin4(sum);
             }
             if (kWide) {
 TW_UNROLL
@@ -108,6 +108,18 @@ TW_UNROLL
             }
             vf scale0 = block_scales<KIND>(codes[0] + size.codes, block * kParts + part);
             vf scale1 = block_scales<KIND>(codes[1] + size.codes, block * kParts + part);
+            if (KIND == TW_Q41) {
+                const uint8_t* minimums = pair.first + size.codes + x.num_blocks * 32;
+                vf least0 = float16s(minimums + block * 32), least1 = float16s(minimums + size.total + block * 32);
+TW_UNROLL
+                for (int m = 0; m < M; m++) {
+                    vf own = spread(scales[m][block]);
+                    vf sum = spread((float)(sums[m][2 * block] + sums[m][2 * block + 1]));
+                    tile.at[m][0] = fma(fma(to_float(dot[m][0]), scale0, mul(least0, sum)), own, tile.at[m][0]);
+                    tile.at[m][1] = fma(fma(to_float(dot[m][1]), scale1, mul(least1, sum)), own, tile.at[m][1]);
+                }
+                continue;
+            }
 TW_UNROLL
             for (int m = 0; m < M; m++) {
                 vf own = spread(scales[m][block]);
@@ -175,8 +187,8 @@ TW_UNROLL
 template <int J> inline vf code8(vi four) {
     return to_float(iadd(iand(right<8 * J>(four), ispread(255)), ispread(-128)));
 }
-template <int J> inline vf code4(vi eight) {
-    return to_float(iadd(iand(right<J>(eight), ispread(15)), ispread(-8)));
+template <int J, int ZERO> inline vf code4(vi eight) {
+    return to_float(iadd(iand(right<J>(eight), ispread(15)), ispread(-ZERO)));
 }
 inline vi pair_of(vf first, vf second) {
     return ior(right<16>(bits(first)), iand(bits(second), ispread((int32_t)0xffff0000)));
@@ -190,10 +202,11 @@ template <int KIND, class Put> inline void each_four(const uint8_t* codes, int64
             put(k, code8<0>(four), code8<1>(four), code8<2>(four), code8<3>(four));
         }
     } else {
+        constexpr int kZero = KIND == TW_Q41 ? 0 : 8;
         for (int64_t k = 0; k < wide; k += 8) {
             vi eight = iload(codes + k * 8);
-            put(k, code4<0>(eight), code4<8>(eight), code4<16>(eight), code4<24>(eight));
-            put(k + 4, code4<4>(eight), code4<12>(eight), code4<20>(eight), code4<28>(eight));
+            put(k, code4<0, kZero>(eight), code4<8, kZero>(eight), code4<16, kZero>(eight), code4<24, kZero>(eight));
+            put(k + 4, code4<4, kZero>(eight), code4<12, kZero>(eight), code4<20, kZero>(eight), code4<28, kZero>(eight));
         }
     }
 }
@@ -206,14 +219,16 @@ template <int KIND> inline void codes_to_bf16(const uint8_t* panel, int64_t wide
 }
 
 template <int KIND> inline void panel_to_fp32(const uint8_t* panel, int64_t columns, float* out) {
-    constexpr int kLength = KIND == TW_Q80 || KIND == TW_Q40 ? 32 : 16;
+    constexpr int kLength = KIND == TW_BFP8 || KIND == TW_BFP4 ? 16 : 32;
+    const int64_t minimums = rounded(columns, kBlock);  // bytes of all scales
     const uint8_t* scales = panel + panel_size(KIND, columns).codes;
     each_four<KIND>(panel, rounded(columns, kBlock), [=](int64_t k, vf a, vf b, vf c, vf d) {
         vf scale = block_scales<KIND>(scales, k / kLength);
-        store(out + k * 16, mul(a, scale));
-        store(out + k * 16 + 16, mul(b, scale));
-        store(out + k * 16 + 32, mul(c, scale));
-        store(out + k * 16 + 48, mul(d, scale));
+        vf least = KIND == TW_Q41 ? float16s(scales + minimums + k / kLength * 32) : zeros();
+        store(out + k * 16, add(mul(a, scale), least));
+        store(out + k * 16 + 16, add(mul(b, scale), least));
+        store(out + k * 16 + 32, add(mul(c, scale), least));
+        store(out + k * 16 + 48, add(mul(d, scale), least));
     });
 }
 
@@ -230,6 +245,7 @@ inline void to_fp32(int kind, const uint8_t* panel, int64_t columns, float* out)
         case TW_BF16: return bf16_to_fp32(panel, rounded(columns, kBlock), out);
         case TW_Q80: return panel_to_fp32<TW_Q80>(panel, columns, out);
         case TW_Q40: return panel_to_fp32<TW_Q40>(panel, columns, out);
+        case TW_Q41: return panel_to_fp32<TW_Q41>(panel, columns, out);
         case TW_BFP8: return panel_to_fp32<TW_BFP8>(panel, columns, out);
         default: return panel_to_fp32<TW_BFP4>(panel, columns, out);
     }
@@ -262,6 +278,7 @@ void product_int8(const PanelPair& pair, const Operand& x, int64_t num_rows, con
     switch (pair.kind) {
         case TW_Q80: return by_tiles(num_rows, MakeInt8<TW_Q80>{pair, x, result});
         case TW_Q40: return by_tiles(num_rows, MakeInt8<TW_Q40>{pair, x, result});
+        case TW_Q41: return by_tiles(num_rows, MakeInt8<TW_Q41>{pair, x, result});
         case TW_BFP8: return by_tiles(num_rows, MakeInt8<TW_BFP8>{pair, x, result});
         default: return by_tiles(num_rows, MakeInt8<TW_BFP4>{pair, x, result});
     }

@@ -71,9 +71,9 @@ inline int32_t dot_lane(int32_t codes, int32_t x, int32_t zero) {
     return sum;
 }
 inline vi begin8(int32_t) { return ispread(0); }
-inline vi begin4(int32_t) { return ispread(0); }
+inline vi begin4(int32_t sum) { return ispread(-8 * sum); }
 inline vi dot8(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 128)); }
-inline vi dot4(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 8)); }
+inline vi dot4(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 0)); }
 // What AVX-512's instruction does: the second of a pair first, each with one rounding.
 inline vf dot_pair(vf acc, vi w, int32_t x) {
     vf x_low = of_bits(ispread((int32_t)((uint32_t)x << 16)));
