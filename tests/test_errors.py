@@ -59,9 +59,14 @@ def test_what_is_said_to_be_installed_is_there_to_install() -> None:
         "optional-dependencies"
     ]
     said = set[str]()
-    for folder in ("compiler", "models", "demo", "bench"):
-        for path in (ROOT / folder).rglob("*.py"):
-            text = path.read_text(encoding="utf-8")
-            assert "pip install tilewright" not in text and "'tilewright[" not in text, path
-            said |= set(re.findall(r"pip install -e '\.\[(\w+)\]'", text))
-    assert said == {"cuda", "plot", "serve", "show"} <= extras.keys()
+    folders = ("compiler", "models", "demo", "bench")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    for path in (*sources, *documents):
+        text = path.read_text(encoding="utf-8")
+        assert not re.search(r"pip install ['\"]?tilewright|['\"]tilewright\[", text), path
+        found = re.findall(r"(?:pip install -e ['\"]|`)\.\[([\w,]+)\]['\"`]", text)
+        named = {name for names in found for name in names.split(",")}
+        assert named <= extras.keys(), path
+        said |= named if path in sources else set()
+    assert said == {"cuda", "plot", "serve", "show"}

@@ -22,7 +22,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("devices",),
     ("precision",),
-    ("distributed",),
     ("ops",),
     ("ir",),
     ("tracer",),

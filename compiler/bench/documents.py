@@ -14,7 +14,7 @@ from tilewright.compiler.bench import display, perf_md
 from tilewright.compiler.bench.markdown import find_markers
 from tilewright.compiler.bench.perf_tables import render_results
 from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.row import OTHER_RUN, Row, origin
+from tilewright.compiler.bench.row import CHANGED, OTHER_RUN, Row, machine_text, marks, origin
 from tilewright.compiler.bench.selection import (
     BATCH_32,
     SHORT,
@@ -118,23 +118,40 @@ def _table(titles: Sequence[str], lines: Sequence[_Line]) -> str:
     """The rows, and below them when, where and on which code they were taken."""
     others = of_other_runs([line.records for line in lines])
     rows = []
+    seen = set[str]()
     for line, is_other in zip(lines, others, strict=True):
         accuracy = None if line.accuracy is None else line.accuracy.accuracy
-        name = f"{line.name} {OTHER_RUN}" if is_other else line.name
+        signs = marks(origin(line.records)["commits"], is_of_other_run=is_other)
+        seen.update(signs)
+        name = " ".join((line.name, *signs))
         one = Row.of(line.one, accuracy, of=line.records[0], names=[name])
         rows.append([_COLUMNS[title](one, Row.of(line.many)) for title in titles])
     records = [each for line in lines for each in line.records]
     said = []
     for device in dict.fromkeys(each.device for each in records):
-        taken = origin([each for each in records if each.device == device])
-        machines, dates, commits = (
-            taken[name].replace("; ", ", ") for name in ("machines", "dates", "commits")
-        )
-        said.append(f"{device}: {machines} ({dates}; commit {commits}).")
-    if any(others):
-        said.append(f"{OTHER_RUN}: not all of one run with the device's other rows.")
+        own = [each for each in records if each.device == device]
+        taken = origin(own)
+        dates, commits = (taken[name].replace("; ", ", ") for name in ("dates", "commits"))
+        said.append(f"{device}: {_machines(own)} ({dates}; commit {commits}).")
+    said += [f"{sign}: {meaning}." for sign, meaning in _SIGNS.items() if sign in seen]
     return f"{Table.of(titles, rows).markdown()}\n{textwrap.fill(' '.join(said), 100)}\n"
 
+
+def _machines(results: Sequence[Result]) -> str:
+    """Each class of machine once, with all its numbers of threads or devices."""
+    counts: dict[str, dict[str, None]] = {}
+    for result in results:
+        machine, _, count = machine_text(result).rpartition(", ")
+        counts.setdefault(machine, {})[count] = None
+    return ", ".join(
+        ", ".join(filter(None, (machine, " and ".join(found)))) for machine, found in counts.items()
+    )
+
+
+_SIGNS = {
+    OTHER_RUN: "not all of one run with the device's other rows",
+    CHANGED: "on a commit with changes beside it",
+}
 
 BLOCKS: Mapping[str, Callable[[Sequence[Result]], str]] = MappingProxyType(
     {"results": render_results, "figures": _readme, "figures-cpu": _cpu}

@@ -45,9 +45,10 @@ _BATCH_COLUMNS = (
 
 ORIGIN_LEGEND = f"""\
 `{row.DATE}`, `{row.COMMIT}`, `{row.MACHINE}` (with threads or devices) and `{row.COMMAND}` say
-where the figures come from, speed and accuracy each where they differ; "-": none says. A commit
-with `-dirty` had changes beside it. {row.OTHER_RUN}: some figure of the row is of another run (code
-or machine or hour) than most rows of its device in the table: do not compare it with them.
+where the figures come from, speed and accuracy each where they differ; "-": none says.
+{row.OTHER_RUN}: some figure of the row is of another run (code or machine or hour) than most rows
+of its device in the table: do not compare it with them. {row.CHANGED}: some figure is of a commit
+with changes beside it (`-dirty`), so that its code is in no history.
 """
 """What the columns say that tell where a row's figures come from."""
 

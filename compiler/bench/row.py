@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -133,12 +134,15 @@ def origin(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+_ONE_THREAD = re.compile(r"\b1 threads$")
+
+
 def machine_text(result: Result) -> str:
     """The class of machine with its threads, or with the number of devices that took part."""
     rows, columns = map(int, result.mesh.split("x"))
     count = result.dp * rows * columns
-    text = result.device_detail
-    if count > 1 or not text.endswith(" threads"):
+    text = _ONE_THREAD.sub("1 thread", result.device_detail)
+    if count > 1 or not text.endswith((" threads", " thread")):
         text += f", {count} device{'s' if count > 1 else ''}"
     return display.cell_text(display.plain_line(text)).removeprefix(", ") or "-"
 
@@ -230,9 +234,16 @@ TOP1_INTERVAL, TOP5_INTERVAL = "Top-1 95 % CI", "Top-5 95 % CI"
 POSITIONS, KL, PAIRED, SPREAD, PEAK = "Positions", "KL", "vs base", "Spread (%)", "Peak (MB)"
 SPEED_INTERVAL, TTFT_SPREAD = "Speed 95 % CI", "TTFT spread (%)"
 DATE, COMMIT, MACHINE, COMMAND = "Date", "Commit", "Machine", "Command"
-OTHER_RUN = "\u2020"
+OTHER_RUN, CHANGED = "\u2020", "\u2021"
 WEIGHTS, SPEED_ERROR, TTFT_ERROR = "Weights (MB)", "Speed error (%)", "TTFT error (%)"
 LENGTHS = "Batch x prompt"
+
+
+def marks(commits: str, *, is_of_other_run: bool) -> list[str]:
+    """The signs of a row: `OTHER_RUN`, and `CHANGED` where a commit had changes beside it."""
+    told = ((OTHER_RUN, is_of_other_run), (CHANGED, "-dirty" in commits))
+    return [sign for sign, is_so in told if is_so]
+
 
 COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
     {
@@ -263,7 +274,9 @@ COLUMNS: Mapping[str, Callable[[Row], str]] = MappingProxyType(
         LAST_TTFT: _decimal("ttft_last_ms"),
         PEAK: lambda row: display.megabytes(row.peak_memory_bytes),
         WEIGHTS: lambda row: display.megabytes(row.weight_bytes, 1),
-        DATE: lambda row: f"{row.dates} {OTHER_RUN}" if row.is_of_other_run else row.dates,
+        DATE: lambda row: " ".join(
+            filter(None, (row.dates, *marks(row.commits, is_of_other_run=row.is_of_other_run)))
+        ),
         COMMIT: lambda row: row.commits,
         MACHINE: lambda row: row.machines,
         COMMAND: lambda row: row.commands,

@@ -111,7 +111,11 @@ class RunOptions:
         "of the random choices", default=0, group="sampling", type=integer(0, (1 << 63) - 1)
     )
     results: Path | None = option(
-        "JSON lines", default=DEFAULT_RESULTS, group="measuring", metavar="FILE", type=Path
+        f"where it is recorded, as JSON lines ({DEFAULT_RESULTS})",
+        default=DEFAULT_RESULTS,
+        group="measuring",
+        metavar="FILE",
+        type=Path,
     )
     as_json: bool = option(
         "print only the result, as JSON", "--json", default=False, group="measuring"

@@ -98,11 +98,13 @@ def test_a_row_says_where_its_figures_come_from() -> None:
     (row,) = rows([speed], "performance")
     assert row.cells["Speed 95 % CI"] == "97.5-102.5", "4.303 / sqrt(3), both ways"
     assert (row.cells["Spread (%)"], row.cells["TTFT spread (%)"]) == ("2.0", "20.0")
-    assert row.cells["Date"] == "2026-01-02" and row.cells["Commit"] == "0123456789-dirty"
+    assert row.cells["Date"] == "2026-01-02 \u2021" and row.cells["Commit"] == "0123456789-dirty"
     assert row.cells["Machine"] == "a processor / 2 threads, 4 devices"
     assert row.cells["Command"] == "tilewright bench --prompt 'a/b'"
     (row,) = rows([make(device="H200", target="cuda", device_detail="a GPU")], "performance")
     assert row.cells["Machine"] == "a GPU, 1 device"
+    (row,) = rows([make(device_detail="a processor, 1 threads")], "performance")
+    assert row.cells["Machine"] == "a processor, 1 thread"
     native = {"device": "CPU native", "target": "cpu-native"}
     (row,) = rows([make(**native, device_detail="a processor, AVX2, 2 threads")], "performance")
     assert row.cells["Machine"] == "a processor, AVX2, 2 threads"
@@ -125,7 +127,8 @@ def test_rows_of_other_runs_are_marked() -> None:
     printed = rows([*found, other], "long_context", context_k=2)
     marked = {(r.device, r.precision) for r in printed if r.cells["Date"].endswith(" \u2020")}
     assert len(printed) == 5 and marked == {("CPU", "mine")}
-    assert "\u2020" in render_results([make(commit="a"), measured_accuracy(commit="b")])
+    both = render_results([make(commit="a"), measured_accuracy(commit="b-dirty")])
+    assert "2026-01-01; 2026-01-02 \u2020 \u2021 |" in both or "2026-01-01 \u2020 \u2021 |" in both
 
 
 def test_percentages_are_rounded_not_lifted() -> None:
