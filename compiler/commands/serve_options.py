@@ -207,11 +207,14 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
 def _template(path: str | None) -> str | None:
     if path is None:
         return None
+    from tilewright.models.tokenizer.chat_template import ChatTemplate
+
     try:
-        return Path(path).read_text(encoding="utf-8")
+        source = Path(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ConfigError(f"--chat-template {path}: {reason}; allowed: a Jinja file") from None
+    return ChatTemplate(source, f"--chat-template {path}").source
 
 
 def _variables(text: str | None) -> dict[str, Any]:

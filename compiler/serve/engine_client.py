@@ -18,6 +18,7 @@ import zmq
 import zmq.asyncio
 
 from tilewright.compiler.child import PYTHON, Child, Ended
+from tilewright.compiler.errors import TilewrightError, one_line
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.messages import (
     Beat,
@@ -32,7 +33,7 @@ from tilewright.compiler.runtime.messages import (
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.folders import MeetingFolder
-from tilewright.compiler.serve.says import say, write
+from tilewright.compiler.serve.says import say, say_fault, write
 from tilewright.compiler.serve.sockets import address, encoder, from_engine
 from tilewright.compiler.serve.tickets import Desk, Limits, Ticket
 
@@ -50,7 +51,8 @@ class EngineClient:
 
     Args:
         command: what follows ``python`` and the folder's place in it, ``{}``.
-        on_ready: told the folder and what the engine says, each time one is up.
+        on_ready: told the folder and what the engine says, each time one is up. What it raises
+            ends the client: `ended` tells why.
     """
 
     def __init__(
@@ -184,8 +186,17 @@ class EngineClient:
 
     async def _listen(self, socket: zmq.asyncio.Socket, folder: Path) -> None:
         while True:
-            for message in from_engine.decode(await socket.recv()):
-                await self._hear(message, folder)
+            data = await socket.recv()
+            try:
+                for message in from_engine.decode(data):
+                    await self._hear(message, folder)
+            except TilewrightError as error:  # nobody awaits this task: what ends it is told here
+                self._end(f"2 {error}")
+                return
+            except Exception as error:
+                say_fault(error, "hearing the engine")
+                self._end(f"1 {type(error).__name__}: {one_line(error)}")
+                return
 
     async def _hear(self, message: FromEngine, folder: Path) -> None:
         if isinstance(message, Beat):

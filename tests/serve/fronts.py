@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.serve.front import Front
+from tilewright.compiler.serve.front import Front, LoadCoder
 from tilewright.compiler.serve.server import listen, serving
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.texts import TextCoder
@@ -80,7 +80,11 @@ def load_bytes(folder: Path) -> TextCoder:
 
 @contextlib.contextmanager
 def running_front(
-    settings: Settings | None = None, *, waits: bool = True, send_buffer: int = 0
+    settings: Settings | None = None,
+    *,
+    waits: bool = True,
+    send_buffer: int = 0,
+    load: LoadCoder = load_bytes,
 ) -> Iterator[Running]:
     """A front, its engine, and their end. ``send_buffer``: bytes the kernel takes for a client."""
     settings = settings or Settings()
@@ -90,7 +94,7 @@ def running_front(
 
     async def live(bound: socket.socket) -> None:
         command = [str(FAKE), "{}"]
-        async with serving(settings, command, load_bytes, bound) as front:
+        async with serving(settings, command, load, bound) as front:
             loop = asyncio.get_running_loop()
             found.append(Running(front, bound.getsockname()[1], loop))
             while not ends.is_set():

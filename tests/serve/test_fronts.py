@@ -12,12 +12,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.serve.fronts import Running, running_front, wait_until
+from tilewright.compiler.commands.serve_options import read_serve_options
+from tilewright.compiler.errors import CheckpointError, TilewrightError
 from tilewright.compiler.serve.settings import Settings
+from tilewright.compiler.serve.texts import TextCoder
 
 ERROR_KEYS = {"message", "type", "param", "code"}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
@@ -250,6 +254,32 @@ def test_an_engine_that_ends_a_fourth_time_ends_the_server(front: Running) -> No
         assert (status, answer["error"]["code"]) == (503, "engine_down")
         assert headers["retry-after"]
         assert json.loads(running.ask("GET", "/health")[1]) == {"status": "engine down"}
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (CheckpointError("a.jinja: chat template: broken"), "2 a.jinja: chat template: broken"),
+        (KeyError("vocab"), "1 KeyError: 'vocab'"),
+    ],
+)
+def test_a_front_without_its_tokenizer_ends_and_says_why(error: Exception, said: str) -> None:
+    def load(folder: Path) -> TextCoder:
+        raise error
+
+    with running_front(waits=False, load=load) as running:
+        wait_until(running.front.client.ended.done, seconds=10)
+        assert running.front.client.ended.result() == said
+        assert json.loads(running.ask("GET", "/health")[1]) == {"status": "engine down"}
+
+
+def test_a_template_that_does_not_compile_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "broken.jinja"
+    path.write_text("{% for m in messages %}")
+    with pytest.raises(TilewrightError, match=r"--chat-template .*broken\.jinja: .*endfor"):
+        read_serve_options(["shape:tiny", "--chat-template", str(path)])
 
 
 def test_before_the_engine_is_up_the_port_answers_503() -> None:
