@@ -27,7 +27,7 @@ from tilewright.compiler.runtime.messages import (
     Tokens,
     Transport,
 )
-from tilewright.compiler.runtime.request import FAILED, Request
+from tilewright.compiler.runtime.request import CANCELLED, FAILED, Request
 from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.targets.base import Executable
 
@@ -163,9 +163,7 @@ class EngineService:
         self._say_started(began, said)
         for request in served:
             self._say_tokens(self._live[request.request_id], said)
-        ended = [live for live in self._live.values() if live.request.finish_reason is not None]
-        for live in ended:
-            self._say_end(live, said)
+        self._say_ends(said)
         self._warn_of_preemptions()
 
     def _warn_of_preemptions(self) -> None:
@@ -203,8 +201,15 @@ class EngineService:
             said.append(Tokens(request.request_id, fresh, found, echo))
             live.num_said += len(fresh)
 
+    def _say_ends(self, said: list[FromEngine]) -> None:
+        ended = [live for live in self._live.values() if live.request.finish_reason is not None]
+        for live in ended:
+            self._say_end(live, said)
+
     def _say_end(self, live: _Live, said: list[FromEngine]) -> None:
         request = live.request
+        if live.num_said < len(request.output):  # read by a step that then failed
+            self._say_tokens(live, said)
         del self._live[request.request_id]
         if request.finish_reason == FAILED:
             said.append(Failed(request.request_id, request.error_code, request.error))
@@ -242,10 +247,13 @@ class EngineService:
         else:
             self._num_failures, self._blamed = 0, ()
         for request in hit:
-            self.loop.cancel(request)
-            if self._live.pop(request.request_id, None) is not None:
+            self.loop.cancel(request)  # with the last of them, a step on its way is read
+        for request in hit:
+            if self._live.get(request.request_id) and request.finish_reason == CANCELLED:
+                del self._live[request.request_id]
                 reason = f"the step failed: {one_line(error)}"
                 said.append(Failed(request.request_id, "engine_error", reason))
+        self._say_ends(said)
 
     def _beat(self) -> Beat:
         scheduler = self.loop.scheduler

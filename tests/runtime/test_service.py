@@ -109,6 +109,42 @@ def test_a_step_that_raises_costs_the_newest_and_then_all(count: int, failed: se
             assert tokens_of(said, each.request_id) == whole
 
 
+class _FailingAt(QueuedExecutable):
+    """Raises in one step, counted from 0, of those that compute something."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def step(self, step: Any) -> Any:
+        self.left -= bool(step.decode or step.prompts)
+        if self.left == -1 and (step.decode or step.prompts):
+            raise RuntimeError("out of memory")
+        return super().step(step)
+
+
+@pytest.mark.parametrize("others", [(), (submit(3, 20),)])
+@pytest.mark.parametrize("at", range(2, 6))
+def test_what_was_on_its_way_when_a_step_failed_is_said(at: int, others: tuple[Submit]) -> None:
+    """Whatever step it is that the second request's prompt is in, also where nobody is left."""
+    transport = QueueTransport()
+    service = EngineService(_FailingAt(at), transport, policy=Policy(reuses=False))
+    first = submit(1, 4)
+    transport.inbox.extend((first, *others))
+    for turn in range(60):
+        if turn == at - 1:
+            transport.inbox.append(submit(2))
+        service.turn()
+    said = list(transport.outbox)
+    assert [m.request_id for m in said if isinstance(m, Failed)] == [2]
+    assert not tokens_of(said, 2)
+    for each in (first, *others):
+        whole = answer(Request(0, each.prompt, each.sampling))
+        assert tokens_of(said, each.request_id) == whole
+        own = [m for m in said if not isinstance(m, Beat) and m.request_id == each.request_id]
+        assert isinstance(own[-1], Finished)
+
+
 def test_who_waits_is_not_blamed_for_a_step_that_raises() -> None:
     asked = [submit(number) for number in (1, 2)]
     transport = QueueTransport()
