@@ -144,7 +144,7 @@ class Child:
         return self._finish()
 
     def wait(self, seconds: float | None = None) -> Ended | None:
-        """How it ended; None where it still runs after so many seconds."""
+        """Wait for the child's end; None where it still runs after so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while (ended := self.poll()) is None:
             if deadline is not None and time.monotonic() > deadline:
@@ -180,7 +180,7 @@ class Child:
                 self._process.stdin.close()
 
     def read(self, seconds: float | None = None) -> bytes | None:
-        """What it writes next on its output, and ``b""`` once that is closed.
+        """Read what the child writes next on its output; ``b""`` once that is closed.
 
         None where nothing came within so many seconds, or the child's own time is up: it is then
         stopped, and `wait` says so.

@@ -10,7 +10,7 @@ _LONGEST_NAME = 80
 
 
 class TilewrightError(Exception):
-    """One line: what was wrong, where, what is allowed. Commands print it and exit with 2."""
+    """A user's error, in one line: what was wrong, where, what is allowed. Commands exit with 2."""
 
 
 class CheckpointError(TilewrightError):

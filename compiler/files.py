@@ -30,7 +30,7 @@ def cache_dir() -> Path:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """``path`` for reading; its size is what there is to read.
+    """Open a regular file for reading; its size is what there is to read.
 
     Raises:
         OSError: for what cannot be opened, a folder, a pipe, a device.

@@ -56,7 +56,7 @@ def program_key(
 
 @dataclass(frozen=True, slots=True)
 class ProgramCache:
-    """Programs under ``root``; ``max_bytes`` is what all of them may take together."""
+    """A cache of compiled programs under ``root``, of at most ``max_bytes`` together."""
 
     root: Path
     max_bytes: int

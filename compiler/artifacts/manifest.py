@@ -43,7 +43,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """All of it; ``files`` are relative paths, the manifest itself apart.
+    """What a compiled folder says of itself; ``files`` are relative paths, this file apart.
 
     ``notes``: what the passes had to say. ``created``: when, UTC. ``commit``: of the compiler's
     checkout, if it was one.
@@ -63,7 +63,7 @@ class Manifest:
 
 
 def manifest_json(manifest: Manifest) -> bytes:
-    """The file's contents."""
+    """Encode a manifest as the JSON that its file holds."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=1) + b"\n"
 
 

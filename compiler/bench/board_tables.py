@@ -93,7 +93,7 @@ def _published(result: Result | None) -> Iterable[str]:
 
 @functools.cache
 def published_tables() -> Document:
-    """The tables, parsed."""
+    """Read and parse the boards' published tables."""
     return perf_md.load(TABLES)
 
 

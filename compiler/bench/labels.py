@@ -30,7 +30,7 @@ class Box:
         return across and self.y0 - pad < other.y1 and other.y0 < self.y1 + pad
 
     def holds(self, other: Box) -> bool:
-        """Whether ``other`` lies inside."""
+        """Whether the box ``other`` lies inside this one."""
         across = self.x0 <= other.x0 and other.x1 <= self.x1
         return across and self.y0 <= other.y0 and other.y1 <= self.y1
 

@@ -186,7 +186,7 @@ class Document:
 
 
 def parse(text: str, *, name: str = "PERF.md") -> Document:
-    """Read a text.
+    """Parse the text of PERF.md into its sections and tables.
 
     Raises:
         ConfigError: with ``name`` and the line, on a malformed table, a non-number in a numeric
@@ -207,7 +207,7 @@ def parse(text: str, *, name: str = "PERF.md") -> Document:
 
 
 def load(path: str | os.PathLike[str]) -> Document:
-    """Read a file.
+    """Read and parse a file in the form of PERF.md.
 
     Raises:
         ConfigError: if it cannot be read, is not UTF-8, or as `parse`.

@@ -76,7 +76,7 @@ class TablePlan:
     table: Table | None = None
 
     def render(self) -> str:
-        """The section's Markdown."""
+        """Render the section as Markdown: its heading, introduction and table."""
         table = self.table.markdown() if self.table else ""
         parts = [f"{'#' * self.level} {self.title}\n", self.intro and f"{self.intro}\n", table]
         return "\n".join(part for part in parts if part)

@@ -118,7 +118,7 @@ def reference_path(model: str, folder: Path = _FOLDER) -> Path:
 
 
 def save_reference(reference: Reference, path: Path) -> None:
-    """Write a reference file."""
+    """Write a reference to a file, from which `load_reference` reads it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, reference_bytes(reference))
 

@@ -114,7 +114,7 @@ def state_shares(
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One step: ``bytes_by_part`` read from memory at the least, and floating-point operations.
+    """The least work of one step: bytes read from memory by part, floating-point operations.
 
     Values that one kernel hands to the next are not counted, nor are logits: caches hold them.
     """
@@ -124,7 +124,7 @@ class Work:
 
     @property
     def num_bytes(self) -> float:
-        """Of all parts."""
+        """The bytes that all parts read together."""
         return sum(self.bytes_by_part.values())
 
 

@@ -36,22 +36,22 @@ class Group:
 
     @property
     def any(self) -> Result:
-        """A member, for what all share."""
+        """One result of the group, to read what all of them share."""
         return self.results[0]
 
     @property
     def names(self) -> list[str]:
-        """The configurations' names, sorted."""
+        """The names of the group's configurations, sorted."""
         return sorted({result.precision_name for result in self.results})
 
     @property
     def heading(self) -> str:
-        """Of the first name: the section that the group is printed in."""
+        """The heading of the section that the group is printed in: that of its first name."""
         return next(r.heading for r in self.results if r.precision_name == self.names[0])
 
     @property
     def accuracy(self) -> Accuracy | None:
-        """The newest accuracy."""
+        """The accuracy measured last; None where none was measured."""
         return self.accuracy_result.accuracy if self.accuracy_result else None
 
     @property
@@ -122,8 +122,8 @@ def table_rows(figures: Sequence[tuple[Group, Result | None, Result | None]]) ->
 
 
 def of_other_runs(rows: Sequence[Sequence[Result]]) -> list[bool]:
-    """Of the rows of a table, each with the records of its figures: whether one of these was taken
-    in another run than most rows of its device were (of equally many, than the newest).
+    """Tell for each row of a table whether one of its records was taken in another run than most
+    rows of its device were; where two runs have equally many rows, the newer one counts.
 
     A run is of one code on one machine, and no measurement is more than an hour behind the last.
     """
@@ -232,7 +232,7 @@ def _has_accuracy(result: Result) -> bool:
 
 
 def is_board(result: Result) -> bool:
-    """Whether it is of a board that was not there: emulated or predicted."""
+    """Whether a result is of a board that was not there: emulated or predicted."""
     return result.target in BOARDS and result.kind in ("emulated", "predicted")
 
 

@@ -122,7 +122,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, tuple[float, float] |
 
 
 def discordant(base: Sequence[bool], ours: Sequence[bool]) -> tuple[int, int]:
-    """On how many positions only ``base`` was right, and on how many only ``ours`` was.
+    """Count the positions where only ``base`` was right, and those where only ``ours`` was.
 
     Raises:
         ValueError: if the two are of unequal lengths.

@@ -85,7 +85,7 @@ def warm_up(executable: Executable, jobs: Sequence[Job]) -> None:
 def time_once(
     executable: Executable, jobs: Sequence[Job], order: Sequence[int], on_token: OnToken
 ) -> Run:
-    """One timed run; user ``i`` gets job ``order[i]``."""
+    """Time one run of all jobs, in which user ``i`` gets job ``order[i]``."""
     requests = [
         Request(user, jobs[index].prompt, jobs[index].sampling) for user, index in enumerate(order)
     ]

@@ -127,7 +127,7 @@ class Sign:
         self._shown_at = 0.0
 
     def show(self, text: str) -> None:
-        """Say what is being done."""
+        """Show what is being done now, until something else is."""
         if sys.stderr.isatty():
             self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
 
@@ -139,17 +139,17 @@ class Sign:
             self.show(f"{what} {100 * done // max(total, 1)} %")
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays above what is being done."""
         self.clear()
         self._write(f"{self._dim(' '.join(text.split()))}\n")
 
     def write_lines(self, text: str) -> None:
-        """Lines that were asked for."""
+        """Print lines that the user asked for."""
         self.clear()
         self._write(f"{text}\n")
 
     def clear(self) -> None:
-        """Nothing is being done any more."""
+        """Take away the line of what is being done."""
         if sys.stderr.isatty():
             self._write("\r\x1b[K")
 

@@ -11,7 +11,7 @@ from tilewright.compiler.precision import list_precisions
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright bench`` with the arguments behind it; returns the exit code."""
     options = read_options(argv)
     if options is None:
         _print_list()

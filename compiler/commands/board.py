@@ -57,7 +57,7 @@ _GROUPS = 32
 
 
 def run_board(source: Source, options: RunOptions, screen: Console) -> int:
-    """Predict; emulate what the case asks for; print and record. Returns the exit code."""
+    """Predict a board's speed, emulate what the case asks for, print and record; the exit code."""
     _check(source, options)
     plan = measure.plan_jobs(source, options, max_groups=_GROUPS)
     if options.explain:

@@ -54,7 +54,7 @@ class _Arguments(AskArguments):
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright chat`` with the arguments behind it; returns the exit code."""
     sign, words = Sign(), "Talk with a model, turn by turn."
     try:
         asked = read_asked(argv, _Arguments, sign, prog="tilewright chat", description=words)

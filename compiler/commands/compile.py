@@ -70,7 +70,7 @@ class _Arguments(CheckpointArguments):
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright compile`` with the arguments behind it; returns the exit code."""
     parser = Parser(prog="tilewright compile", description="Compile a model into a folder.")
     add_options(parser, _Arguments)
     arguments = parser.parse_args(argv)

@@ -34,12 +34,12 @@ class _Console(Console):
 
 
 def out() -> Console:
-    """Standard output: texts and tables. No markup: names of models and files may hold brackets."""
+    """The console of texts and tables, on standard output; brackets in names are no markup."""
     return _Console(file=sys.stdout, highlight=False, markup=False)
 
 
 def err() -> Console:
-    """Standard error: progress and notes."""
+    """The console of progress and notes, on standard error."""
     return _Console(file=sys.stderr, highlight=False, markup=False)
 
 

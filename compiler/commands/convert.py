@@ -53,7 +53,7 @@ class _Options(CheckpointArguments):
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright convert`` with the arguments behind it; returns the exit code."""
     parser = Parser(
         prog="tilewright convert", description="Write a model for dllama, or into the cache."
     )

@@ -165,7 +165,7 @@ class LLM:
 
     @classmethod
     def of_compiled(cls, source: Source, compiled: Compiled) -> Self:
-        """The same of a model that is open and compiled already."""
+        """Make an LLM of a model that is open and compiled already."""
         made = cls.__new__(cls)
         made._begin(source, compiled)
         return made

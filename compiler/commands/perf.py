@@ -22,7 +22,7 @@ _RECORDED_NAMES = ("cpu.jsonl", "h200.jsonl", "boards.jsonl")
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright perf`` with the arguments behind it; returns the exit code."""
     parser = Parser(prog="tilewright perf", description="Render PERF.md's tables from results.")
     parser.add_argument(
         "--results", default=RECORDED, metavar="FILE", help=f"JSON lines (default: {RECORDED})"

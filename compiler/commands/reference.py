@@ -6,7 +6,7 @@ from tilewright.compiler.commands.arguments import Parser
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright reference`` with the arguments behind it; returns the exit code."""
     parser = Parser(prog="tilewright reference", description="Write a fp32 reference file.")
     parser.add_argument("--model", metavar="PATH", help="as for tilewright run (default: smollm2)")
     arguments = parser.parse_args(argv)

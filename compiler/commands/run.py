@@ -39,7 +39,7 @@ class _Arguments(AskArguments):
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright run`` with the arguments behind it; returns the exit code."""
     sign, started = Sign(), time.perf_counter()
     words = "Answer a prompt with a model."
     try:

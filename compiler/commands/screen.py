@@ -63,7 +63,7 @@ class TextPrinter:
             self._write(self._stream.push(token))
 
     def close(self, outputs: Sequence[Sequence[int]]) -> None:
-        """The first repeat is complete: the tokens of every user."""
+        """Print the rest of the first repeat, whose tokens by user are ``outputs``."""
         if self._streams:
             self._write(self._stream.flush() + "\n\n")
         elif self._shown:

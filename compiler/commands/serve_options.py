@@ -61,7 +61,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """A checked command line."""
+    """The command line of ``tilewright serve``, checked."""
 
     model: ModelOptions
     sampling_defaults: str

@@ -105,8 +105,8 @@ def compile_source(
     *,
     use_cache: bool,
 ) -> Compiled:
-    """The executable: from the folder, through the cache, or compiled anew. It chooses no id that
-    has no token.
+    """Make a model executable: from its folder, through the cache, or compiled anew. It chooses
+    no id that has no token.
 
     Dumps are of passes that run, so with them nothing is taken from the cache.
 

@@ -29,7 +29,7 @@ class BlockFloat(DataFormat):
 
     @property
     def mantissa_bits(self) -> int:
-        """m: bits of the magnitude."""
+        """Bits of an element's magnitude, without its sign."""
         return self.element_bits - 1
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> BlockEncoded:

@@ -28,11 +28,11 @@ class FloatFormat(DataFormat):
         return dtype
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """``x`` in this dtype; ``axis`` has no meaning here and is accepted for uniformity."""
+        """Round ``x`` to this dtype; ``axis``, accepted for uniformity, has no meaning here."""
         return x.to(self.dtype)
 
     def dequantise(self, encoded: Encoded) -> torch.Tensor:
-        """The same values as float32."""
+        """Turn encoded values into float32, which holds each of them exactly."""
         assert not isinstance(encoded, BlockEncoded | ScaledEncoded), f"{self.name} has no blocks"
         return encoded.float()
 

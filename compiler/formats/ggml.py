@@ -150,7 +150,7 @@ class GgmlFileFormat(DataFormat):
 
     @property
     def is_offered(self) -> bool:
-        """False: weights of this format come from a file."""
+        """Always False: weights of this format come from a file, and nobody may ask for it."""
         return False
 
     def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
@@ -171,7 +171,7 @@ class GgmlFileFormat(DataFormat):
         self._refuse()
 
     def dequantise(self, encoded: Encoded) -> NoReturn:
-        """Not offered: raises ConfigError; see :meth:`unpack`."""
+        """Always raise ConfigError: a file's bytes are read by :meth:`unpack`."""
         self._refuse()
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> NoReturn:

@@ -30,7 +30,7 @@ _FIRST_HINT = 7  # dynamic sizes above 1, or they become constants
 
 @dataclass(frozen=True, slots=True)
 class InputRecord:
-    """A placeholder: sizes are numbers, or names of dynamic dimensions (``T``, ``R``, ``L``)."""
+    """A graph's input: sizes are numbers, or names of dynamic dimensions (``T``, ``R``, ``L``)."""
 
     name: str
     dtype: str
@@ -40,7 +40,7 @@ class InputRecord:
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A call: arguments are literals, lists of them, or ``{"node": name}``."""
+    """A call of an op: arguments are literals, lists of them, or ``{"node": name}``."""
 
     name: str
     op: str

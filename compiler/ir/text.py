@@ -52,7 +52,7 @@ class _Names:
 
 
 def graph_text(graph: Graph, *, layer: int | None = None) -> str:
-    """The graph's lines; with ``layer``, only the computing nodes of that decoder layer."""
+    """Print a graph, a line a node; with ``layer``, only that layer's computing nodes."""
     names = _Names(graph)
     lines = []
     for node in graph.nodes:

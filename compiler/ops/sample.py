@@ -105,7 +105,7 @@ def _nucleus(weights: np.ndarray, share: float) -> np.ndarray:
 def log_probabilities(
     logits: Tensor, tokens: Sequence[int], num_top: int
 ) -> list[tuple[float, tuple[tuple[int, float], ...]]]:
-    """By row of ``logits [R, V]``: the natural logarithm of the probability of its token, and the
+    """Return for each row of ``logits [R, V]`` its token's natural log probability, and the
     ``num_top`` likeliest tokens with theirs, the likeliest first, equal ones by token id.
     """
     found = []

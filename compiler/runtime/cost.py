@@ -52,7 +52,7 @@ class StepCost:
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is known any more."""
+        """Forget all that was measured."""
         self._decode, self._prompts = _Line(is_careful=False), _Line(is_careful=True)
 
     def decode(self, num_rows: int) -> float:

@@ -25,7 +25,7 @@ class UnknownRequestError(RequestError, KeyError):
 
 
 class DuplicateRequestError(RequestError, ValueError):
-    """The same id twice in one call."""
+    """A request id stands twice in one call."""
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Engine:
 
     @property
     def request_ids(self) -> tuple[int, ...]:
-        """The live requests."""
+        """The ids of the requests that were prefilled and not yet removed."""
         return tuple(self._live)
 
     def seat(self, request_id: int) -> Seat:

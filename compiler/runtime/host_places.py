@@ -27,12 +27,12 @@ class HostPlaces:
         return place
 
     def give_back(self, place: HostPlace) -> None:
-        """A place is free again."""
+        """Make a place free again."""
         self._num_bytes -= self._held.pop(place)
         heapq.heappush(self._free, place)
 
     def forget(self) -> None:
-        """All places are free."""
+        """Make all places free."""
         self._held.clear()
         self._free.clear()
         self._num_bytes = 0

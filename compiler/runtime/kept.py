@@ -53,11 +53,11 @@ class KeptSeats:
         return left
 
     def touch(self, seat: Seat) -> None:
-        """A seat was of use."""
+        """Note that a kept seat was of use: it is now the last to be given up."""
         self._kept.move_to_end(seat)
 
     def take(self, seat: Seat) -> Seat:
-        """A seat has another use from now on."""
+        """Take a seat out of those kept, for another use."""
         self._num_bytes -= self._kept.pop(seat).num_bytes
         return seat
 

@@ -104,7 +104,7 @@ class Masks:
         return [mask for job in jobs for mask in job.result()]
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that compile grammars and make masks; what they still do is left."""
         for pool in (self._compilers, self._makers):
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)

@@ -149,7 +149,7 @@ class Grammars:
 
 
 def grammars_of(folder: Path, end_tokens: Sequence[int], vocab_size: int) -> Grammars:
-    """For the tokenizer that is saved in a folder."""
+    """Make the grammars of the tokenizer that is saved in a folder; it is read when needed."""
 
     def read() -> str:
         return (folder / "tokenizer.json").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from tilewright.compiler.targets.step import LogProbs
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Serve a request. ``request_id`` is new to this engine; lower ``priority`` comes first, and
+    """Asks for an answer. ``request_id`` is new to this engine; lower ``priority`` comes first, and
     within a priority clients take turns. ``like``: an earlier request for the same prompt, whose
     prompt this one need not compute.
     """
@@ -42,7 +42,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """Leave the loop; what still runs is given up."""
+    """Asks the engine to leave its loop; what still runs is given up."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

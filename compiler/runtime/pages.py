@@ -74,14 +74,14 @@ class PagePool:
         return taken
 
     def hold(self, pages: Sequence[int]) -> None:
-        """One holder more of each of these cached or held pages."""
+        """Add a holder to each of these pages, which are cached or held."""
         for page in pages:
             assert self._counts[page] or page in self._idle, f"page {page} is free"
             self._idle.pop(page, None)
             self._counts[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """One holder less; what nobody holds is free, or stays cached until others need it.
+        """Give up pages; what nobody holds now is free, or stays cached until others need it.
 
         The last page of a chain goes first, for without it the others are still of use.
         """

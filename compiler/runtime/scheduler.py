@@ -64,7 +64,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Running]:
-        """Those who have a seat, in the order in which they got it."""
+        """The requests that have a seat, in the order in which they got it."""
         return list(self.seating.seated.values())
 
     @property
@@ -125,7 +125,7 @@ class Scheduler:
         return bool(self.line or self.seating.seated)
 
     def schedule(self) -> Plan | None:
-        """The next step; None where nothing can be computed before a step is read.
+        """Plan the next step; None where nothing can be computed before a step is read.
 
         Of the steps before, one at most has not been read; and between two calls one is read, if
         any was under way: who loses a seat comes back knowing all that was chosen for it.
@@ -182,7 +182,7 @@ class Scheduler:
         return Step(edits=self._take_edits())
 
     def finish(self, request: Request, reason: str) -> None:
-        """A request has ended; its seat and pages go to others from the next step on."""
+        """End a request for ``reason``; its seat and pages go to others from the next step on."""
         if request.finish_reason is not None:
             return
         request.finish_reason = reason

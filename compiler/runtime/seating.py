@@ -85,7 +85,7 @@ class Seating(ABC):
 
     @abstractmethod
     def find(self, request: Request) -> Found:
-        """What of a request's prompt is there."""
+        """Find how much of a request's prompt was computed already and can be shared."""
 
     @abstractmethod
     def shared_with(self, request: Request, other: Running) -> int:
@@ -97,7 +97,7 @@ class Seating(ABC):
 
     @abstractmethod
     def sit(self, request: Request, found: Found) -> Running:
-        """A request that fits gets a seat."""
+        """Give a seat to a request, which must fit."""
 
     @abstractmethod
     def follow(self, leader: Running, request: Request) -> Running | None:
@@ -107,7 +107,7 @@ class Seating(ABC):
 
     @abstractmethod
     def grow(self, running: Running) -> bool:
-        """Room for one more position; False where there is none."""
+        """Make room for one more position of a request; False where there is none."""
 
     @abstractmethod
     def leave(self, running: Running, *, may_keep: bool) -> None:

@@ -290,5 +290,5 @@ class QueueTransport:
         return found
 
     def send(self, messages: list[FromEngine]) -> None:
-        """Append to ``outbox``."""
+        """Append messages of the engine to ``outbox``."""
         self.outbox.extend(messages)

@@ -138,7 +138,7 @@ class SlotSeating(Seating):
             self._give_seat(left)
 
     def note(self, running: Running) -> None:
-        """What a seat holds is found through the seat."""
+        """Do nothing: what a seat holds is found through the seat."""
 
     def forget(self) -> None:
         super().forget()

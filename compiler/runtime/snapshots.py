@@ -32,7 +32,7 @@ class Snapshots:
         return not self._free and not self._of_key
 
     def find(self, keys: Sequence[bytes], most: int) -> tuple[int, Snapshot] | None:
-        """Of the beginnings of a chain of up to ``most`` keys, the longest with a snapshot: how
+        """Find the longest beginning of a chain, of up to ``most`` keys, that has a snapshot: how
         many keys it has, and the snapshot, which is the most recently used then.
         """
         for count in range(min(most, len(keys)), 0, -1):

@@ -37,7 +37,7 @@ class Tallies:
         self.found: dict[str, Tally] = {}
 
     def add(self, name: str, value: float, kind: str = "") -> None:
-        """Count a value."""
+        """Count a value in the tally of this name and kind."""
         key = f"{name}/{kind}" if kind else name
         bounds = bounds_of(name)
         tally = self.found.get(key)

@@ -26,7 +26,7 @@ def routes(*, has_admin: bool) -> list[Route]:
 
 
 def make_app(front: Front) -> web.Application:
-    """The application; ``front`` is started and ended by who makes it."""
+    """Make the web application; its maker starts and ends ``front``."""
     app = web.Application(middlewares=[guard], client_max_size=MAX_BODY)
     app[FRONT] = front
     for method, path, handler in routes(has_admin=front.settings.has_admin):

@@ -76,14 +76,14 @@ class Connection(web.RequestHandler):
         self._num_unsent = self._num_stalled = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
+        """Begin to time the first request's head (called by asyncio)."""
         super().connection_made(transport)
         self._writes_to = cast(asyncio.Transport, transport)
         self._await_head()
         self._look_at_writes()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Stop this connection's timers (called by asyncio)."""
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
@@ -91,7 +91,7 @@ class Connection(web.RequestHandler):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Take bytes in; a whole head ends the time that it had (called by asyncio)."""
         known = self._request_count
         super().data_received(data)
         if self._request_count > known:

@@ -116,7 +116,7 @@ class EngineClient:
         ]
 
     async def close(self) -> None:
-        """End the engine, kindly first; nothing is left of it."""
+        """End the engine's process, kindly first, and remove its folder."""
         self._is_closing = True
         if self._socket is not None:
             # an engine that has ended, or does not hear, would be waited for
@@ -160,7 +160,7 @@ class EngineClient:
         return self._desk.submit(messages, max_context=self.ready.max_context)
 
     def under_way(self) -> list[dict[str, object]]:
-        """See `Desk.under_way`."""
+        """List what an operator may know of each request: nothing of its text."""
         return self._desk.under_way()
 
     def forget_prefixes(self) -> None:
@@ -168,7 +168,7 @@ class EngineClient:
         self._give(Forget())
 
     def fail_all(self, code: str, message: str) -> None:
-        """Tell all who wait that nothing will come."""
+        """Tell all who wait for answers that none will come, with a code and a message."""
         self._desk.fail(code, message)
 
     def _give(self, message: ToEngine) -> None:
@@ -246,7 +246,7 @@ class EngineClient:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process; 0 where there is none."""
+        """The id of the engine's process; 0 where there is none."""
         return self._child.pid if self._child is not None else 0
 
     def _end(self, said: str) -> None:

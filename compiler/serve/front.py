@@ -117,7 +117,7 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def aside(self, size: int, function: Callable[..., _T], *given: Any, **named: Any) -> _T:
-        """The same where ``size`` characters are many; at once where they are few."""
+        """Run a function in a thread where ``size`` characters are many; at once where few."""
         if size < _SHORT:
             return function(*given, **named)
         return await self.in_thread(function, *given, **named)

@@ -61,11 +61,11 @@ class ReasoningSplitter:
 
     @property
     def is_inside(self) -> bool:
-        """Whether what comes next is thought."""
+        """Whether the text that comes next is part of the model's thoughts."""
         return self._close is not None
 
     def push(self, text: str) -> Piece:
-        """What is certain now that ``text`` has come."""
+        """Take the next ``text``; returns what is certain now to be thought, said or called."""
         if self._undecided is not None:
             begun = (self._undecided + text).lstrip()
             if len(begun) < len(OPEN) and OPEN.startswith(begun):

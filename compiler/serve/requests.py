@@ -33,7 +33,7 @@ _TokenIds: TypeAlias = Annotated[list[_Token], Meta(min_length=1)]
 
 
 class StreamOptions(Struct, frozen=True):
-    """See the specification's section on streams."""
+    """What a client asks of a stream: whether and how often its usage is sent."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -115,7 +115,7 @@ class Common(Struct, kw_only=True, frozen=True):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
+        """The stop strings, none, one or several, as a tuple."""
         if not self.stop:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -254,7 +254,7 @@ def check_common(request: Common) -> None:
 
 
 def check_chat(request: ChatRequest) -> None:
-    """The same for chats."""
+    """Refuse what a chat cannot be given; raises ApiError 400 naming the field."""
     check_common(request)
     for name in ("functions", "function_call", "prediction", "audio"):
         if getattr(request, name) is not None:

@@ -15,12 +15,12 @@ from_engine = msgspec.msgpack.Decoder(list[FromEngine])
 
 
 def address(folder: Path) -> str:
-    """Where the two meet; the folder's mode keeps others out."""
+    """The address where server and engine meet; the folder's mode keeps others out."""
     return f"ipc://{folder}/engine"
 
 
 class SocketTransport:
-    """The engine's end."""
+    """The engine's end of the sockets between it and the server."""
 
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context()
@@ -30,7 +30,7 @@ class SocketTransport:
         self._socket.connect(address(folder))
 
     def receive(self, seconds: float) -> list[ToEngine]:
-        """See :class:`tilewright.compiler.runtime.messages.Transport`."""
+        """Return what has come, in order; waits up to ``seconds`` where there is nothing."""
         found: list[ToEngine] = []
         if seconds > 0:
             self._socket.poll(int(seconds * 1000) + 1)
@@ -42,7 +42,7 @@ class SocketTransport:
             found += to_engine.decode(frame)
 
     def send(self, messages: list[FromEngine]) -> None:
-        """See :class:`tilewright.compiler.runtime.messages.Transport`."""
+        """Send messages to the server."""
         self._socket.send(encoder.encode(messages))
 
     def close(self) -> None:

@@ -72,11 +72,11 @@ class Ticket:
         return found
 
     def cancel(self, index: int) -> None:
-        """One of the requests is not wanted any more."""
+        """Cancel the request at ``index``, which is not wanted any more."""
         self._desk.cancel(self.ids[index])
 
     def close(self) -> None:
-        """None of them is."""
+        """Cancel every request of this ticket that has not ended."""
         if self._timer is not None:
             self._timer.cancel()
         for request_id in self.ids:

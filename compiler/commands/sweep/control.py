@@ -27,7 +27,7 @@ _MAX_LOG_BYTES = 1 << 24
 
 
 def status(given: argparse.Namespace) -> int:
-    """Print the table; returns the exit code."""
+    """Print how far a sweep is, as a table or JSON; returns the exit code."""
     journal = open_sweep(given.file)
     is_held = journal.is_held()
     table = _table(given, journal, is_held=is_held)

@@ -24,7 +24,7 @@ def plain_line(text: str) -> str:
 
 
 def shorten(text: str, width: int) -> str:
-    """Cut in the middle: related names differ at their ends."""
+    """Shorten a name by cutting its middle, for related names differ at their ends."""
     if len(text) <= width:
         return text
     num_kept = max(0, width - 3)
@@ -33,7 +33,7 @@ def shorten(text: str, width: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """A column: ``key`` is what one sorts by and what JSON says; ``title`` is for 80 columns,
+    """A column of a table: ``key`` names it in JSON and when sorting; ``title`` is for 80 columns,
     ``full`` for Markdown. ``highest_first``: the order it is first sorted in.
     """
 
@@ -50,7 +50,7 @@ class Column:
         return "" if value is None else self.text(value)
 
     def fit(self, text: str, width: int) -> str:
-        """Its title or what it says, as wide as the column."""
+        """Cut and align a text (the title or a cell's) to so many characters."""
         text = shorten(text, width)
         return text.rjust(width) if self.is_number else text.ljust(width)
 
@@ -81,7 +81,7 @@ class Listing:
     notes: tuple[str, ...] = ()
 
     def sorted_by(self, key: str | None, *, is_reversed: bool = False) -> Listing:
-        """In the order of the plan (None) or of a column; what is not known comes last.
+        """Sort by a column, or as planned where it is None; what is not known comes last.
 
         Raises:
             ConfigError: for a column that is not there.
@@ -101,7 +101,7 @@ class Listing:
         return replace(self, lines=(*known, *unknown))
 
     def widths(self, room: int | None = None) -> list[int]:
-        """Of the columns; the names' shrinks so that all, and blanks between them, fit ``room``."""
+        """How wide each column is; the names' shrinks so that all, with blanks, fit ``room``."""
         found = [
             max(len(column.title), *(len(column.show(line)) for line in self.lines), 0)
             for column in self.columns

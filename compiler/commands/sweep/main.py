@@ -33,7 +33,7 @@ _KEYS = (
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright sweep`` with the arguments behind it; returns the exit code."""
     verb = argv[0] if argv else "--help"
     if verb in ("-h", "--help"):
         print(_usage())

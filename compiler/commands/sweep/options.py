@@ -61,7 +61,7 @@ _WHAT, _SEARCH, _RUN = "what is measured", "the search", "running"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """A checked command line.
+    """The command line of a sweep, checked.
 
     ``asked``: what the plan depends on and was not left at its default, as text; a resumed sweep
     must have been asked for the same. None where a default is to be filled in by the plan.
@@ -161,7 +161,7 @@ _ASKED = [*_MEASURED, *(name for name in names_of(SweepOptions, _SEARCH) if name
 
 
 def parser(plan: str) -> argparse.ArgumentParser:
-    """The options of a plan."""
+    """Make the parser of a plan's options."""
     found = Parser(prog=f"tilewright sweep {plan}", description=PLANS[plan])
     without = [name for name, plans in _ONLY_IN.items() if plan not in plans]
     add_options(found, SweepOptions, without=without)

@@ -20,7 +20,7 @@ _NAME_WIDTH = 36
 
 @contextmanager
 def sweep_progress(console: Console, *, jobs: int) -> Iterator[Report]:
-    """What a runner reports to."""
+    """Give what a runner reports to; its bar stands on a terminal until the block ends."""
     columns = (
         TextColumn("{task.description:<36}", markup=False),
         BarColumn(bar_width=None),

@@ -33,7 +33,7 @@ _LINK = re.compile(r"\]\(((?:precision_cfgs|docs)/[^()\s]+)\)")
 
 
 def export(given: argparse.Namespace) -> int:
-    """Write the tables; returns the exit code."""
+    """Write the tables of sweeps to files; returns the exit code."""
     _check_outputs(given)
     states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}
     probes = [path for path, state in states.items() if state.planned.plan == _SENSITIVITY]
@@ -132,7 +132,7 @@ def _say(text: str) -> None:
 
 
 def plot(given: argparse.Namespace) -> int:
-    """Draw the figures; returns the exit code."""
+    """Draw the figures of sweeps into files; returns the exit code."""
     if given.name is not None and not _STEM.fullmatch(given.name):
         raise ConfigError(f"--name {given.name[:60]!r}; allowed: letters, digits, '-', '_', '.'")
     states = {path: open_sweep(path).state for path in dict.fromkeys(given.files)}

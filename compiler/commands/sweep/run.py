@@ -34,7 +34,7 @@ _NUM_LISTED = 8
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run a plan or a grid of ``tilewright sweep``; returns the exit code."""
     options = read_options(argv)
     if options.resume:
         journal = open_journal(options)

@@ -41,7 +41,7 @@ EXIT_NOTHING_FOUND = 1
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright sweep search`` for a configuration; returns the exit code."""
     options = read_options(argv)
     begun = open_journal(options) if options.resume else None
     if begun is not None:

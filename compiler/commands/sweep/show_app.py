@@ -175,28 +175,28 @@ class SweepScreen(Screen[None]):
             self.query_one(LinesTable).move_cursor(row=0, animate=False)
 
     def action_toggle_cells(self) -> None:
-        """Cells or configurations."""
+        """Turn from the table of configurations to that of cells, or back."""
         self.shows_cells = not self.shows_cells
         self._redo()
 
     def action_back(self) -> None:
-        """From cells to configurations; where there is nothing to go back to, nothing."""
+        """Go back from cells to configurations; does nothing where they are shown already."""
         if self.shows_cells:
             self.action_toggle_cells()
 
     def action_sort(self) -> None:
-        """By the next column; after the last one in the order of the plan."""
+        """Sort by the next column; after the last one, in the order of the plan."""
         keys = [None, *(column.key for column in self.table().columns)]
         self.sort = keys[(keys.index(self.sort) + 1) % len(keys)]
         self._redo(is_at_top=True)
 
     def action_reverse(self) -> None:
-        """The other way round."""
+        """Reverse the order of the lines."""
         self.is_reversed = not self.is_reversed
         self._redo(is_at_top=True)
 
     def action_markdown(self) -> None:
-        """The table as Markdown."""
+        """Show the table as Markdown, on a screen of its own."""
         path = self.journal.path.with_name(f"{self.journal.path.stem}-table.md")
         self.app.push_screen(MarkdownScreen(lambda: self.table().markdown(), path))
 
@@ -300,7 +300,7 @@ class MarkdownScreen(TextScreen):
         self.add_class("wide")
 
     def action_write(self) -> None:
-        """Write it beside the sweep."""
+        """Write the Markdown to a file beside the sweep's."""
         try:
             write_text(self.path, self.source())
             said = f"written to {self.path}"
@@ -310,7 +310,7 @@ class MarkdownScreen(TextScreen):
 
 
 class Question(ModalScreen[bool]):
-    """Yes or no."""
+    """A screen that asks a question; it is left with True for yes, False for no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "yes"),
@@ -322,12 +322,12 @@ class Question(ModalScreen[bool]):
         self._text = text
 
     def compose(self) -> ComposeResult:
-        """One box."""
+        """Lay out the question and the keys that answer it."""
         yield Static(f"{self._text}\n\ny: yes   n: no", id="question", markup=False)
 
 
 class SweepApp(App[None]):
-    """The view of one sweep."""
+    """The terminal application that shows one sweep while it runs, and after."""
 
     ENABLE_COMMAND_PALETTE = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -349,5 +349,5 @@ class SweepApp(App[None]):
         self.table_screen = SweepScreen(journal)
 
     def get_default_screen(self) -> Screen[None]:
-        """The table."""
+        """The screen that the application opens with: the table."""
         return self.table_screen

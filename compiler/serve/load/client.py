@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 600.0
 
 @dataclass(slots=True)
 class Heard:
-    """One answer.
+    """What a client heard of one answer, and when.
 
     Attributes:
         began: when it was asked for, by this process's clock in seconds.
@@ -46,16 +46,16 @@ class Heard:
 
     @property
     def first(self) -> float:
-        """Time to the first chunk (TTFT)."""
+        """The time to the first chunk (TTFT), in seconds."""
         return self.times[0]
 
     @property
     def per_token(self) -> float:
-        """Mean time of a token behind the first (TPOT)."""
+        """The mean time of a token behind the first (TPOT), in seconds."""
         return (self.times[-1] - self.times[0]) / max(1, self.count - 1)
 
     def gaps(self) -> list[float]:
-        """Between chunks (ITL), each divided by the mean tokens of a chunk."""
+        """Seconds between chunks (ITL), each divided by the mean tokens of a chunk."""
         share = max(1.0, (self.count - 1) / max(1, len(self.times) - 1))
         ends = zip(self.times, self.times[1:], strict=False)
         return [(after - before) / share for before, after in ends]
@@ -67,13 +67,13 @@ class Heard:
 
 
 class Client:
-    """Asks one server."""
+    """Asks one server for answers, for a load test."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: str) -> None:
         self._session, self.url, self._model = session, url, model
 
     async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
-        """An answer as it comes. The connection is closed after ``most`` chunks with text."""
+        """Hear an answer as it comes. The connection is closed after ``most`` chunks with text."""
         asked = {"stream": True, "stream_options": {"include_usage": True}}
         heard = Heard(began=time.perf_counter())
         try:
@@ -96,7 +96,7 @@ class Client:
         return heard
 
     async def whole(self, path: str, body: dict[str, Any]) -> Heard:
-        """An answer in one piece; its only time is that of its end."""
+        """Ask for an answer in one piece; its only time is that of its end."""
         heard = Heard(began=time.perf_counter())
         try:
             async with self._post(path, body) as answer:
@@ -119,7 +119,7 @@ class Client:
             return msgspec.json.decode(await answer.read())
 
     async def status(self, path: str, data: bytes) -> int:
-        """Of an answer to bytes that need not be JSON."""
+        """Post bytes that need not be JSON; returns the HTTP status of the answer."""
         headers = {"content-type": "application/json"}
         async with self._session.post(self.url + path, data=data, headers=headers) as answer:
             await answer.read()
@@ -197,7 +197,7 @@ async def connected(url: str, model: str) -> AsyncIterator[Client]:
 async def at_most(
     limit: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
 ) -> tuple[list[Heard], float]:
-    """Closed loop: what the jobs return, ``limit`` under way at a time, and the seconds it took."""
+    """Run jobs, ``limit`` at a time (a closed loop): what they return, and the seconds it took."""
     gate = asyncio.Semaphore(limit)
 
     async def run(job: Callable[[], Awaitable[Heard]]) -> Heard:
@@ -212,7 +212,7 @@ async def at_most(
 async def arriving(
     rate: float, seed: int, jobs: Sequence[Callable[[], Awaitable[Heard]]]
 ) -> tuple[list[Heard], float]:
-    """Open loop: as :func:`at_most`, but ``rate`` begin a second, as Poisson's do."""
+    """Run jobs in an open loop: as :func:`at_most`, but ``rate`` begin a second (Poisson)."""
     chooser, at = random.Random(seed), 0.0
 
     async def run(job: Callable[[], Awaitable[Heard]], after: float) -> Heard:

@@ -13,7 +13,7 @@ Figures = dict[str, float | str]
 
 
 def summary(heard: Sequence[Heard], seconds: float) -> Figures:
-    """Of answers that took ``seconds`` together; definitions as in vLLM's benchmark.
+    """Sum up answers that took ``seconds`` together; definitions as in vLLM's benchmark.
 
     Raises:
         TilewrightError: where every request failed.

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """How much is asked for; each plan reads what concerns it.
+    """How much a load test asks for; each plan reads what concerns it.
 
     Attributes:
         requests: in all.

@@ -38,7 +38,7 @@ class Argued:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last call is whole."""
+    """The arguments of the last call are complete."""
 
 
 Event: TypeAlias = Said | Called | Argued | Ended
@@ -56,10 +56,10 @@ class Region(Protocol):
     rest: str | None
 
     def push(self, text: str) -> list[Event]:
-        """What is certain now that ``text`` has come."""
+        """Take the next text; returns the events that are certain now."""
 
     def flush(self) -> list[Event]:
-        """What was held back of a call, where the text ends within it."""
+        """Return what was held back of a call, where the text ends within it."""
 
 
 class ToolParser:

@@ -27,7 +27,7 @@ def is_name(text: str) -> bool:
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """The same events with neighbouring pieces of arguments as one."""
+    """Join neighbouring pieces of arguments in a list of events."""
     found: list[Event] = []
     pieces: list[str] = []
     for event in events:
@@ -199,7 +199,7 @@ class JsonRegion:
         self._matcher = StopMatcher((close,) if close else ())
 
     def push(self, text: str) -> list[Event]:
-        """See `Region`."""
+        """Take the next text; returns the events that are certain now."""
         found: list[Event] = []
         for at, character in enumerate(text):
             if not self._step(character, found):
@@ -210,7 +210,7 @@ class JsonRegion:
         return merged(found)
 
     def flush(self) -> list[Event]:
-        """See `Region`."""
+        """Return what was held back of a call, where the text ends within it."""
         if self._state is _State.RAW:
             found: list[Event] = [Argued(self._matcher.flush())]
         elif self._state is _State.OBJECT:

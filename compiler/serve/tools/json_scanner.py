@@ -12,7 +12,7 @@ _WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 
 
 class At(Enum):
-    """What may come next."""
+    """The scanner's place in a JSON value, which says what may come next."""
 
     VALUE = auto()
     FIRST_ITEM = auto()
@@ -56,7 +56,7 @@ class JsonScanner:
         return len(self._ends)
 
     def step(self, character: str) -> bool:
-        """Take a character; False where JSON cannot go on with it."""
+        """Take the next character; False where JSON cannot go on with it."""
         if self.at is At.STRING:
             if character == '"':
                 self._close(At.COLON if self.in_key else None)

@@ -25,7 +25,7 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Rules for calls.
+    """How one model family writes calls, as grammar rules.
 
     Attributes:
         opening: the marker before them; empty where there is none.
@@ -75,7 +75,7 @@ def any_call(tools: Sequence[Tool]) -> str:
 
 
 def object_rules(tools: Sequence[Tool], key: str) -> list[str]:
-    """``call``: an object of a function's name, and its arguments under ``key``."""
+    """Make the rule ``call``: an object of a function's name, and its arguments under ``key``."""
     rules = [any_call(tools)]
     for at, tool in enumerate(tools):
         head = f'{{"name": {json.dumps(tool.name)}, "{key}": '
