@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-from tabulate import tabulate
 
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.messages import Submit
 from tilewright.compiler.runtime.request import Request
@@ -116,6 +116,8 @@ def main(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     ways = (unchanged, changing, served)
     found = [way(count, given.steps) for count in given.seats for way in ways]
-    rows = [(f.num_seats, f.what, f"{f.steps_per_second:,.0f}", f"{f.cpu_us:.0f}") for f in found]
-    print(tabulate(rows, headers=("seats", "steps", "steps/s", "CPU us a step")))
+    rows = [
+        (f"{f.num_seats}", f.what, f"{f.steps_per_second:,.0f}", f"{f.cpu_us:.0f}") for f in found
+    ]
+    print(Table.of(("seats", "steps", "steps/s", "CPU us a step"), rows).markdown(), end="")
     return 0

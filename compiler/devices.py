@@ -10,13 +10,12 @@ import ctypes
 import importlib.util
 import os
 import platform
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from tilewright.compiler.errors import CompileError, ConfigError
+from tilewright.compiler.errors import CompileError
 from tilewright.compiler.registry import Registry
 
 # A worker core does 4.096 TFLOP/s at LoFi and 1 GHz; 2, 3 and 4 phases take 2, 3 and 4 times as
@@ -152,18 +151,6 @@ def _num_gpus() -> int:
     count = ctypes.c_int(0)
     found = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
     return count.value if found else 0
-
-
-def parse_mesh(text: str) -> tuple[int, int]:
-    """Rows and columns of a mesh of chips written as ``1x8``.
-
-    Raises:
-        ConfigError: where it is not two positive numbers.
-    """
-    match = re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,3})", text.strip().lower())
-    if match is None:
-        raise ConfigError(f"mesh {text!r}; allowed: rows x columns, such as 1x1 or 1x8")
-    return int(match[1]), int(match[2])
 
 
 def describe_cpu(cpuinfo: Path = _CPUINFO) -> CpuDescription:

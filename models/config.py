@@ -138,11 +138,6 @@ class MoeConfig(ModelConfig):
     renormalise: bool = True
     dense_layers: tuple[int, ...] = ()
 
-    @property
-    def num_sparse(self) -> int:
-        """How many layers have experts."""
-        return self.num_layers - len(self.dense_layers)
-
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
@@ -184,8 +179,3 @@ class HybridConfig(MoeConfig):
 
     linear_layers: tuple[bool, ...] = ()
     delta: DeltaShape = _NO_DELTA
-
-    @property
-    def num_linear(self) -> int:
-        """How many layers are of Gated DeltaNet."""
-        return sum(self.linear_layers)

@@ -46,7 +46,7 @@ def _gemma3(config: Any) -> Counts:
 
 
 def _hybrid(config: Any) -> Counts:
-    num_layers, num_linear = config.num_layers, config.num_linear
+    num_layers, num_linear = config.num_layers, sum(config.linear_layers)
     num_full = num_layers - num_linear
     return {
         "match_rms_norm": 2 * num_layers + 2 * num_full + num_linear + 1,
@@ -67,7 +67,8 @@ def _hybrid(config: Any) -> Counts:
 
 def _with_experts(dense: Counts, config: Any) -> Counts:
     """A dense model's counts, with experts in the place of dense blocks."""
-    num_sparse, shared = config.num_sparse, int(config.shared_size > 0)
+    num_sparse = config.num_layers - len(config.dense_layers)
+    shared = int(config.shared_size > 0)
     changes = {
         "match_router": num_sparse,
         "fuse_experts": num_sparse,

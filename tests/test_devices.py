@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.devices import DEVICES, describe_cpu, get_device, parse_mesh
+from tilewright.compiler.devices import DEVICES, describe_cpu, get_device
 from tilewright.compiler.errors import ConfigError
 
 
@@ -44,17 +44,6 @@ def test_get_device() -> None:
     assert get_device("N150") is DEVICES["n150"]
     with pytest.raises(ConfigError, match="unknown device 'n500'; allowed: cpu, n150, n300, t3k"):
         get_device("n500")
-
-
-@pytest.mark.parametrize(("text", "mesh"), [("1x1", (1, 1)), (" 1X8 ", (1, 8)), ("4x8", (4, 8))])
-def test_mesh(text: str, mesh: tuple[int, int]) -> None:
-    assert parse_mesh(text) == mesh
-
-
-@pytest.mark.parametrize("text", ["", "8", "0x8", "1x", "1x8x2", "-1x8", "1x99999", "axb"])
-def test_bad_mesh(text: str) -> None:
-    with pytest.raises(ConfigError, match="allowed: rows x columns, such as 1x1 or 1x8"):
-        parse_mesh(text)
 
 
 def write_table(folder: Path, *cores: tuple[int, int]) -> Path:

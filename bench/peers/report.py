@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from bench.peers import PEERS
 from bench.peers.rounds import Contestant, ratios
 from tilewright.compiler.bench import stats
-from tilewright.compiler.bench.display import decimal, percent
+from tilewright.compiler.bench.display import megabytes, percent, with_spread
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.console import print_table
 from tilewright.compiler.devices import describe_cpu
@@ -104,19 +104,19 @@ def _row(contestant: dict[str, Any], measures: Sequence[str]) -> tuple[str, ...]
     size, share = contestant["weight_bytes"], contestant["bandwidth_share"]
     return (
         f"{contestant['engine']} {contestant['weights']}",
-        decimal(None if size is None else size / 1e6, 0, none="-", grouped=True),
+        megabytes(size, none="-", grouped=True),
         *(_rate(contestant["rates"].get(measure)) for measure in measures),
         "-" if share is None else f"{percent(share, 0)} %",
     )
 
 
 def _rate(rate: dict[str, Any] | None) -> str:
-    return "-" if rate is None else _with_spread(f"{rate['median']:,.0f}", rate["repeats"])
+    return "-" if rate is None else _figure(f"{rate['median']:,.0f}", rate["repeats"])
 
 
 def _ratio(repeats: Sequence[float] | None) -> str:
-    return _with_spread(f"{statistics.median(repeats):.2f}", repeats) if repeats else "-"
+    return _figure(f"{statistics.median(repeats):.2f}", repeats) if repeats else "-"
 
 
-def _with_spread(text: str, repeats: Sequence[float]) -> str:
-    return f"{text} ({percent(stats.spread(repeats), 0)} %)" if len(repeats) > 1 else text
+def _figure(text: str, repeats: Sequence[float]) -> str:
+    return with_spread(text, stats.spread(repeats) if len(repeats) > 1 else None, 0)

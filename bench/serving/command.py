@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from bench.peers.command import Pair, read_pair
 from bench.serving.servers import Contestant, in_turn, llama_cpp, ours, running
 from tilewright.compiler.artifacts.places import cache_dir
+from tilewright.compiler.bench.display import cell_text, decimal, span
 from tilewright.compiler.bench.json_lines import check_writable
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import describe_cpu
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
             for row in rows:
                 taken = {"commit": facts.commit, "date": facts.timestamp, "host": host}
                 file.write(json.dumps({**row, **taken}) + "\n")
-    print(render(rows))
+    print(render(rows), end="")
     return 0
 
 
@@ -162,17 +162,18 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
             if not found["tilewright"] or not found["llama.cpp"]:
                 continue
             ratio = statistics.median(found["tilewright"]) / statistics.median(found["llama.cpp"])
-            cells = [_spread(found[server]) for server in found]
-            lines.append([pair, users, title, *cells, f"{ratio:.2f} x"])
-    heads = ["ours | theirs", "users", "figure", "tilewright", "llama.cpp", "run", "ratio"]
-    return tabulate(lines, heads, tablefmt="github", disable_numparse=True)
+            cells = [_median_and_range(found[server]) for server in found]
+            lines.append([cell_text(pair), str(users), title, *cells, f"{ratio:.2f} x"])
+    heads = ["ours / theirs", "users", "figure", "tilewright", "llama.cpp", "run", "ratio"]
+    return Table.of(heads, lines).markdown()
 
 
 def _is_of(row: dict[str, Any], server: str, pair: str, users: int, name: str) -> bool:
     return (row["server"], row["pair"], row["users"]) == (server, pair, users) and name in row
 
 
-def _spread(values: Sequence[float]) -> str:
+def _median_and_range(values: Sequence[float]) -> str:
     if not values:
         return ""
-    return f"{statistics.median(values):,.1f} ({min(values):,.1f} to {max(values):,.1f})"
+    ends = span(min(values), max(values), joint=" to ", grouped=True)
+    return f"{decimal(statistics.median(values), grouped=True)} ({ends})"

@@ -33,16 +33,33 @@ def significant(value: float | None, digits: int = 3, *, none: str = "") -> str:
     return none if value is None else f"{value:.{digits}g}"
 
 
-def megabytes(num_bytes: float | None, digits: int = 0, *, none: str = "") -> str:
+def megabytes(
+    num_bytes: float | None, digits: int = 0, *, none: str = "", grouped: bool = False
+) -> str:
     """A size in 10^6 bytes, without the unit."""
-    return none if num_bytes is None else decimal(num_bytes / 1e6, digits)
+    return decimal(
+        None if num_bytes is None else num_bytes / 1e6, digits, none=none, grouped=grouped
+    )
 
 
-def span(low: float | None, high: float | None, digits: int = 1, *, joint: str = "-") -> str:
+def with_spread(text: str, spread: float | None, digits: int = 1, *, word: str = "") -> str:
+    """A figure's text and, where it has one, its spread, a share: "12.3 (50.0 %)"."""
+    return text if spread is None else f"{text} ({word}{percent(spread, digits)} %)"
+
+
+def span(
+    low: float | None,
+    high: float | None,
+    digits: int = 1,
+    *,
+    joint: str = "-",
+    grouped: bool = False,
+) -> str:
     """An interval or a range, such as "90.1-93.2"; blank where an end is not known."""
     if low is None or high is None:
         return ""
-    return f"{decimal(low, digits)}{joint}{decimal(high, digits)}"
+    ends = (decimal(end, digits, grouped=grouped) for end in (low, high))
+    return joint.join(ends)
 
 
 def discordant(won: int | None, lost: int | None, p: float | None, *, base: str = "") -> str:

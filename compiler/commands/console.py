@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
-from tilewright.compiler.bench.display import decimal, percent, span
+from tilewright.compiler.bench.display import decimal, megabytes, percent, span, with_spread
 from tilewright.compiler.bench.record import Accuracy, Repeat, Result
 from tilewright.compiler.bench.results import append, dumps
 from tilewright.compiler.bench.table import Columns, Table
@@ -100,10 +100,11 @@ def keep_results(screen: Console, options: RunOptions, results: Sequence[Result]
 
 def result_rows(result: Result) -> list[tuple[str, str]]:
     """The figures of one result, as name and text."""
+    spread_of = partial(with_spread, word="spread ")
     rows = [
-        ("TTFT (ms)", _with_spread(result.ttft_ms, result.ttft_spread)),
+        ("TTFT (ms)", spread_of(_number(result.ttft_ms), result.ttft_spread)),
         ("prefill (t/s)", _number(result.prefill_tps)),
-        ("decode (t/s/u)", _with_spread(result.decode_tsu, result.spread)),
+        ("decode (t/s/u)", spread_of(_number(result.decode_tsu), result.spread)),
         ("all users (t/s)", _number(result.tps)),
         ("peak memory (MB)", _megabytes(result.peak_memory_bytes)),
         ("weights (MB)", _megabytes(result.resident_bytes)),
@@ -140,6 +141,7 @@ def accuracy_rows(accuracy: Accuracy | None) -> list[tuple[str, str]]:
 
 
 _number = partial(decimal, none="-", grouped=True)
+_megabytes = partial(megabytes, none="-", grouped=True)
 REPEAT_COLUMNS: Columns[tuple[int, Repeat]] = {
     "repeat": lambda each: str(each[0]),
     "TTFT (ms)": lambda each: _number(each[1].ttft_ms),
@@ -147,11 +149,3 @@ REPEAT_COLUMNS: Columns[tuple[int, Repeat]] = {
     "decode (t/s/u)": lambda each: _number(each[1].decode_tsu),
 }
 """Of a repeat and its number."""
-
-
-def _with_spread(value: float | None, spread: float | None) -> str:
-    return _number(value) + ("" if spread is None else f"  (spread {percent(spread)} %)")
-
-
-def _megabytes(num_bytes: int | None) -> str:
-    return decimal(None if num_bytes is None else num_bytes / 1e6, 0, none="-", grouped=True)

@@ -144,23 +144,6 @@ class BlockFloat(DataFormat):
         elements = self._join(faces.reshape(-1)).view(exponents.shape[0], -1)
         return torch.cat([exponents, elements], dim=1).reshape(-1)
 
-    def unpack_tiles(self, data: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-        """float32 ``shape`` from the tiles that :meth:`pack_tiles` wrote.
-
-        Raises:
-            CheckpointError: when ``data`` has not the size of these tiles.
-        """
-        self.check_nbytes(data.numel(), self.tile_nbytes(*shape), shape)
-        tile_rows, tile_columns = -(-shape[0] // TILE), -(-shape[1] // TILE)
-        tiles = data.reshape(tile_rows * tile_columns, -1)
-        exponents = tiles[:, :64].reshape(tile_rows, tile_columns, 2, 2, FACE)
-        exponents = exponents.permute(0, 2, 4, 1, 3).reshape(tile_rows * TILE, -1)
-        faces = self._mantissas(self._split(tiles[:, 64:].reshape(-1)))
-        faces = faces.view(tile_rows, tile_columns, 2, 2, FACE, FACE).permute(0, 2, 4, 1, 3, 5)
-        mantissas = faces.reshape(tile_rows * TILE, tile_columns * TILE)
-        encoded = BlockEncoded(exponents=exponents, mantissas=mantissas, axis=-1)
-        return self.dequantise(encoded)[: shape[0], : shape[1]]
-
     def _codes(self, mantissas: torch.Tensor) -> torch.Tensor:
         """Sign above magnitude, one element a byte, whole blocks."""
         import torch

@@ -166,7 +166,7 @@ def test_the_mixtures_are_the_published_ones() -> None:
     assert shape == (256, 1024, 2048) and config.renormalise
     plain: Any = shape_config(ShapeName("qwen3-30b-a3b"))
     assert (plain.num_experts, plain.experts_per_token, plain.expert_size) == (128, 8, 768)
-    assert plain.num_sparse == plain.num_layers == 48 and plain.renormalise
+    assert plain.num_layers == 48 and not plain.dense_layers and plain.renormalise
     assert plain.shared_size == 0
 
 
