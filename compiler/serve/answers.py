@@ -35,6 +35,7 @@ class Choice:
         tokens: those that count: all up to the one that completed a stop string.
         finish_reason: ``stop``, ``length`` or ``tool_calls`` once it has ended.
         stop_reason: the stop string or the stop id that ended it.
+        finished: how long it took; of one that a stop string ended, as measured in the front.
         prompt: where the prompt's tokens are scored too, these: they come before the answer's.
         reader: finds calls in what is said; None where there are no tools.
     """

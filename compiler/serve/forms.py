@@ -72,9 +72,9 @@ class Job:
             "completion_tokens_details": {"reasoning_tokens": reasoning},
         }
 
-    def timing(self) -> dict[str, Any]:
-        """How long the first choice took, in llama.cpp's names and some more."""
-        choice, asked = self.choices[0], self.asked[0]
+    def timing(self, index: int = 0) -> dict[str, Any]:
+        """How long a choice took, in llama.cpp's names and some more."""
+        choice, asked = self.choices[index], self.asked[index]
         cached = choice.started.num_cached if choice.started is not None else 0
         done = choice.finished
         prompt_ms = 1e3 * done.prefill_s if done is not None else 0.0
@@ -150,7 +150,8 @@ class Job:
         found["stop_reason"] = choice.stop_reason
         if self.return_token_ids:
             found["token_ids"] = choice.tokens
-        return self._chunk([found])
+        chunk = self._chunk([found])
+        return {**chunk, "timings": self.timing(index)} if self.timings else chunk
 
     def usage_chunk(self) -> dict[str, Any]:
         """What follows the last choice where usage was asked for."""

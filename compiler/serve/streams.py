@@ -99,7 +99,7 @@ class Follower:
             self._time(index, len(message.tokens))
             piece = choice.push(message)
             if choice.finish_reason is not None:
-                ticket.cancel(index)
+                choice.finished = ticket.cancel(index)
         else:
             choice.finished = message
             piece = choice.end(message.reason)

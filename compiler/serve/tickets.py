@@ -6,6 +6,7 @@ Knows nothing of processes; what is to be told to the engine goes through a call
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,12 +41,38 @@ class Limits:
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that the engine has, and who waits for it."""
+    """A request that the engine has, and who waits for it; times are of this process's clock.
+
+    ``given_at``: when the engine was asked; ``seated_at``, ``first_at`` and ``last_at``: when it
+    got a seat, and when its first and its latest tokens came.
+    """
 
     message: Submit
     ticket: Ticket
     index: int
-    has_started: bool = False
+    given_at: float
+    seated_at: float | None = None
+    first_at: float | None = None
+    last_at: float = 0.0
+
+    @property
+    def has_started(self) -> bool:
+        return self.seated_at is not None
+
+    def hear(self, message: Started | Tokens) -> None:
+        now = time.perf_counter()
+        if isinstance(message, Tokens):
+            self.first_at, self.last_at = self.first_at or now, now
+        elif self.seated_at is None:
+            # not when it is heard: the engine may say it together with the first token
+            self.seated_at = min(now, self.given_at + message.queue_s)
+
+    def spent(self) -> Finished | None:
+        """What the engine would say, had the request ended now; None before its first token."""
+        if self.seated_at is None or self.first_at is None:
+            return None
+        first, last = max(0.0, self.first_at - self.seated_at), self.last_at - self.first_at
+        return Finished(self.ticket.ids[self.index], "stop", first, last)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,10 +83,13 @@ class Ticket:
     _desk: Desk
     _timer: asyncio.TimerHandle | None = None
     _found: deque[tuple[int, Answer]] = field(default_factory=deque)
+    _finished: dict[int, Finished] = field(default_factory=dict)
     _event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, index: int, message: Answer) -> None:
         """Called by the desk for each message."""
+        if isinstance(message, Finished):
+            self._finished[index] = message
         self._found.append((index, message))
         self._event.set()
 
@@ -71,9 +101,12 @@ class Ticket:
         self._found.clear()
         return found
 
-    def cancel(self, index: int) -> None:
-        """Cancel the request at ``index``, which is not wanted any more."""
-        self._desk.cancel(self.ids[index])
+    def cancel(self, index: int) -> Finished | None:
+        """Cancel the request at ``index``, which is not wanted any more. Returns what it took: as
+        the engine has said if it had ended by itself, else as measured here, or None before its
+        first token.
+        """
+        return self._finished.get(index) or self._desk.cancel(self.ids[index])
 
     def close(self) -> None:
         """Cancel every request of this ticket that has not ended."""
@@ -95,6 +128,7 @@ class Desk:
         self._asked: dict[int, _Asked] = {}
         self._num_tokens_waiting = 0
         self._rate = 0.0
+        self._num_running = 1
         self._next_id = 0
         self.num_waiting = 0
 
@@ -120,28 +154,38 @@ class Desk:
                 like=like if like != self._next_id else None,
             )
             ticket.ids.append(self._next_id)
-            self._asked[self._next_id] = _Asked(numbered, ticket, index)
+            self._asked[self._next_id] = _Asked(numbered, ticket, index, time.perf_counter())
             self._count(numbered, 1)
             self._give(numbered)
         loop = asyncio.get_running_loop()
         ticket._timer = loop.call_later(self._limits.queue_timeout, self._expire, ticket)
         return ticket
 
-    def cancel(self, request_id: int) -> None:
-        """End a request; one that has ended already is ignored."""
-        if self._forget(request_id) is not None:
-            self._give(Cancel(request_id))
+    def cancel(self, request_id: int) -> Finished | None:
+        """End a request, of which the engine says nothing more; see `Ticket.cancel`. One that has
+        ended already is ignored.
+        """
+        asked = self._forget(request_id)
+        if asked is None:
+            return None
+        self._give(Cancel(request_id))
+        done = asked.spent()
+        if done is not None:
+            self._measure(asked.message, done)
+        return done
 
     def hear(self, message: Answer, num_running: int) -> None:
         """Hand a message of the engine to who waits for it."""
         asked = self._asked.get(message.request_id)
         if asked is None:
             return
+        self._num_running = max(1, num_running)
         if isinstance(message, Started) and not asked.has_started:
-            asked.has_started = True
             self._count(asked.message, -1)
+        if isinstance(message, Started | Tokens):
+            asked.hear(message)
         elif isinstance(message, Finished):
-            self._measure(asked.message, message, num_running)
+            self._measure(asked.message, message)
         if isinstance(message, Finished | Failed):
             self._forget(message.request_id)
         asked.ticket.put(asked.index, message)
@@ -168,7 +212,9 @@ class Desk:
 
     def unanswered(self) -> Iterator[Submit]:
         """What an engine that is new must be asked."""
-        return (asked.message for asked in list(self._asked.values()))
+        for asked in list(self._asked.values()):
+            asked.given_at = time.perf_counter()
+            yield asked.message
 
     def _check_room(self, messages: Sequence[Submit], max_context: int) -> None:
         most = self._limits.max_queued_contexts * max_context
@@ -198,9 +244,9 @@ class Desk:
                 said = f"waited {self._limits.queue_timeout:g} s in the queue"
                 ticket.put(asked.index, Failed(request_id, "queue_timeout", said))
 
-    def _measure(self, asked: Submit, done: Finished, num_running: int) -> None:
+    def _measure(self, asked: Submit, done: Finished) -> None:
         """Tokens of prompts a second, all that run together."""
         spent = done.prefill_s + done.decode_s
         if spent > 0:
-            rate = len(asked.prompt) / spent * max(1, num_running)
+            rate = len(asked.prompt) / spent * self._num_running
             self._rate = _OLD * self._rate + _NEW * rate if self._rate else rate

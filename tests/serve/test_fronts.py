@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
 import threading
@@ -200,6 +201,33 @@ def test_no_more_than_64_full_contexts_of_tokens_wait(front: Running) -> None:
         for each in four:
             each.close()
     wait_until(lambda: is_idle(front), seconds=10)
+
+
+@pytest.mark.parametrize(("text", "least"), [("S", 15.0), ("a", 0.0)], ids=["slow", "at once"])
+def test_an_answer_that_a_stop_string_ends_is_timed(text: str, least: float) -> None:
+    """The engine says nothing of one that was cancelled; all at once, its end is in the queue."""
+    with running_front() as running:
+        body = chat(text, stop="d", max_tokens=1000 if text == "S" else 8, timings=True)
+        timings = running.post("/v1/chat/completions", body)[1]["timings"]
+        assert timings["predicted_n"] == 4
+        assert timings["prompt_ms"] > 0 and timings["prompt_per_second"] > 0
+        assert timings["predicted_ms"] > least and timings["predicted_per_second"] > 0
+        told = running.ask("GET", "/metrics")[1].decode()
+        for name in ("prefill_time", "decode_time", "inference_time", "time_per_output_token"):
+            assert re.search(rf"request_{name}_seconds_count{{.*}} 1.0", told), name
+        assert running.front.client._desk._rate > 0
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_a_stream_tells_timings_with_the_end_of_each_choice(front: Running, usage: bool) -> None:
+    options = {"timings": True, "stream_options": {"include_usage": usage}}
+    body = chat("a", n=2, seed=5, stream=True, **options)
+    answer = front.ask("POST", "/v1/chat/completions", json.dumps(body).encode())[1]
+    events = [json.loads(line[6:]) for line in answer.split(b"\n\n") if line.startswith(b"data: {")]
+    ends = [each for each in events if each["choices"] and each["choices"][0]["finish_reason"]]
+    assert [each["timings"]["seed"] for each in ends] == [5, 6]
+    assert all(each["timings"]["predicted_n"] == 4 for each in ends)
+    assert sum("timings" in each for each in events) == 2 + usage
 
 
 @pytest.mark.parametrize(("what", "code"), [("N", "not_a_number"), ("F", "engine_error")])
