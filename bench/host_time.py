@@ -6,7 +6,6 @@ machine does not stretch.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from tilewright.compiler.bench.table import Table
+from tilewright.compiler.commands.arguments import Parser
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.messages import Submit
 from tilewright.compiler.runtime.request import Request
@@ -110,7 +110,7 @@ def _measure(what: str, num_seats: int, num_steps: int, step: Callable[[], objec
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="tilewright bench-loop", description=__doc__)
+    parser = Parser(prog="tilewright bench-loop", description=__doc__)
     parser.add_argument("--seats", type=int, nargs="+", default=[1, 64, 256], metavar="N")
     parser.add_argument("--steps", type=int, default=1000, help="of each of three rounds")
     given = parser.parse_args(argv)

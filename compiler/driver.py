@@ -113,9 +113,11 @@ _TRACED: dict[Any, GraphModule] = {}
 
 def trace_model(model: CompilableModel) -> GraphModule:
     """A copy of the model's graph, of the caller's own; models of one configuration, with the same
-    parameters, are traced once in a process.
+    parameters, are traced once in a process, unless one's ``forward`` is an instance's own.
     """
     module = model.module
+    if any("forward" in vars(each) for each in module.modules()):
+        return trace(module)
     shapes = tuple((k, p.shape) for k, p in module.named_parameters(remove_duplicate=False))
     key = type(module), model.config, shapes
     if key not in _TRACED:

@@ -87,8 +87,8 @@ def check_random_operations(model: SimpleNamespace, target: str, seed: int = 0) 
 
 
 def check_snapshots(model: SimpleNamespace, target: str) -> None:
-    """A copy of a whole history goes its own way; one of less is refused, since state that is
-    rewritten in place cannot be cut back.
+    """A copy of a whole history goes its own way; one of less is refused when it is read, since
+    state that is rewritten in place cannot be cut back.
     """
     start, tails = random_tokens(9), [random_tokens(count, seed=count) for count in (4, 5)]
     executable = compiled(model, target)
@@ -99,8 +99,9 @@ def check_snapshots(model: SimpleNamespace, target: str) -> None:
     for state, tail, wanted in zip(handles, tails, expected, strict=True):
         got = [step(executable, [(state, [t], 9 + at)])[0] for at, t in enumerate(tail)]
         assert_near(torch.stack(got), wanted)
-    with pytest.raises(AssertionError, match="state of 13 is not cut back"):
-        copy_seat(executable, handle, 12)
+    shorter = copy_seat(executable, handle, 12)
+    with pytest.raises(AssertionError, match="12 is not where its state is"):
+        step(executable, [(shorter, [5, 6], 12)])
     executable.close()
 
 

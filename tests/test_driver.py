@@ -160,7 +160,7 @@ def test_a_rule_without_an_effect_is_refused_before_any_work(rule: str) -> None:
 
 
 def test_an_unknown_target_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'gpu'; allowed: reference, null, cpu, cuda"):
+    with pytest.raises(ConfigError, match="'gpu'; allowed: reference, null, cpu, cpu-native, cuda"):
         compile_model(tiny_model(), precision_of(), target="gpu", options=OPTIONS)
     assert [get_target(name).name for name in target_names()] == list(target_names())
 

@@ -28,14 +28,21 @@ def body(text: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def where() -> Iterator[Path]:
+    """A temporary folder of a short name: a socket's path has about 100 characters."""
+    with tempfile.TemporaryDirectory(prefix="tw-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def start(where: Path) -> Iterator[Start]:
     """Starts servers, whose folders lie in a place of their own; kills those that still run."""
     running: list[subprocess.Popen[bytes]] = []
 
     def start(*changes: str, port: int | None = None, out: IO[bytes] | None = None) -> Server:
-        log = tmp_path / "log"
+        log = where / "log"
         port = port or free_port()
-        environment = {**os.environ, "TMPDIR": str(tmp_path)}
+        environment = {**os.environ, "TMPDIR": str(where)}
         with log.open("ab") as file:
             process = subprocess.Popen(
                 [sys.executable, str(SCRIPT), str(port), *changes],
@@ -60,7 +67,7 @@ def folders(where: Path) -> list[Path]:
     return list(where.glob(f"{PREFIX}*"))
 
 
-def test_sigterm_lets_answers_finish_and_takes_no_more(start: Start, tmp_path: Path) -> None:
+def test_sigterm_lets_answers_finish_and_takes_no_more(start: Start, where: Path) -> None:
     server = start()
     found: list[Any] = []
     thread = in_background(server, body("S", max_tokens=100), found)
@@ -73,7 +80,7 @@ def test_sigterm_lets_answers_finish_and_takes_no_more(start: Start, tmp_path: P
     assert headers["retry-after"]
     thread.join(20)
     assert found[0][0] == 200 and found[0][1]["usage"]["completion_tokens"] == 100
-    assert server.process.wait(10) == 0 and not folders(tmp_path)
+    assert server.process.wait(10) == 0 and not folders(where)
 
 
 @pytest.mark.parametrize("how", ["timeout", "signal"])
@@ -96,17 +103,17 @@ def test_what_takes_too_long_to_drain_gets_an_error_event(start: Start, how: str
 
 
 def test_a_killed_front_leaves_no_engine_and_its_folder_to_the_next(
-    start: Start, tmp_path: Path
+    start: Start, where: Path
 ) -> None:
     server = start()
     engine = server.engine_pid()
-    (left,) = folders(tmp_path)
+    (left,) = folders(where)
     server.process.kill()
     server.process.wait()
     server.wait_until(lambda: is_gone(engine), seconds=5)
     assert left.exists()
     again = start(port=server.port)
-    assert again.is_healthy() and not left.exists() and len(folders(tmp_path)) == 1
+    assert again.is_healthy() and not left.exists() and len(folders(where)) == 1
 
 
 def test_a_full_disk_for_what_it_says_stops_nothing(start: Start) -> None:
@@ -120,21 +127,19 @@ def test_a_full_disk_for_what_it_says_stops_nothing(start: Start) -> None:
     assert server.process.wait(10) == 0
 
 
-def test_only_folders_of_the_dead_are_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_only_folders_of_the_dead_are_removed(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(where))
     living = MeetingFolder()
-    young, old = tmp_path / f"{PREFIX}young", tmp_path / f"{PREFIX}old"
-    other, link = tmp_path / "other", tmp_path / f"{PREFIX}link"
+    young, old = where / f"{PREFIX}young", where / f"{PREFIX}old"
+    other, link = where / "other", where / f"{PREFIX}link"
     for each in (young, old, other):
         each.mkdir()
         (each / "x").touch()
     link.symlink_to(other)
-    (tmp_path / f"{PREFIX}a.log").touch()
+    (where / f"{PREFIX}a.log").touch()
     os.utime(old, (0, 0))
     remove_stale()
     assert living.path.exists() and young.exists() and other.exists() and link.exists()
-    assert not old.exists() and (tmp_path / f"{PREFIX}a.log").exists()
+    assert not old.exists() and (where / f"{PREFIX}a.log").exists()
     living.remove()
     assert not living.path.exists()

@@ -39,7 +39,7 @@ def test_a_gap_and_a_seat_that_nobody_has_are_bugs(null: NullExecutable) -> None
     with pytest.raises(KeyError):
         null.step(Step(decode=(Seat(2),)))
     with pytest.raises(AssertionError, match="holds no token"):
-        null.step(Step(decode=(seat,)))
+        null.step(Step(decode=(seat,), want_logits=True))
     with pytest.raises(AssertionError, match="is taken"):
         null.step(Step(edits=(Open(seat, Choosing()),)))
     with pytest.raises(AssertionError, match="there is no seat 3"):

@@ -100,16 +100,13 @@ def test_one_kernel_convolves_and_applies_the_rule_in_decode_steps(
 
 
 def test_a_copy_is_a_snapshot(exact: Executable) -> None:
-    """What is done to one leaves the other as it was; a shorter copy is refused."""
+    """What is done to one leaves the other as it was."""
     tokens = random_tokens(9)
     expected = prefill(exact, tokens)
     handle = take_seat(exact, 20)
     step(exact, [(handle, tokens[:5], 0)])
     kept = copy_seat(exact, handle, 5)
     step(exact, [(handle, random_tokens(4, seed=5), 5)])
-    for count in (5, 8, 10):
-        with pytest.raises(AssertionError, match="state of 9 is not cut back"):
-            exact.step(Step(edits=(Copy(handle, kept, count),)))
     assert_near(step(exact, [(kept, tokens[5:], 5)])[0], expected[-1], EXACT)
     leave_seat(exact, handle)
     leave_seat(exact, kept)
@@ -125,8 +122,6 @@ def test_lengths_of_steps_that_run_ahead(exact: Executable) -> None:
     output = exact.step(Step(decode=handles, want_logits=True))
     chosen = [2, *(part.read().tokens[1] for part in parts)]
     copy = take_seat(exact, 20)
-    with pytest.raises(AssertionError, match="state of 6 is not cut back"):
-        exact.step(Step(edits=(Copy(handles[1], copy, 5),)))
     exact.step(Step(edits=(Copy(handles[1], copy, 6),)))
     again = prefill(exact, [*random_tokens(3), *chosen])
     assert_near(joined(output)[1], again[-1], EXACT)
