@@ -27,6 +27,7 @@ from tilewright.compiler.runtime.messages import (
 )
 from tilewright.compiler.serve.engine_client import TOKENIZER
 from tilewright.compiler.serve.sockets import SocketTransport
+from tilewright.compiler.targets.step import LogProbs
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 
 CONTEXT = 4096
@@ -81,11 +82,19 @@ class FakeEngine:
             said.append(Started(request_id, 0.0, 0))
         count = min(message.sampling.max_tokens - done, 1 if what == b"S" else _BATCH)
         tokens = tuple(_ALPHABET[at % 26] for at in range(done, done + count))
-        said.append(Tokens(request_id, tokens))
+        asked = message.sampling
+        echo = message.prompt[1:] if asked.prompt_logprobs is not None and not done else ()
+        scores = scored(tokens) if asked.logprobs is not None else ()
+        said.append(Tokens(request_id, tokens, scores, scored(echo)))
         self._live[request_id] = (message, done + count)
         if done + count == message.sampling.max_tokens:
             said.append(Finished(request_id, "length", 0.001, 0.001))
             del self._live[request_id]
+
+
+def scored(tokens: tuple[int, ...]) -> tuple[LogProbs, ...]:
+    """As if each token had been the likeliest."""
+    return tuple(LogProbs(-0.5, ((token, -0.5),)) for token in tokens)
 
 
 def main(folder: Path) -> None:
