@@ -56,7 +56,7 @@ def cpu_ceilings(num_threads: int, *, num_bytes: int = BUFFER_BYTES) -> Ceilings
 
 
 def gpu_ceilings(device: torch.device) -> Ceilings:
-    """Reads: the sum of 4 GiB as int64, the fastest stream found. Products: 8192^3 of random
+    """Measure reads by the sum of 4 GiB as int64, the fastest found; products by 8192^3 of random
     bfloat16 by the library; zeros would run faster, with less power.
     """
     reads = tuple(READ_BYTES / seconds for seconds in _read_seconds(device))

@@ -48,7 +48,7 @@ def unchanged(num_seats: int, num_steps: int) -> Figure:
 
 
 def changing(num_seats: int, num_steps: int) -> Figure:
-    """With every step one request ends and another begins."""
+    """Time steps with each of which one request ends and another begins."""
     loop, number = _loop(num_seats), num_seats
     for at in range(num_seats):
         loop.add(_request(at, 2 + at))
@@ -109,7 +109,7 @@ def _measure(what: str, num_seats: int, num_steps: int, step: Callable[[], objec
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns the exit code."""
+    """Run ``tilewright bench-loop``; returns the exit code."""
     parser = Parser(prog="tilewright bench-loop", description=__doc__)
     parser.add_argument("--seats", type=int, nargs="+", default=[1, 64, 256], metavar="N")
     parser.add_argument("--steps", type=int, default=1000, help="of each of three rounds")

@@ -72,14 +72,14 @@ class Claim:
 
     @property
     def title(self) -> str:
-        """Which row it is of, in words."""
+        """The row of PERF.md that this is of, in words."""
         r = self.record
         return f"{row.device_text(r)}, {row.model_text(r)}, {r.precision_name}, {r.case}"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One figure: what was recorded, what was found now, and whether that is the same."""
+    """A figure measured again: what was recorded, what was found, and whether that is the same."""
 
     figure: str
     recorded: str
@@ -88,7 +88,7 @@ class Verdict:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 1 where a figure is not reproduced or could not be measured again.
+    """Run ``tilewright perf-check``; 1 where a figure was not reproduced or not measured.
 
     Raises:
         ConfigError: for a mistake in the arguments, or where no row can be measured here.

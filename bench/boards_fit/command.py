@@ -35,7 +35,7 @@ class _Options:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the script; 1 where the constants kept are not those that the fit gives.
+    """Fit the boards' time model; 1 where the constants kept are not those that the fit gives.
 
     Raises:
         TilewrightError: for a mistake in the arguments, or a file that cannot be read or written.

@@ -48,7 +48,7 @@ class Sample:
     is_decode: bool
 
     def predict(self, constants: Constants) -> float:
-        """Seconds by the performance model."""
+        """The seconds that the performance model gives the sample."""
         once = once_seconds(constants, is_decode=self.is_decode)
         return once + sum(
             count * work_seconds(work, constants, is_decode=self.is_decode)[0]

@@ -36,7 +36,7 @@ class PublishedRow:
 
     @property
     def device(self) -> str:
-        """As it is printed, replicas included."""
+        """The device's name as it is printed, replicas included."""
         return device_name(self.row)
 
     @property

@@ -37,7 +37,7 @@ _WIDTH = 132
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """A checked command line."""
+    """The command line of ``tilewright bench-cuda``, checked."""
 
     rows: tuple[BenchRow, ...]
     repeats: int
@@ -59,7 +59,7 @@ class _Asked:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; 0 where every row that can be made was measured, whatever it came to.
+    """Run ``tilewright bench-cuda``; 0 where every row that can be made was measured.
 
     Raises:
         TilewrightError: for a mistake in the arguments, or where there is no GPU.
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
-    """Measure and print; ``measured``: ceilings that are already known."""
+    """Measure a GPU's rows and print them; ``measured``: ceilings that are already known."""
     if choices.target == _TARGET:
         check_gpu()
     warnings.filterwarnings("ignore", module="torch")

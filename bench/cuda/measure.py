@@ -73,7 +73,7 @@ class Figures:
 
     @property
     def value(self) -> float:
-        """The median."""
+        """The median of all repeats, in the metric's unit."""
         return statistics.median(self.values)
 
 
@@ -111,7 +111,7 @@ class Bench:
         self._measured: dict[tuple[int, int, int], _Measured] = {}
 
     def measure(self, row: BenchRow, ceilings: Ceilings) -> Figures:
-        """One row; rows of the same batch and lengths share their runs and their record."""
+        """Measure a row; rows of the same batch and lengths share their runs and their record."""
         key = _runs_of(row)
         is_known = key in self._measured
         if not is_known:

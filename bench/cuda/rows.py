@@ -24,7 +24,7 @@ class Metric:
 
     @property
     def label(self) -> str:
-        """``TTFT, ms``."""
+        """The metric as a table names it, as ``TTFT, ms``."""
         return f"{self.short}, {self.unit}"
 
 

@@ -13,7 +13,7 @@ from tilewright.compiler.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """``module``: what its library is imported as. ``package``: what pip installs."""
+    """An engine to compare with: its library is imported as ``module``, pip's ``package``."""
 
     name: str
     module: str

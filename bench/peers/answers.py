@@ -81,7 +81,7 @@ class Parting:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns 1 where the two exact sides do not give the same tokens."""
+    """Run ``tilewright compare-answers``; returns 1 where the two exact sides differ in tokens."""
     options = parse(
         AnswerOptions,
         argv,

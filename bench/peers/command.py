@@ -46,7 +46,7 @@ class Pair:
 
 
 def read_pair(text: str) -> Pair:
-    """``PRECISION=TYPE``. Raises ConfigError for another one."""
+    """Read a pair ``PRECISION=TYPE``. Raises ConfigError for what is none."""
     precision, separator, kind = text.rpartition("=")
     if not separator or not precision or kind.upper() not in KINDS:
         raise ConfigError(f"pair {text!r}; {allowed(f'PRECISION={kind}' for kind in KINDS)}")
@@ -116,7 +116,7 @@ class CompareOptions:
 
     @property
     def num_threads(self) -> int:
-        """Of every engine."""
+        """The threads that every engine computes with."""
         return self.threads or describe_cpu().num_cores
 
 
@@ -139,7 +139,7 @@ def read_options(argv: Sequence[str]) -> CompareOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns 1 where one of our own configurations could not be measured."""
+    """Run ``tilewright compare``; returns 1 where a configuration of ours was not measured."""
     options = read_options(argv)
     from bench.ceilings import read_bandwidth
     from bench.peers.report import print_report, report_record

@@ -52,13 +52,13 @@ class LlamaCpp:
         self._path = path
 
     def loaded(self) -> Loaded:
-        """The file's tensors."""
+        """The bytes of the file's tensors, and those of them that a step reads."""
         return gguf_sizes(self._path)
 
     def generate(
         self, tokens: Sequence[int], num_tokens: int, *, ends: Collection[int] = ()
     ) -> Generated:
-        """See `Engine.generate`; logits are computed for the last token alone. A token of ``ends``
+        """Continue greedily; logits are computed for the last token alone. A token of ``ends``
         is the last one.
         """
         assert len(tokens) + num_tokens <= self._max_context  # the batch has no more room
@@ -74,7 +74,7 @@ class LlamaCpp:
         return Generated(tuple(output), tuple(times))
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
-        """Those behind a text, ``[vocab]``, computed in one piece."""
+        """The logits ``[vocab]`` behind a text, which is computed in one piece."""
         llama_cpp.llama_memory_clear(self._memory, True)
         return self._logits(tokens, 0).copy()
 

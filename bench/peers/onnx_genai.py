@@ -14,7 +14,7 @@ from bench.peers.worker import Generated, Loaded
 
 
 class OnnxGenai:
-    """A built folder. ``is_tied``: whether the head's matrix is the embedding's."""
+    """ONNX Runtime GenAI on a built folder. ``is_tied``: the head's matrix is the embedding's."""
 
     def __init__(self, path: Path, *, num_threads: int, is_tied: bool) -> None:
         config = onnxruntime_genai.Config(str(path))
@@ -25,12 +25,12 @@ class OnnxGenai:
         self._is_tied = is_tied
 
     def loaded(self) -> Loaded:
-        """The weight file; a step reads all of it where the embedding is the head."""
+        """The weight file's bytes; a step reads all of it where the embedding is the head."""
         weight_bytes = sum(file.stat().st_size for file in self._path.glob("*.onnx*"))
         return Loaded(weight_bytes, weight_bytes if self._is_tied else None)
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
-        """See `Engine.generate`."""
+        """Prefill ``tokens`` into an empty state, then choose ``num_tokens`` greedily."""
         length = len(tokens) + num_tokens
         options = onnxruntime_genai.GeneratorParams(self._model)
         # no end token is chosen before the least length

@@ -27,11 +27,11 @@ class OpenVino:
         self._path = path
 
     def loaded(self) -> Loaded:
-        """The file's tensors; OpenVINO keeps blocks of its own of the same bits."""
+        """The bytes of the file's tensors; OpenVINO keeps blocks of its own of the same bits."""
         return gguf_sizes(self._path)
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
-        """See `Engine.generate`; a streamer hears each token."""
+        """Prefill ``tokens``, then choose ``num_tokens`` greedily; a streamer hears each."""
         options = openvino_genai.GenerationConfig()
         options.max_new_tokens = num_tokens
         options.ignore_eos = True

@@ -33,7 +33,7 @@ def report_record(
     options: CompareOptions,
     bandwidths: Sequence[float],
 ) -> dict[str, Any]:
-    """All figures: every repeat, bytes, bytes a second, tokens a second, versions and host."""
+    """Gather all figures as JSON values: repeats, bytes, rates a second, versions and host."""
     plan = options.plan
     bandwidth = statistics.median(bandwidths)
     surroundings = environment(

@@ -24,7 +24,7 @@ Report = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One figure: a prompt of so many tokens, and so many generated.
+    """One speed to measure: a prompt of so many tokens, and so many generated.
 
     One generated token measures prefill, more of them decode (the first step does not count).
     """
@@ -34,7 +34,7 @@ class Measure:
     num_tokens: int
 
     def rate(self, generated: Generated) -> float:
-        """Tokens a second."""
+        """The tokens a second that a continuation came to."""
         times = generated.times
         if self.num_tokens == 1:
             return self.prompt_length / times[0]
@@ -63,7 +63,7 @@ class Plan:
         return max(measure.prompt_length + measure.num_tokens for measure in self.measures)
 
     def prompts(self, tokens: Sequence[int]) -> list[list[list[int]]]:
-        """For the warm-up and every round, a prompt of its own for each measure, from a text."""
+        """Cut for the warm-up and every round a prompt of its own for each measure, from a text."""
         per_round = len(self.measures)
         longest = max(measure.prompt_length for measure in self.measures)
         cut = cut_prompts(
@@ -97,7 +97,7 @@ class Contestant:
 
     @property
     def name(self) -> str:
-        """As it is printed."""
+        """The engine and its weights, as they are printed."""
         return f"{self.engine} {self.weights}"
 
     def load(self, plan: Plan, prompts: Sequence[Sequence[int]]) -> None:
@@ -110,7 +110,7 @@ class Contestant:
             self.worker.settle()
 
     def measure(self, measure: Measure, prompt: Sequence[int]) -> None:
-        """Add a rate; nothing where it has failed before."""
+        """Measure a rate and keep it; does nothing where the engine has failed before."""
         if self.worker is None:
             return
         with self._failing():
@@ -136,7 +136,7 @@ class Contestant:
             self.close()
 
     def record(self, plan: Plan, bandwidth: float) -> dict[str, Any]:
-        """As JSON values: sizes in bytes, rates in tokens a second, every repeat.
+        """All figures as JSON values: sizes in bytes, rates in tokens a second, every repeat.
 
         ``bandwidth``: the memory's read rate, bytes a second; its share is what decoding reaches
         by reading each weight once a token.
@@ -199,7 +199,7 @@ def measure_all(
 
 
 def ratios(ours: Contestant, peer: Contestant) -> dict[str, list[float]]:
-    """By measure, ours / the peer's of the rounds that both have: above 1 ours is faster."""
+    """Our rates / the peer's, by measure, of the rounds that both have; above 1 ours is faster."""
     return {
         measure: [mine / theirs for mine, theirs in zip(rates, peer.rates[measure], strict=False)]
         for measure, rates in ours.rates.items()

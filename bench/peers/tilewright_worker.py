@@ -65,7 +65,7 @@ class Tilewright:
         return Loaded(self._compiled.executable.memory().weights, step_bytes)
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
-        """See `Engine.generate`."""
+        """Prefill ``tokens`` into an empty state, then choose ``num_tokens`` greedily."""
         from tilewright.compiler.bench.timing import OFFLINE
         from tilewright.compiler.runtime.loop import EngineLoop
         from tilewright.compiler.runtime.request import Request, SamplingParams

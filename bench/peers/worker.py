@@ -51,7 +51,7 @@ class Engine(Protocol):
     """A loaded model of batch 1. End tokens do not end a continuation."""
 
     def loaded(self) -> Loaded:
-        """What it holds."""
+        """The bytes of the weights it holds, and those of them that a step reads."""
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
         """Prefill ``tokens`` into an empty state, then choose ``num_tokens`` greedily."""
@@ -112,7 +112,7 @@ class Worker:
         return self._answer(Loaded)
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
-        """One continuation. Raises WorkerError."""
+        """Ask the process for one continuation. Raises WorkerError."""
         asked = {"tokens": list(tokens), "num_tokens": num_tokens}
         self._child.write(msgspec.json.encode(asked) + b"\n")
         found = self._answer(Generated)

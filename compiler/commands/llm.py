@@ -178,7 +178,7 @@ class LLM:
 
     @property
     def max_context(self) -> int:
-        """Positions of a sequence: prompt and answer together."""
+        """The most positions of a sequence, prompt and answer together."""
         return self.compiled.executable.capabilities.max_context
 
     @overload

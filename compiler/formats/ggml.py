@@ -167,7 +167,7 @@ class GgmlFileFormat(DataFormat):
         return rows.movedim(-1, axis)
 
     def quantise(self, x: torch.Tensor, *, axis: int = -1) -> NoReturn:
-        """Not offered: raises ConfigError."""
+        """Always raise ConfigError: these formats are read and never made."""
         self._refuse()
 
     def dequantise(self, encoded: Encoded) -> NoReturn:
@@ -175,7 +175,7 @@ class GgmlFileFormat(DataFormat):
         self._refuse()
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> NoReturn:
-        """Not offered: raises ConfigError."""
+        """Always raise ConfigError: these formats are read and never made."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -28,8 +28,8 @@ _SCALARS = (int, float, str, bytes, type(None))
 
 @dataclass(frozen=True, slots=True)
 class BytePlan:
-    """By group, for ``batch`` sequences of ``context`` positions; a step reads all of their state,
-    and writes again what does not grow.
+    """What ``batch`` sequences of ``context`` positions take, by group, in bytes; a step reads all
+    of their state, and writes again what does not grow.
 
     ``position_bytes``: of the keys and values of one position; ``memory_bytes``: of what a sequence
     keeps besides.
@@ -41,7 +41,7 @@ class BytePlan:
 
     @property
     def total(self) -> Share:
-        """Of all groups."""
+        """The share of all groups together."""
         return _joined("total", self.shares)
 
 

@@ -60,7 +60,7 @@ class Cell:
 
     @property
     def id(self) -> str:
-        """Twelve hex digits; equal for cells that would measure the same thing the same way."""
+        """The cell's id, twelve hex digits, equal for cells that would measure the same alike."""
         identity = dataclasses.asdict(self)
         # how things are called, and what is expected of them, changes no figure
         for name in _NO_IDENTITY:

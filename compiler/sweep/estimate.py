@@ -50,7 +50,7 @@ def total_seconds(cells: Iterable[Cell], *, jobs: int = 1) -> float:
 
 
 def remaining_seconds(state: SweepState, *, jobs: int = 1) -> float:
-    """For what is open: the guess, scaled by what finished cells of the kind took beside theirs."""
+    """Guess what open cells take, scaled by what finished cells of the kind took beside theirs."""
     guesses = list(_guesses(each.cell for each in state.cells.values()))
     pairs = list(zip(state.cells.values(), guesses, strict=True))
     ratios: dict[CellKind, list[float]] = {"speed": [], "accuracy": []}

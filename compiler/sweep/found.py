@@ -39,7 +39,7 @@ class Found:
     yaml: str | None = None
 
     def table(self) -> Table:
-        """The rows."""
+        """The table of the rows that came of the search."""
         return Table.by(COLUMNS, self.shown)
 
 

@@ -45,7 +45,7 @@ def render(
     reason: Reason,
     group_reason: GroupReason,
 ) -> str:
-    """The file: what it was found by as comments, the usual level of each group, the exceptions.
+    """Render a YAML: how it was found as comments, the usual level of each group, the exceptions.
 
     ``levels`` names every part that could be lowered; ``base`` has one level for each group.
     """

@@ -46,7 +46,7 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event", forbid_unknown_fiel
 
 
 class Planned(_Event, frozen=True, tag="planned", kw_only=True):
-    """The first line: what the sweep is, and where it was planned.
+    """A journal's first line: what the sweep is, and where it was planned.
 
     ``base``: the ids of the configuration that others are compared with, as it resolves on each
     model, with blanks between them.
@@ -147,7 +147,7 @@ class SweepState:
     cells: dict[str, CellState] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
-        """Take one event in.
+        """Bring the state up to date with one event.
 
         Raises:
             ConfigError: for a cell that was never added, a second header, a malformed result.
@@ -208,7 +208,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, planned: Planned, cells: Sequence[Cell]) -> Journal:
-        """Begin a sweep.
+        """Begin a sweep: write its journal with the cells that are planned.
 
         Raises:
             ConfigError: where there is a file already, or none can be written.
@@ -228,7 +228,7 @@ class Journal:
 
     @classmethod
     def open(cls, path: Path) -> Journal:
-        """Read a sweep; a last line cut short is left out with a `TornLineWarning`.
+        """Read a sweep's journal; a last line cut short is left out with a `TornLineWarning`.
 
         Raises:
             ConfigError: naming the line, on anything that is no sweep's file.

@@ -157,8 +157,8 @@ def chosen_in(choices: Mapping[Part, Level], layer: int) -> dict[str, Level]:
 def fidelities_in(
     usual: ResolvedPrecision, chosen: Mapping[str, Level], layer: int, groups: Places
 ) -> dict[str, str]:
-    """Of a layer's products with the weights of ``chosen`` groups, by op group and phase: of all
-    groups that share them, those which are not chosen ask for what is ``usual``.
+    """Find the fidelities of a layer's products with ``chosen`` groups, by op group and phase; of
+    all groups that share a product, those not chosen ask for what is ``usual``.
     """
     found = {}
     for family in dict.fromkeys(OP_GROUP_OF[g] for g in chosen if g in PRODUCT_GROUPS):

@@ -54,7 +54,7 @@ class SweptModel:
     loaded: CompilableModel
 
     def resolve(self, precision: PrecisionConfig) -> ResolvedPrecision:
-        """The configuration on this model. Raises ConfigError where it does not fit."""
+        """Resolve a configuration on this model. Raises ConfigError where it does not fit."""
         return resolve_precision(self.loaded, precision)
 
     def groups(self) -> list[str]:
@@ -123,7 +123,7 @@ def weights_of(model: CompilableModel) -> tuple[Weight, ...]:
 
 
 def blocks_of(weights: Sequence[Weight]) -> dict[Weight, tuple[Weight, ...]]:
-    """Of each weight of a block of experts, the others of the same block."""
+    """Map each weight of a block of experts to the others of its block."""
     blocks: dict[str, list[Weight]] = defaultdict(list)
     for weight in weights:
         if weight.group in EXPERT_GROUPS:

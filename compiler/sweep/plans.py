@@ -85,7 +85,7 @@ def entries(
     devices: Sequence[str],
     precisions: Sequence[PrecisionConfig],
 ) -> list[Entry]:
-    """The grid; without ``devices`` each target's own.
+    """List the entries of a grid; without ``devices`` each target's own.
 
     Raises:
         ConfigError: for a device that none of the targets runs on.
@@ -109,7 +109,7 @@ def entries(
 def sensitivity_entries(
     model: SweptModel, target: str, device: str, *, base: PrecisionConfig, level: Level
 ) -> list[Entry]:
-    """The base; every group, and all of them, lowered to ``level``; then layer by layer.
+    """List the base; every group, and all of them, lowered to ``level``; then layer by layer.
 
     The cache and the activations are groups too. One layer's time lies below the noise: only
     groups are timed.
@@ -168,7 +168,7 @@ def cells(found: Sequence[Entry], measures: Measures) -> list[Cell]:
 
 
 def unique(found: Sequence[Cell]) -> list[Cell]:
-    """Of cells that measure the same thing the first."""
+    """Keep the first of all cells that measure the same thing."""
     kept: dict[str, Cell] = {}
     for cell in found:
         kept.setdefault(cell.id, cell)

@@ -40,7 +40,7 @@ Report = Callable[[Journal], None]
 
 
 def launcher(*, timeout_s: float, max_bytes: int | None = None) -> Launch:
-    """Starts the demo; ``max_bytes``: of memory that a cell may allocate, None for what there is.
+    """Make a starter of cells; ``max_bytes`` is the memory that one may allocate (None: any).
 
     Raises (when called):
         ConfigError: where a cell cannot be started.
@@ -79,7 +79,7 @@ class Runner:
         return [self.journal.state.cells[cell.id] for cell in cells]
 
     def run(self) -> None:
-        """Until nothing is open. What an interrupt finds running stays open, and is stopped.
+        """Run cells until none is open. What an interrupt finds running stays open, and is stopped.
 
         Raises:
             ConfigError: where the sweep's file can no longer be written.

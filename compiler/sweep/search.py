@@ -39,7 +39,7 @@ class Option:
     bytes_saved: int
 
     def saved(self, price: Price) -> float:
-        """What it saves of what is to be saved."""
+        """What the option saves a step: ms, or bytes, as ``price`` says."""
         return self.ms_saved if price == "ms" else float(self.bytes_saved)
 
 
@@ -56,7 +56,7 @@ def part_options(
     held: Mapping[Level | None, Held],
     cost_model: CostModel,
 ) -> dict[Part, list[Option]]:
-    """Of each part: the base, and every level that it was measured at and whose time is known.
+    """List each part's options: the base, and each level it was measured at whose time is known.
 
     Args:
         group_losses: KL lost with a whole group at a level.
@@ -117,7 +117,7 @@ def _of(held: Held, part: Part) -> dict[str, int]:
 
 
 def plan_path(options: Mapping[Part, Sequence[Option]], price: Price) -> list[Choices]:
-    """From the cheapest configuration to the most accurate one, one part raised at every step.
+    """List the way from the cheapest configuration to the most accurate, a part raised a step.
 
     Every part starts where it saves most and climbs its convex hull; the steps of all parts are
     taken in the order of KL won for each unit of saving given up (the Lagrangian relaxation of

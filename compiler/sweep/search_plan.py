@@ -82,7 +82,7 @@ class Search:
     takes_other_code: bool = False
 
     def entries(self, precisions: Iterable[PrecisionConfig], *, is_timed: bool) -> list[Entry]:
-        """Configurations of it; all but the base are probes, which no table of models shows."""
+        """List what is to be measured; all but the base are probes, in no table of models."""
         return [
             Entry(self.model, self.target, self.device, each, part, is_timed)
             for each in precisions
@@ -109,7 +109,7 @@ class Search:
         ]
 
     def uniform(self) -> dict[Level, PrecisionConfig]:
-        """Every level everywhere."""
+        """The configurations that have one level everywhere, by level."""
         return {
             level: self.lowered(f"all={level}", {Part(group): level for group in self._groups()})
             for level in self.levels
@@ -199,7 +199,7 @@ def adopt(
 
 
 def sensitivity_of(base: tuple[str, ...], state: SweepState) -> Sensitivity:
-    """Beside this configuration."""
+    """Find a sweep's sensitivities to a base; raises ConfigError where there are none."""
     for each in sensitivities(state):
         if each.base.cell.configuration == base:
             return each

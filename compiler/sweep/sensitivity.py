@@ -51,13 +51,13 @@ class Lowered:
 
     @property
     def layer(self) -> int | None:
-        """The layer of a single one's part."""
+        """The layer that a part is in; None for a group of all layers."""
         layer, dot, _ = self.part.partition(".")
         return int(layer) if dot and layer.isdecimal() and layer.isascii() else None
 
     @property
     def group(self) -> str:
-        """The tensor group."""
+        """The part's tensor group, without its layer."""
         return self.part.rpartition(".")[2]
 
     @property
@@ -91,17 +91,17 @@ class Sensitivity:
 
     @property
     def groups(self) -> list[Lowered]:
-        """Whole groups, and all of them together."""
+        """The parts that are a whole group, or all of them together."""
         return [each for each in self.parts if each.layer is None]
 
     @property
     def layers(self) -> list[Lowered]:
-        """Groups of single layers."""
+        """The parts that are a group of a single layer."""
         return [each for each in self.parts if each.layer is not None]
 
 
 def sensitivities(state: SweepState) -> list[Sensitivity]:
-    """Of every model and target of a sweep whose base has been measured.
+    """Compute the sensitivities of each model and target whose base a sweep has measured.
 
     Raises:
         ConfigError: when no base has.

@@ -32,7 +32,7 @@ def markdown(state: SweepState) -> str:
 
 
 def heat_maps(state: SweepState) -> list[tuple[str, Figure]]:
-    """Layers by groups: KL lost, and KL lost for each predicted ms; stem and figure of each."""
+    """Draw the KL lost, and lost for a predicted ms, of layers by groups; (stem, figure) each."""
     from tilewright.compiler.bench.plot import draw_heat_map
 
     found = []

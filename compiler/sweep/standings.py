@@ -44,7 +44,7 @@ class Ranked:
 
     @property
     def standing(self) -> str:
-        """In words."""
+        """Where the row stands on the front, in words; empty while that is not known."""
         if self.placed is None:
             return ""
         return _STANDINGS[self.placed.standing].format(self.placed.dominated_by)

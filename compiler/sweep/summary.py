@@ -70,13 +70,13 @@ class SweptRow:
 
     @property
     def measured_bytes(self) -> int | None:
-        """Of the weights as the target held them; None before anything has run."""
+        """Bytes of the weights as the target held them; None before anything has run."""
         measured = (s.result.resident_bytes for s in self.states if s.result is not None)
         return next((size for size in measured if size is not None), None)
 
     @property
     def num_bytes(self) -> int | None:
-        """As measured; before anything has run, as estimated."""
+        """The weights' bytes as measured; before anything has run, as estimated."""
         measured = self.measured_bytes
         return self.cell.weight_bytes if measured is None else measured
 

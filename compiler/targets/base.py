@@ -128,7 +128,7 @@ class Executable(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryUse:
-        """What is held now."""
+        """The bytes that are held now."""
 
     @abstractmethod
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:

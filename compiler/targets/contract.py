@@ -65,7 +65,7 @@ class NumericContract:
 
 @dataclass(frozen=True, slots=True)
 class Meanings:
-    """A target's answers.
+    """How a target carries out each setting: its answers to the numeric contract.
 
     ``weight`` is asked with (format, block axis), ``fidelity`` with (format, block axis, fidelity,
     phase), ``attention`` with (fidelity, phase); the phase is ``prefill`` or ``decode``.

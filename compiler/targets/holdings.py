@@ -29,7 +29,7 @@ class WeightUse:
     block: tuple[tuple[WeightRecipe, NodeInfo], ...] = ()
 
     def held_by(self, target: Target, compute: str) -> Holding:
-        """What a target makes of it.
+        """How a target holds this weight: its kind and bytes.
 
         Raises:
             CompileError: for a weight that this target cannot hold.

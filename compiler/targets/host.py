@@ -301,7 +301,7 @@ class HostChoice:
         self.chosen = Chosen(tokens, why, found, self.echo)
 
     def read(self) -> Chosen:
-        """What was chosen."""
+        """Return the tokens that were chosen, and why they end or go on."""
         assert self.chosen is not None, "the choice still waits for its masks"
         return self.chosen
 

@@ -135,7 +135,7 @@ class NullExecutable(HostExecutable):
         return torch.zeros(1, 1).expand(len(batch.logit_rows), self.vocab_size)
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
-        """There is none."""
+        """Do nothing: this target keeps no state."""
 
     def memory(self) -> MemoryUse:
         return MemoryUse(0, 0)

@@ -110,8 +110,8 @@ class ReferenceTarget(Target):
         save_tensors(values, folder / _WEIGHTS)
 
     def emit(self, kind: str, emission: Emission) -> None:
-        """``mlir``: the matched graph through torch-mlir; ``dialect`` and ``length`` as `emit_mlir`
-        takes them.
+        """Write ``mlir``: the matched graph through torch-mlir; ``dialect`` and ``length`` as
+        `emit_mlir` takes them.
         """
         self.check_emits(kind)
         assert kind == "mlir"

@@ -157,7 +157,7 @@ class Back:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Forget what :class:`Out` kept: the sequence has ended meanwhile."""
+    """Asks to forget what :class:`Out` kept: the sequence has ended meanwhile."""
 
     place: HostPlace
 

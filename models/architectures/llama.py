@@ -77,7 +77,7 @@ class LlamaForCausalLM(nn.Module):
         return logits
 
     def sources(self) -> Sources:
-        """Where those parameters stand in checkpoints that have no tensor of their own there."""
+        """Where the parameters stand that have no tensor of their own in checkpoints, by name."""
         return {}
 
     def constants(self, max_context: int | None = None) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class Qwen35MoeForCausalLM(Qwen35ForCausalLM):
 
 
 def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """As `read_hf_sparse`; the weights of the chosen experts must be said to add up to one.
+    """Read what `read_hf_sparse` reads; the chosen experts' weights must add up to one.
 
     Raises:
         CheckpointError: as `read_hf_sparse` does, or for weights that do not add up to one.
@@ -53,7 +53,7 @@ def read_hf(keys: Keys, config: HybridConfig) -> HybridConfig:
 
 
 def read_gguf(keys: Keys, config: HybridConfig) -> HybridConfig:
-    """As `read_gguf_sparse`; the weights of the chosen experts must be said to add up to one.
+    """Read what `read_gguf_sparse` reads; the chosen experts' weights must add up to one.
 
     Raises:
         CheckpointError: as `read_gguf_sparse` does, or for weights that do not add up to one.

@@ -61,7 +61,7 @@ class Checkpoint(Protocol):
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
-        """What `tilewright.models.tokenizer.load.load_tokenizer` reads."""
+        """Where the tokenizer is, for `tilewright.models.tokenizer.load.load_tokenizer`."""
 
     def get(self, name: str, rows: slice | None = None) -> Tensor:
         """One tensor, or some ``rows`` of its first axis (step 1), as a fresh tensor.

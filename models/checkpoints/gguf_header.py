@@ -58,7 +58,7 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor: shape (rows first), type, and its bytes [start, start + nbytes) of the file."""
+    """A tensor's shape (rows first), type, and its bytes [start, start + nbytes) of the file."""
 
     name: str
     shape: tuple[int, ...]

@@ -117,7 +117,7 @@ class Keys:
         return None if self.get(key) is None else self.real(key, low, high)
 
     def boolean(self, key: str, *, default: bool) -> bool:
-        """True or false; ``default`` where the key is missing or null.
+        """Read true or false; ``default`` where the key is missing or null.
 
         Raises:
             CheckpointError: another value.
@@ -130,7 +130,7 @@ class Keys:
         return value
 
     def choice(self, key: str, choices: tuple[str, ...], *, default: str) -> str:
-        """One of ``choices``; ``default`` where the key is missing or null.
+        """Read one of ``choices``; ``default`` where the key is missing or null.
 
         Raises:
             CheckpointError: another value.

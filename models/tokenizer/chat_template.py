@@ -24,7 +24,7 @@ Message = Mapping[str, object]
 
 
 class ChatTemplate:
-    """A compiled template; ``where`` names its file in messages.
+    """A compiled chat template; ``where`` names its file in messages.
 
     Raises:
         CheckpointError: the template does not compile.

@@ -92,7 +92,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD, unused ids nothing.
+        """Decode ``ids`` to text; bytes that are not UTF-8 become U+FFFD, unused ids nothing.
 
         Raises:
             RequestError: an id that is not a whole number from 0.
@@ -262,7 +262,7 @@ def _is_plain(member: dict[str, object]) -> bool:
 
 @functools.cache
 def byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 stands for itself, the other bytes from U+0100 on."""
+    """Map GPT-2's alphabet to bytes: Latin-1 that prints is itself, the rest is from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

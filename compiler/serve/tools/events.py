@@ -87,14 +87,14 @@ class ToolParser:
         self._follows_call = False
 
     def push(self, text: str) -> list[Event]:
-        """What is certain now that ``text`` has come."""
+        """Take the next text; returns the events that are certain now."""
         found: list[Event] = []
         while text:
             text = self._scan(text, found) if self._region is None else self._read(text, found)
         return found
 
     def flush(self) -> list[Event]:
-        """What was held back, at the end of the text."""
+        """Return what was held back, at the end of the text."""
         found: list[Event] = []
         if self._region is not None:
             found += self._region.flush()

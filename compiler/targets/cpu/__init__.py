@@ -79,7 +79,7 @@ class CpuTarget(Target):
         write_model(graph_module, get_weight, folder, options, progress)
 
     def emit(self, kind: str, emission: Emission) -> None:
-        """``onnx``: the program, and a script that runs it with onnxruntime alone."""
+        """Write ``onnx``: the program, and a script that runs it with onnxruntime alone."""
         self.check_emits(kind)
         assert kind == "onnx"
         from tilewright.compiler.targets.cpu import generate

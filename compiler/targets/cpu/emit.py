@@ -45,7 +45,7 @@ def emit_model(
     emitter: Emitter,
     on_node: Callable[[int, int], None] = lambda done, total: None,
 ) -> onnx.ModelProto:
-    """The whole graph; ``on_node`` is told how many of its nodes are emitted, and of how many.
+    """Express a graph in ONNX; ``on_node`` is told how many nodes are emitted, and of how many.
 
     Raises:
         CompileError: for a node that ONNX Runtime's operators cannot express.

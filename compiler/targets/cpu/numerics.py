@@ -204,7 +204,7 @@ def _held_shape(shape: tuple[int, ...], layout: ExpertLayout, group: str) -> tup
 
 
 def meanings(exact: bool) -> Meanings:
-    """The contract's answers; ``exact`` is ``--compute exact``."""
+    """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``."""
 
     def weight(name: str, axis: str) -> Meaning:
         return Meaning(HONOURED, name if axis == "in" else f"{name} blocks along out")

@@ -76,7 +76,7 @@ class WeightFile:
         self._written: dict[tuple[WeightRecipe, str], str | BlockWeight] = {}
 
     def close(self) -> None:
-        """Write what is left.
+        """Write what is left and close the file.
 
         Raises:
             NoRoomError: when it cannot be.

@@ -43,5 +43,5 @@ class Away:
         self._state.take_back(edit.place, edit.seat, kept.length)
 
     def forget(self) -> None:
-        """Nobody is away any more."""
+        """Forget every state that is kept in host memory."""
         self._kept.clear()

@@ -25,7 +25,7 @@ class Buffers:
         self._aliases[place] = source
 
     def view(self, place: Place) -> Tensor:
-        """``[rows, width]``; operands of products lie in rows of whole tiles."""
+        """View a place as ``[rows, width]``; operands of products lie in rows of whole tiles."""
         place = self._aliases.get(place, place)
         stride = place.stride or place.width
         if self._plan.buffers[place.buffer].role == OPERAND:
@@ -35,7 +35,7 @@ class Buffers:
 
     @property
     def logits(self) -> Tensor:
-        """What the last instruction wrote."""
+        """The logits, which the last instruction wrote."""
         last = self._plan.instructions[-1]
         assert not isinstance(last, Route)
         return self.view(last.out)

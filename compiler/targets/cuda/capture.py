@@ -146,7 +146,7 @@ class DecodeBucket:
         self.choice.positions.copy_(positions + 1)
 
     def run(self, *, is_greedy: bool) -> None:
-        """One step; the tokens chosen are those of the next, one position on."""
+        """Run a decode step; its chosen tokens are those of the next, one position on."""
         if is_greedy not in self._captured:
             kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
             positions = self.choice.positions.clone()

@@ -27,7 +27,7 @@ _GB = 1e9
 
 
 def open_device() -> torch.device:
-    """The current GPU; the CPU where Triton's interpreter is asked for.
+    """Find the current GPU; the CPU where Triton's interpreter is asked for.
 
     Raises:
         CompileError: where there is neither.

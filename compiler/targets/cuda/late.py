@@ -41,7 +41,7 @@ class DeviceChoice:
     reader: Callable[[], Chosen] | None = None
 
     def choose(self, masks: Mapping[Seat, np.ndarray]) -> Tensor:
-        """Queue the choice; gives its tokens ``[R]``, on the device. Masks are sent as bits."""
+        """Queue the choice; returns its tokens ``[R]``, on the device. Masks are sent as bits."""
         logits = self.logits[:, : self.choice.width]
         if len(logits) != len(self.seats):
             logits = logits[-1:].repeat(len(self.seats), 1)
@@ -60,6 +60,6 @@ class DeviceChoice:
         return self.choice.tokens
 
     def read(self) -> Chosen:
-        """What was chosen."""
+        """Wait for the tokens that were chosen, and why they end or go on."""
         assert self.reader is not None, "the choice still waits for its masks"
         return self.reader()

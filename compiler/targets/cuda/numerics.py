@@ -76,7 +76,7 @@ def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
 
 
 def meanings(*, exact: bool) -> Meanings:
-    """The contract's answers; ``exact`` is ``--compute exact``."""
+    """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``."""
 
     def weight(name: str, axis: str) -> Meaning:
         if name not in _EXACT_IN_BF16:

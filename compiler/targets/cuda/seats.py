@@ -87,7 +87,7 @@ class SeatTable:
         self.tokens[seat : seat + 1].copy_(token)
 
     def put(self, seats: Sequence[Seat], tokens: Sequence[int]) -> None:
-        """Seats read these tokens next."""
+        """Note which tokens seats read next."""
         both = send(torch.tensor([seats, tokens], dtype=torch.int64), self.device)
         self.tokens.index_copy_(0, *both)
 

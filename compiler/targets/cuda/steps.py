@@ -125,7 +125,7 @@ class Steps:
         return attention_decode.decode_scratch(max_rows, heads, width, num_pages, self.device)
 
     def kernels(self) -> str:
-        """Which kernels run, and why where it is not the fast ones."""
+        """Say which kernels run, and why where it is not the fast ones."""
         if self.exact:
             return "the library in float32"
         instructions = self._plan.instructions

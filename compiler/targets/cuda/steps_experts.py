@@ -148,7 +148,7 @@ class Experts:
         *,
         decodes: bool,
     ) -> None:
-        """One instruction."""
+        """Run one instruction of a block of experts."""
         if isinstance(each, Route):
             logits = step.view(each.logits)
             if decodes and not self.why_not_native:

@@ -70,7 +70,7 @@ class Mixers:
         decodes: bool,
         captured: bool = False,
     ) -> None:
-        """One instruction; ``captured`` as :meth:`.steps.Steps.decode` has it."""
+        """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it."""
         if isinstance(each, Route | ExpertLinear | ExpertSum):
             self.experts.run(each, step, positions, decodes=decodes)
         elif isinstance(each, SigmoidGate):

@@ -28,7 +28,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Embed:
-    """Rows of a table, by token."""
+    """Look up the row of a table for each token."""
 
     out: Place
     table: WeightRecipe
@@ -36,7 +36,7 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """``fused_linear``; with ``residual`` the product is added to what ``out`` holds.
+    """A product (``fused_linear``); with ``residual`` it is added to what ``out`` holds.
 
     ``compute``: the fidelity asked for, by phase.
     """
@@ -124,7 +124,7 @@ class Elementwise:
 
 @dataclass(frozen=True, slots=True)
 class SigmoidGate:
-    """``x * sigmoid(gate)``; ``gate`` has a column for each of x, or one for all."""
+    """Write ``x * sigmoid(gate)``; ``gate`` has a column for each of x, or one for all."""
 
     out: Place
     x: Place
@@ -171,7 +171,7 @@ class ExpertSum:
 
 @dataclass(frozen=True, slots=True)
 class Convolve:
-    """``causal_conv1d_step``."""
+    """A causal convolution over channels and its state (``causal_conv1d_step``)."""
 
     out: Place
     x: Place
@@ -181,8 +181,8 @@ class Convolve:
 
 @dataclass(frozen=True, slots=True)
 class DeltaRule:
-    """``delta_rule_norm_step``; with ``convolve``, which writes ``qkv``, before it: nothing else
-    reads that, and where one kernel does both nothing is written there.
+    """The delta rule (``delta_rule_norm_step``), behind ``convolve`` where there is one: nothing
+    else reads its ``qkv``, and where one kernel does both nothing is written there.
     """
 
     out: Place

@@ -86,7 +86,7 @@ class Lowering:
         return Plan(tuple(self._instructions), tuple(self._buffers))
 
     def append(self, instruction: Instruction) -> None:
-        """The next instruction."""
+        """Append the next instruction to the plan."""
         self._instructions.append(instruction)
 
     def place(self, node: Node) -> Place:

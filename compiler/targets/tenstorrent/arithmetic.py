@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, mean_square: Tensor, eps: float, format_
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """float32 ``[T, 1]``."""
+    """The sum of the squares of each row of ``x [T, C]``, float32 ``[T, 1]``."""
     return x.float().square().sum(-1, keepdim=True)
 
 

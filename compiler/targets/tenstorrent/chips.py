@@ -17,7 +17,7 @@ Chip = tuple[int, int]
 
 
 class Dealt:
-    """One value on all chips."""
+    """One value as it lies on all chips: the part that each of them has."""
 
     def __init__(self, mesh: Mesh, axes: str) -> None:
         """``axes``: the mesh axes (``r``, ``c``) along which chips hold different parts."""
@@ -36,7 +36,7 @@ class Dealt:
         self._parts[chip] = part
 
     def parts(self) -> dict[Chip, Tensor]:
-        """Every different part."""
+        """Every different part, by the first chip that has it."""
         return self._parts
 
 

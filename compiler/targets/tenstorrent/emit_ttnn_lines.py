@@ -42,13 +42,13 @@ class Marks:
 
 
 def mark_of(name: str) -> str:
-    """Such a mark: characters that no line has otherwise."""
+    """The mark of a name in a line: characters that no line has otherwise."""
     return f"\N{LEFT DOUBLE ANGLE BRACKET}{name}\N{RIGHT DOUBLE ANGLE BRACKET}"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``is_needed``: whether this layer needs it; written if any layer does."""
+    """A line of source; ``is_needed``: this layer needs it (written if any layer does)."""
 
     text: str
     is_needed: bool = True
@@ -78,7 +78,7 @@ class Lines:
         self._prefix = ""
 
     def start(self, prefix: str) -> None:
-        """A new section; ``prefix`` is what the names of its weights begin with in the model."""
+        """Begin a section; ``prefix`` is what the names of its weights begin with in the model."""
         self.lines, self.marks, self._prefix = [], Marks(), prefix
 
     def end(self) -> Value:

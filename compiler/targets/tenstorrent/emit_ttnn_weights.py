@@ -53,7 +53,7 @@ def header(prefill: DeviceProgram, decode: DeviceProgram, title: str) -> str:
 
 
 def constants(prefill: DeviceProgram, decode: DeviceProgram, prefix: str) -> str:
-    """Sizes, in capitals; ``prefix``: of the names of layer 0."""
+    """Write the file's constants, sizes in capitals; ``prefix``: of the names of layer 0."""
     cache = decode.caches[0]
     rotate = next(each for each in decode.instructions if isinstance(each, Rotate))
     num_layers = sum(isinstance(each, Attention) for each in decode.instructions)
@@ -145,7 +145,7 @@ def weight_tables(
 
 
 def table_text(rows: dict[int, dict[str, str]], num_layers: int) -> str:
-    """``TABLE``: what differs between layers, each kind of layer once."""
+    """Write ``TABLE``: what differs between layers, each kind of layer once."""
     if not rows:
         return ""
     found: list[dict[str, str]] = []

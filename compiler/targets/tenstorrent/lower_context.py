@@ -53,7 +53,7 @@ class LoweringContext:
         self._settings = _activation_settings(list(graph_module.graph.nodes))
 
     def value_of(self, argument: Any) -> Value:
-        """What a node became."""
+        """The value on the device that a node of the graph was lowered to."""
         return self._values[as_node(argument)]
 
     def operands(self, node: Node) -> tuple[Value, ...]:
@@ -85,7 +85,7 @@ class LoweringContext:
         return Value(name, rows, columns, format_, memory, over, split if over else None, partial)
 
     def put(self, node: Node, instruction: Instruction) -> None:
-        """The next instruction; what it makes is what the node becomes."""
+        """Append an instruction; what it makes is what the node becomes."""
         self.instructions.append(instruction)
         self._values[node] = instruction.out
 

@@ -75,7 +75,7 @@ class Setting:
 
     @classmethod
     def parse(cls, name: str) -> Setting:
-        """From ``<act>.<weight>.<fidelity>.fp32dst<0|1>.l1acc<0|1>.block<K block>.out_<format>``.
+        """Read ``<act>.<weight>.<fidelity>.fp32dst<0|1>.l1acc<0|1>.block<K block>.out_<format>``.
 
         Raises:
             CompileError: for a name of another form, or a part that is not known.

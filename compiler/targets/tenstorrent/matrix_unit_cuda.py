@@ -168,7 +168,7 @@ def accumulate(
     block_tiles: int,
     reload: bool,
 ) -> None:
-    """As `matrix_unit_cpu.accumulate`, on the device of the tensors."""
+    """Write Dst after all of K to ``out`` as `matrix_unit_cpu.accumulate` does, on a GPU."""
     num_batches, num_rows, num_k = act.shape
     num_n, num_tiles = out.shape[-1], -(-num_k // 32)
     last_block = (num_tiles - 1) // block_tiles * block_tiles

@@ -284,7 +284,7 @@ def _group_in_integers(act, x, weight, w, step_k, count, phase):
 
 @_inlined
 def add_tile_in_integers(act, x, weight, w, steps, num_k, num_n, dst, at, num_phases, fp32):
-    """As `add_tile`, for operands of any exponent."""
+    """Add a tile's products to Dst as `add_tile` does, for operands of any exponent."""
     step_k, step_n = steps
     for n in range(num_n):
         state, column = dst[at + n], w + n * step_n

@@ -35,7 +35,7 @@ class MemoryPlan:
 
 
 def plan_memory(program: DeviceProgram) -> MemoryPlan:
-    """The plan of one program."""
+    """Plan the memory that one program takes on a chip."""
     l1_bytes, fullest = 0, ""
     value_bytes = 0
     for instruction in program.instructions:

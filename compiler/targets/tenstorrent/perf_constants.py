@@ -28,7 +28,7 @@ Llama3.2-1B. A step is then mostly what it costs once."""
 
 @dataclass(frozen=True, slots=True)
 class Constants:
-    """What is fitted; all positive.
+    """The performance model's fitted constants; all positive.
 
     Decode: ``bank_bytes_per_s``: DRAM rate of products whose weights lie bank by bank.
     ``tile_cycles``: least cycles a reader needs for a weight tile, whatever its format.

@@ -62,7 +62,7 @@ def price(
 def step_seconds(
     program: DeviceProgram, constants: Constants = FITTED, *, attended: int | None = None
 ) -> float:
-    """A whole step: the sum of `price`."""
+    """The seconds of a whole step: the sum of `price`."""
     return sum(line.seconds for line in price(program, constants, attended=attended))
 
 

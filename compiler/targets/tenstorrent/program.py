@@ -120,7 +120,7 @@ class Cache:
 
     @property
     def num_bytes(self) -> int:
-        """On one chip, all pages."""
+        """Bytes of all pages on one chip."""
         tiles = self.num_pages * self.num_heads * (self.page // TILE) * -(-self.head_dim // TILE)
         return tile_bytes(self.format) * tiles
 
@@ -263,7 +263,7 @@ class ConcatHeads(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SwiGLU(Instruction):
-    """``silu(gate) * up``."""
+    """The elementwise ``silu(gate) * up`` of two values."""
 
     gate: Value
     up: Value
@@ -271,7 +271,7 @@ class SwiGLU(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Add(Instruction):
-    """The residual stream's sum."""
+    """Add to the residual stream."""
 
     x: Value
     y: Value
@@ -279,7 +279,7 @@ class Add(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SelectRows(Instruction):
-    """The rows that want logits."""
+    """Take the rows that want logits."""
 
     x: Value
 

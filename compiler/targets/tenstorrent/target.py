@@ -203,7 +203,7 @@ class BoardTarget(Target):
         save_tensors(parts, folder / _WEIGHTS)
 
     def emit(self, kind: str, emission: Emission) -> None:
-        """``ttnn``: one Python file for ``options.max_batch`` users of ``options.max_context``
+        """Write ``ttnn``: a Python file for ``options.max_batch`` users of ``options.max_context``
         positions, and its weights.
         """
         self.check_emits(kind)

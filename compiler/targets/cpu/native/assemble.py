@@ -50,7 +50,7 @@ class Assembly:
     instructions: list[lib.TwInstruction] = field(default_factory=list)
 
     def tensor(self, wanted: Wanted) -> int:
-        """The number of a tensor."""
+        """The number of a tensor; a new one gets the next."""
         return self.wanted.setdefault(wanted, len(self.wanted))
 
     def weight(self, recipe: WeightRecipe, *, paired: bool = False) -> int:
@@ -69,7 +69,7 @@ class Assembly:
         return self.tensor(Wanted(recipe, VECTOR, paired, lanes))
 
     def append(self, op: str, out: Place, **fields: Any) -> None:
-        """The next instruction; what is not named is unused."""
+        """Append an instruction; the fields that are not named are unused."""
         unused = dict.fromkeys(("weight", "norm", "bias", "other", "state"), -1)
         places = {"x": _place(None), "y": _place(None), "factor": 1.0}
         each = lib.TwInstruction(

@@ -41,7 +41,7 @@ class TwPlace(Structure):
 
 
 class TwInstruction(Structure):
-    """See source/interface.h."""
+    """An instruction as the library reads it (TwInstruction of source/interface.h)."""
 
     _fields_ = (
         ("op", c_int32),
@@ -164,7 +164,7 @@ def library() -> ctypes.CDLL:
 
 
 def open_engine(program: TwProgram) -> int:
-    """An engine; the program's arrays are copied, its tensors' data are not.
+    """Open an engine; the program's arrays are copied, its tensors' data are not.
 
     Raises:
         CompileError: for a program that does not fit together, or for which there is no memory.

@@ -45,7 +45,7 @@ def cache_kind(format_name: str, *, exact: bool) -> tuple[bool, int]:
 
 
 def meanings(*, exact: bool) -> Meanings:
-    """The contract's answers; ``exact`` is ``--compute exact``."""
+    """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``."""
 
     def weight(name: str, axis: str) -> Meaning:
         if name in BLOCK_KINDS and axis == "in":

@@ -73,7 +73,7 @@ class Wanted:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes as held."""
+        """The bytes of the tensor as it is held."""
         if self.kind == VECTOR:
             return 4 * self.rows
         panels = num_panels(self.rows, paired=self.is_paired)
@@ -88,7 +88,7 @@ class Mapped:
     offsets: tuple[int, ...]
 
     def address(self, index: int) -> int:
-        """Where a tensor begins."""
+        """The address in memory where a tensor begins."""
         return int(self.data.ctypes.data) + self.offsets[index]
 
 

@@ -58,7 +58,7 @@ class Scratch:
 def decode_scratch(
     max_rows: int, num_heads: int, head_dim: int, num_pages: int, device: torch.device
 ) -> Scratch:
-    """For launches of up to ``max_rows`` rows and tables of up to ``num_pages`` pages a slot.
+    """Allocate scratch for up to ``max_rows`` rows and tables of up to ``num_pages`` a slot.
 
     Launches that follow each other on a stream may share it.
     """

@@ -57,7 +57,7 @@ class Walk:
     groups: int = 0
 
     def kernel(self, kind: str) -> str:
-        """The kernel's name."""
+        """The name of the kernel that walks so over a weight of ``kind``."""
         return f"gemv_{kind}_{self.groups}_{self.depth}"
 
     def shared_bytes(self, kind: str, num_steps: int) -> int:
@@ -113,7 +113,7 @@ def num_slices(held: HeldWeight) -> int:
 
 
 def most_tokens(held: HeldWeight) -> int:
-    """Of a product here: with more, the library's was measured faster for a bfloat16 weight."""
+    """The most tokens of a product here; with more, the library's is faster for bfloat16."""
     if held.kind != "bf16":
         return MAX_TOKENS
     is_small = held.num_row_tiles <= 256 and held.num_column_tiles <= 32
@@ -311,7 +311,7 @@ def kernel_names(text: str) -> tuple[str, ...]:
 
 @functools.cache
 def source() -> nvrtc.Source:
-    """linear.cu and what it includes."""
+    """The source of linear.cu, with the names of its kernels and the headers it includes."""
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
     return nvrtc.Source(path, names, _HEADERS)

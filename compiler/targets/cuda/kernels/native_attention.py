@@ -71,7 +71,7 @@ class Share:
 
 
 def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int = 128) -> Share:
-    """For a launch over tables of ``num_pages``."""
+    """Choose how a launch over tables of ``num_pages`` shares out its splits."""
     enough = ENOUGH_BLOCKS // _num_parts(head_dim)
     num_groups = 1
     if num_pages > SHORT_PAGES:
