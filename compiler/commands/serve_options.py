@@ -98,10 +98,11 @@ class ServeOptions:
         group="engine",
         type=real(0, 10_000),
     )
-    step_tokens: int | None = option(
-        "of prompts in one step",
+    step_tokens: int = option(
+        "of prompts in one step, at most",
         "--step-tokens",
         "--max-num-batched-tokens",
+        default=8192,
         group="engine",
         type=integer(1, 1 << 20),
     )

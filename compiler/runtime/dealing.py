@@ -11,6 +11,9 @@ from tilewright.compiler.targets.base import Capabilities
 _MAX_ECHOED = 512
 """Tokens of a piece whose rows of logits are all wanted: they go to the host, 64 MB of 32k each."""
 
+_UNMEASURED = 4
+"""Cells of a prompt in one step, while it is not known how long they take."""
+
 
 class PromptDealer:
     """Deals the prompt tokens of a step to the oldest prompt and to the one with least left, in
@@ -51,13 +54,18 @@ class PromptDealer:
         return budget // grain * grain
 
     def budget(self, num_decoding: int) -> int:
-        """Tokens of prompts that the next step takes: beside streams, as many whole cells as are
-        expected to take no longer than they may.
+        """Tokens of prompts that the next step takes: beside streams, and where the loop must be
+        heard of between steps, as many whole cells as are expected to take no longer than they may.
         """
-        limits = self._limits
-        whole = min(self._policy.step_tokens or limits.max_step_tokens, limits.max_step_tokens)
-        if not num_decoding or not self._policy.step_ms:
+        limits, policy = self._limits, self._policy
+        whole = min(policy.step_tokens or limits.max_step_tokens, limits.max_step_tokens)
+        tokens: int | None
+        if num_decoding and policy.step_ms:
+            allowed = max(policy.step_ms, self._cost.decode(num_decoding))
+            tokens = self._cost.tokens_within(allowed) or 0
+        elif policy.beat_ms and not limits.runs_ahead:
+            tokens = self._cost.tokens_within(policy.beat_ms)
+            tokens = _UNMEASURED * limits.cell if tokens is None else tokens
+        else:
             return whole
-        allowed = max(self._policy.step_ms, self._cost.decode(num_decoding))
-        tokens = self._cost.tokens_within(allowed) or 0
         return max(limits.cell, min(tokens, whole) // limits.cell * limits.cell)

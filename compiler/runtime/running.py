@@ -21,6 +21,9 @@ class Policy:
 
     Attributes:
         step_ms: milliseconds for pieces of prompts while others decode; 0: no limit.
+        beat_ms: milliseconds that prompts may take in a step while nobody decodes, or where
+            ``step_ms`` is no limit, on executables that do not run ahead: the loop is deaf and
+            silent for so long. 0: no limit.
         step_tokens: tokens of prompts in one step; None: as many as the executable takes.
         reuses: whether prompts share what was computed for others with the same beginning: pages,
             or, on executables without them, the seats of sequences that have ended. Whoever
@@ -34,6 +37,7 @@ class Policy:
     """
 
     step_ms: float = STEP_MS
+    beat_ms: float = 0.0
     step_tokens: int | None = None
     reuses: bool = True
     prompts_first: bool = False

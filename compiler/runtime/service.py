@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.compiler.errors import RequestError, one_line
 from tilewright.compiler.runtime.loop import EngineLoop, LostDeviceError
@@ -59,6 +59,7 @@ class EngineService:
         policy: Policy | None = None,
         grammars: Grammars | None = None,
     ) -> None:
+        policy = replace(policy or Policy(), beat_ms=1e3 * BEAT_SECONDS)
         self.loop = EngineLoop(executable, policy=policy, grammars=grammars)
         self._transport = transport
         self._live: dict[int, _Live] = {}

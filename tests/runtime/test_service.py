@@ -215,6 +215,24 @@ def test_beats_count_steps_by_kind_and_by_time() -> None:
         assert len(tally.counts) == len(bounds_of(name)) + 1 and tally.total >= 0
 
 
+def test_a_long_prompt_alone_is_cut_so_that_the_engine_is_heard_of() -> None:
+    """Where steps block: a few cells while nothing is known, then about a second of them."""
+    executable = QueuedExecutable(runs_ahead=False, max_context=4096)
+    transport = QueueTransport()
+    service = EngineService(executable, transport, policy=Policy(reuses=False, step_ms=0))
+    prompt = Submit(1, (1,) * 3000, SamplingParams(max_tokens=1))
+    transport.inbox.append(prompt)
+    service.turn()
+    service.loop.cost.forget()
+    service.loop.cost.measure(0, 4, 20.0)  # 5 ms a token
+    service.turn()
+    first, second = (len(step.prompts[0].tokens) for step in executable.given)
+    assert (first, second) == (16, 200)
+    ahead = QueuedExecutable(max_context=4096)
+    serve(ahead, prompt, turns=1)
+    assert len(ahead.given[0].prompts[0].tokens) == 3000, "beats go on meanwhile"
+
+
 def test_stop_leaves_the_loop() -> None:
     transport = QueueTransport()
     loop = EngineService(QueuedExecutable(), transport)
