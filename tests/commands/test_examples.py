@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve.fronts import running_front
 from tilewright.compiler.cli import main
 from tilewright.compiler.commands.sweep.options import read_options
 from tilewright.compiler.plain_yaml import parse_yaml
@@ -19,12 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "docs/run.md", "docs/precision.md", "docs/sweeps.md", "docs/measure.md")
 MODEL = "path/to/model"
 SMOLLM2_LAYERS = 30
+SHORT = "stream=True, max_tokens=4"
 
 
-def blocks(kind: str) -> list[pytest.ParameterSet]:
+def blocks(kind: str, *documents: str) -> list[pytest.ParameterSet]:
     """The fenced blocks of a kind, with the document's name and which of its blocks it is."""
     found = []
-    for name in DOCUMENTS:
+    for name in documents or DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8")
         pieces = re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
         found += [pytest.param(each, id=f"{name}-{i}") for i, each in enumerate(pieces)]
@@ -32,15 +34,20 @@ def blocks(kind: str) -> list[pytest.ParameterSet]:
 
 
 def commands_on_a_checkpoint(block: str) -> list[list[str]]:
-    """The commands of a block that name a checkpoint, or the folder that an earlier one made of it;
-    boards and GPUs want other shapes, or a device.
+    """The commands of a block that name a checkpoint, or the folder that an earlier one made of it,
+    or run the default model, in whose place is the checkpoint; boards and GPUs want other shapes,
+    or a device, and measuring takes its time.
     """
     lines = [shlex.split(line, comments=True) for line in block.splitlines()]
     return [
         words
         for words in lines
         if words[:1] == ["tilewright"]
-        and {MODEL, "compiled"} & set(words)
+        and (
+            {MODEL, "compiled"} & set(words)
+            or words[1] == "run"
+            or (words[1] == "bench" and "--explain" in words)
+        )
         and not {"cuda", "n150", "serve"} & set(words)
     ]
 
@@ -53,6 +60,17 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python(block: str, tiny_gguf: Path) -> None:
     exec(compile(block.replace(MODEL, str(tiny_gguf)), "<example>", "exec"), {})
+
+
+@pytest.mark.parametrize("block", blocks("python", "docs/serving.md"))
+def test_python_of_a_client(block: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Against the front with the engine that has no model; it may say much, so it is cut short."""
+    with running_front() as running:
+        for old, new in (("http://127.0.0.1:8000", running.url), ("stream=True", SHORT)):
+            assert old in block
+            block = block.replace(old, new)
+        exec(compile(block, "<example>", "exec"), {})
+    assert capsys.readouterr().out
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
@@ -73,6 +91,11 @@ def test_commands(block: str, tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     for words in commands_on_a_checkpoint(block):
         argv = [str(tiny_gguf) if word == MODEL else word for word in words[1:]]
+        if not {MODEL, "compiled"} & set(words):
+            argv += ["--model", str(tiny_gguf)]
         if argv[0] in ("run", "chat"):
             argv += ["--max-tokens", "4"]
+        if argv[0] == "bench":
+            Path("my.yaml").write_text("inherits: performance\nprecision: {ff2: bf16}\n")
+            argv += ["--prompt", "hello", "--max-generated-tokens", "4", "--no-results"]
         assert main(argv) == 0, words
