@@ -14,8 +14,9 @@ from tilewright.compiler.serve.load.shape import Shape
 
 async def invariant(client: Client, shape: Shape) -> list[Figures]:
     """Requests of many lengths, alone and then together, in another order, while others come and
-    are cancelled. Half of them sample, with a seed of their own. One that differs has failed where
-    the server promises that none does.
+    are cancelled, and then alone again, from what the server's prefix cache has kept. Half of them
+    sample, with a seed of their own. One that differs has failed where the server promises that
+    none does.
     """
     chooser = random.Random(shape.seed)
     bodies = [_body(shape, chooser, number) for number in range(shape.requests)]
@@ -29,19 +30,21 @@ async def invariant(client: Client, shape: Shape) -> list[Figures]:
     finally:
         cancels.cancel()
         await asyncio.gather(cancels, return_exceptions=True)
+    warm, _ = await at_most(1, [partial(client.whole, COMPLETIONS, each) for each in bodies])
     together = dict(zip(order, found, strict=True))
-    failed = [each.error for each in (*alone, *found) if each.error]
-    pairs = [(one, together[at]) for at, one in enumerate(alone)]
-    num_different = sum(one.text != other.text for one, other in pairs)
+    failed = [each.error for each in (*alone, *found, *warm) if each.error]
+    num_different = sum(one.text != together[at].text for at, one in enumerate(alone))
+    num_warm = sum(one.text != other.text for one, other in zip(alone, warm, strict=True))
     promised = (await client.told("/props")).get("invariant", "none")
     if promised != "none":
-        failed += ["an answer differs"] * num_different
+        failed += ["an answer differs"] * (num_different + num_warm)
     return [
         {
             "requests": len(bodies),
             "concurrency": shape.concurrency,
             "promised": promised,
             "answers_that_differ": num_different,
+            "answers_that_differ_warm": num_warm,
             "failed": len(failed),
             **({"why": failed[0]} if failed else {}),
         }

@@ -80,9 +80,10 @@ async def _stretch(client: Client, shape: Shape, begin: int, end: int) -> Figure
 
 
 async def _left(client: Client) -> dict[str, float]:
-    """What the server holds when nobody asks: requests, pages, and its processes' memory."""
+    """What the server holds when nobody asks: requests, pages, snapshots, and processes' memory."""
     found = await client.metrics()
-    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    names = ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"]
+    names.append("snapshots_used")
     held = {name: found[name] for name in names if name in found}
     for process in ("process", "engine_process"):
         if f"{process}_open_fds" in found:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.serve.conftest import Server, server, start_server, tiny_gguf
 from tilewright.compiler.cli import main
 from tilewright.compiler.errors import TilewrightError
-from tilewright.compiler.serve.load.client import Heard, connected, read_metrics
+from tilewright.compiler.serve.load.client import Client, Heard, connected, read_metrics
 from tilewright.compiler.serve.load.contest import LEVELS, contest
 from tilewright.compiler.serve.load.figures import Figures, summary
 from tilewright.compiler.serve.load.plans import PLANS
 from tilewright.compiler.serve.load.schemas import keeps
 from tilewright.compiler.serve.load.shape import Shape
+from tilewright.compiler.serve.load.soak import _left
 
 __all__ = ["server", "start_server", "tiny_gguf"]
 
@@ -54,6 +57,34 @@ def test_what_is_measured_is_there(server: Server) -> None:
     assert 0 < float(chat["cached_percent_of_shareable"]) <= 100
     (soak,) = run(server, "soak")
     assert soak["num_requests_running_growth"] == 0 and "engine_process_mb" in soak
+
+
+class _Forgetful(Client):
+    """Answers a request otherwise the third time it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+
+    async def whole(self, path: str, body: dict[str, Any]) -> Heard:
+        self.asked[key := json.dumps(body)] += 1
+        return Heard(text="other" if self.asked[key] == 3 else "same")
+
+    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+        await asyncio.sleep(1)
+        return Heard()
+
+    async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        return {"invariant": "greedy"}
+
+    async def metrics(self) -> dict[str, float]:
+        return {"snapshots_used": 3.0}
+
+
+def test_what_a_warm_cache_changes_and_what_holds_snapshots_is_told() -> None:
+    (row,) = asyncio.run(PLANS["invariant"].run(_Forgetful(), SMALL))
+    assert row["answers_that_differ"] == 0 and row["answers_that_differ_warm"] == 12
+    assert row["failed"] == 12
+    assert asyncio.run(_left(_Forgetful())) == {"snapshots_used": 3.0}
 
 
 def test_the_command_keeps_rows_and_says_when_a_request_failed(
