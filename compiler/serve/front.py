@@ -54,6 +54,7 @@ from tilewright.compiler.serve.tools.grammars import call_grammar
 
 LoadCoder = Callable[[Path], TextCoder]
 _SHORT = 4096  # characters that are tokenised at once, without a thread
+_CHARACTERS_A_TOKEN = 4  # about
 _T = TypeVar("_T")
 
 
@@ -250,9 +251,11 @@ class Front:
             if isinstance(given, str):
                 prompt = await self.aside(len(given), encode, coder, given, ready, add_special=True)
             else:
-                text = coder.decode(given) if request.echo else ""
-                prompt = Prompt(text, tuple(given))
+                prompt = Prompt("", tuple(given))
             check_prompt(prompt, ready, "prompt")
+            if request.echo and not isinstance(given, str):
+                size = _CHARACTERS_A_TOKEN * len(given)
+                prompt = replace(prompt, text=await self.aside(size, coder.decode, given))
             prompts.append(prompt)
         limit = request.max_tokens
         grammar = await self.checked_grammar(request)

@@ -113,7 +113,8 @@ def _check_origin(request: web.Request, front: Front) -> str:
     named = front.settings.cors_origins
     is_browser = origin is not None or "sec-fetch-site" in request.headers
     is_ours = _is_our_host(host, front.settings.host)
-    if is_browser and not is_ours and not {f"http://{host}", f"https://{host}"} & set(named):
+    is_named = bool({"*", f"http://{host}", f"https://{host}"} & set(named))
+    if is_browser and not is_ours and not is_named:
         said = f"host {host[:100]!r}; allowed: this machine's own, and those of --cors-origins"
         raise ApiError(403, "origin", said)
     if origin is None or origin in (f"http://{host}", f"https://{host}"):

@@ -12,7 +12,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from tilewright.compiler.commands.serve_options import read_serve_options
 from tilewright.compiler.errors import CheckpointError, TilewrightError
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.texts import TextCoder
+from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 ERROR_KEYS = {"message", "type", "param", "code"}
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
@@ -228,6 +230,35 @@ def test_a_stream_tells_timings_with_the_end_of_each_choice(front: Running, usag
     assert [each["timings"]["seed"] for each in ends] == [5, 6]
     assert all(each["timings"]["predicted_n"] == 4 for each in ends)
     assert sum("timings" in each for each in events) == 2 + usage
+
+
+def test_ids_to_echo_are_checked_first_and_decoded_aside() -> None:
+    threads: list[str] = []
+
+    class Coder(Tokenizer):
+        def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+            threads.append(threading.current_thread().name)
+            return super().decode(ids, skip_special)
+
+    def load(folder: Path) -> TextCoder:
+        return Coder(byte_tokenizer(256, "fake")._vocabulary)
+
+    with running_front(load=load) as running:
+        threads.clear()
+        for bad in ([97] * 5000, [97, 10**9]):
+            body = {"prompt": bad, "echo": True, "max_tokens": 1}
+            assert running.post("/v1/completions", body)[0] == 400
+        assert not threads
+        body = {"prompt": [97] * 2000, "echo": True, "max_tokens": 1}
+        assert running.post("/v1/completions", body)[1]["choices"][0]["text"] == "a" * 2001
+        assert len(threads) == 1 and threads[0].startswith("texts")
+
+
+def test_a_star_lets_in_pages_that_know_the_server_by_another_name() -> None:
+    with running_front(Settings(cors_origins=("*",))) as running:
+        headers = {"Origin": "http://box.lan:3000", "Host": "box.lan:8000"}
+        status, _, said = running.ask("GET", "/v1/models", **headers)
+        assert status == 200 and said["access-control-allow-origin"] == headers["Origin"]
 
 
 @pytest.mark.parametrize(("what", "code"), [("N", "not_a_number"), ("F", "engine_error")])
