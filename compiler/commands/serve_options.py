@@ -153,7 +153,10 @@ class ServeOptions:
     )
     strict_model: bool = option("404 for another model's name", default=False, group="requests")
     cors_origins: tuple[str, ...] = option(
-        "foreign origins whose pages may ask", default=(), group="requests", metavar="ORIGIN"
+        "foreign origins whose pages may ask, under whatever name they know this server; '*': all",
+        default=(),
+        group="requests",
+        metavar="ORIGIN",
     )
     max_queue: int = option(
         "requests that wait", default=1024, group="requests", type=integer(1, 1 << 20)
@@ -183,7 +186,9 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
         TilewrightError: for anything that can be seen to be wrong without the model.
     """
     parser = Parser(
-        prog="tilewright serve", description="Serve a model over HTTP, as OpenAI's API does."
+        prog="tilewright serve",
+        description="Serve a model over HTTP, as OpenAI's API does; with timings: true in a "
+        "request, llama.cpp's figures come too, in streams with the end of each choice.",
     )
     add_options(parser, CheckpointArguments, _Asked, ServeOptions, without=("dump", "output"))
     arguments = parser.parse_args(list(argv))
