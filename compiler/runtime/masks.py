@@ -83,6 +83,8 @@ class Masks:
                 request.matcher = self._compiling.pop(request).result()
             except TilewrightError as reason:
                 error = one_line(reason)
+            except Exception as reason:  # a library's own: it costs this request alone
+                error = f"the grammar cannot be compiled: {one_line(reason)}"
             found.append((request, error))
         return found
 

@@ -74,7 +74,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 class Started(msgspec.Struct, frozen=True, tag=True):
     """A request has a seat, after ``queue_s`` in the queue; ``num_cached`` tokens of its prompt
-    need not be computed. Said again after a preemption.
+    need not be computed. Said once, also where the request is preempted later.
     """
 
     request_id: int

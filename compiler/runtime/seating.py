@@ -139,12 +139,14 @@ class Seating(ABC):
 
     def waits_for(self, request: Request, found: Found, pending: Iterable[Running]) -> bool:
         """Whether a request should wait for prompts that are being computed, because that saves
-        it a piece of its own.
+        it a piece of its own; never for those of a worse priority.
         """
         if not self.policy.reuses or request.is_private:
             return False
         for other in pending:
             if other.request.is_private or other.request.cache_salt != request.cache_salt:
+                continue
+            if other.request.priority > request.priority:
                 continue
             shared = self.shared_with(request, other)
             if shared > other.computed and shared - found.length >= self.capabilities.cell:

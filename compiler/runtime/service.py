@@ -150,7 +150,7 @@ class EngineService:
 
     def _salt(self, given: str) -> str:
         """What is computed for those who gave the same, since the last time all was forgotten."""
-        return f"{self._era} {given}" if self._era else given
+        return f"{self._era} {given}"
 
     def _step(self, said: list[FromEngine]) -> None:
         began = time.perf_counter()

@@ -90,6 +90,21 @@ def test_prompts_that_arrive_together_compute_what_they_share_once(
     assert computed == 25 + 1 + 1 + 25
 
 
+def test_nobody_waits_for_a_prompt_of_a_worse_priority() -> None:
+    limits = Capabilities(max_seats=4, max_context=64, cell=4, page_size=4, num_pages=64)
+    scheduler = Scheduler(limits, policy=Policy(step_tokens=4))
+    made = [
+        Request(n, (*[1] * 24, n), SamplingParams(max_tokens=2), at)
+        for n, at in enumerate((1, 0, 1))
+    ]
+    scheduler.add(made[0])
+    scheduler.schedule()
+    for request in made[1:]:
+        scheduler.add(request)
+    scheduler.schedule()
+    assert [each.request for each in scheduler.running] == made[:2]
+
+
 def test_a_prompt_that_leaves_another_marks_where_for_those_who_follow() -> None:
     """State per sequence: the second has no snapshot there, and leaves one for the third."""
     executable = QueuedExecutable(

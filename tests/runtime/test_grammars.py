@@ -316,3 +316,16 @@ def test_rules_that_follow_each_other_for_long_have_room(loop: EngineLoop) -> No
     made = [request(each, wanted=20, number=n) for n, each in enumerate(both)]
     loop.generate(made)
     assert all(one.finish_reason in (LENGTH, STOPPED) for one in made)
+
+
+def test_a_compiler_that_raises_costs_its_request_alone(
+    loop: EngineLoop, compiler: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(*given: object) -> None:
+        raise ValueError("a bug of the library")
+
+    monkeypatch.setattr(compiler, "matcher", raises)
+    hit, other = request(spec(REGEX, "a{3}"), wanted=3), request(None, number=1, wanted=4, ends=())
+    loop.generate([hit, other])
+    assert hit.finish_reason == "error" and "a bug of the library" in hit.error
+    assert len(other.output) == 4

@@ -202,6 +202,7 @@ def test_forgotten_prefixes_are_not_found_again() -> None:
 
     assert [cached(1), cached(2), cached(3, Forget()), cached(4)] == [0, 8, 0, 8]
     assert [cached(5, salt="a"), cached(6, salt="a"), cached(7, salt="b")] == [0, 8, 0]
+    assert [cached(8, salt="2 x"), cached(9, Forget(), salt="x")] == [0, 0], "2 x is not x of 2"
 
 
 def test_beats_count_steps_by_kind_and_by_time() -> None:

@@ -17,7 +17,7 @@ _FACTS = ("parameters", "precision", "target", "weights", "device")
 _PROMISES = {
     "rows": "the same request, seed and fingerprint have the same tokens, whatever runs beside",
     "batch": "the same, where its prompt was cut into the same cells",
-    "none": "the same requests in the same order have the same tokens; else up to rounding",
+    "none": "tokens are the same up to rounding: where a prompt is cut depends on measured times",
 }
 
 
