@@ -97,7 +97,7 @@ def _take(terminal: int, session: Session, started: float) -> str:
 
 
 def cast(session: Session) -> str:
-    """The session as an asciicast."""
+    """Render the session as an asciicast, JSON lines of what appeared when."""
     head = {
         "version": 2,
         "width": _COLUMNS,
@@ -125,7 +125,7 @@ def plain(session: Session) -> str:
 
 
 def main() -> int:
-    """Record, and write the files; returns the exit code."""
+    """Record a session and write its files; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--source", default=str(_ROOT), help="what is cloned (default: this tree)")
     parser.add_argument("--make", nargs="*", default=[], help="settings of make, as NAME=VALUE")

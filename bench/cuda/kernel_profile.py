@@ -222,7 +222,7 @@ def assign_parts(names: Sequence[str], groups: Sequence[str]) -> tuple[list[str]
 
 
 def part_of(name: str) -> str:
-    """What a kernel does, from its name."""
+    """Tell the part of a step that a kernel computes, by its name."""
     plain = _without_arguments(name).lower()
     found = (part for part, pieces in _PIECES.items() if any(each in plain for each in pieces))
     return next(found, OTHER)
@@ -235,7 +235,7 @@ def short_name(name: str) -> str:
 
 
 def _without_arguments(name: str) -> str:
-    """Without a return type and what stands in a template's or a function's brackets."""
+    """Cut off a return type and what stands in a template's or a function's brackets."""
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     return plain if plain.startswith("Mem") else re.split(r"[<(]", plain, maxsplit=1)[0]
 

@@ -121,7 +121,7 @@ class CompareOptions:
 
 
 def read_options(argv: Sequence[str]) -> CompareOptions:
-    """The checked command line. Raises TilewrightError."""
+    """Read and check the command line. Raises TilewrightError."""
     options = parse(
         CompareOptions,
         argv,

@@ -29,7 +29,7 @@ _ADDRESS = "tilewright: http://"
 
 
 def main(argv: list[str]) -> int:
-    """Serve until a signal; returns the exit code."""
+    """Run ``tilewright serve`` until a signal; returns the exit code."""
     options = read_serve_options(argv)
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:

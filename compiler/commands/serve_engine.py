@@ -28,7 +28,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def main(argv: list[str]) -> int:
-    """Serve until told to stop; the exit code."""
+    """Run the engine's process until it is told to stop; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front is told, and tells us
     folder = Path(argv[0])
     transport = SocketTransport(folder)

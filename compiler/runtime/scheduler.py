@@ -196,7 +196,7 @@ class Scheduler:
             self.seating.edits.append(Drop(self._give_place_back(swapped)))
 
     def take(self, running: Running, token: int, *, is_end: bool) -> bool:
-        """A token of a step has been read; whether its request wanted it."""
+        """Take a token of a step that was read; returns whether its request wanted it."""
         request = running.request
         if request.finish_reason is not None:
             return False
@@ -206,7 +206,7 @@ class Scheduler:
         return True
 
     def cancel(self, request: Request) -> None:
-        """End a request early."""
+        """End a request before it is complete."""
         self.finish(request, CANCELLED)
 
     def evacuate(self) -> None:

@@ -111,11 +111,11 @@ class Seating(ABC):
 
     @abstractmethod
     def leave(self, running: Running, *, may_keep: bool) -> None:
-        """A seat is free for others; ``may_keep``: what it holds may be of use to them."""
+        """Free a seat for others; ``may_keep``: what it holds may be of use to them."""
 
     @abstractmethod
     def note(self, running: Running) -> None:
-        """A step was planned that computes up to ``running.computed`` of a prompt."""
+        """Note that a step was planned that computes up to ``running.computed`` of a prompt."""
 
     def can_return(self, running: Running) -> bool:
         """Whether there is room for one whose state is in host memory."""

@@ -38,7 +38,7 @@ class ApiError(Exception):
         self.closes = closes
 
     def body(self) -> bytes:
-        """The JSON of it."""
+        """The error as JSON, in the form that clients expect."""
         found = {
             "message": self.message,
             "type": _TYPES.get(self.status, "server_error"),

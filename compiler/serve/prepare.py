@@ -104,7 +104,7 @@ def _text_of(part: Mapping[str, Any], at: int) -> str:
 
 
 def encode(coder: TextCoder, text: str, ready: Ready, *, add_special: bool) -> Prompt:
-    """A text as ids.
+    """Encode a text as token ids.
 
     Raises:
         ApiError: 400 for text that is not valid Unicode, or that cannot fit by its length alone.

@@ -31,7 +31,7 @@ _HEADERS["x-accel-buffering"] = "no"
 
 
 class Follower:
-    """A job on its way.
+    """Follows a job on its way: its answers, as they come.
 
     Raises:
         ApiError: out of `updates`, where the engine gives up one of its choices.

@@ -117,7 +117,7 @@ class Ticket:
 
 
 class Desk:
-    """The requests under way.
+    """Keeps the requests under way and hands answers to those who wait for them.
 
     Args:
         give: takes what the engine is to be told.

@@ -21,7 +21,7 @@ _TARGETS = {
 
 
 def target_names() -> tuple[str, ...]:
-    """The targets there are."""
+    """The names of all targets."""
     return tuple(_TARGETS)
 
 

@@ -142,7 +142,7 @@ def ask(journal: Journal, states: Sequence[CellState], what: What) -> list[str]:
 
 
 def cells_text(count: int) -> str:
-    """``1 cell``, ``2 cells``."""
+    """A number of cells in words: ``1 cell``, ``2 cells``."""
     return "1 cell" if count == 1 else f"{count} cells"
 
 

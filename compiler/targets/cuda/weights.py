@@ -55,13 +55,13 @@ def wanted_by(plan: Plan) -> dict[Wanted, None]:
 
 
 def product_of(linear: Linear | ExpertLinear | ExpertSum) -> Wanted:
-    """The weight of a product."""
+    """The tensor that a product of a plan wants."""
     is_paired = not isinstance(linear, ExpertSum) and linear.swiglu
     return Wanted(linear.weight, held_kind(linear.weight, linear.group), is_paired)
 
 
 def table_of(embed: Embed) -> Wanted:
-    """The table of an embedding."""
+    """The tensor that an embedding of a plan wants."""
     return Wanted(embed.table, held_kind(embed.table, TABLES[0]))
 
 

@@ -157,7 +157,7 @@ MIXERS: dict[Any, Callable[[Lowering, Node], None]] = {
 
 
 def recipe_of(node: Any) -> WeightRecipe:
-    """The recipe of a weight."""
+    """The recipe of the weight that a node of the graph is."""
     found = info(node).recipe
     assert found is not None, f"{node} is no weight"
     return found

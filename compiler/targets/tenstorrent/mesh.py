@@ -35,7 +35,7 @@ class Mesh:
         return self.rows * self.columns
 
     def size(self, axis: str) -> int:
-        """Chips along an axis."""
+        """The number of chips along an axis."""
         return self.rows if axis == ROWS else self.columns
 
     def __str__(self) -> str:
