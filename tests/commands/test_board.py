@@ -81,6 +81,7 @@ def test_every_figure_is_a_line_of_json(run: Run) -> None:
     assert [loads(line).kind for line in out.splitlines()] == ["predicted"]
 
 
+@pytest.mark.slow
 def test_a_shape_s_speed_needs_no_weights(run: Run, results: Path) -> None:
     model = ("--model", "shape:llama-3.1-70b", "--case", "performance-ci-1")
     out = run(*model, target="t3k")

@@ -241,6 +241,7 @@ def test_the_keyboard_alone_will_do(stub: Stub, open_page: Callable[..., Any]) -
             assert page.evaluate("document.activeElement.id") == "system"
             keys.type("Be brief.")
             keys.press("Escape")
+            page.wait_for_timeout(100)  # the dialog gives its focus back a task later
             assert page.evaluate("document.activeElement.id") == "prompt"
     assert page.locator(".turn").count() == 0
     keys.type("Go on")
