@@ -189,7 +189,8 @@ def _said(choice: dict[str, Any]) -> str:
 async def connected(url: str, model: str) -> AsyncIterator[Client]:
     """A client of the server at ``url``, which asks for ``model``."""
     timeout = aiohttp.ClientTimeout(total=_PATIENCE_SECONDS)
-    connector = aiohttp.TCPConnector(limit=0)
+    # llama.cpp's server closes connections that a second request is on its way over
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         yield Client(session, url.rstrip("/"), model)
 

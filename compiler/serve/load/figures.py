@@ -22,10 +22,12 @@ def summary(heard: Sequence[Heard], seconds: float) -> Figures:
     if not good:
         why = heard[0].error if heard else "there was none"
         raise TilewrightError(f"every request failed ({why})")
+    failed = [each.error for each in heard if each.error]
     count = sum(each.count for each in good)
     spoke = [each for each in good if each.times]
     return {
         "failed": len(heard) - len(good),
+        **({"why": failed[0]} if failed else {}),
         "seconds": seconds,
         "requests_per_second": len(good) / seconds,
         "output_tokens_per_second": count / seconds,
