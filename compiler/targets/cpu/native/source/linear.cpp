@@ -1,56 +1,11 @@
 // Products: rows are normed and prepared once, then pairs of panels are shared among the threads.
 
-#include "engine.h"
+#include "prepared.h"
 
 namespace tw {
 namespace {
 
 constexpr int kFewRows = 4;  // so few are prepared by every thread for itself, without waiting
-
-// Where the prepared rows of a product lie in a piece of memory.
-struct Prepared {
-    uint8_t* values;
-    float* scales;
-    int32_t* sums;
-    float* normed;
-    int64_t row_bytes, num_blocks;
-
-    Prepared(uint8_t* memory, int64_t num_rows, int64_t wide, int32_t arithmetic) {
-        int64_t widths[] = {4, 2, 1};
-        row_bytes = wide * widths[arithmetic];
-        num_blocks = wide / kBlock;
-        values = memory;
-        uint8_t* next = memory + rounded(num_rows * row_bytes, 64);
-        scales = (float*)next;
-        next += rounded(num_rows * num_blocks * 4, 64);
-        sums = (int32_t*)next;
-        normed = nullptr;
-    }
-};
-
-void prepare(Worker& worker, const TwInstruction& each, const Prepared& to, int32_t arithmetic, int64_t row, float* normed) {
-    const Kernels& kernels = worker.kernels();
-    const float* x = worker.at(each.x, row);
-    const int64_t width = each.x.width, wide = to.num_blocks * kBlock;
-    if (each.norm >= 0) {
-        kernels.norm(x, worker.vector(each.norm), each.eps, width, normed);
-        x = normed;
-    }
-    uint8_t* values = to.values + row * to.row_bytes;
-    if (arithmetic == TW_AS_INT8) {
-        kernels.quantise(x, width, (int8_t*)values, to.scales + row * to.num_blocks, to.sums + row * to.num_blocks * 2);
-    } else if (arithmetic == TW_AS_BF16) {
-        kernels.to_bf16(x, width, (uint16_t*)values);
-    } else {
-        float* out = (float*)values;
-        for (int64_t i = 0; i < wide; i++) out[i] = i < width ? x[i] : 0.0f;
-    }
-}
-
-int lanes_left(int64_t width, int64_t first) {
-    int64_t left = width - first;
-    return (int)(left < 0 ? 0 : left < kLanes ? left : kLanes);
-}
 
 Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
     const bool swiglu = each.flags & TW_PAIRED;
@@ -81,10 +36,14 @@ void run_linear(Worker& worker, const TwInstruction& each) {
     uint8_t* normed = own + rounded(kFewRows * wide * 4, 64) + rounded(kFewRows * wide, 64);
     uint8_t* scratch = normed + rounded(wide * 4, 64);
     Prepared rows(few ? own : worker.engine.operand.data(), num_rows, wide, arithmetic);
+    const float* norm = each.norm >= 0 ? worker.vector(each.norm) : nullptr;
+    auto make = [&](int64_t row) {
+        prepare(kernels, worker.at(each.x, row), each.x.width, norm, each.eps, rows, arithmetic, row, (float*)normed);
+    };
     if (few) {
-        for (int64_t row = 0; row < num_rows; row++) prepare(worker, each, rows, arithmetic, row, (float*)normed);
+        for (int64_t row = 0; row < num_rows; row++) make(row);
     } else {
-        worker.share(num_rows, [&](int64_t row) { prepare(worker, each, rows, arithmetic, row, (float*)normed); });
+        worker.share(num_rows, make);
         worker.meet();
     }
     const Operand x{rows.values, rows.row_bytes, rows.scales, rows.sums, rows.num_blocks};

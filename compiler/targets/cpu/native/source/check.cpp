@@ -1,0 +1,115 @@
+// Every number of a program is checked before anything of it runs.
+
+#include "check.h"
+
+namespace tw {
+namespace {
+
+void check_linear(const Checked& checked, const TwInstruction& each) {
+    const bool paired = each.flags & TW_PAIRED;
+    checked.place(each.x, "x");
+    const int64_t rows = (int64_t)each.out.width * (paired ? 2 : 1);
+    const TwTensor& weight = checked.panels(each.weight, rows, each.x.width, paired);
+    if (each.norm >= 0) checked.vector(each.norm, each.x.width, "norm");
+    if (each.bias >= 0) checked.vector(each.bias, num_panels(rows, paired) * kLanes, "bias");
+    for (int32_t arithmetic : each.arithmetic) {
+        checked.holds(is_between(arithmetic, 0, TW_NUM_ARITHMETICS), "arithmetic");
+        bool scaled = in_blocks(weight.kind) && !(weight.kind == TW_Q41 && arithmetic == TW_AS_BF16);
+        bool fits = arithmetic == TW_AS_FP32 || scaled ||
+                    (arithmetic == TW_AS_BF16 && weight.kind == TW_BF16);
+        checked.holds(fits, "arithmetic of its weight");
+    }
+}
+
+void check_attend(const Checked& checked, const TwInstruction& each) {
+    checked.place(each.x, "x");
+    checked.holds(is_between(each.state, 0, checked.program.num_states), "state");
+    const TwState& state = checked.program.states[each.state];
+    const int64_t heads = each.num_heads, dim = state.head_dim;
+    checked.holds(is_between(heads, 1, kMost) && heads % state.num_heads == 0, "heads");
+    checked.holds(each.out.width == heads * dim && each.x.width == (heads + 2 * state.num_heads) * dim, "width");
+    const TwTensor& frequencies = checked.tensor(each.other, "frequencies");
+    checked.holds(frequencies.kind == TW_VECTOR && 2 * (int64_t)frequencies.rows <= dim, "frequencies");
+    checked.holds(each.window >= 0, "window");
+}
+
+void check_norm_heads(const Checked& checked, const TwInstruction& each) {
+    checked.place(each.x, "x");
+    const int64_t dim = checked.tensor(each.norm, "norm").rows;
+    checked.vector(each.norm, dim, "norm");
+    checked.vector(each.other, dim, "norm of keys");
+    bool fits = each.out.width == each.x.width && is_between(each.num_heads, 1, kMost) && dim > 0 &&
+                each.x.width % dim == 0 && (each.x.width / dim - each.num_heads) % 2 == 0 && each.x.width / dim > each.num_heads;
+    checked.holds(fits, "width");
+}
+
+void check_instruction(const TwProgram& program, int32_t index) {
+    const TwInstruction& each = program.instructions[index];
+    const Checked checked{program, "instruction " + std::to_string(index)};
+    checked.place(each.out, "out");
+    switch (each.op) {
+        case TW_EMBED: {
+            const TwTensor& table = checked.tensor(each.weight, "table");
+            checked.panels(each.weight, table.rows, each.out.width, false);
+            break;
+        }
+        case TW_LINEAR: check_linear(checked, each); break;
+        case TW_ATTEND: check_attend(checked, each); break;
+        case TW_NORM_HEADS: check_norm_heads(checked, each); break;
+        case TW_NORM: checked.vector(each.norm, each.out.width, "norm"); [[fallthrough]];
+        case TW_GATHER:
+            checked.place(each.x, "x");
+            checked.holds(each.x.width == each.out.width, "width");
+            break;
+        case TW_SWIGLU: case TW_SIGMOID_GATE: case TW_ELEMENTWISE:
+            checked.place(each.x, "x");
+            checked.holds(each.x.width == each.out.width, "width");
+            checked.holds(each.op != TW_ELEMENTWISE || is_between(each.function, 0, TW_NUM_FUNCTIONS), "function");
+            if (each.y.buffer >= 0 || each.op != TW_ELEMENTWISE) {
+                checked.place(each.y, "y");
+                bool one = each.op == TW_SIGMOID_GATE && each.y.width == 1;
+                checked.holds(one || each.y.width == each.out.width, "width");
+            }
+            break;
+        default: checked.holds(false, "no such operation");
+    }
+}
+
+}  // namespace
+
+void check_program(const TwProgram& program) {
+    require(program.size == sizeof(TwProgram) && program.version == TW_VERSION &&
+            program.instruction_size == sizeof(TwInstruction) && program.tensor_size == sizeof(TwTensor),
+            "a program of another version");
+    require(is_between(program.num_threads, 1, 4096), "threads");
+    require(is_between(program.max_seats, 1, 1 << 20) && is_between(program.max_context, 1, kMost), "seats or context");
+    require(is_between(program.max_tokens, 1, 1 << 16), "tokens of a step");
+    for (int32_t i = 0; i < program.num_buffers; i++) require(is_between(program.widths[i], 1, kMost), "width of a buffer");
+    for (int32_t i = 0; i < program.num_states; i++) {
+        const TwState& state = program.states[i];
+        require(is_between(state.num_heads, 1, 1 << 16) && is_between(state.head_dim, 1, 1 << 12) &&
+                is_between(state.mantissa_bits, 0, 8), "state " + std::to_string(i));
+    }
+    for (int32_t i = 0; i < program.num_tensors; i++) {
+        const TwTensor& tensor = program.tensors[i];
+        const std::string name = "tensor " + std::to_string(i);
+        require(is_between(tensor.kind, 0, TW_NUM_KINDS) && is_between(tensor.rows, 1, kMost) &&
+                is_between(tensor.columns, 1, kMost) && tensor.data, name);
+        require((uintptr_t)tensor.data % 64 == 0, name + ": its alignment");
+        if (tensor.kind == TW_VECTOR) require(tensor.columns == 1 && tensor.num_bytes == (uint64_t)tensor.rows * 4, name);
+    }
+    require(is_between(program.logits, 0, program.num_buffers), "logits");
+    require(program.num_instructions > 0 && program.instructions[0].op == TW_EMBED, "no embedding first");
+    bool gathered = false;  // logits have a row for each that is gathered, and no more
+    for (int32_t i = 0; i < program.num_instructions; i++) {
+        const TwInstruction& each = program.instructions[i];
+        check_instruction(program, i);
+        gathered = gathered || each.op == TW_GATHER;
+        bool logits = false;
+        for (const TwPlace* place : {&each.out, &each.x, &each.y}) logits = logits || place->buffer == program.logits;
+        require(gathered ? each.op != TW_ATTEND && each.op != TW_EMBED : !logits, "instruction " + std::to_string(i) + ": its order");
+        require(each.op != TW_GATHER || !logits, "rows are gathered into logits");
+    }
+}
+
+}  // namespace tw

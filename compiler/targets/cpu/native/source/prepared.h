@@ -1,0 +1,51 @@
+// Rows that products read, made once and read by all panels.
+#pragma once
+
+#include "engine.h"
+
+namespace tw {
+
+// Where the prepared rows of a product lie in a piece of memory.
+struct Prepared {
+    uint8_t* values;
+    float* scales;
+    int32_t* sums;
+    int64_t row_bytes, num_blocks;
+
+    Prepared(uint8_t* memory, int64_t num_rows, int64_t wide, int32_t arithmetic) {
+        int64_t widths[] = {4, 2, 1};
+        row_bytes = wide * widths[arithmetic];
+        num_blocks = wide / kBlock;
+        values = memory;
+        uint8_t* next = memory + rounded(num_rows * row_bytes, 64);
+        scales = (float*)next;
+        next += rounded(num_rows * num_blocks * 4, 64);
+        sums = (int32_t*)next;
+    }
+};
+
+// Row `row` of what a product reads: normed where there is a `norm` (into `normed`), then as its
+// arithmetic wants it.
+inline void prepare(const Kernels& kernels, const float* x, int64_t width, const float* norm, float eps, const Prepared& to, int32_t arithmetic, int64_t row, float* normed) {
+    const int64_t wide = to.num_blocks * kBlock;
+    if (norm) {
+        kernels.norm(x, norm, eps, width, normed);
+        x = normed;
+    }
+    uint8_t* values = to.values + row * to.row_bytes;
+    if (arithmetic == TW_AS_INT8) {
+        kernels.quantise(x, width, (int8_t*)values, to.scales + row * to.num_blocks, to.sums + row * to.num_blocks * 2);
+    } else if (arithmetic == TW_AS_BF16) {
+        kernels.to_bf16(x, width, (uint16_t*)values);
+    } else {
+        float* out = (float*)values;
+        for (int64_t i = 0; i < wide; i++) out[i] = i < width ? x[i] : 0.0f;
+    }
+}
+
+inline int lanes_left(int64_t width, int64_t first) {
+    int64_t left = width - first;
+    return (int)(left < 0 ? 0 : left < kLanes ? left : kLanes);
+}
+
+}  // namespace tw
