@@ -18,6 +18,7 @@ class PagedSeating(Seating):
     def __init__(self, capabilities: Capabilities, policy: Policy, state_bytes: StateBytes) -> None:
         super().__init__(capabilities, policy, state_bytes)
         self.pool = PagePool(capabilities.num_pages)
+        self._num_growing = 0
 
     @property
     def _wants_keys(self) -> bool:
@@ -74,7 +75,9 @@ class PagedSeating(Seating):
         (page,) = self.pool.take(1)
         self.edits.append(Pages(running.seat, len(running.pages), (page,)))
         running.pages.append(page)
+        self._num_growing -= _grows(running)
         running.room += self.grain
+        self._num_growing += _grows(running)
         return True
 
     def leave(self, running: Running, *, may_keep: bool) -> None:
@@ -83,6 +86,7 @@ class PagedSeating(Seating):
             self._name_reply(running)
         self._give_seat(running.seat)
         self.pool.release(running.pages)
+        self._num_growing -= _grows(running)
         running.pages = []
 
     def note(self, running: Running) -> None:
@@ -106,6 +110,7 @@ class PagedSeating(Seating):
 
     def _give_pages(self, running: Running, pages: list[int]) -> None:
         running.pages, running.room = pages, len(pages) * self.grain
+        self._num_growing += _grows(running)
         self.edits.append(Pages(running.seat, 0, tuple(pages)))
 
     def _num_first(self, request: Request) -> int:
@@ -121,9 +126,9 @@ class PagedSeating(Seating):
         return self._num_first(request) - len(found.pages)
 
     def _has_room(self, shared: tuple[int, ...], num_fresh: int) -> bool:
-        """Whether there are so many pages, and one more for each that runs."""
+        """Whether there are so many pages, and one more for each that runs and may need one."""
         revived = sum(not self.pool.count(page) for page in shared)
-        return num_fresh + revived + len(self.seated) <= self.pool.num_available
+        return num_fresh + revived + self._num_growing <= self.pool.num_available
 
     def _name_reply(self, running: Running) -> None:
         """The full pages of an answer enter the prefix cache."""
@@ -134,3 +139,8 @@ class PagedSeating(Seating):
         keys = chain_keys(known, self.grain, request.cache_salt)
         for index in range(running.num_named, len(keys)):
             self.pool.name(running.pages[index], keys[index])
+
+
+def _grows(running: Running) -> bool:
+    """Whether a request may come to need more pages than it has."""
+    return running.room < running.request.max_positions

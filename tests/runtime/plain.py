@@ -400,6 +400,8 @@ def check_pool(pool: PagePool, seating: PagedSeating) -> None:
     assert len(free) + len(idle) + len(held) == pool.num_pages
     assert pool._key_of.keys() >= idle and not free & pool._key_of.keys()
     assert len(pool._page_of) == len(pool._key_of)
+    growing = [each for each in seating.by_seat if each.room < each.request.max_positions]
+    assert seating._num_growing == len(growing)
 
 
 def draw_limits(rng: random.Random) -> dict[str, Any]:

@@ -71,6 +71,19 @@ def test_one_that_does_not_fit_holds_back_others_and_lets_one_pass_at_times() ->
     assert large in scheduler.seating.seated
 
 
+@pytest.mark.parametrize(("wanted", "pages", "seated"), [(2, 8, 4), (6, 11, 4), (6, 10, 3)])
+def test_a_page_is_kept_back_only_for_those_who_may_need_one(
+    wanted: int, pages: int, seated: int
+) -> None:
+    """A pool of all that four need seats four at once, even though nothing is left over."""
+    limits = Capabilities(max_seats=4, max_context=16, page_size=4, num_pages=pages, cell=4)
+    scheduler = Scheduler(limits, policy=Policy(reuses=False))
+    for number in range(4):
+        scheduler.add(asked(number, 6, wanted))
+    scheduler.schedule()
+    assert len(scheduler.running) == seated
+
+
 @pytest.mark.parametrize(("page_size", "state"), [(0, 0), (4, 0), (0, 6), (4, 6)])
 def test_prompts_that_arrive_together_compute_what_they_share_once(
     page_size: int, state: int
