@@ -38,7 +38,7 @@ _OOM_EVENTS = Path("/sys/fs/cgroup/memory.events")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended.
+    """How a child process ended: its exit status, or that its time was up.
 
     Attributes:
         code: its exit code; below zero the number of the signal that killed it.
@@ -174,7 +174,7 @@ class Child:
             self._process.stdin.flush()
 
     def close_input(self) -> None:
-        """Let its standard input end."""
+        """Close the child's standard input, which it reads as the end of its work."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()

@@ -219,7 +219,7 @@ def stored_formats(model: CompilableModel) -> dict[str, str]:
 
 
 def check_options(options: CompileOptions, max_positions: int) -> None:
-    """Refuse options no target could serve.
+    """Refuse a batch, a context, threads or a compute mode that no target could serve.
 
     Raises:
         ConfigError: a batch or context out of range, or an unknown compute mode.

@@ -78,7 +78,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """Means over ``num_steps`` steps, in microseconds.
+    """What a step spent where: means over ``num_steps`` steps, in microseconds.
 
     ``step``: from a step's first kernel to the next step's. ``idle``: no kernel ran.
     ``is_mapped``: products are told apart by tensor group; else all are one part.

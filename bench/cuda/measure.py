@@ -136,7 +136,7 @@ class Bench:
         return prompt, None if result.decode_tsu is None else 1 / result.decode_tsu
 
     def jobs(self, row: BenchRow) -> tuple[Job, ...]:
-        """The row's prompts, one a user."""
+        """Make the row's prompts, one for each user, with how their answers are chosen."""
         options = run_options(row, target=self._target, repeats=self._repeats)
         return measure.plan_jobs(self.source, options).jobs
 

@@ -49,7 +49,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One line of the table.
+    """A speed to measure: a shape, a precision, a load and what it must come to.
 
     ``floor`` and ``goal``: in the metric's unit; None: there is none. ``context``: positions that
     the program is compiled for, 0 for just those the row needs; rows of equal shape, precision and

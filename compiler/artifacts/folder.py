@@ -28,7 +28,7 @@ def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write one file of a folder.
+    """Write one file of an artifact's folder.
 
     Raises:
         NoRoomError: when it cannot be.

@@ -68,7 +68,7 @@ def manifest_json(manifest: Manifest) -> bytes:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in ``folder``.
+    """Read and check the manifest of the artifact in ``folder``.
 
     Raises:
         CheckpointError: when it is missing, not a manifest, or of another format.

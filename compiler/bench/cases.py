@@ -32,7 +32,7 @@ NATURAL_PROMPT_LENGTH = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One named run of the demo.
+    """A named load of the demo: prompt length, users, tokens to generate, repeats.
 
     Attributes:
         name: `<precision>-<what is run>`, lower case.

@@ -144,7 +144,7 @@ def decode_record(
 
 
 def is_json(line: bytes) -> bool:
-    """Whether a line is complete JSON."""
+    """Tell whether a line is one complete JSON value."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):

@@ -21,7 +21,7 @@ _ROUNDING = 0.5 + 1e-9  # a top-1 may be given in whole percents
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measured or published configuration.
+    """A configuration, measured or published, as a point of speed and accuracy.
 
     Attributes:
         name: its configuration or configurations, for printing; the points of a front have
@@ -64,7 +64,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two points in one coordinate.
+    """How two points compare in one coordinate, and how sure that is.
 
     Attributes:
         better: which is better by the printed estimates; None where these are equal.

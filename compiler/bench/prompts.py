@@ -56,7 +56,7 @@ class AccuracyText:
 
     @property
     def is_standard(self) -> bool:
-        """Whether tables are of this text."""
+        """Whether this is the text that the tables of PERF.md are measured on."""
         return self.name == ACCURACY_TEXT
 
 

@@ -93,7 +93,7 @@ class Paired:
 
     @classmethod
     def from_counts(cls, base: str, *, b: int, c: int) -> Paired:
-        """The comparison with its p computed."""
+        """Make the comparison of two paired counts, its p-value computed from them."""
         return cls(base=base, b=b, c=c, p=stats.mcnemar(b, c))
 
     @classmethod

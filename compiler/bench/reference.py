@@ -130,7 +130,7 @@ def reference_bytes(reference: Reference) -> bytes:
 
 
 def load_reference(path: Path, subject: Subject) -> Reference:
-    """Read a reference file.
+    """Read a reference file: the tokens that accuracy is measured against.
 
     Raises:
         ReferenceMismatchError: when it is of another model, tokenizer or text.

@@ -47,7 +47,7 @@ def dumps(result: Result) -> str:
 
 
 def loads(line: str | bytes, *, place: str = "result") -> Result:
-    """The Result of one line.
+    """Parse one line of a results file as a `Result`.
 
     Raises:
         ConfigError: naming ``place`` and the field, on anything but a line of this schema.

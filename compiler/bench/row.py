@@ -291,5 +291,5 @@ def cells(row: Row, titles: Iterable[str]) -> tuple[str, ...]:
 
 
 def table_of(titles: Sequence[str], rows: Iterable[Row], *notes: str) -> Table:
-    """A table of rows."""
+    """Lay rows of figures out as a table with these columns."""
     return Table.of(titles, (cells(row, titles) for row in rows), *notes)

@@ -56,7 +56,7 @@ class Group:
 
     @property
     def accuracy_result(self) -> Result | None:
-        """The record of the newest accuracy."""
+        """The newest record of this group that measured accuracy; None: there is none."""
         return _newest(r for r in self.results if _has_accuracy(r))
 
     def speed(self, table: SpeedTable) -> Result | None:

@@ -39,7 +39,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Sequence[str], rows: Iterable[Sequence[str]], *notes: str) -> Table:
-        """A table of any sequences."""
+        """Make a table of any sequences of cells."""
         return cls(tuple(columns), tuple(map(tuple, rows)), notes)
 
     @classmethod

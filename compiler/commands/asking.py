@@ -113,7 +113,7 @@ def read_asked(
 
 
 def messages_of(system: str | None) -> list[dict[str, str]]:
-    """A chat that has only begun."""
+    """Make the messages that a chat begins with: the system prompt, where there is one."""
     return [{"role": "system", "content": system}] if system else []
 
 

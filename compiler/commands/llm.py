@@ -83,7 +83,7 @@ class AnswerStream(Iterator[str]):
 
     @property
     def answer(self) -> Answer:
-        """What has been answered until now.
+        """The answer so far, whole once the stream has ended.
 
         Raises:
             RequestError: where the model's logits were no numbers.

@@ -180,7 +180,7 @@ class ServeOptions:
 
 
 def read_serve_options(argv: Sequence[str]) -> ServeOptions:
-    """The checked command line.
+    """Read and check the command line of ``tilewright serve``.
 
     Raises:
         TilewrightError: for anything that can be seen to be wrong without the model.

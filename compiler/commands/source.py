@@ -40,7 +40,7 @@ class Source:
     manifest: Manifest | None = None
 
     def checkpoint_model(self) -> LoadedModel:
-        """The model with its weights.
+        """Build the model of the checkpoint, its weights loaded on demand.
 
         Raises:
             CheckpointError: for a compiled folder, which has none.
@@ -76,7 +76,7 @@ def open_source(path: FoundModel) -> Source:
 
 
 def source_of(model: LoadedModel, path: FoundModel) -> Source:
-    """A loaded model as a source."""
+    """Wrap a loaded model so that commands can compile and name it."""
     return Source(
         name=model.name,
         content_hash=model.checkpoint.content_hash(),

@@ -65,7 +65,7 @@ for _format in (FP32, BF16, FP16, BFP8, BFP4, BFP2, Q40, Q80, Q41, Q50, Q51, Q4_
 
 
 def get_format(name: str) -> DataFormat:
-    """The format called ``name``.
+    """Find the number format called ``name``.
 
     Raises:
         ConfigError: for an unknown name, listing the known ones.

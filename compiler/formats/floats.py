@@ -37,7 +37,7 @@ class FloatFormat(DataFormat):
         return encoded.float()
 
     def pack(self, x: torch.Tensor, *, axis: int = -1) -> torch.Tensor:
-        """Row-major, little-endian bytes of ``x``."""
+        """Pack ``x`` into bytes: row-major, little-endian, rounded to this format."""
         import torch
 
         return self.quantise(x).contiguous().reshape(-1).view(torch.uint8)

@@ -22,7 +22,7 @@ from tilewright.compiler.formats import get_format
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of one checkpoint tensor.
+    """A run of rows of one checkpoint tensor, a part of a weight.
 
     They are counted over all axes but the last. ``rows``: half-open, None for all. ``part``: what
     the rows are to the operator that reads them (``q``, ``k``, ``gate`` ...), so that sharding
@@ -61,7 +61,7 @@ class WeightRecipe:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The checkpoint tensors it reads."""
+        """The names of the checkpoint tensors that this weight is made of."""
         return tuple(segment.name for segment in self.segments)
 
     def with_format(self, format_name: str, block_axis: str) -> WeightRecipe:

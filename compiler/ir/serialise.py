@@ -58,7 +58,7 @@ class GraphRecord:
 
 
 def graph_json(graph_module: GraphModule) -> bytes:
-    """The lowered graph as JSON."""
+    """Write the lowered graph, its formats and fidelities as a JSON object."""
     graph = graph_module.graph
     named = dimension_names(graph)
     inputs, calls, output = [], [], ""

@@ -9,7 +9,7 @@ PER_TOKEN, PER_SEQUENCE = "per_token", "per_sequence"
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One piece of state.
+    """What one operator remembers of a sequence: a name, a shape and a format.
 
     ``kind``: ``per_token`` (a row is added with every position: keys and values) or
     ``per_sequence`` (rewritten in place: a convolution window, a delta-rule matrix).

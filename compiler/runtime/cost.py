@@ -52,7 +52,7 @@ class StepCost:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all that was measured."""
+        """Forget all measured step times."""
         self._decode, self._prompts = _Line(is_careful=False), _Line(is_careful=True)
 
     def decode(self, num_rows: int) -> float:

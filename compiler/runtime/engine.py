@@ -71,7 +71,7 @@ class Engine:
         return tuple(self._live)
 
     def seat(self, request_id: int) -> Seat:
-        """The seat of a live request."""
+        """Find the seat that a live request sits in."""
         return self._live[request_id].seat
 
     def length(self, request_id: int) -> int:

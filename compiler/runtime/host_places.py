@@ -27,12 +27,12 @@ class HostPlaces:
         return place
 
     def give_back(self, place: HostPlace) -> None:
-        """Make a place free again."""
+        """Give a place in host memory back, for the state of another request."""
         self._num_bytes -= self._held.pop(place)
         heapq.heappush(self._free, place)
 
     def forget(self) -> None:
-        """Make all places free."""
+        """Free all places in host memory; what they hold is worth nothing any more."""
         self._held.clear()
         self._free.clear()
         self._num_bytes = 0

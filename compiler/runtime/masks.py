@@ -50,7 +50,7 @@ class Masks:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether requests wait for their matchers."""
+        """Whether any request still waits for its grammar to be compiled."""
         return bool(self._compiling)
 
     def compile(self, request: Request) -> None:

@@ -195,7 +195,7 @@ class Matcher:
 
     @property
     def is_met(self) -> bool:
-        """Whether the answer may end here."""
+        """Whether the grammar is satisfied, so that the answer may end here."""
         return not self._is_free and not self.error and self._matcher.is_accepting()
 
     @property

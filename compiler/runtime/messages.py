@@ -46,7 +46,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine serves from now on.
+    """The engine says that it serves from now on, and with what.
 
     Attributes:
         max_positions: the most positions a request may need: prompt and answer, less the last

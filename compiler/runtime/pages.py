@@ -16,7 +16,7 @@ _PROCESS_KEY = secrets.token_bytes(16)
 
 
 def pages_of(num_positions: int, page_size: int) -> int:
-    """Pages that so many positions take."""
+    """Count the pages that ``num_positions`` positions take, the last perhaps in part."""
     return -(-num_positions // page_size)
 
 
@@ -110,7 +110,7 @@ class PagePool:
         return found
 
     def count(self, page: int) -> int:
-        """How many hold a page."""
+        """How many requests hold a page."""
         return self._counts[page]
 
     def forget(self) -> None:

@@ -90,7 +90,7 @@ class EngineService:
         )
 
     def run(self) -> None:
-        """Serve until a :class:`Stop` comes."""
+        """Take requests and stream their tokens until a :class:`Stop` comes."""
         while self.turn():
             pass
 

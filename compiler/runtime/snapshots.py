@@ -59,7 +59,7 @@ class Snapshots:
         return place
 
     def forget(self) -> None:
-        """None is worth anything any more."""
+        """Forget all snapshots: the state they hold is worth nothing any more."""
         self._free.extend(self._of_key.values())
         self._of_key.clear()
 

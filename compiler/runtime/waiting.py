@@ -20,7 +20,7 @@ class _Level:
 
 
 class WaitingLine:
-    """Requests without a seat.
+    """The line of requests without a seat, in the order in which they are served.
 
     Iterating gives them in the order in which they are asked: lower priorities first; of one
     priority those who were preempted, by arrival; then the clients in turn, each one's requests by
@@ -53,7 +53,7 @@ class WaitingLine:
         self._num_waiting += 1
 
     def put_back(self, request: Request) -> None:
-        """A request that lost its seat."""
+        """Put a request that lost its seat back into the line, before later ones."""
         level = self._levels.setdefault(request.priority, _Level())
         insort(level.resumed, request, key=lambda each: each.order)
         self._resumed.add(request)

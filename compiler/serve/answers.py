@@ -69,7 +69,7 @@ class Choice:
 
     @property
     def calls(self) -> list[Call]:
-        """The calls of functions in it."""
+        """The calls of functions that the answer makes."""
         return self.reader.calls if self.reader is not None else []
 
     def push(self, message: Tokens) -> Piece:

@@ -21,7 +21,7 @@ class Call:
 
 @dataclass(slots=True)
 class CallReader:
-    """Follows the calls of one answer.
+    """A reader that takes the calls of functions out of one answer as it streams.
 
     Attributes:
         is_parallel: whether there may be several; else the answer is over behind the first.

@@ -47,7 +47,7 @@ _MAX_RESTARTS, _RESTART_WINDOW = 3, 600.0
 
 
 class EngineClient:
-    """One engine process at a time.
+    """The front's end of its engine process: starts it, asks it, and starts it again.
 
     Args:
         command: what follows ``python`` and the folder's place in it, ``{}``.
@@ -90,7 +90,7 @@ class EngineClient:
 
     @property
     def num_live(self) -> int:
-        """Requests that wait or run."""
+        """The number of requests that wait or run in the engine."""
         return len(self._desk)
 
     @property

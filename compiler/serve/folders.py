@@ -42,7 +42,7 @@ class MeetingFolder:
             raise ConfigError(said)
 
     def remove(self) -> None:
-        """The folder and all in it."""
+        """Remove the folder and all that is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()

@@ -132,7 +132,7 @@ class Front:
         return "loading" if self.client.state == LOADING else "engine down"
 
     def up(self) -> tuple[Ready, TextCoder]:
-        """The engine's facts and the tokenizer.
+        """What the engine said of itself when it came up, and the tokenizer.
 
         Raises:
             ApiError: 503 while there is no engine, or the server is ending.

@@ -61,7 +61,7 @@ class TemplateFacts:
     format: ToolFormat | None = None
 
     def checked_format(self) -> ToolFormat:
-        """The format in which calls come.
+        """Find the format in which this model writes calls, and refuse one it cannot write.
 
         Raises:
             ApiError: 400 where the template knows no tools, or nothing of how they are called.

@@ -10,10 +10,10 @@ class Decoder(Protocol):
     """Makes text of ids that come one at a time; what it has returned never changes."""
 
     def push(self, index: int) -> str:
-        """The text that is certain now."""
+        """Take more token ids and return the text that they make certain."""
 
     def flush(self) -> str:
-        """What is left at the end."""
+        """Return the text that was held back, now that no more ids come."""
 
 
 class TextCoder(Protocol):
@@ -28,10 +28,10 @@ class TextCoder(Protocol):
         """The source of the chat template, or None."""
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
-        """Token ids of a text."""
+        """Encode a text as token ids."""
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of ids."""
+        """Decode token ids as text."""
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes a token adds to a text."""
@@ -47,4 +47,4 @@ class TextCoder(Protocol):
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """The prompt text of a chat."""
+        """Render the messages of a chat as the text of a prompt."""

@@ -41,7 +41,7 @@ class BytePlan:
 
     @property
     def total(self) -> Share:
-        """The share of all groups together."""
+        """What all tensor groups hold and move together."""
         return _joined("total", self.shares)
 
 

@@ -39,7 +39,7 @@ class CostModel:
     errors: Mapping[str, float | None]
 
     def knows(self, step_bytes: Mapping[str, int]) -> bool:
-        """Whether every kind was observed."""
+        """Whether every kind of bytes that a step reads was observed in measured cells."""
         return all(kind in self.ms_per_byte for kind, size in step_bytes.items() if size)
 
     def predict(self, step_bytes: Mapping[str, int]) -> float:

@@ -41,7 +41,7 @@ _SAFER = (0.0, 0.08, 0.2, 0.4)
 
 
 def hunt(search: Search, runner: Runner, known: Journal | None) -> Found:
-    """Run the whole search.
+    """Run the whole search for a front, from first measures to the last candidates.
 
     Raises:
         ConfigError: where cells that it rests on have failed, or the sensitivities are of another

@@ -66,13 +66,13 @@ class Planned(_Event, frozen=True, tag="planned", kw_only=True):
 
 
 class Added(_Event, frozen=True, tag="added"):
-    """A cell is to be run."""
+    """A line of the journal: a cell is to be run."""
 
     cell: Cell
 
 
 class Started(_Event, frozen=True, tag="started"):
-    """A cell's process was started."""
+    """A line of the journal: a cell's process was started."""
 
     cell: str
     timestamp: str

@@ -173,7 +173,7 @@ def _asked(precision: ResolvedPrecision, weight: Weight) -> tuple[WeightRecipe, 
 
 
 def swept_model(loaded: CompilableModel, argument: str) -> SweptModel:
-    """The view of a loaded model."""
+    """Take what a sweep must know of a loaded model."""
     return SweptModel(
         argument=argument,
         name=loaded.name,

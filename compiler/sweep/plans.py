@@ -69,7 +69,7 @@ class Measures:
     text: str | None = None
 
     def count(self, num_entries: int) -> int:
-        """Cells of so many configurations."""
+        """Count the cells that so many configurations take."""
         each = sum(1 if CASES[name].token_accuracy else self.rounds for name in self.cases)
         return num_entries * each
 

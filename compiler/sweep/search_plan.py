@@ -116,7 +116,7 @@ class Search:
         }
 
     def by_group(self) -> dict[tuple[str, Level], PrecisionConfig]:
-        """Every group alone at every level."""
+        """Make the configurations in which one group alone is lowered, by group and level."""
         return {
             (group, level): self.lowered(f"{group}={level}", {Part(group): level})
             for level in self.levels

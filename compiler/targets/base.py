@@ -128,7 +128,7 @@ class Executable(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryUse:
-        """The bytes that are held now."""
+        """Measure the bytes that weights and state hold now."""
 
     @abstractmethod
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:

@@ -49,7 +49,7 @@ class ContractEntry:
 
 @dataclass(frozen=True, slots=True)
 class NumericContract:
-    """All entries of one compiled configuration.
+    """What a target promises of every weight's arithmetic in one configuration.
 
     ``used``: (field, layers, effective value), whatever was asked for.
     """

@@ -49,7 +49,7 @@ _MEANINGS = Meanings(
 
 
 class NullTarget(Target):
-    """Runs every pass and computes nothing."""
+    """A target that runs every pass and computes nothing, for what only schedules and serves."""
 
     name = "null"
 

@@ -33,7 +33,7 @@ PRECISION = Stage("precision", (assign_precision,), verify_precision)
 
 
 def fuse(*passes: Pass) -> Stage:
-    """A target's own list of fusions."""
+    """Make the stage of a target's own fusions."""
     return Stage("fuse", passes, verify_precision)
 
 

@@ -21,7 +21,7 @@ _TARGETS = {
 
 
 def target_names() -> tuple[str, ...]:
-    """The names of all targets."""
+    """List the names of all targets, as ``--target`` takes them."""
     return tuple(_TARGETS)
 
 

@@ -14,7 +14,7 @@ from tilewright.compiler.files import mode_of_new
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write them to a new file.
+    """Write tensors to a new safetensors file.
 
     Raises:
         NoRoomError: where the folder cannot be written.

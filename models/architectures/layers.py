@@ -19,14 +19,14 @@ class Linear(nn.Linear):
     """
 
     def reset_parameters(self) -> None:
-        """Leave the parameters as they are."""
+        """Do nothing: values come from a checkpoint, and a random start would be lost time."""
 
 
 class Embedding(nn.Embedding):
     """An embedding left uninitialised, for the reason that `Linear` is."""
 
     def reset_parameters(self) -> None:
-        """Leave the parameters as they are."""
+        """Do nothing: values come from a checkpoint, and a random start would be lost time."""
 
 
 class RMSNorm(nn.Module):

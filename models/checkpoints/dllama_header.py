@@ -93,7 +93,7 @@ class DllamaTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The bytes that the tensor takes in the file."""
         _, block, block_bytes = TENSOR_TYPES[self.dtype]
         return math.prod(self.shape) // block * block_bytes
 

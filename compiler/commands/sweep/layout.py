@@ -45,7 +45,7 @@ class Column:
     highest_first: bool = False
 
     def show(self, line: Line) -> str:
-        """What a line says in it."""
+        """The text that a line shows in this column."""
         value = line.values[self.key]
         return "" if value is None else self.text(value)
 

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
 
 
 def open_journal(options: SweepOptions) -> Journal:
-    """The sweep to go on with.
+    """Open the journal of the sweep to go on with, which must be of the plan asked for.
 
     Raises:
         ConfigError: when the file holds another plan than was asked for.

@@ -61,7 +61,7 @@ class Heard:
         return [(after - before) / share for before, after in ends]
 
     def take_usage(self, usage: dict[str, Any]) -> None:
-        """Keep a server's counts of tokens."""
+        """Keep the token counts that a server sent with the last chunk."""
         self.count, self.num_prompt = usage["completion_tokens"], usage["prompt_tokens"]
         self.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 

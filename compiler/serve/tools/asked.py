@@ -41,7 +41,7 @@ class _Choice(Struct):
 
 @dataclass(frozen=True, slots=True)
 class ToolsAsked:
-    """What a request says of tools.
+    """What a request says of tools: which there are, and which must be called.
 
     Attributes:
         tools: what may be called.

@@ -16,7 +16,7 @@ Call: TypeAlias = tuple[str, Mapping[str, Any]]
 
 
 def call_id() -> str:
-    """A new name of a call."""
+    """Make a new, random id for a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -26,7 +26,7 @@ def result_message(content: str) -> str:
 
 
 def listed(tools: Sequence[Tool]) -> str:
-    """Functions as JSON, one a line."""
+    """List functions as JSON, one on each line, as templates without tools want them."""
     return "\n".join(
         json.dumps(
             {"name": tool.name, "description": tool.description, "parameters": tool.schema},

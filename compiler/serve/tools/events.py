@@ -17,7 +17,7 @@ SPACE = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Text that is no call."""
+    """A piece of the answer's text that belongs to no call."""
 
     text: str
 

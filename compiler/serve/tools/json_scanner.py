@@ -47,12 +47,12 @@ class JsonScanner:
 
     @property
     def is_done(self) -> bool:
-        """Whether the value has ended."""
+        """Whether the JSON value has ended, so that what follows is not part of it."""
         return self.at is At.DONE
 
     @property
     def depth(self) -> int:
-        """Objects and lists that are open."""
+        """The number of objects and lists that are open."""
         return len(self._ends)
 
     def step(self, character: str) -> bool:

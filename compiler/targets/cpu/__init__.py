@@ -62,7 +62,7 @@ class CpuTarget(Target):
         return holding(recipe, facts, exact=compute == "exact", block=block)
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """ONNX Runtime keeps floats."""
+        """Say how state is held: as floats, for ONNX Runtime keeps nothing else."""
         return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(

@@ -163,7 +163,7 @@ class SlotStates:
             view[:] = piece
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one slot to another."""
+        """Copy all state of one slot to another."""
         self.write(target, self._views(source))
 
     def _views(self, slot: int) -> list[np.ndarray]:

@@ -54,7 +54,7 @@ class LastDecode:
 
 
 class CpuExecutable(HostExecutable):
-    """One session, one graph, both phases."""
+    """A compiled model on ONNX Runtime: one session and one graph for both phases."""
 
     def __init__(
         self, model: OpenModel, options: CompileOptions, contract: NumericContract

@@ -68,7 +68,7 @@ class BlockLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all codes and scales."""
+        """The bytes that all codes and scales take."""
         return self.num_rows * self.num_blocks * (self.block_bytes + 4)
 
 

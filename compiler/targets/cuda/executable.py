@@ -62,7 +62,7 @@ _CELL, _CELL_OF_MIXERS = 256, 1024
 
 
 class CudaExecutable(Executable):
-    """One plan, one device, both phases.
+    """A compiled model on one GPU: one plan for prompts and decode steps.
 
     Rows that a captured step can choose for are chosen there; penalties, bias, ``min_p``, masks and
     log probabilities are worked out by the host, which waits for the logits.

@@ -58,7 +58,7 @@ def allocate_pages(
 
 
 def pages_of(num_positions: int) -> int:
-    """Pages that so many positions take."""
+    """Count the pages that ``num_positions`` positions take, the last perhaps in part."""
     return -(-num_positions // PAGE)
 
 

@@ -87,7 +87,7 @@ class SeatTable:
         self.tokens[seat : seat + 1].copy_(token)
 
     def put(self, seats: Sequence[Seat], tokens: Sequence[int]) -> None:
-        """Note which tokens seats read next."""
+        """Note the tokens that seats read in their next step, where the host knows them."""
         both = send(torch.tensor([seats, tokens], dtype=torch.int64), self.device)
         self.tokens.index_copy_(0, *both)
 

@@ -132,7 +132,7 @@ class PagedState:
             state[seat].copy_(next(kept), non_blocking=True)
 
     def drop(self, place: HostPlace) -> None:
-        """Forget what :meth:`put_out` kept."""
+        """Free the host memory in which :meth:`put_out` kept a seat's state."""
         del self._places[place]
 
     def reset(self) -> None:

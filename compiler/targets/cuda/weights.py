@@ -105,7 +105,7 @@ class Weights:
         self._placed = placed
 
     def held(self, wanted: Wanted) -> HeldWeight:
-        """A product's weight or a table."""
+        """Find a product's weight, or a table, as the device holds it."""
         found = self._placed[wanted]
         assert isinstance(found, HeldWeight)
         return found

@@ -90,7 +90,7 @@ class Lowering:
         self._instructions.append(instruction)
 
     def place(self, node: Node) -> Place:
-        """Where a value lies."""
+        """Find the place in which a node's value lies."""
         return self._places[node]
 
     def _lower(self, node: Node) -> None:

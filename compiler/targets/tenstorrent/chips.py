@@ -26,7 +26,7 @@ class Dealt:
         self._parts: dict[Chip, Tensor] = {}
 
     def chips(self) -> Iterator[Chip]:
-        """The chips whose parts differ."""
+        """Name the chips, by row and column, whose parts differ."""
         return ((r, c) for r in range(self._rows) for c in range(self._columns))
 
     def __getitem__(self, chip: Chip) -> Tensor:

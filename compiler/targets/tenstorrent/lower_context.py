@@ -61,7 +61,7 @@ class LoweringContext:
         return tuple(self._values[each] for each in node.all_input_nodes if each in self._values)
 
     def like(self, node: Node, x: Value, format_: str) -> Value:
-        """A value dealt as another one."""
+        """Make a value that is dealt to the chips as another one is."""
         return self.value(node, x.rows, x.columns, format_, x.over, x.split)
 
     def value(

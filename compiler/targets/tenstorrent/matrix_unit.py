@@ -30,7 +30,7 @@ _NAME_FORM = "<act>.<weight>.<fidelity>.fp32dst<0|1>.l1acc<0|1>.block<K block>.o
 
 @dataclass(frozen=True, slots=True)
 class MatmulSettings:
-    """How a product is computed.
+    """How a product is computed: formats, fidelity, accumulation and blocks of K.
 
     ``num_phases`` fidelity phases (1 LoFi to 4 HiFi4); ``fp32_dst``: Dst is float32, not bfloat16;
     ``l1_acc``: the packer adds the K blocks in L1; ``k_block``: elements of K a block;

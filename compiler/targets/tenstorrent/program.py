@@ -271,7 +271,7 @@ class SwiGLU(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Add(Instruction):
-    """Add to the residual stream."""
+    """The sum of a value and the residual stream."""
 
     x: Value
     y: Value

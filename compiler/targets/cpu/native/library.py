@@ -79,7 +79,7 @@ class TwTensor(Structure):
 
 
 class TwState(Structure):
-    """Keys and values of a layer."""
+    """The C structure of a layer's keys and values."""
 
     _fields_ = (
         ("is_bf16", c_int32),
