@@ -18,10 +18,9 @@ from tilewright.compiler.targets.base import (
 )
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.away import Away
+from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import (
     Choice,
-    DecodeBucket,
-    PromptBucket,
     Seated,
     has_mixers,
     prompt_buckets,
@@ -80,7 +79,7 @@ class CudaExecutable(Executable):
     ) -> None:
         """``num_pages``: of the pool that sequences share; None: a whole context for each."""
         self.contract = contract
-        self._buckets = tuple(s for s in (1, 2, 4, 8, 16, 32, 64) if s < 2 * options.max_batch)
+        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < 2 * options.max_batch]
         is_gpu = device.type == "cuda"
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
@@ -99,17 +98,20 @@ class CudaExecutable(Executable):
         )
         self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
-        rows, exact = min(MAX_ROWS, self._buckets[-1]), options.compute == "exact"
+        rows, exact = min(MAX_ROWS, sizes[-1]), options.compute == "exact"
         self._steps = Steps(plan, weights, self._state, max_rows=rows, exact=exact)
         if is_gpu:
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
-        self._graphs = torch.cuda.graph_pool_handle() if is_gpu else None
-        self._prompt_sizes = prompt_buckets(plan)
-        self._decodes: dict[int, DecodeBucket] = {}
-        self._prompts: dict[int, PromptBucket] = {}
         self._readings = Readings(options.max_batch, device)
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
+        self._buckets = Buckets(
+            self._steps,
+            rows=sizes,
+            tokens=prompt_buckets(plan),
+            num_choosable=lambda: self.num_choosable,
+            num_ends=lambda: self._table.num_ends,
+        )
         self._sittings: dict[Seat, Sitting] = {}
         self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
@@ -158,8 +160,7 @@ class CudaExecutable(Executable):
         most = max((len(choosing.end_tokens) for choosing in opened.values()), default=0)
         if most > self._table.num_ends:
             self._table.widen(1 << (most - 1).bit_length())
-            self._decodes.clear()
-            self._prompts.clear()
+            self._buckets.renew()
         self._table.open(opened)
 
     def _move(self, edit: Edit) -> None:
@@ -201,9 +202,10 @@ class CudaExecutable(Executable):
         seated = self._seated
         bucket = seated.bucket
         is_late = seated.is_late or step.masked or step.logprobs is not None
-        bucket.run(is_greedy=seated.is_greedy or is_late)
         for seat in seats:
             self._sittings[seat].length += 1
+            self._state.check(seat, self._sittings[seat].length)
+        bucket.run(is_greedy=seated.is_greedy or is_late)
         logits = bucket.logits[: len(seats)]
         if is_late:
             return self._choose_late(seats, logits, step)
@@ -211,7 +213,7 @@ class CudaExecutable(Executable):
 
     def _sit(self, seats: tuple[Seat, ...]) -> Seated:
         """Seats take the rows of the smallest bucket."""
-        bucket = self._decode_bucket(len(seats))
+        bucket = self._buckets.decode(len(seats))
         at = self._table.index(seats, bucket.num_rows)
         lengths = [self._sittings[seat].length for seat in seats]
         padding = [-1] * (bucket.num_rows - len(seats))
@@ -232,6 +234,7 @@ class CudaExecutable(Executable):
             self._leave()
         sitting = self._sittings[chunk.seat]
         assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
+        self._state.check(chunk.seat, chunk.end)
         ends = sorted({*(end for end, _ in chunk.saves), chunk.end})
         assert len(ends) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
         start, found = chunk.start, None
@@ -253,8 +256,8 @@ class CudaExecutable(Executable):
         is_late = any(map(_is_late, chosen)) or step.masked or step.logprobs is not None
         is_greedy = is_late or all(choosing.is_greedy for choosing in chosen)
         at = self._table.index((chunk.seat,))
-        if len(tokens) <= self._prompt_sizes[-1] and not chunk.echoes:
-            bucket = self._prompt_bucket(len(tokens))
+        if len(tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
+            bucket = self._buckets.prompt(len(tokens))
             choice = bucket.choice
             choice.gather(self._table, at)
             choice.positions.fill_(chunk.end)
@@ -347,22 +350,6 @@ class CudaExecutable(Executable):
             self._leave()
             self._table.put(choice.seats, choice.read().tokens)
 
-    def _decode_bucket(self, num_rows: int) -> DecodeBucket:
-        size = next(size for size in self._buckets if size >= num_rows)
-        if size not in self._decodes:
-            self._decodes[size] = DecodeBucket(
-                self._steps, size, self.num_choosable, self._table.num_ends, self._graphs
-            )
-        return self._decodes[size]
-
-    def _prompt_bucket(self, num_tokens: int) -> PromptBucket:
-        size = next(size for size in self._prompt_sizes if size >= num_tokens)
-        if size not in self._prompts:
-            self._prompts[size] = PromptBucket(
-                self._steps, size, self.num_choosable, self._table.num_ends, self._graphs
-            )
-        return self._prompts[size]
-
     @torch.no_grad()
     def chosen_experts(self, seats: Sequence[Seat], tokens: Sequence[int]) -> list[int]:
         """Read a token on each seat and count, layer by layer, the different experts chosen.
@@ -384,10 +371,8 @@ class CudaExecutable(Executable):
         return self._state.num_bytes(num_positions, num_sequences)
 
     def close(self) -> None:
-        self._decodes.clear()
-        self._prompts.clear()
         self._seated = None
-        for name in ("_steps", "_state", "_weights"):
+        for name in ("_buckets", "_steps", "_state", "_weights"):
             vars(self).pop(name, None)  # it may be closed twice
         if self._device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other

@@ -83,6 +83,13 @@ class PagedState:
         places, ids = send(torch.tensor([list(pages), list(pages.values())]), self.device)
         self.tables.view(-1).index_copy_(0, places.long(), ids.to(torch.int32))
 
+    def check(self, seat: Seat, end: int) -> None:
+        """Positions before ``end`` are in pages of the seat's own: what the table names behind them
+        may be another's by now.
+        """
+        room = PAGE * len(self._held.get(seat, ()))
+        assert end <= room or not self.pages, f"seat {seat} has pages up to {room}, not {end}"
+
     def clear(self, seat: Seat) -> None:
         """A seat has no pages any more; what is queued on the device still comes first."""
         self._held.pop(seat, None)

@@ -99,7 +99,7 @@ def test_a_decode_step_is_padded_to_its_bucket(rows: int) -> None:
         step(found, [(handle, [2], 0)])
     step(found, [(handle, [3 + handle], 1) for handle in handles])
     inner: Any = found
-    (bucket,) = inner._decodes.values()
+    (bucket,) = inner._buckets.decodes.values()
     assert bucket.num_rows == (1, 2, 4)[rows - 1]
     assert bucket.rows.positions.tolist() == [2] * rows + [-1] * (bucket.num_rows - rows)
 
@@ -126,7 +126,7 @@ def test_a_long_bucket_tells_a_prompt_s_start_from_its_rest(
     if first:
         step(found, [(handle, random_tokens(first), 0)])
     step(found, [(handle, random_tokens(9), first)])
-    kept = list(inner._prompts[16]._captured)
+    kept = list(inner._buckets.prompts[16]._captured)
     assert kept == ([(True, True), (True, False)] if first else [(True, True)])
 
 
@@ -182,7 +182,7 @@ def copies(
 def eager(executable: Executable, work: list[tuple[Seat, list[int], int]]) -> Tensor:
     """The step of a bucket without its graph: the same rows, padding and all."""
     inner: Any = executable
-    size = next(size for size in inner._buckets if size >= len(work))
+    size = next(size for size in inner._buckets.rows if size >= len(work))
     rows = torch.zeros(3, size, dtype=torch.int64)
     rows[1] = -1
     for at, (handle, (token,), position) in enumerate(work):

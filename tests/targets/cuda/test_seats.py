@@ -145,12 +145,12 @@ def test_known_tokens_are_read_behind_a_prompt_that_chose_nothing(executable: Ex
     inner: Any = executable
     tokens = random_tokens(8)
     expected = prefill(executable, tokens, [6, 1])[-1:]
-    sizes, inner._prompt_sizes = inner._prompt_sizes, (4,)
+    sizes, inner._buckets.tokens = inner._buckets.tokens, (4,)
     seat = take_seat(executable, 20)
     assert not executable.step(Step(prompts=(Chunk(seat, 0, tuple(tokens[:6])),))).parts
     step(executable, [(seat, tokens[6:7], 6)])
     assert torch.equal(step(executable, [(seat, tokens[7:], 7)]), expected)
-    inner._prompt_sizes = sizes
+    inner._buckets.tokens = sizes
     leave_seat(executable, seat)
 
 
@@ -200,3 +200,21 @@ def test_what_a_scheduler_gets_wrong_fails_an_assertion(executable: Executable) 
         with pytest.raises(AssertionError):
             executable.step(each)
     release(executable, (seat, copied))
+
+
+def test_a_step_past_a_seat_s_own_pages_is_refused(executable: Executable) -> None:
+    """Behind them the table names pages that may be another's: nothing may be written there."""
+    other, seat = take_seat(executable, 40), take_seat(executable, 64)
+    step(executable, [(other, (5, 6, 7), 0)])
+    step(executable, [(seat, tuple(random_tokens(64)), 0)])
+    inner: Any = executable
+    before = [each.values.clone() for each in inner._state.pages.values()]
+    for wrong in (
+        Step(decode=(seat,), forced={seat: 3}),
+        Step(prompts=(Chunk(seat, 64, (3,), chooses=True),)),
+    ):
+        with pytest.raises(AssertionError, match="pages up to 64"):
+            executable.step(wrong)
+    after = [each.values for each in inner._state.pages.values()]
+    assert all(map(torch.equal, before, after))
+    release(executable, (other, seat))

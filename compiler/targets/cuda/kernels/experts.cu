@@ -65,7 +65,8 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
   Table table((u8 *)(weights + (num_pairs + 3) / 4 * 4), p);
   release_dependents();
   table.read();
-  for (int i = threadIdx.x; i < num_pairs; i += SUM_WARPS * 32) weights[i] = p.weights[i];
+  for (int i = threadIdx.x; i < num_pairs; i += SUM_WARPS * 32)
+    weights[i] = __uint_as_float(read_past4(p.weights + i));
   for (int i = threadIdx.x; i < num_products * 4; i += SUM_WARPS * 32)
     ((float4 *)products)[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);  // padding has no products
   __syncthreads();

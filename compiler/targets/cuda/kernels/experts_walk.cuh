@@ -46,7 +46,8 @@ struct Place {
   bool is_shared;
 };
 
-// The tiles in shared memory: pairs first.
+// The tiles in shared memory: pairs first. A sum reads them before its wait: they are the router's,
+// which had ended when the product before the sum let it begin.
 struct Table {
   const Experts &p;
   short *pairs;
@@ -54,10 +55,11 @@ struct Table {
   __device__ __forceinline__ Table(u8 *memory, const Experts &p)
       : p(p), pairs((short *)memory), tiles((int *)(memory + p.most_tiles * PAIRS * 2)) {}
   __device__ __forceinline__ void read() {
-    const int count = min(p.tiles[0], p.most_tiles);
+    const int count = min((int)read_past4(p.tiles), p.most_tiles);
     for (int i = threadIdx.x; i < count; i += blockDim.x)
-      ((uint4 *)pairs)[i] = ((const uint4 *)p.pairs)[i];
-    for (int i = threadIdx.x; i <= count; i += blockDim.x) tiles[i] = i ? p.tiles[i] : count;
+      ((uint4 *)pairs)[i] = read_past16((const uint4 *)p.pairs + i);
+    for (int i = threadIdx.x; i <= count; i += blockDim.x)
+      tiles[i] = i ? (int)read_past4(p.tiles + i) : count;
   }
   __device__ __forceinline__ int num_tiles() const { return tiles[0]; }
   __device__ __forceinline__ int expert(int tile) const { return tiles[1 + tile]; }

@@ -314,7 +314,7 @@ def source() -> nvrtc.Source:
     """The source of linear.cu, with the names of its kernels and the headers it includes."""
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
-    return nvrtc.Source(path, names, _HEADERS)
+    return nvrtc.Source(path, names, _HEADERS, (("Product", _Product),))
 
 
 def why_not(device: torch.device) -> str:

@@ -37,12 +37,6 @@ _WARP_CHANNELS = 128
 _GROUP = 8
 _MAX_GROUPS = 16
 
-SOURCE = nvrtc.Source(
-    Path(__file__).with_name("attention.cu"),
-    tuple(f"attend_{kind}_{d}_{n}" for kind in ("bf16", "bfp8") for d in HEAD_DIMS for n in (1, 2)),
-    headers=("primitives.cuh", "attention_primitives.cuh", "attention_pages.cuh"),
-)
-
 
 class _Attend(ctypes.Structure):
     """`Attend` of attention.cu."""
@@ -57,6 +51,14 @@ class _Attend(ctypes.Structure):
         ("short_pages", ctypes.c_int),
         ("scale", ctypes.c_float),
     )
+
+
+SOURCE = nvrtc.Source(
+    Path(__file__).with_name("attention.cu"),
+    tuple(f"attend_{kind}_{d}_{n}" for kind in ("bf16", "bfp8") for d in HEAD_DIMS for n in (1, 2)),
+    headers=("primitives.cuh", "attention_primitives.cuh", "attention_pages.cuh"),
+    structures=(("Attend", _Attend),),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,6 @@ MOST_BLOCKS = 8
 _COLUMNS = (32, 64)
 """Columns of a head's state that a block may have, the faster first."""
 
-SOURCE = nvrtc.Source(
-    Path(__file__).with_name("delta_step.cu"),
-    tuple(f"delta_step_{d}_{columns}" for d in HEAD_DIMS for columns in _COLUMNS),
-    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),
-)
-
 
 class _DeltaStep(ctypes.Structure):
     """`DeltaStep` of delta_step.cu."""
@@ -43,6 +37,14 @@ class _DeltaStep(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("width", "early", "num_blocks", "share")),
         ("eps", ctypes.c_float),
     )
+
+
+SOURCE = nvrtc.Source(
+    Path(__file__).with_name("delta_step.cu"),
+    tuple(f"delta_step_{d}_{columns}" for d in HEAD_DIMS for columns in _COLUMNS),
+    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),
+    structures=(("DeltaStep", _DeltaStep),),
+)
 
 
 def columns_of_a_block(num_heads: int, num_key_heads: int, head_dim: int) -> int:

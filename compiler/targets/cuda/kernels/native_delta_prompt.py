@@ -22,12 +22,6 @@ _NUM_THREADS = 256
 _SHARED = 4 * CHUNK * (2 * (HEAD_DIM + 4) + 2 * (CHUNK + 8) + 3)
 """Bytes of `Shared` of delta_solve.cu: two blocks a multiprocessor."""
 
-SOURCE = nvrtc.Source(
-    Path(__file__).with_name("delta_solve.cu"),
-    ("delta_solve",),
-    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),
-)
-
 
 class _DeltaSolve(ctypes.Structure):
     """`DeltaSolve` of delta_solve.cu."""
@@ -39,6 +33,14 @@ class _DeltaSolve(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("num_tokens", "num_heads", "num_key_heads")),
         *((name, ctypes.c_int) for name in ("qkv_stride", "a_stride", "b_stride")),
     )
+
+
+SOURCE = nvrtc.Source(
+    Path(__file__).with_name("delta_solve.cu"),
+    ("delta_solve",),
+    headers=("primitives.cuh", "attention_primitives.cuh", "delta_gates.cuh"),
+    structures=(("DeltaSolve", _DeltaSolve),),
+)
 
 
 def why_not(inputs: DeltaInputs) -> str:

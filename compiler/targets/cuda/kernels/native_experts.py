@@ -40,20 +40,6 @@ _WARPS, _SUM_WARPS = 8, 9
 _ROUTE_WARPS = 16
 _ROUTES = (4, 8, 16)  # logits of a lane
 
-ROUTE = nvrtc.Source(
-    Path(__file__).with_name("route.cu"),
-    tuple(f"route_{what}{each}" for what in ("", "one_") for each in _ROUTES),
-    headers=("primitives.cuh",),
-)
-PRODUCTS = nvrtc.Source(
-    Path(__file__).with_name("experts.cu"),
-    (
-        *(f"expert_linear_{kind}_{depths[0]}" for kind, depths in _DEPTHS.items()),
-        *(f"expert_sum_{kind}_{each}" for kind, depths in _DEPTHS.items() for each in depths),
-    ),
-    headers=("primitives.cuh", "tiles.cuh", "experts_walk.cuh"),
-)
-
 
 class _Route(ctypes.Structure):
     """`Route` of route.cu."""
@@ -90,6 +76,23 @@ class _Experts(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("given_stride", "gate_stride")),
         *((name, ctypes.c_int) for name in ("residual", "epilogue")),
     )
+
+
+ROUTE = nvrtc.Source(
+    Path(__file__).with_name("route.cu"),
+    tuple(f"route_{what}{each}" for what in ("", "one_") for each in _ROUTES),
+    headers=("primitives.cuh",),
+    structures=(("Route", _Route),),
+)
+PRODUCTS = nvrtc.Source(
+    Path(__file__).with_name("experts.cu"),
+    (
+        *(f"expert_linear_{kind}_{depths[0]}" for kind, depths in _DEPTHS.items()),
+        *(f"expert_sum_{kind}_{each}" for kind, depths in _DEPTHS.items() for each in depths),
+    ),
+    headers=("primitives.cuh", "tiles.cuh", "experts_walk.cuh"),
+    structures=(("Weight", _Weight), ("Experts", _Experts)),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import hashlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,27 @@ MOST_SHARED = 227 * 1024
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
-    or not.
+    or not; what its kernels are handed: structures of C++ by name, with their twins of ctypes.
     """
 
     path: Path
     names: tuple[str, ...]
     headers: tuple[str, ...] = ()
+    structures: tuple[tuple[str, type[ctypes.Structure]], ...] = ()
+
+    def text(self) -> bytes:
+        """What is compiled: the file, and that its structures lie as ctypes lays out their twins.
+
+        A field that only one side has, or has elsewhere, does not compile.
+        """
+        return self.path.read_bytes() + "".join(self._checks()).encode()
+
+    def _checks(self) -> Iterator[str]:
+        for name, twin in self.structures:
+            yield _is(f"sizeof({name})", ctypes.sizeof(twin), name)
+            for field in (each[0] for each in twin._fields_):
+                place = getattr(twin, field).offset
+                yield _is(f"__builtin_offsetof({name}, {field})", place, f"{name}.{field}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +99,37 @@ def launch(
     check(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
+def _is(what: str, value: int, name: str) -> str:
+    return f'\nstatic_assert({what} == {value}, "{name} is not what the host hands over");\n'
+
+
 @functools.cache
 def why_not(device: torch.device, source: Source) -> str:
-    """Why the source's kernels cannot run on a device; empty where they can."""
+    """Why the source's kernels cannot run on a device; empty where they can.
+
+    Raises:
+        CompileError: where NVRTC is there and does not compile them.
+        RuntimeError: where the device does not take them: it is asked again the next time.
+    """
     if device.type != "cuda":
         return "no GPU"
     if os.environ.get("TILEWRIGHT_NATIVE_KERNELS") == "0":
         return "switched off by TILEWRIGHT_NATIVE_KERNELS=0"
     if torch.cuda.get_device_capability(device)[0] != 9:
         return "made for compute capability 9.0"
+    if missing := _missing():
+        return missing
+    _functions(source, device.index or 0)
+    return ""
+
+
+def _missing() -> str:
+    """What there is no NVRTC of; empty where there is one."""
     try:
-        _functions(source, device.index or 0)
-    except (ImportError, CompileError, RuntimeError) as error:
+        from cuda.bindings import nvrtc
+
+        check(nvrtc.nvrtcVersion())
+    except (ImportError, RuntimeError) as error:  # the second where its library is not found
         return one_line(error)
     return ""
 
@@ -104,9 +139,10 @@ def _functions(source: Source, device: int) -> dict[str, Any]:
     """Every kernel of a source, loaded on the device."""
     from cuda.bindings import driver
 
-    torch.zeros(1, device=f"cuda:{device}")  # makes the context
-    capability = torch.cuda.get_device_capability(device)
-    module = check(driver.cuModuleLoadData(_cubin(source, capability)))
+    binary = _cubin(source, torch.cuda.get_device_capability(device))
+    with torch.cuda.device(device):  # the driver loads into the context of the current one
+        torch.zeros(1, device=f"cuda:{device}")  # makes the context
+        module = check(driver.cuModuleLoadData(binary))
     fixed = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
     most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     found = {}
@@ -125,7 +161,7 @@ def _cubin(source: Source, capability: tuple[int, int]) -> bytes:
     """
     from cuda.bindings import nvrtc
 
-    path, text = source.path, source.path.read_bytes()
+    path, text = source.path, source.text()
     names = [name.encode() for name in source.headers]
     headers = [path.with_name(name).read_bytes() for name in source.headers]
     version = check(nvrtc.nvrtcVersion())

@@ -21,6 +21,19 @@ __device__ __forceinline__ void copy16(u32 to, const void *from) {
 __device__ __forceinline__ void copy4(u32 to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// Read from the L2, past what the multiprocessor may hold of an earlier value: for what a kernel
+// reads before its wait, written by one that is known to have ended.
+__device__ __forceinline__ u32 read_past4(const void *from) {
+  u32 v;
+  asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 read_past16(const void *from) {
+  uint4 v;
+  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");

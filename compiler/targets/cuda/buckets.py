@@ -1,0 +1,67 @@
+"""The captured steps of an executable: which takes so many rows, made when first asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.compiler.targets.cuda.capture import DecodeBucket, PromptBucket
+from tilewright.compiler.targets.cuda.steps import Steps
+
+
+class Buckets:
+    """Decode steps of ``rows``, prompts of ``tokens``: ascending sizes, padding included.
+
+    ``num_choosable`` and ``num_ends`` say how wide the choices are that go with them.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        *,
+        rows: Sequence[int],
+        tokens: Sequence[int],
+        num_choosable: Callable[[], int],
+        num_ends: Callable[[], int],
+    ) -> None:
+        self.rows, self.tokens = tuple(rows), tuple(tokens)
+        self._steps, self._num_choosable, self._num_ends = steps, num_choosable, num_ends
+        self._pool = self._fresh_pool()
+        self.decodes: dict[int, DecodeBucket] = {}
+        self.prompts: dict[int, PromptBucket] = {}
+
+    def decode(self, num_rows: int) -> DecodeBucket:
+        """The smallest bucket for so many rows."""
+        size = next(size for size in self.rows if size >= num_rows)
+        if size not in self.decodes:
+            self.decodes[size] = DecodeBucket(self._steps, size, *self._widths(), self._pool)
+        return self.decodes[size]
+
+    def prompt(self, num_tokens: int) -> PromptBucket:
+        """The smallest bucket for so many tokens of a prompt."""
+        size = next(size for size in self.tokens if size >= num_tokens)
+        if size not in self.prompts:
+            self.prompts[size] = PromptBucket(self._steps, size, *self._widths(), self._pool)
+        return self.prompts[size]
+
+    def renew(self) -> None:
+        """Capture all anew when it is next asked for.
+
+        In memory of its own: results of the old captures may still be held by whoever reads them.
+        """
+        self.clear()
+        self._pool = self._fresh_pool()
+
+    def clear(self) -> None:
+        """Let go of all that was captured."""
+        self.decodes.clear()
+        self.prompts.clear()
+
+    def _widths(self) -> tuple[int, int]:
+        return self._num_choosable(), self._num_ends()
+
+    def _fresh_pool(self) -> Any:
+        is_gpu = self._steps.device.type == "cuda"
+        return torch.cuda.graph_pool_handle() if is_gpu else None

@@ -1,0 +1,157 @@
+"""What is handed to CUDA C++ kernels, and what is said where they cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.cuda.kernels import (
+    native,
+    native_attention,
+    native_delta,
+    native_delta_prompt,
+    native_experts,
+    nvrtc,
+)
+
+SOURCES = [
+    native.source(),
+    native_attention.SOURCE,
+    native_delta.SOURCE,
+    native_delta_prompt.SOURCE,
+    native_experts.ROUTE,
+    native_experts.PRODUCTS,
+]
+HEAD = """
+#include <cstddef>
+#define __device__
+#define __forceinline__
+typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32;
+typedef long long i64; constexpr int PAIRS = 8;
+struct float2 { float x, y; };
+"""
+
+
+def structures(source: nvrtc.Source) -> str:
+    """The structures that the host fills in, as they stand in the source and its headers."""
+    files = [source.path, *(source.path.with_name(name) for name in source.headers)]
+    text = "\n".join(path.read_text() for path in files)
+    found = [
+        re.search(rf"^struct {name} {{.*?^}};", text, re.M | re.S) for name, _ in source.structures
+    ]
+    return "\n".join(each[0] for each in found if each)
+
+
+def compiles(source: nvrtc.Source) -> bool:
+    checks = source.text()[len(source.path.read_bytes()) :].decode()
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+    text = HEAD + structures(source) + checks
+    return subprocess.run(command, input=text.encode(), capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.path.name)
+def test_structures_lie_as_kernels_read_them(source: nvrtc.Source) -> None:
+    """Checked again whenever a source is compiled; one more field, or another type, is an error."""
+    assert source.structures and compiles(source)
+    (name, twin), *others = source.structures
+    (first, kind), *fields = twin._fields_
+
+    class Longer(ctypes.Structure):
+        _fields_ = (*twin._fields_, ("more", ctypes.c_void_p))
+
+    class Renamed(ctypes.Structure):
+        _fields_ = ((first + "_", kind), *fields)
+
+    for wrong in (Longer, Renamed):
+        assert not compiles(nvrtc.Source(source.path, (), source.headers, ((name, wrong), *others)))
+
+
+class Driver:
+    """Stands for the driver and NVRTC; notes which device was current when a module was loaded."""
+
+    def __init__(self) -> None:
+        self.current, self.error = 0, 0
+        self.loaded: list[int] = []
+        self.CUfunction_attribute = SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES=1, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=2
+        )
+        self.nvrtcVersion: Any = lambda: (0, 13, 0)
+        self.cuModuleLoadData = self.load
+        self.cuModuleGetFunction: Any = lambda module, name: (0, name)
+        self.cuFuncGetAttribute: Any = lambda *_: (0, 0)
+        self.cuFuncSetAttribute: Any = lambda *_: (0,)
+
+    def load(self, binary: bytes) -> tuple[int, str]:
+        self.loaded.append(self.current)
+        return self.error, "module"
+
+    @contextlib.contextmanager
+    def device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver()
+    bindings: Any = ModuleType("cuda.bindings")
+    bindings.driver = bindings.nvrtc = made
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    monkeypatch.setattr(torch.cuda, "device", made.device)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    monkeypatch.setattr(nvrtc, "_cubin", lambda source, capability: b"")
+    yield made
+    nvrtc.why_not.cache_clear()
+    nvrtc._functions.cache_clear()
+
+
+SOURCE = nvrtc.Source(Path("some.cu"), ("some",))
+
+
+def test_kernels_are_loaded_into_the_device_that_asks(driver: Driver) -> None:
+    """Whichever is current."""
+    for index in (1, 0, 3):
+        assert nvrtc.why_not(torch.device("cuda", index), SOURCE) == ""
+    assert driver.loaded == [1, 0, 3] and driver.current == 0
+
+
+def test_an_error_of_the_device_is_raised_and_not_kept(driver: Driver) -> None:
+    """It says nothing about whether the kernels can run: out of memory, for one."""
+    driver.error = 2
+    with pytest.raises(RuntimeError, match="CUDA: 2"):
+        nvrtc.why_not(torch.device("cuda", 0), SOURCE)
+    driver.error = 0
+    assert nvrtc.why_not(torch.device("cuda", 0), SOURCE) == ""
+
+
+def test_sources_that_do_not_compile_are_an_error(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(source: nvrtc.Source, capability: tuple[int, int]) -> bytes:
+        raise CompileError("some.cu does not compile")
+
+    monkeypatch.setattr(nvrtc, "_cubin", refuses)
+    with pytest.raises(CompileError, match=r"some\.cu"):
+        nvrtc.why_not(torch.device("cuda", 0), SOURCE)
+
+
+def test_without_a_compiler_it_says_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> tuple[int]:
+        raise RuntimeError("libnvrtc.so: cannot open shared object file")
+
+    monkeypatch.setattr(driver, "nvrtcVersion", missing)
+    assert "libnvrtc.so" in nvrtc.why_not(torch.device("cuda", 0), SOURCE)
