@@ -143,7 +143,7 @@ class Route:
 @dataclass(frozen=True, slots=True)
 class ExpertLinear:
     """Products with the experts of every token, side by side; ``x`` is one for all of them, or has
-    theirs side by side as well.
+    theirs side by side as well. ``compute``: the fidelity asked for, by phase.
     """
 
     fqn: str
@@ -152,12 +152,14 @@ class ExpertLinear:
     weight: WeightRecipe
     swiglu: bool
     group: str
+    compute: Compute | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSum:
     """The weighted sum of such products, of ``width`` columns each; with ``residual`` added to what
     ``out`` holds; with ``shared`` (and its gate of one column) plus shared * sigmoid(gate).
+    ``compute``: the fidelity asked for, by phase.
     """
 
     fqn: str
@@ -167,6 +169,7 @@ class ExpertSum:
     residual: bool
     shared: tuple[Place, Place] | None
     group: str
+    compute: Compute | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,8 @@ def _expert_linear(lowering: Lowering, node: Node) -> None:
     group = facts.tensor_group or ""
     if given.weights is None:
         out = lowering.take(node, OPERAND if given.swiglu else PRODUCT)
-        lowering.append(ExpertLinear(facts.fqn, out, x, weight, given.swiglu, group))
+        product = ExpertLinear(facts.fqn, out, x, weight, given.swiglu, group, facts.compute)
+        lowering.append(product)
         return
     shared = None
     if given.shared is not None:
@@ -71,7 +72,8 @@ def _expert_linear(lowering: Lowering, node: Node) -> None:
     else:
         out = lowering.take(node, RESIDUAL)
     has_residual = given.residual is not None
-    lowering.append(ExpertSum(facts.fqn, out, x, weight, has_residual, shared, group))
+    total = ExpertSum(facts.fqn, out, x, weight, has_residual, shared, group, facts.compute)
+    lowering.append(total)
 
 
 def _sigmoid_gate(lowering: Lowering, node: Node) -> None:

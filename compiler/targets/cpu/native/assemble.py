@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.compiler.errors import CompileError
-from tilewright.compiler.ir.info import Compute
-from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cpu.native import library as lib
-from tilewright.compiler.targets.cpu.native.numerics import (
-    VECTOR,
-    arithmetic,
-    cache_kind,
-    held_kind,
-)
-from tilewright.compiler.targets.cpu.native.panels import LANES, num_panels
-from tilewright.compiler.targets.cpu.native.weights import Mapped, Wanted
+from tilewright.compiler.targets.cpu.native.assemble_mixers import MIXERS
+from tilewright.compiler.targets.cpu.native.assembly import Assembly, arithmetics_of, place_of
+from tilewright.compiler.targets.cpu.native.numerics import cache_kind, held_kind
+from tilewright.compiler.targets.cpu.native.weights import Mapped
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     Attend,
@@ -40,59 +33,15 @@ MAX_TOKENS = 512
 """Tokens that the library computes at a time; more are cut, which changes no bit."""
 
 
-@dataclass(slots=True)
-class Assembly:
-    """Instructions for the library, and the tensors and states that they name by number."""
-
-    exact: bool
-    wanted: dict[Wanted, int] = field(default_factory=dict)
-    states: list[lib.TwState] = field(default_factory=list)
-    instructions: list[lib.TwInstruction] = field(default_factory=list)
-
-    def tensor(self, wanted: Wanted) -> int:
-        """The number of a tensor; a new one gets the next."""
-        return self.wanted.setdefault(wanted, len(self.wanted))
-
-    def weight(self, recipe: WeightRecipe, *, paired: bool = False) -> int:
-        """The number of a weight in panels."""
-        return self.tensor(Wanted(recipe, held_kind(recipe), paired))
-
-    def vector(self, recipe: WeightRecipe) -> int:
-        """The number of a norm or a constant."""
-        return self.tensor(Wanted(recipe, VECTOR))
-
-    def bias(self, recipe: WeightRecipe | None, num_rows: int, *, paired: bool) -> int:
-        """The number of a product's bias, -1 where it has none."""
-        if recipe is None:
-            return -1
-        lanes = num_panels(num_rows, paired=paired) * LANES
-        return self.tensor(Wanted(recipe, VECTOR, paired, lanes))
-
-    def append(self, op: str, out: Place, **fields: Any) -> None:
-        """Append an instruction; the fields that are not named are unused."""
-        unused = dict.fromkeys(("weight", "norm", "bias", "other", "state"), -1)
-        places = {"x": _place(None), "y": _place(None), "factor": 1.0}
-        each = lib.TwInstruction(
-            op=lib.OPS.index(op), out=_place(out), **{**unused, **places, **fields}
-        )
-        self.instructions.append(each)
-
-
 def assemble(plan: Plan, *, exact: bool) -> Assembly:
     """What the library is to run for a plan.
 
     Raises:
-        CompileError: for an instruction that it has no kernel for.
+        CompileError: for a number that is divided by values.
     """
     assembly = Assembly(exact)
     for each in plan.instructions:
-        make = _MAKERS.get(type(each))
-        if make is None:
-            raise CompileError(
-                f"{type(each).__name__} has no kernel on backend native; "
-                "allowed: --backend onnxruntime"
-            )
-        make(assembly, each)
+        (_MAKERS | MIXERS)[type(each)](assembly, each)
     return assembly
 
 
@@ -133,14 +82,6 @@ def program_of(
     )
 
 
-def _place(place: Place | None) -> lib.TwPlace:
-    return lib.TwPlace(-1, 0, 0) if place is None else lib.TwPlace(*_columns(place))
-
-
-def _columns(place: Place) -> tuple[int, int, int]:
-    return place.buffer, place.first, place.width
-
-
 def _embed(assembly: Assembly, each: Embed) -> None:
     assembly.append("embed", each.out, weight=assembly.weight(each.table))
 
@@ -151,9 +92,9 @@ def _linear(assembly: Assembly, each: Linear) -> None:
     assembly.append(
         "linear",
         each.out,
-        x=_place(each.x),
+        x=place_of(each.x),
         flags=lib.RESIDUAL * each.residual | lib.PAIRED * each.swiglu,
-        arithmetic=_arithmetics(kind, each.compute, exact=assembly.exact),
+        arithmetic=arithmetics_of(kind, each.compute, exact=assembly.exact),
         weight=assembly.weight(each.weight, paired=each.swiglu),
         norm=-1 if each.norm is None else assembly.vector(each.norm),
         bias=assembly.bias(each.bias, num_rows, paired=each.swiglu),
@@ -161,49 +102,42 @@ def _linear(assembly: Assembly, each: Linear) -> None:
     )
 
 
-def _arithmetics(kind: str, compute: Compute, *, exact: bool) -> ctypes.Array[ctypes.c_int32]:
-    """The arithmetic of prefill and of decode."""
-    found = (arithmetic(kind, each, exact=exact) for each in (compute.prefill, compute.decode))
-    return (ctypes.c_int32 * 2)(*map(lib.ARITHMETICS.index, found))
-
-
 def _attend(assembly: Assembly, each: Attend) -> None:
     is_bf16, bits = cache_kind(each.state.format, exact=assembly.exact)
     _, num_heads, head_dim = each.state.shape
-    state = lib.TwState(is_bf16, num_heads, head_dim, bits)
+    state = lib.TwState(lib.STATES.index("keys_values"), is_bf16, num_heads, head_dim, 0, bits)
     assembly.append(
         "attend",
         each.out,
-        x=_place(each.qkv),
+        x=place_of(each.qkv),
         flags=lib.INTERLEAVED * each.interleaved,
         other=assembly.vector(each.inv_freq),
-        state=len(assembly.states),
+        state=assembly.state(state),
         num_heads=each.num_heads,
         window=each.window,
         scale=each.scale,
         soft_cap=each.soft_cap,
         factor=each.factor,
     )
-    assembly.states.append(state)
 
 
 def _gather(assembly: Assembly, each: Gather) -> None:
-    assembly.append("gather", each.out, x=_place(each.x))
+    assembly.append("gather", each.out, x=place_of(each.x))
 
 
 def _swiglu(assembly: Assembly, each: SwiGLU) -> None:
-    assembly.append("swiglu", each.out, x=_place(each.gate), y=_place(each.up))
+    assembly.append("swiglu", each.out, x=place_of(each.gate), y=place_of(each.up))
 
 
 def _norm_heads(assembly: Assembly, each: NormHeads) -> None:
     norms = {"norm": assembly.vector(each.q_norm), "other": assembly.vector(each.k_norm)}
     heads = {"num_heads": each.num_heads, "eps": each.eps}
-    assembly.append("norm_heads", each.out, x=_place(each.qkv), **norms, **heads)
+    assembly.append("norm_heads", each.out, x=place_of(each.qkv), **norms, **heads)
 
 
 def _norm(assembly: Assembly, each: Norm) -> None:
     norm = assembly.vector(each.weight)
-    assembly.append("norm", each.out, x=_place(each.x), norm=norm, eps=each.eps)
+    assembly.append("norm", each.out, x=place_of(each.x), norm=norm, eps=each.eps)
 
 
 def _elementwise(assembly: Assembly, each: Elementwise) -> None:
@@ -216,15 +150,15 @@ def _elementwise(assembly: Assembly, each: Elementwise) -> None:
     assembly.append(
         "elementwise",
         each.out,
-        x=_place(places[0]),
-        y=_place(places[1] if len(places) > 1 else None),
+        x=place_of(places[0]),
+        y=place_of(places[1] if len(places) > 1 else None),
         number=float(numbers[0]) if numbers else 0.0,
         function=lib.FUNCTIONS.index(function),
     )
 
 
 def _sigmoid_gate(assembly: Assembly, each: SigmoidGate) -> None:
-    assembly.append("sigmoid_gate", each.out, x=_place(each.x), y=_place(each.gate))
+    assembly.append("sigmoid_gate", each.out, x=place_of(each.x), y=place_of(each.gate))
 
 
 _MAKERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {

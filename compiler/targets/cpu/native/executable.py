@@ -16,6 +16,9 @@ from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS, Assembly
 from tilewright.compiler.targets.cpu.native.weights import Mapped
 from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.step import Snapshot
+
+_NUM_SNAPSHOTS = 64
 
 
 class NativeExecutable(HostExecutable):
@@ -36,8 +39,13 @@ class NativeExecutable(HostExecutable):
         super().__init__()
         self.contract = contract
         self.vocab_size = plan.vocab_size
+        has_own = bool(plan.sequence_states)
         self.capabilities = Capabilities(
-            max_seats=options.max_batch, max_context=options.max_context, invariant="rows"
+            max_seats=options.max_batch,
+            max_context=options.max_context,
+            num_snapshots=_NUM_SNAPSHOTS if has_own else 0,
+            has_sequence_state=has_own,
+            invariant="rows",
         )
         found = lib.library()
         used = found.tw_best_isa() if isa < 0 else isa
@@ -48,6 +56,8 @@ class NativeExecutable(HostExecutable):
             program_of(plan, assembly, mapped, options, isa=isa)
         )
         self._weight_bytes = sum(each.num_bytes for each in assembly.wanted)
+        self._sequence_bytes = int(found.tw_sequence_bytes(self._engine))
+        self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
 
     def forward(self, batch: Batch) -> Tensor:
         tokens, positions, bounds, rows = (
@@ -127,12 +137,25 @@ class NativeExecutable(HostExecutable):
             self._lengths[seat] = 0
             self._library.tw_clear(self._engine, seat)
 
+    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+        kept = np.empty(self._sequence_bytes, dtype=np.uint8)
+        self._library.tw_save(self._engine, seat, kept.ctypes.data)
+        self._snapshots[snapshot] = self.length(seat), kept
+
+    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+        position, kept = self._snapshots[snapshot]
+        self._library.tw_load(self._engine, seat, kept.ctypes.data)
+        self._lengths[seat] = max(self._lengths[seat], position)
+        return position
+
     def memory(self) -> MemoryUse:
         state = sum(self._library.tw_seat_bytes(self._engine, each) for each in self._lengths)
-        return MemoryUse(self._weight_bytes, state)
+        own = self._sequence_bytes * sum(each > 0 for each in self._lengths)
+        return MemoryUse(self._weight_bytes, state + own)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        return int(self._library.tw_seat_bytes(self._engine, num_positions))
+        own = num_sequences * self._sequence_bytes
+        return int(self._library.tw_seat_bytes(self._engine, num_positions)) + own
 
     def close(self) -> None:
         if self._engine is not None:

@@ -19,18 +19,19 @@ from ctypes import (
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native.build import library_path
 
-VERSION = 2
+VERSION = 3
 _ERROR_BYTES = 512
 
 ISA_NAMES = ("scalar", "AVX2", "AVX-512 VNNI BF16")
 OPS = (
     *("embed", "linear", "attend", "gather", "swiglu", "norm_heads", "norm", "elementwise"),
-    "sigmoid_gate",
+    *("sigmoid_gate", "route", "experts", "expert_sum", "convolve", "delta_rule"),
 )
 KINDS = ("fp32", "bf16", "q80", "q40", "bfp8", "bfp4", "q41", "vector")
 ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
-RESIDUAL, PAIRED, INTERLEAVED = 1, 2, 4
+STATES = ("keys_values", "window", "matrix")
+RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE = 1, 2, 4, 8
 """Flags of an instruction."""
 
 
@@ -50,6 +51,8 @@ class TwInstruction(Structure):
         ("out", TwPlace),
         ("x", TwPlace),
         ("y", TwPlace),
+        ("z", TwPlace),
+        ("gate", TwPlace),
         ("weight", c_int32),
         ("norm", c_int32),
         ("bias", c_int32),
@@ -58,6 +61,9 @@ class TwInstruction(Structure):
         ("num_heads", c_int32),
         ("window", c_int32),
         ("function", c_int32),
+        ("num_key_heads", c_int32),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
         ("eps", c_float),
         ("scale", c_float),
         ("soft_cap", c_float),
@@ -79,12 +85,14 @@ class TwTensor(Structure):
 
 
 class TwState(Structure):
-    """The C structure of a layer's keys and values."""
+    """The C structure of a layer's keys and values, or of what a sequence keeps besides."""
 
     _fields_ = (
+        ("kind", c_int32),
         ("is_bf16", c_int32),
         ("num_heads", c_int32),
         ("head_dim", c_int32),
+        ("value_dim", c_int32),
         ("mantissa_bits", c_int32),
     )
 
@@ -159,6 +167,9 @@ def library() -> ctypes.CDLL:
     found.tw_clear.restype, found.tw_clear.argtypes = None, (c_void_p, c_int32)
     found.tw_copy.restype, found.tw_copy.argtypes = None, (c_void_p, c_int32, c_int32, c_int32)
     found.tw_seat_bytes.restype, found.tw_seat_bytes.argtypes = c_int64, (c_void_p, c_int32)
+    found.tw_sequence_bytes.restype, found.tw_sequence_bytes.argtypes = c_int64, (c_void_p,)
+    for move in (found.tw_save, found.tw_load):
+        move.restype, move.argtypes = None, (c_void_p, c_int32, c_void_p)
     found.tw_close.restype, found.tw_close.argtypes = None, (c_void_p,)
     return found
 

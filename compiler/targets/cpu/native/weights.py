@@ -5,6 +5,7 @@ Where each tensor lies follows from the plan alone; the file adds a header that 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import struct
@@ -23,6 +24,7 @@ from tilewright.compiler.ir.recipe import (
     ReadsRows,
     ReadsStored,
     WeightRecipe,
+    cut,
     load_dense,
     load_rows,
     load_stored,
@@ -53,18 +55,25 @@ class Wanted:
     """One tensor of a plan: ``kind`` of panels, or ``vector`` for norms, biases and constants.
 
     ``is_paired``: rows are gate then up, and lie in turns of a panel; a vector with ``num_lanes``
-    is a bias, padded to the panels of its product.
+    is a bias, padded to the panels of its product, one with ``num_taps`` a convolution's weight,
+    held tap by tap. The panels of experts follow one another, whole ones for each.
     """
 
     recipe: WeightRecipe
     kind: str
     is_paired: bool = False
     num_lanes: int = 0
+    num_taps: int = 0
+
+    @property
+    def num_experts(self) -> int:
+        """Experts whose weights these are; else 1."""
+        return self.recipe.shape[0] if self.kind != VECTOR and len(self.recipe.shape) > 2 else 1
 
     @property
     def rows(self) -> int:
         """Rows of the weight, or values of the vector, as held."""
-        return self.num_lanes or self.recipe.num_rows
+        return self.num_lanes or self.recipe.num_rows * (self.num_taps or 1)
 
     @property
     def columns(self) -> int:
@@ -76,8 +85,8 @@ class Wanted:
         """The bytes of the tensor as it is held."""
         if self.kind == VECTOR:
             return 4 * self.rows
-        panels = num_panels(self.rows, paired=self.is_paired)
-        return panels * panel_bytes(self.kind, self.columns)
+        panels = num_panels(self.rows // self.num_experts, paired=self.is_paired)
+        return self.num_experts * panels * panel_bytes(self.kind, self.columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +172,44 @@ def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
     """uint8 pieces of a tensor, in order."""
     if wanted.kind == VECTOR:
         dense = load_dense(wanted.recipe, get)
+        if wanted.num_taps:
+            dense = dense.view(-1, wanted.num_taps).T
         yield (_bias(dense, wanted) if wanted.num_lanes else dense).contiguous().view(torch.uint8)
         return
+    if len(wanted.recipe.shape) > 2:
+        is_held_as_stored = wanted.recipe.is_stored and wanted.kind in BLOCK_KINDS
+        source = get if is_held_as_stored else _Kept(get)
+        for one in _experts(wanted.recipe):
+            yield from _panels(dataclasses.replace(wanted, recipe=one), source)
+    else:
+        yield from _panels(wanted, get)
+
+
+def _experts(recipe: WeightRecipe) -> Iterator[WeightRecipe]:
+    """``[out, in]`` of one expert after another."""
+    num_experts, num_rows, num_columns = recipe.shape
+    for index in range(num_experts):
+        segments = cut(recipe, index * num_rows, (index + 1) * num_rows)
+        yield dataclasses.replace(recipe, segments=segments, shape=(num_rows, num_columns))
+
+
+class _Kept:
+    """A source of whole tensors that keeps the last two: all experts may be rows of them."""
+
+    def __init__(self, get: Callable[[str], Tensor]) -> None:
+        self._get = get
+        self._tensors: dict[str, Tensor] = {}
+
+    def __call__(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            for oldest in list(self._tensors)[:-1]:
+                del self._tensors[oldest]
+            self._tensors[name] = self._get(name)
+        return self._tensors[name]
+
+
+def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
+    """The panels of a weight, or of one expert's."""
     read = _reader(wanted, get)
     half = wanted.rows // 2 if wanted.is_paired else wanted.rows
     step = max(1, _CHUNK_VALUES // wanted.columns // (2 * LANES)) * 2 * LANES

@@ -16,7 +16,8 @@ struct CacheLayout {
     int64_t dim, head_bytes, seat_bytes;  // of keys or of values; of both, of all heads
     bool is_bf16;
 
-    CacheLayout(const TwState& state, int64_t max_context) {
+    CacheLayout(const TwState& state, int64_t max_context) : dim(0), head_bytes(0), seat_bytes(0), is_bf16(false) {
+        if (state.kind != TW_KEYS_VALUES) return;
         dim = rounded(state.head_dim, kLanes);
         is_bf16 = state.is_bf16;
         head_bytes = rounded(max_context, kPositions) * dim * (is_bf16 ? 2 : 4);
@@ -26,5 +27,13 @@ struct CacheLayout {
     // Bytes that the first positions take of the keys, or the values, of a head; whole blocks of 16.
     int64_t bytes_of(int64_t num_positions) const { return rounded(num_positions, 16) * dim * (is_bf16 ? 2 : 4); }
 };
+
+// Floats that a seat keeps of a state whatever its length: a window is [positions][channels], a
+// head's matrix [key][value], channels and values padded with zeros to whole 16.
+inline int64_t num_kept(const TwState& state) {
+    if (state.kind == TW_WINDOW) return state.head_dim * rounded(state.num_heads, kLanes);
+    if (state.kind == TW_MATRIX) return (int64_t)state.num_heads * state.head_dim * rounded(state.value_dim, kLanes);
+    return 0;
+}
 
 }  // namespace tw

@@ -12,19 +12,12 @@ void check_linear(const Checked& checked, const TwInstruction& each) {
     const TwTensor& weight = checked.panels(each.weight, rows, each.x.width, paired);
     if (each.norm >= 0) checked.vector(each.norm, each.x.width, "norm");
     if (each.bias >= 0) checked.vector(each.bias, num_panels(rows, paired) * kLanes, "bias");
-    for (int32_t arithmetic : each.arithmetic) {
-        checked.holds(is_between(arithmetic, 0, TW_NUM_ARITHMETICS), "arithmetic");
-        bool scaled = in_blocks(weight.kind) && !(weight.kind == TW_Q41 && arithmetic == TW_AS_BF16);
-        bool fits = arithmetic == TW_AS_FP32 || scaled ||
-                    (arithmetic == TW_AS_BF16 && weight.kind == TW_BF16);
-        checked.holds(fits, "arithmetic of its weight");
-    }
+    checked.arithmetics(each, weight.kind);
 }
 
 void check_attend(const Checked& checked, const TwInstruction& each) {
     checked.place(each.x, "x");
-    checked.holds(is_between(each.state, 0, checked.program.num_states), "state");
-    const TwState& state = checked.program.states[each.state];
+    const TwState& state = checked.state(each.state, TW_KEYS_VALUES);
     const int64_t heads = each.num_heads, dim = state.head_dim;
     checked.holds(is_between(heads, 1, kMost) && heads % state.num_heads == 0, "heads");
     checked.holds(each.out.width == heads * dim && each.x.width == (heads + 2 * state.num_heads) * dim, "width");
@@ -43,10 +36,11 @@ void check_norm_heads(const Checked& checked, const TwInstruction& each) {
     checked.holds(fits, "width");
 }
 
-void check_instruction(const TwProgram& program, int32_t index) {
+void check_instruction(const TwProgram& program, int32_t index, Routed& routed) {
     const TwInstruction& each = program.instructions[index];
     const Checked checked{program, "instruction " + std::to_string(index)};
-    checked.place(each.out, "out");
+    if (each.op != TW_ROUTE) checked.place(each.out, "out");
+    if (each.op == TW_GATHER) routed = {};
     switch (each.op) {
         case TW_EMBED: {
             const TwTensor& table = checked.tensor(each.weight, "table");
@@ -71,7 +65,7 @@ void check_instruction(const TwProgram& program, int32_t index) {
                 checked.holds(one || each.y.width == each.out.width, "width");
             }
             break;
-        default: checked.holds(false, "no such operation");
+        default: check_mixer(checked, each, routed);
     }
 }
 
@@ -87,8 +81,9 @@ void check_program(const TwProgram& program) {
     for (int32_t i = 0; i < program.num_buffers; i++) require(is_between(program.widths[i], 1, kMost), "width of a buffer");
     for (int32_t i = 0; i < program.num_states; i++) {
         const TwState& state = program.states[i];
-        require(is_between(state.num_heads, 1, 1 << 16) && is_between(state.head_dim, 1, 1 << 12) &&
-                is_between(state.mantissa_bits, 0, 8), "state " + std::to_string(i));
+        require(is_between(state.kind, 0, TW_NUM_STATE_KINDS) && is_between(state.num_heads, 1, 1 << 20) &&
+                is_between(state.head_dim, state.kind != TW_WINDOW, 1 << 12) && is_between(state.mantissa_bits, 0, 8) &&
+                (state.kind != TW_MATRIX || is_between(state.value_dim, 1, 1 << 12)), "state " + std::to_string(i));
     }
     for (int32_t i = 0; i < program.num_tensors; i++) {
         const TwTensor& tensor = program.tensors[i];
@@ -100,14 +95,16 @@ void check_program(const TwProgram& program) {
     }
     require(is_between(program.logits, 0, program.num_buffers), "logits");
     require(program.num_instructions > 0 && program.instructions[0].op == TW_EMBED, "no embedding first");
+    Routed routed;
     bool gathered = false;  // logits have a row for each that is gathered, and no more
     for (int32_t i = 0; i < program.num_instructions; i++) {
         const TwInstruction& each = program.instructions[i];
-        check_instruction(program, i);
+        check_instruction(program, i, routed);
         gathered = gathered || each.op == TW_GATHER;
         bool logits = false;
-        for (const TwPlace* place : {&each.out, &each.x, &each.y}) logits = logits || place->buffer == program.logits;
-        require(gathered ? each.op != TW_ATTEND && each.op != TW_EMBED : !logits, "instruction " + std::to_string(i) + ": its order");
+        for (const TwPlace* place : {&each.out, &each.x, &each.y, &each.z, &each.gate}) logits = logits || place->buffer == program.logits;
+        const bool of_all = each.op == TW_ATTEND || each.op == TW_EMBED || each.op == TW_CONVOLVE || each.op == TW_DELTA_RULE;
+        require(gathered ? !of_all : !logits, "instruction " + std::to_string(i) + ": its order");
         require(each.op != TW_GATHER || !logits, "rows are gathered into logits");
     }
 }

@@ -49,8 +49,29 @@ struct Checked {
         holds(found.num_bytes == wanted, "bytes of its weight");
         return found;
     }
+
+    // Of both phases, with a weight of a kind.
+    void arithmetics(const TwInstruction& each, int32_t kind) const {
+        for (int32_t arithmetic : each.arithmetic) {
+            holds(is_between(arithmetic, 0, TW_NUM_ARITHMETICS), "arithmetic");
+            bool scaled = in_blocks(kind) && !(kind == TW_Q41 && arithmetic == TW_AS_BF16);
+            bool fits = arithmetic == TW_AS_FP32 || scaled || (arithmetic == TW_AS_BF16 && kind == TW_BF16);
+            holds(fits, "arithmetic of its weight");
+        }
+    }
+
+    const TwState& state(int32_t index, int32_t kind) const {
+        holds(is_between(index, 0, program.num_states) && program.states[index].kind == kind, "state");
+        return program.states[index];
+    }
 };
 
+// The experts that tokens have, from a Route on.
+struct Routed {
+    int32_t num_experts = 0, top_k = 0;  // 0: none
+};
+
+void check_mixer(const Checked& checked, const TwInstruction& each, Routed& routed);
 void check_program(const TwProgram& program);
 
 }  // namespace tw

@@ -28,6 +28,16 @@ class Memory {
     int64_t num_bytes_ = 0;
 };
 
+// Which experts each token goes to, and the same sorted by expert: an entry is a token's `k`-th
+// choice, at token * top_k + k.
+struct Routing {
+    std::vector<int32_t> experts;            // of entries
+    std::vector<float> weights;              // of entries
+    std::vector<int32_t> entries, slots;     // in order of experts; of entries: where in that order
+    std::vector<int32_t> chosen, firsts;     // experts that have entries; where theirs begin, and the end
+    int32_t num_chosen = 0, top_k = 0;
+};
+
 struct Engine {
     const Kernels* kernels;
     TwProgram program;
@@ -40,6 +50,10 @@ struct Engine {
     std::vector<CacheLayout> layouts;
     std::vector<int64_t> cache_offsets;      // of states
     std::unique_ptr<Memory> cache;
+    std::vector<int64_t> kept_offsets;       // of states, in bytes of what a seat keeps
+    int64_t kept_bytes = 0;                  // of a seat
+    Memory kept;
+    Routing routing;
     std::vector<int32_t> angles_of;          // of instructions: which table of angles, or -1
     std::vector<int32_t> frequencies;        // of tables: a tensor
     std::vector<Memory> angles;              // [tokens][frequencies][cosine, sine]
@@ -53,6 +67,7 @@ struct Engine {
     uint8_t* cache_of(int state, int seat) const {
         return cache->data() + cache_offsets[state] + seat * layouts[state].seat_bytes;
     }
+    float* kept_of(int state, int seat) const { return (float*)(kept.data() + seat * kept_bytes + kept_offsets[state]); }
 };
 
 // Of one thread in one step.
@@ -93,5 +108,16 @@ constexpr int kRegions = 4;  // at most, of an instruction
 void run_linear(Worker& worker, const TwInstruction& each);
 void run_attend(Worker& worker, const TwInstruction& each, int32_t index);
 void make_angles(Worker& worker);
+void run_route(Worker& worker, const TwInstruction& each);
+void run_experts(Worker& worker, const TwInstruction& each);
+void run_convolve(Worker& worker, const TwInstruction& each);
+void run_delta_rule(Worker& worker, const TwInstruction& each);
+
+inline uint8_t* const kNowhere = (uint8_t*)64;  // to lay out what is only to be measured
+
+// Bytes that an instruction needs of a thread's scratch, and for rows that all threads read.
+int64_t experts_scratch(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens);
+int64_t experts_operand(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens);
+int64_t delta_scratch(const TwState& state);
 
 }  // namespace tw

@@ -9,14 +9,14 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 2 };
+enum { TW_VERSION = 3 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
-    TW_SIGMOID_GATE, TW_NUM_OPS
+    TW_SIGMOID_GATE, TW_ROUTE, TW_EXPERTS, TW_EXPERT_SUM, TW_CONVOLVE, TW_DELTA_RULE, TW_NUM_OPS
 };
 
-enum TwFlag : int32_t { TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4 };
+enum TwFlag : int32_t { TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8 };
 
 // How weights are held: see panels.h. FP32 is also what norms, biases and constants are.
 enum TwKind : int32_t { TW_FP32, TW_BF16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_VECTOR, TW_NUM_KINDS };
@@ -35,9 +35,9 @@ struct TwPlace {
 struct TwInstruction {
     int32_t op, flags;
     int32_t arithmetic[2];                    // of prefill, of decode
-    TwPlace out, x, y;
+    TwPlace out, x, y, z, gate;
     int32_t weight, norm, bias, other, state; // of tensors; of states
-    int32_t num_heads, window, function;
+    int32_t num_heads, window, function, num_key_heads, num_experts, top_k;
     float eps, scale, soft_cap, factor, number;
 };
 
@@ -48,9 +48,14 @@ struct TwTensor {
     uint64_t num_bytes;
 };
 
-// Keys and values of a layer. `mantissa_bits`: of block floats that they are rounded to, or 0.
+enum TwStateKind : int32_t { TW_KEYS_VALUES, TW_WINDOW, TW_MATRIX, TW_NUM_STATE_KINDS };
+
+// Keys and values of a layer; or, in float, what a sequence keeps whatever its length: the last
+// `head_dim` values of `num_heads` channels of a convolution, or the matrix [head_dim][value_dim] of
+// each of a delta rule's heads. `mantissa_bits`: of block floats that keys and values are rounded
+// to, or 0.
 struct TwState {
-    int32_t is_bf16, num_heads, head_dim, mantissa_bits;
+    int32_t kind, is_bf16, num_heads, head_dim, value_dim, mantissa_bits;
 };
 
 struct TwProgram {
@@ -79,6 +84,9 @@ int32_t tw_step(void* engine, const TwStep* step);  // 0, or 1 for a step that d
 void tw_clear(void* engine, int32_t seat);
 void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions);
 int64_t tw_seat_bytes(void* engine, int32_t num_positions);
+int64_t tw_sequence_bytes(void* engine);      // of what a seat keeps whatever its length
+void tw_save(void* engine, int32_t seat, void* to);
+void tw_load(void* engine, int32_t seat, const void* from);
 void tw_close(void* engine);
 }
 #pragma GCC visibility pop

@@ -5,6 +5,7 @@
 #include "math.inl"
 #include "products.inl"
 #include "attention.inl"
+#include "mixers.inl"
 
 #define TW_TABLE avx512_kernels
 #include "table.inl"

@@ -24,6 +24,7 @@ struct Result {
     int32_t num_first, num_second;  // lanes that are written
     const float* bias;    // of the rows of the first panel, then of the second; or null
     bool adds, swiglu;
+    const int64_t* offsets;  // of rows, in floats, where they do not follow each other; or null
 };
 
 // Two neighbouring panels of a weight.
@@ -53,6 +54,22 @@ struct Partial {
     float *largest, *sum, *values;  // [rows], [rows], [rows][head_dim]
 };
 
+// Some channels of a sequence's tokens; rows are `strides` of floats apart. `window` holds the
+// `num_taps` - 1 values before the first token, and then those before the next.
+struct Convolution {
+    const float *x, *taps;  // taps [num_taps][channels of the layer]
+    float *out, *window;
+    int64_t x_stride, taps_stride, out_stride, window_stride, num_tokens, num_taps;
+};
+
+// One head of the delta rule over a sequence's tokens: keys and queries [tokens][key_dim] of length
+// 1, what the state [key_dim][whole 16 of value_dim] keeps, and how far it is corrected.
+struct DeltaHead {
+    int64_t num_tokens, key_dim, value_dim, v_stride, out_stride;
+    const float *q, *k, *v, *keeps, *corrects;
+    float *state, *out;
+};
+
 struct Kernels {
     int32_t isa, tile;    // rows that products take best at a time
     void (*quantise)(const float* x, int64_t columns, int8_t* q, float* scales, int32_t* sums);
@@ -68,6 +85,11 @@ struct Kernels {
     void (*blend)(float old, float own, const float* values, int64_t count, float* into);
     void (*to_fp32)(int kind, const uint8_t* panel, int64_t columns, float* out);
     void (*attend)(const HeadCache&, const Queries&, int32_t begin, int32_t end, const Partial&);
+    void (*softmax)(const float* x, int64_t count, float* out);
+    void (*weigh)(const float* values, const float* weights, int64_t num_values, int64_t stride, int64_t count, float* out);
+    void (*unit)(const float* x, int64_t count, float factor, float* out);
+    void (*convolve)(const Convolution&, int64_t count);
+    void (*delta_rule)(const DeltaHead&);
 };
 
 const Kernels* scalar_kernels();

@@ -53,9 +53,7 @@ void run_linear(Worker& worker, const TwInstruction& each) {
         const uint8_t* panel = (const uint8_t*)weight.data + pair * 2 * size.total;
         PanelPair panels{weight.kind, weight.columns, panel, panel + size.total};
         Result result = result_of(worker, each, pair);
-        if (arithmetic == TW_AS_INT8) kernels.product_int8(panels, x, num_rows, result);
-        else if (arithmetic == TW_AS_BF16) kernels.product_bf16(panels, x, num_rows, result, scratch);
-        else kernels.product_fp32(panels, x, num_rows, result, scratch);
+        multiply(kernels, arithmetic, panels, x, num_rows, result, scratch);
     });
 }
 

@@ -58,16 +58,43 @@ void place_caches(Engine& engine) {
         total += engine.layouts.back().seat_bytes * engine.program.max_seats;
     }
     engine.cache = std::make_unique<Memory>(total);
+    for (const TwState& state : engine.states) {
+        engine.kept_offsets.push_back(engine.kept_bytes);
+        engine.kept_bytes += rounded(num_kept(state) * 4, 64);
+    }
+    engine.kept_bytes = rounded(engine.kept_bytes, 4096);
+    engine.kept = Memory(engine.kept_bytes * engine.program.max_seats);
+}
+
+void place_routing(Engine& engine) {
+    int64_t num_entries = 0, num_experts = 0;
+    for (const TwInstruction& each : engine.instructions) {
+        if (each.op != TW_ROUTE) continue;
+        num_entries = std::max<int64_t>(num_entries, (int64_t)engine.program.max_tokens * each.top_k);
+        num_experts = std::max<int64_t>(num_experts, each.num_experts);
+    }
+    Routing& routing = engine.routing;
+    for (auto* list : {&routing.experts, &routing.entries, &routing.slots}) list->resize(num_entries);
+    routing.weights.resize(num_entries);
+    routing.chosen.resize(num_experts);
+    routing.firsts.resize(num_experts + 1);
 }
 
 void place_buffers(Engine& engine) {
     const int64_t tokens = engine.program.max_tokens;
-    int64_t attend_bytes = 0;
+    int64_t attend_bytes = 0, mixer_bytes = 0, operand_bytes = 0;
     for (const TwTensor& each : engine.tensors)
         if (each.kind != TW_VECTOR) engine.max_wide = std::max(engine.max_wide, rounded(each.columns, kBlock));
     for (size_t i = 0; i < engine.instructions.size(); i++) {
         const TwInstruction& each = engine.instructions[i];
         engine.angles_of.push_back(-1);
+        if (each.op == TW_DELTA_RULE) mixer_bytes = std::max(mixer_bytes, delta_scratch(engine.states[each.state]));
+        if (each.op == TW_ROUTE) mixer_bytes = std::max<int64_t>(mixer_bytes, each.num_experts * 4 + 64);
+        if (each.op == TW_EXPERTS || each.op == TW_EXPERT_SUM) {
+            const TwTensor& weight = engine.tensors[each.weight];
+            mixer_bytes = std::max(mixer_bytes, experts_scratch(weight, each, tokens));
+            operand_bytes = std::max(operand_bytes, experts_operand(weight, each, tokens));
+        }
         if (each.op != TW_ATTEND) continue;
         const CacheLayout& layout = engine.layouts[each.state];
         engine.max_query = std::max(engine.max_query, each.num_heads * layout.dim * 4);
@@ -85,9 +112,9 @@ void place_buffers(Engine& engine) {
         engine.widths.push_back(rounded(engine.program.widths[i], kLanes));
         engine.buffers.emplace_back(i == engine.program.logits ? 0 : tokens * engine.widths[i] * 4);
     }
-    engine.operand = Memory(tokens * engine.max_wide * 5 + 4096);
+    engine.operand = Memory(std::max(tokens * engine.max_wide * 5 + 4096, operand_bytes));
     engine.queries = Memory(tokens * engine.max_query + 64);
-    engine.scratch_bytes = std::max(engine.max_wide * 160 + 4096, attend_bytes);
+    engine.scratch_bytes = std::max({engine.max_wide * 160 + 4096, attend_bytes, mixer_bytes});
     for (int32_t i = 0; i < engine.program.num_threads; i++) engine.scratch.emplace_back(engine.scratch_bytes);
 }
 
@@ -100,6 +127,7 @@ Engine* open_program(const TwProgram& program) {
     engine->tensors.assign(program.tensors, program.tensors + program.num_tensors);
     engine->states.assign(program.states, program.states + program.num_states);
     place_caches(*engine);
+    place_routing(*engine);
     place_buffers(*engine);
     engine->program.instructions = engine->instructions.data();
     engine->program.tensors = engine->tensors.data();

@@ -43,6 +43,12 @@ inline void prepare(const Kernels& kernels, const float* x, int64_t width, const
     }
 }
 
+inline void multiply(const Kernels& kernels, int32_t arithmetic, const PanelPair& panels, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
+    if (arithmetic == TW_AS_INT8) kernels.product_int8(panels, x, num_rows, result);
+    else if (arithmetic == TW_AS_BF16) kernels.product_bf16(panels, x, num_rows, result, scratch);
+    else kernels.product_fp32(panels, x, num_rows, result, scratch);
+}
+
 inline int lanes_left(int64_t width, int64_t first) {
     int64_t left = width - first;
     return (int)(left < 0 ? 0 : left < kLanes ? left : kLanes);

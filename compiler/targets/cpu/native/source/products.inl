@@ -40,7 +40,7 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
             first = add(first, load(result.bias));
             second = add(second, load(result.bias + kLanes));
         }
-        int64_t at = (row + m) * result.stride;
+        int64_t at = result.offsets ? result.offsets[row + m] : (row + m) * result.stride;
         if (result.swiglu) {
             store_some(result.first + at, silu_times(first, second), result.num_first, result.adds);
         } else {

@@ -69,6 +69,10 @@ void run_step(void* context, int thread) {
             case TW_EMBED: run_embed(worker, each); break;
             case TW_LINEAR: run_linear(worker, each); break;
             case TW_ATTEND: run_attend(worker, each, (int32_t)i); break;
+            case TW_ROUTE: run_route(worker, each); break;
+            case TW_EXPERTS: case TW_EXPERT_SUM: run_experts(worker, each); break;
+            case TW_CONVOLVE: run_convolve(worker, each); break;
+            case TW_DELTA_RULE: run_delta_rule(worker, each); break;
             default: run_rows(worker, each);
         }
         if (i + 1 < engine.instructions.size()) worker.meet();
@@ -112,17 +116,20 @@ int32_t tw_step(void* engine, const TwStep* step) {
 void tw_clear(void* engine, int32_t seat) {
     Engine& own = *(Engine*)engine;
     for (size_t i = 0; i < own.layouts.size(); i++)
-        own.cache->release(own.cache_of((int)i, seat) - own.cache->data(), own.layouts[i].seat_bytes);
+        if (own.layouts[i].seat_bytes) own.cache->release(own.cache_of((int)i, seat) - own.cache->data(), own.layouts[i].seat_bytes);
+    if (own.kept_bytes) own.kept.release(seat * own.kept_bytes, own.kept_bytes);
 }
 
 void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions) {
     Engine& own = *(Engine*)engine;
     for (size_t i = 0; i < own.layouts.size(); i++) {
         const tw::CacheLayout& layout = own.layouts[i];
+        if (own.layouts[i].seat_bytes == 0) continue;
         for (int32_t half = 0; half < 2 * own.states[i].num_heads; half++)
             std::memcpy(own.cache_of((int)i, target) + half * layout.head_bytes,
                         own.cache_of((int)i, source) + half * layout.head_bytes, layout.bytes_of(num_positions));
     }
+    if (own.kept_bytes) tw_load(engine, target, own.kept.data() + source * own.kept_bytes);
 }
 
 int64_t tw_seat_bytes(void* engine, int32_t num_positions) {
@@ -131,6 +138,18 @@ int64_t tw_seat_bytes(void* engine, int32_t num_positions) {
     for (size_t i = 0; i < own.layouts.size(); i++)
         total += 2 * own.states[i].num_heads * own.layouts[i].bytes_of(num_positions);
     return total;
+}
+
+int64_t tw_sequence_bytes(void* engine) { return ((Engine*)engine)->kept_bytes; }
+
+void tw_save(void* engine, int32_t seat, void* to) {
+    Engine& own = *(Engine*)engine;
+    std::memcpy(to, own.kept.data() + seat * own.kept_bytes, own.kept_bytes);
+}
+
+void tw_load(void* engine, int32_t seat, const void* from) {
+    Engine& own = *(Engine*)engine;
+    std::memcpy(own.kept.data() + seat * own.kept_bytes, from, own.kept_bytes);
 }
 
 }

@@ -1,0 +1,106 @@
+// Linear attention: a causal convolution, and the gated delta rule with its norm and gate.
+//
+// Prompts go through the recurrence as decode does, with the state in the nearest cache: so a row's
+// bits do not depend on how its prompt was cut, which chunks that solve a system would not give.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "engine.h"
+
+namespace tw {
+namespace {
+
+constexpr int kChannels = 256;    // that convolve as one piece of work
+constexpr int kDeltaTokens = 64;  // tokens of a head that are prepared together
+
+// What a thread needs for a head's next tokens.
+struct Scratch {
+    float *q, *k, *keeps, *corrects, *out;
+    int64_t num_bytes;
+
+    Scratch(uint8_t* memory, const TwState& state) {
+        q = (float*)memory;
+        k = q + kDeltaTokens * state.head_dim;
+        keeps = k + kDeltaTokens * state.head_dim;
+        corrects = keeps + kDeltaTokens;
+        out = corrects + kDeltaTokens;
+        num_bytes = (uint8_t*)(out + kDeltaTokens * rounded(state.value_dim, kLanes)) - memory;
+    }
+};
+
+// One value head of a sequence.
+struct Head {
+    Worker& worker;
+    const TwInstruction& each;
+    const TwState& state;
+    int64_t index;
+
+    void prepare(int64_t token, int64_t at, const Scratch& to) const {
+        const int64_t key_dim = state.head_dim, key_head = index * each.num_key_heads / state.num_heads;
+        const float* q = worker.at(each.x, token) + key_head * key_dim;
+        const float* k = q + each.num_key_heads * key_dim;
+        worker.kernels().unit(q, key_dim, 1.0f / std::sqrt((float)key_dim), to.q + at * key_dim);
+        worker.kernels().unit(k, key_dim, 1.0f, to.k + at * key_dim);
+        float a = worker.at(each.y, token)[index] + worker.vector(each.other)[index];
+        float softplus = a > 20.0f ? a : std::log1p(std::exp(a));
+        to.keeps[at] = std::exp(-std::exp(worker.vector(each.bias)[index]) * softplus);
+        to.corrects[at] = 1.0f / (1.0f + std::exp(-worker.at(each.z, token)[index]));
+    }
+
+    // Tokens [first, first + count) of the step, which are neighbours in a sequence.
+    void run(int64_t first, int64_t count, float* kept, const Scratch& scratch) const {
+        const int64_t value_dim = state.value_dim, stride = rounded(value_dim, kLanes);
+        for (int64_t i = 0; i < count; i++) prepare(first + i, i, scratch);
+        const float* v = worker.at(each.x, first) + 2 * each.num_key_heads * state.head_dim + index * value_dim;
+        const DeltaHead head{count, state.head_dim, value_dim, worker.stride(each.x), stride, scratch.q, scratch.k, v,
+                             scratch.keeps, scratch.corrects, kept, scratch.out};
+        worker.kernels().delta_rule(head);
+        for (int64_t i = 0; i < count; i++) {
+            float* normed = scratch.out + i * stride;
+            worker.kernels().norm(normed, worker.vector(each.norm), each.eps, value_dim, normed);
+            const float* gate = worker.at(each.gate, first + i) + index * value_dim;
+            worker.kernels().swiglu(gate, normed, value_dim, worker.at(each.out, first + i) + index * value_dim);
+        }
+    }
+};
+
+}  // namespace
+
+int64_t delta_scratch(const TwState& state) { return Scratch(kNowhere, state).num_bytes; }
+
+void run_convolve(Worker& worker, const TwInstruction& each) {
+    const TwStep& step = worker.step;
+    const TwState& state = worker.engine.states[each.state];
+    const int64_t channels = state.num_heads, pieces = (channels + kChannels - 1) / kChannels;
+    const int64_t stride = rounded(channels, kLanes);
+    worker.share(step.num_sequences * pieces, [&](int64_t i) {
+        const int64_t sequence = i / pieces, at = i % pieces * kChannels, first = step.bounds[sequence];
+        const int64_t count = std::min<int64_t>(kChannels, channels - at), num_tokens = step.bounds[sequence + 1] - first;
+        float* window = worker.engine.kept_of(each.state, step.seats[sequence]) + at;
+        if (step.positions[first] == 0)
+            for (int32_t row = 0; row < state.head_dim; row++) std::memset(window + row * stride, 0, count * 4);
+        const Convolution given{worker.at(each.x, first) + at, worker.vector(each.weight) + at, worker.at(each.out, first) + at, window,
+                                worker.stride(each.x), channels, worker.stride(each.out), stride, num_tokens, state.head_dim + 1};
+        worker.kernels().convolve(given, count);
+    });
+}
+
+void run_delta_rule(Worker& worker, const TwInstruction& each) {
+    const TwStep& step = worker.step;
+    const TwState& state = worker.engine.states[each.state];
+    const int64_t size = state.head_dim * rounded(state.value_dim, kLanes);
+    const Scratch scratch(worker.scratch(), state);
+    worker.share((int64_t)step.num_sequences * state.num_heads, [&](int64_t i) {
+        const int64_t sequence = i / state.num_heads, end = step.bounds[sequence + 1];
+        const Head head{worker, each, state, i % state.num_heads};
+        int64_t first = step.bounds[sequence];
+        float* kept = worker.engine.kept_of(each.state, step.seats[sequence]) + head.index * size;
+        if (step.positions[first] == 0) std::memset(kept, 0, size * 4);
+        for (; first < end; first += kDeltaTokens)
+            head.run(first, std::min<int64_t>(kDeltaTokens, end - first), kept, scratch);
+    });
+}
+
+}  // namespace tw

@@ -1,0 +1,235 @@
+// Experts: each token's are chosen, tokens are sorted by them, and every expert's weights are read
+// once for all of its tokens.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "prepared.h"
+
+namespace tw {
+namespace {
+
+constexpr int kFewSlots = 8;  // so few rows are prepared by every thread for itself, without waiting
+constexpr int kFewTokens = 2; // so few are routed by one thread
+
+// The likeliest experts of a token, of equal ones the first.
+void choose(Worker& worker, const TwInstruction& each, int64_t token) {
+    Routing& routing = worker.engine.routing;
+    float* likely = (float*)worker.scratch();
+    worker.kernels().softmax(worker.at(each.x, token), each.num_experts, likely);
+    int32_t* experts = routing.experts.data() + token * each.top_k;
+    float* weights = routing.weights.data() + token * each.top_k;
+    for (int32_t expert = 0, held = 0; expert < each.num_experts; expert++) {
+        if (held == each.top_k && !(likely[expert] > weights[held - 1])) continue;
+        int32_t at = held < each.top_k ? held++ : held - 1;
+        for (; at > 0 && likely[expert] > weights[at - 1]; at--) {
+            experts[at] = experts[at - 1];
+            weights[at] = weights[at - 1];
+        }
+        experts[at] = expert;
+        weights[at] = likely[expert];
+    }
+    if (!(each.flags & TW_RENORMALISE)) return;
+    float sum = 0.0f;
+    for (int32_t i = 0; i < each.top_k; i++) sum += weights[i];
+    for (int32_t i = 0; i < each.top_k; i++) weights[i] /= sum;
+}
+
+void sort(Worker& worker, const TwInstruction& each) {
+    Routing& routing = worker.engine.routing;
+    const int64_t num_entries = worker.num_rows * each.top_k;
+    routing.top_k = each.top_k;
+    routing.num_chosen = 0;
+    int32_t* firsts = routing.firsts.data();
+    std::fill(firsts, firsts + each.num_experts + 1, 0);
+    for (int64_t i = 0; i < num_entries; i++) firsts[routing.experts[i] + 1]++;
+    for (int32_t expert = 0; expert < each.num_experts; expert++) firsts[expert + 1] += firsts[expert];
+    for (int64_t i = 0; i < num_entries; i++) {
+        int32_t slot = firsts[routing.experts[i]]++;  // ends where the next expert's begin
+        routing.entries[slot] = (int32_t)i;
+        routing.slots[i] = slot;
+    }
+    int32_t begin = 0, count = 0;
+    for (int32_t expert = 0; expert < each.num_experts; expert++) {
+        int32_t end = firsts[expert];
+        if (end == begin) continue;
+        routing.chosen[count] = expert;
+        firsts[count++] = begin;  // behind it all is read already
+        begin = end;
+    }
+    firsts[count] = begin;
+    routing.num_chosen = count;
+}
+
+// How the rows of a product with experts lie: `own`, one for each entry, else one a token.
+struct Rows {
+    int64_t num_tokens, num_slots, columns, wide;
+    int32_t top_k;
+    bool own, single;
+
+    Rows(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens)
+        : num_tokens(num_tokens), columns(weight.columns), wide(rounded(weight.columns, kBlock)), top_k(each.top_k) {
+        own = each.x.width != columns;
+        single = !own && num_tokens == 1;  // one row for all of its experts
+        num_slots = single ? 1 : num_tokens * top_k;
+    }
+
+    bool few() const { return num_slots <= kFewSlots; }
+};
+
+// Rows in the order of experts.
+void prepare_token(Worker& worker, const TwInstruction& each, const Rows& rows, const Prepared& to, int32_t arithmetic, int64_t token) {
+    const int32_t* slots = worker.engine.routing.slots.data() + token * rows.top_k;
+    const float* x = worker.at(each.x, token);
+    if (rows.single) return prepare(worker.kernels(), x, rows.columns, nullptr, 0.0f, to, arithmetic, 0, nullptr);
+    prepare(worker.kernels(), x, rows.columns, nullptr, 0.0f, to, arithmetic, slots[0], nullptr);
+    for (int32_t i = 1; i < rows.top_k; i++) {
+        if (rows.own) {
+            prepare(worker.kernels(), x + i * rows.columns, rows.columns, nullptr, 0.0f, to, arithmetic, slots[i], nullptr);
+            continue;
+        }
+        std::memcpy(to.values + slots[i] * to.row_bytes, to.values + slots[0] * to.row_bytes, to.row_bytes);
+        if (arithmetic != TW_AS_INT8) continue;
+        std::memcpy(to.scales + slots[i] * to.num_blocks, to.scales + slots[0] * to.num_blocks, to.num_blocks * 4);
+        std::memcpy(to.sums + slots[i] * to.num_blocks * 2, to.sums + slots[0] * to.num_blocks * 2, to.num_blocks * 8);
+    }
+}
+
+Operand rows_of(const Prepared& rows, int64_t slot) {
+    return {rows.values + slot * rows.row_bytes, rows.row_bytes, rows.scales + slot * rows.num_blocks,
+            rows.sums + slot * rows.num_blocks * 2, rows.num_blocks};
+}
+
+// A thread's scratch: rows that it prepared, what products need, where rows go, products to weigh.
+struct Scratch {
+    uint8_t *rows, *product;
+    int64_t* offsets;
+    float* products;
+    int64_t num_bytes;
+
+    Scratch(uint8_t* memory, const Rows& each) {
+        rows = memory;
+        product = rows + rounded(kFewSlots * each.wide * 5 + 256, 64);
+        offsets = (int64_t*)(product + each.wide * 128);
+        products = (float*)(offsets + rounded(each.num_tokens, 8));
+        num_bytes = (uint8_t*)(products + each.num_tokens * each.top_k * 2 * kLanes) - memory;
+    }
+};
+
+// The products of a group's tokens with one pair of its expert's panels.
+struct Product {
+    Worker& worker;
+    const TwInstruction& each;
+    const TwTensor& weight;
+    const Rows& rows;
+    const Prepared& prepared;
+    const Scratch& scratch;
+    int32_t arithmetic;
+    int64_t num_pairs;
+
+    // `offset_of(entry)`: where the results of an entry go, in floats from result.first.
+    template <class Offset> void make(int64_t group, int64_t pair, Result result, Offset offset_of) const {
+        const Routing& routing = worker.engine.routing;
+        const PanelSize size = panel_size(weight.kind, weight.columns);
+        const int64_t begin = routing.firsts[group], count = routing.firsts[group + 1] - begin;
+        const int64_t panel = (routing.chosen[group] * num_pairs + pair) * 2;
+        const uint8_t* first = (const uint8_t*)weight.data + panel * size.total;
+        const PanelPair panels{weight.kind, weight.columns, first, first + size.total};
+        for (int64_t i = 0; i < count; i++) scratch.offsets[i] = offset_of(routing.entries[begin + i]);
+        result.offsets = scratch.offsets;
+        multiply(worker.kernels(), arithmetic, panels, rows_of(prepared, rows.single ? 0 : begin), count, result, scratch.product);
+    }
+};
+
+Result result_of(const TwInstruction& each, float* out, int64_t pair, int64_t width) {
+    Result result{};
+    result.swiglu = each.flags & TW_PAIRED;
+    const int64_t first = result.swiglu ? pair * kLanes : pair * 2 * kLanes;
+    result.first = out;
+    result.second = out + kLanes;
+    result.num_first = lanes_left(width, first);
+    result.num_second = result.swiglu ? 0 : lanes_left(width, first + kLanes);
+    return result;
+}
+
+// Every entry's products, side by side in its token's row.
+void share_products(Worker& worker, const Product& product) {
+    const TwInstruction& each = product.each;
+    const int64_t width = each.out.width / each.top_k, stride = worker.stride(each.out);
+    worker.share(worker.engine.routing.num_chosen * product.num_pairs, [&](int64_t i) {
+        const int64_t pair = i % product.num_pairs, lanes = each.flags & TW_PAIRED ? kLanes : 2 * kLanes;
+        Result result = result_of(each, worker.at(each.out, 0) + pair * lanes, pair, width);
+        product.make(i / product.num_pairs, pair, result, [&](int64_t entry) {
+            return entry / each.top_k * stride + entry % each.top_k * width;
+        });
+    });
+}
+
+// The weighted sum of every token's products, 32 columns at a time.
+void share_sums(Worker& worker, const Product& product) {
+    const TwInstruction& each = product.each;
+    const Routing& routing = worker.engine.routing;
+    float* products = product.scratch.products;
+    worker.share(product.num_pairs, [&](int64_t pair) {
+        const int64_t first = pair * 2 * kLanes, count = std::min<int64_t>(2 * kLanes, each.out.width - first);
+        Result result = result_of(each, products, pair, each.out.width);
+        for (int32_t group = 0; group < routing.num_chosen; group++)
+            product.make(group, pair, result, [](int64_t entry) { return entry * 2 * kLanes; });
+        for (int64_t token = 0; token < worker.num_rows; token++) {
+            float sum[2 * kLanes];
+            worker.kernels().weigh(products + token * each.top_k * 2 * kLanes, routing.weights.data() + token * each.top_k, each.top_k, 2 * kLanes, count, sum);
+            float* out = worker.at(each.out, token) + first;
+            if (each.y.buffer >= 0) {
+                float shared[2 * kLanes];
+                worker.kernels().sigmoid_gate(worker.at(each.y, token) + first, worker.at(each.gate, token), count, true, shared);
+                for (int64_t i = 0; i < count; i++) sum[i] += shared[i];
+            }
+            for (int64_t i = 0; i < count; i++) out[i] = each.flags & TW_RESIDUAL ? out[i] + sum[i] : sum[i];
+        }
+    });
+}
+
+}  // namespace
+
+int64_t experts_scratch(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens) {
+    return Scratch(kNowhere, Rows(weight, each, num_tokens)).num_bytes;
+}
+
+int64_t experts_operand(const TwTensor& weight, const TwInstruction& each, int64_t num_tokens) {
+    return Rows(weight, each, num_tokens).wide * 5 * num_tokens * each.top_k + 4096;
+}
+
+void run_route(Worker& worker, const TwInstruction& each) {
+    if (worker.num_rows > kFewTokens) {
+        worker.share(worker.num_rows, [&](int64_t token) { choose(worker, each, token); });
+        worker.meet();
+        worker.share(1, [&](int64_t) { sort(worker, each); });
+        return;
+    }
+    worker.share(1, [&](int64_t) {
+        for (int64_t token = 0; token < worker.num_rows; token++) choose(worker, each, token);
+        sort(worker, each);
+    });
+}
+
+void run_experts(Worker& worker, const TwInstruction& each) {
+    const TwTensor& weight = worker.engine.tensors[each.weight];
+    const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
+    const Rows rows(weight, each, worker.num_rows);
+    const Scratch scratch(worker.scratch(), rows);
+    const Prepared prepared(rows.few() ? scratch.rows : worker.engine.operand.data(), rows.num_slots, rows.wide, arithmetic);
+    auto prepare = [&](int64_t token) { prepare_token(worker, each, rows, prepared, arithmetic, token); };
+    if (rows.few()) {
+        for (int64_t token = 0; token < rows.num_tokens; token++) prepare(token);
+    } else {
+        worker.share(rows.num_tokens, prepare);
+        worker.meet();
+    }
+    const int64_t num_pairs = num_panels(weight.rows / each.num_experts, each.flags & TW_PAIRED) / 2;
+    const Product product{worker, each, weight, rows, prepared, scratch, arithmetic, num_pairs};
+    if (each.op == TW_EXPERTS) share_products(worker, product);
+    else share_sums(worker, product);
+}
+
+}  // namespace tw
