@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,9 +47,15 @@ def _seed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing a test compiles is found by, or taken from, the user's cache."""
+    """Nothing a test compiles is found by, or taken from, the user's cache. The library of the
+    native backend, which is told by its sources, is built once for all workers and later runs.
+    """
+    cache = tmp_path_factory.mktemp("cache")
+    shared = Path(tempfile.gettempdir()) / f"tilewright-tests-{getpass.getuser()}"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    (cache / "native").symlink_to(shared)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TILEWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TILEWRIGHT_CACHE", str(cache))
         yield
 
 

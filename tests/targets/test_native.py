@@ -285,12 +285,6 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     build.library_path.cache_clear()
 
 
-def test_a_model_without_kernels_names_the_other_backend() -> None:
-    model = tiny_model(model_type="qwen3_moe", num_experts=4, experts_per_token=2)
-    with pytest.raises(CompileError, match="--backend onnxruntime"):
-        compiled(model, "cpu-native", precision=precision_of("bfp8"))
-
-
 @pytest.mark.parametrize("name", ["bfp8", "bfp4"])
 def test_keys_and_values_are_rounded_as_the_format_says(
     name: str, monkeypatch: pytest.MonkeyPatch

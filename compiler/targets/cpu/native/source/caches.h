@@ -25,7 +25,8 @@ struct CacheLayout {
     }
 
     // Bytes that the first positions take of the keys, or the values, of a head; whole blocks of 16.
-    int64_t bytes_of(int64_t num_positions) const { return rounded(num_positions, 16) * dim * (is_bf16 ? 2 : 4); }
+    int64_t bytes_of(int64_t num_positions) const { return rounded(num_positions, 16) * position_bytes(); }
+    int64_t position_bytes() const { return dim * (is_bf16 ? 2 : 4); }
 };
 
 // Floats that a seat keeps of a state whatever its length: a window is [positions][channels], a

@@ -136,7 +136,7 @@ int64_t tw_seat_bytes(void* engine, int32_t num_positions) {
     Engine& own = *(Engine*)engine;
     int64_t total = 0;
     for (size_t i = 0; i < own.layouts.size(); i++)
-        total += 2 * own.states[i].num_heads * own.layouts[i].bytes_of(num_positions);
+        total += own.layouts[i].seat_bytes ? 2 * own.states[i].num_heads * own.layouts[i].position_bytes() * num_positions : 0;
     return total;
 }
 
