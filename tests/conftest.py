@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import getpass
+import gc
 import importlib.util
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,8 +21,22 @@ hypothesis.settings.load_profile("tilewright")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Two workers share two cores: a thread that waits for the others must not spin meanwhile. Workers
+# read it before they load OpenMP.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 NUM_THREADS = 2
 torch.set_num_threads(NUM_THREADS)
+
+
+def pytest_collection_finish() -> None:
+    """What imports and collection made stays: the garbage collector need not walk it any more."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -45,17 +58,23 @@ def _seed() -> Iterator[None]:
         torch.cuda.synchronize()
 
 
+MACHINE_CODE = ("numba", "native", "kernels")
+"""Folders of the cache whose files are named by the hash of the sources they are compiled from."""
+
+
 @pytest.fixture(autouse=True, scope="session")
-def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Nothing a test compiles is found by, or taken from, the user's cache. The library of the
-    native backend, which is told by its sources, is built once for all workers and later runs.
+def _own_cache(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    """Nothing a test compiles is found by, or taken from, the user's cache.
+
+    Machine code lies in pytest's cache, where the other worker and the next run find it.
     """
-    cache = tmp_path_factory.mktemp("cache")
-    shared = Path(tempfile.gettempdir()) / f"tilewright-tests-{getpass.getuser()}"
-    shared.mkdir(mode=0o700, exist_ok=True)
-    (cache / "native").symlink_to(shared)
+    folder, kept = tmp_path_factory.mktemp("cache"), getattr(request.config, "cache", None)
+    for name in MACHINE_CODE if kept is not None else ():
+        (folder / name).symlink_to(kept.mkdir(name))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TILEWRIGHT_CACHE", str(cache))
+        patch.setenv("TILEWRIGHT_CACHE", str(folder))
         yield
 
 

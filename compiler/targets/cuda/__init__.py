@@ -1,7 +1,7 @@
 """NVIDIA GPUs: fused kernels over paged caches, a decode step in one CUDA graph.
 
-Tests run the same kernels on a CPU, in Triton's interpreter as tests/targets/cuda/conftest.py mends
-it.
+Tests run the same kernels on a CPU, in Triton's interpreter, which tests/targets/interpreter.py
+mends.
 """
 
 from __future__ import annotations

@@ -1,0 +1,224 @@
+"""Triton's interpreter as the tests use it: closer to a GPU, and without work that changes nothing.
+
+Versions 3.6 to 3.9 are meant. What a kernel computes in it is the same with and without `hasten`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def mend() -> None:
+    """Three things in which the interpreter is not what a GPU is.
+
+    A loop's bound may be what a kernel computed: it is held as an array of one element, which int()
+    refuses from numpy 2.4 on. And float32 is rounded to bfloat16, not truncated. And a condition
+    joined with a scalar one is held as integers, which 3.9 refuses as a mask.
+    """
+    from triton.runtime import interpreter
+
+    patch, convert = interpreter._patch_lang_tensor, interpreter._convert_float
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    def convert_rounding(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        if (source.name, target.name) != ("fp32", "bf16"):
+            return convert(data, source, target, mode)
+        bits = np.ascontiguousarray(data).view(np.uint32)
+        rounded = bits + 0x7FFF + ((bits >> 16) & 1)
+        return np.where(np.isnan(data), 0x7FC0, rounded >> 16).astype(np.uint16)
+
+    def with_bool_mask(name: str, position: int) -> None:
+        access = getattr(interpreter.InterpreterBuilder, name)
+
+        def masked(self: Any, *args: Any) -> Any:
+            mask = args[position]
+            if mask.data.dtype != np.bool_:
+                mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+            return access(self, *args[:position], mask, *args[position + 1 :])
+
+        setattr(interpreter.InterpreterBuilder, name, masked)
+
+    interpreter._patch_lang_tensor = patch_with_index
+    interpreter._convert_float = convert_rounding
+    with_bool_mask("create_masked_load", 1)
+    with_bool_mask("create_masked_store", 2)
+
+
+def hasten() -> None:
+    """Leave out what the interpreter does again and again for nothing: two thirds of its time.
+
+    It lays its functions over ``triton.language`` at each launch and each call of a device
+    function, makes a type and a shape anew for each value, and computes each sum of integers a
+    second time in 64 bits for an assertion that is off.
+    """
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    _lay_over_once(interpreter)
+    _keep_types(interpreter)
+    _look_types_up(interpreter)
+    _leave_spreading_to_numpy(interpreter)
+    _convert_by_table(interpreter)
+
+
+class _Kept:
+    """What is laid over the language stays there: nothing runs it but the interpreter."""
+
+    def restore(self) -> None:
+        pass
+
+
+def _lay_over_once(interpreter: Any) -> None:
+    lay_over, kept = interpreter._patch_lang, _Kept()
+
+    @functools.cache
+    def once(function: Callable[..., Any]) -> _Kept:
+        lay_over(function)
+        return kept
+
+    def patch(obj: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        # A method of a tensor hands on to a free function that asks for the semantic; the wrapper
+        # around that one only asks whether it is there.
+        inner = getattr(member, "__wrapped__", member)
+        semantic = interpreter.interpreter_semantic
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return inner(*args, **kwargs)
+
+        if scope:
+            scope[0].set_attr(obj, name, called)
+        else:
+            setattr(obj, name, called)
+
+    interpreter._patch_lang = once
+    interpreter._patch_attr = patch
+
+
+def _keep_types(interpreter: Any) -> None:
+    """One object for each shape and each type of blocks."""
+    core = interpreter.tl.core
+    make_block, unwrap = core.block_type.__init__, core._unwrap_if_constexpr
+    blocks: dict[tuple[Any, ...], Any] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    plain = {int, float, bool, str, type(None), core.tensor, core.dtype}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(unwrap(size) for size in shape))
+        held = blocks.get(key)
+        if held is None:
+            make_block(self, element_ty, shape)
+            self.sizes = key[1:]
+            blocks[key] = self
+        else:
+            self.__dict__.update(held.__dict__)
+
+    def with_element(self: Any, element_ty: Any) -> Any:
+        return blocks.get((element_ty.name, *self.sizes)) or core.block_type(element_ty, self.shape)
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = getattr(type, "sizes", ())
+        held = shapes.get(sizes)
+        if held is None:
+            numel = core.constexpr(int(np.prod(sizes, dtype=np.int64)))
+            held = shapes[sizes] = numel, core.tuple([core.constexpr(size) for size in sizes])
+        self.numel, self.shape = held
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        return value if kind in plain else unwrap(value)
+
+    core.block_type.__init__, core.block_type.with_element_ty = init_block, with_element
+    core.block_type.to_ir = lambda self, builder: self
+    core.tensor.__init__ = init_tensor
+    core._unwrap_if_constexpr = unwrapped
+
+
+def _look_types_up(interpreter: Any) -> None:
+    """What two types come to, and whole numbers as tensors, are kept."""
+    semantic, kind = interpreter.TritonSemantic, interpreter.tl.core.dtype
+    compute, constant, equal = semantic.computation_type_impl, semantic.scalar_constant, kind.__eq__
+    whole = frozenset(kind.SINT_TYPES + kind.UINT_TYPES)
+    types: dict[tuple[Any, ...], Any] = {}
+    constants: dict[tuple[str, int], Any] = {}
+
+    def computed(self: Any, lhs: Any, one: bool, rhs: Any, other: bool, divides: bool) -> Any:
+        key = (lhs.name, one, rhs.name, other, divides)
+        held = types.get(key)
+        if held is None:
+            held = types[key] = compute(self, lhs, one, rhs, other, divides)
+        return held
+
+    def constant_once(self: Any, value: Any, dtype: Any) -> Any:
+        if type(value) is not int:
+            return constant(self, value, dtype)
+        held = constants.get((dtype.name, value))
+        if held is None:
+            held = constants[dtype.name, value] = constant(self, value, dtype)
+        return held
+
+    semantic.computation_type_impl, semantic.scalar_constant = computed, constant_once
+    kind.__eq__ = lambda self, other: self is other or equal(self, other)
+    kind.is_int = lambda self: self.name in whole
+
+
+def _leave_spreading_to_numpy(interpreter: Any) -> None:
+    """Operands of one operation get one shape; the smaller one's values are not written out."""
+    semantic, core = interpreter.TritonSemantic, interpreter.tl.core
+    broadcast, check = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
+
+    def spread(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    def of_shape(value: Any, held: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+        if held == sizes:
+            return value
+        return core.tensor(value.handle, core.block_type(value.dtype, [*sizes]))
+
+    def paired(lhs: Any, rhs: Any) -> Any:
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        one, other = getattr(lhs.type, "sizes", ()), getattr(rhs.type, "sizes", ())
+        sizes = np.broadcast_shapes(one, other) if one and other else one or other
+        return of_shape(lhs, one, sizes), of_shape(rhs, other, sizes)
+
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.broadcast_impl_value = paired
+        try:
+            return check(self, *args, **kwargs)
+        finally:
+            del self.broadcast_impl_value
+
+    semantic.broadcast_impl_value = spread
+    semantic.binary_op_type_checking_impl = checked
+
+
+def _convert_by_table(interpreter: Any) -> None:
+    """What numpy holds each type in, looked up; bfloat16 widened by a shift."""
+    find, convert, kinds = interpreter._get_np_dtype, interpreter._convert_float, {}
+
+    def find_once(kind: Any) -> np.dtype:
+        held = kinds.get(kind.name)
+        if held is None:
+            held = kinds[kind.name] = find(kind)
+        return held
+
+    def widen(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
+        if (source.name, target.name) != ("bf16", "fp32"):
+            return convert(data, source, target, mode)
+        return data.astype(np.uint32) << 16
+
+    interpreter._get_np_dtype = find_once
+    interpreter._convert_float = widen
