@@ -53,10 +53,11 @@ WITH_TORCH = (
 IMPORT_EACH = """
 import importlib, json, os, sys
 results = {}
-for module in sys.argv[1:]:
+for modules in sys.argv[1:]:
     reading, writing = os.pipe()
     if os.fork() == 0:
-        importlib.import_module(module)
+        for module in modules.split():
+            importlib.import_module(module)
         torch = sys.modules.get("torch")
         names = {"torch", "onnxruntime", "transformers", "triton", "sympy"}
         heavy = sorted(names & set(sys.modules))
@@ -64,7 +65,7 @@ for module in sys.argv[1:]:
         os.write(writing, json.dumps(found).encode())
         os._exit(0)
     os.close(writing)
-    results[module] = json.loads(os.read(reading, 4096) or "null")
+    results[modules] = json.loads(os.read(reading, 4096) or "null")
     os.close(reading)
     os.wait()
 print(json.dumps(results))
@@ -74,12 +75,25 @@ print(json.dumps(results))
 @pytest.fixture(scope="module")
 def imported() -> dict[str, tuple[list[str], bool]]:
     """What each module brings in with it, in a process that has imported nothing before: heavy
-    libraries, and whether a device is initialised. One interpreter starts and forks for each.
+    libraries, and whether a device is initialised.
+
+    What all together do not bring in, none does; else one interpreter starts and forks for each.
     """
-    command = [sys.executable, "-c", IMPORT_EACH, *WITHOUT_TORCH, *WITH_TORCH]
+    light, heavy = " ".join(WITHOUT_TORCH), " ".join(WITH_TORCH)
+    together = bring_in(light, heavy)
+    if together == {light: [[], False], heavy: [["torch"], False]}:
+        return {
+            **dict.fromkeys(WITHOUT_TORCH, ([], False)),
+            **dict.fromkeys(WITH_TORCH, (["torch"], False)),
+        }
+    return bring_in(*WITHOUT_TORCH, *WITH_TORCH)
+
+
+def bring_in(*modules: str) -> dict[str, tuple[list[str], bool]]:
+    command = [sys.executable, "-c", IMPORT_EACH, *modules]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found: dict[str, tuple[list[str], bool]] = json.loads(done.stdout)
     assert all(found.values()), f"{[name for name in found if not found[name]]}\n{done.stderr}"
     return found
 

@@ -117,9 +117,9 @@ def test_the_reference_is_transformers(
     assert float(difference) <= 1e-4
 
 
-def chats(model: LoadedModel) -> list[tuple[int, ...]]:
-    """Five of the sample questions as the demo asks them."""
-    questions = [prompt.text for prompt in sample_prompts("questions.json")[:5]]
+def chats(model: LoadedModel, count: int) -> list[tuple[int, ...]]:
+    """The first sample questions as the demo asks them."""
+    questions = [prompt.text for prompt in sample_prompts("questions.json")[:count]]
     return [
         tuple(
             model.tokenizer.encode(
@@ -131,25 +131,26 @@ def chats(model: LoadedModel) -> list[tuple[int, ...]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def answered(model: LoadedModel, reference: Executable) -> list[Request]:
-    """The greedy answers of the reference, all five at once, 64 tokens at most."""
-    params = SamplingParams(max_tokens=64, end_tokens=tuple(model.tokenizer.eos_ids))
-    requests = [Request(index, prompt, params) for index, prompt in enumerate(chats(model))]
+def answered(
+    model: LoadedModel, reference: Executable, *, count: int, max_tokens: int
+) -> list[Request]:
+    """The greedy answers of the reference, all at once."""
+    params = SamplingParams(max_tokens=max_tokens, end_tokens=tuple(model.tokenizer.eos_ids))
+    requests = [Request(index, prompt, params) for index, prompt in enumerate(chats(model, count))]
     EngineLoop(reference).generate(requests)
-    assert len({tuple(request.output) for request in requests}) == 5
-    assert max(len(request.output) for request in requests) == 64
+    assert len({tuple(request.output) for request in requests}) == count
+    assert max(len(request.output) for request in requests) == max_tokens
     return requests
 
 
 def test_greedy_text_is_transformers_likeliest(
-    answered: list[Request], theirs: transformers.LlamaForCausalLM
+    model: LoadedModel, reference: Executable, theirs: transformers.LlamaForCausalLM
 ) -> None:
     """Every token is transformers' argmax after the ones before it: its greedy text, by induction.
 
-    `generate` itself, one token after another, is the slow test below.
+    `generate` itself, one token after another and of longer answers, is the slow test below.
     """
-    for request in answered:
+    for request in answered(model, reference, count=2, max_tokens=16):
         fed = torch.tensor([[*request.prompt, *request.output[:-1]]])
         with torch.no_grad():
             logits = theirs(fed).logits[0, len(request.prompt) - 1 :]
@@ -158,10 +159,10 @@ def test_greedy_text_is_transformers_likeliest(
 
 @pytest.mark.slow
 def test_greedy_text_is_transformers_generate(
-    model: LoadedModel, answered: list[Request], theirs: transformers.LlamaForCausalLM
+    model: LoadedModel, reference: Executable, theirs: transformers.LlamaForCausalLM
 ) -> None:
     ends = list(model.tokenizer.eos_ids)
-    for request in answered:
+    for request in answered(model, reference, count=5, max_tokens=64):
         prompt = torch.tensor([request.prompt])
         with torch.no_grad():
             generated = theirs.generate(
@@ -175,16 +176,8 @@ def test_greedy_text_is_transformers_generate(
         assert request.output == generated[0, len(request.prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "performance",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("bf16", "all-bfp8", "all-bfp4", "accuracy")
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["performance", "bf16", "all-bfp8", "all-bfp4", "accuracy"])
 def test_the_exact_cpu_is_the_reference_on_the_same_weights(
     model: LoadedModel, tokens: list[int], name: str
 ) -> None:

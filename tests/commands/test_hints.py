@@ -98,8 +98,9 @@ def test_a_file_for_a_board_is_run_where_the_board_is(
 
 def test_what_a_sweep_proposes(run: Run, tiny_gguf: Path, tmp_path: Path, refused: Refused) -> None:
     path = tmp_path / ODD / "s.jsonl"
+    kept = ("--results", path)
     grid = ("--models", tiny_gguf, "--targets", "null", "--precisions", "bf16")
-    said = run("sweep", "grid", *grid, "--cases", "performance-device-perf", "--results", path)
+    said = run("sweep", "grid", *grid, "--cases", "performance-device-perf", "--rounds", "1", *kept)
     words = proposed(said.replace("\n ", " "), "tables: ")
     assert "# Sweep: grid" in run_proposed(run, words)
     said = refused("show", str(path), verb="sweep")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
@@ -38,9 +39,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def swept(path: Path, tiny_gguf: Path) -> Journal:
-    """Two configurations, timed once."""
-    argv = ["--models", str(tiny_gguf), *GRID, *CASES, "--results", str(path)]
-    assert main(["sweep", *argv]) == 0
+    """Two configurations, timed once; begun in a folder whose packages are named as ours."""
+    for name in ("models", "compiler", "tilewright", "bench"):
+        (path.parent / name).mkdir()
+        (path.parent / name / "__init__.py").write_text("raise SystemExit('theirs')")
+    argv = ["--models", str(tiny_gguf), *GRID, *CASES, "--results", path.name]
+    with contextlib.chdir(path.parent):
+        assert main(["sweep", *argv]) == 0
     return Journal.open(path)
 
 
@@ -67,6 +72,12 @@ def test_a_sweep_runs_from_options_to_tables(
     assert main(["sweep", "status", str(swept.path)]) == 0
     out = capfd.readouterr().out
     assert "all-q80" in out and "all-bfp8" in out
+
+
+def test_a_user_s_packages_of_our_names_are_not_in_the_way(swept: Journal) -> None:
+    """The sweep began beside such packages, each of which would have ended a cell."""
+    assert (swept.path.parent / "models" / "__init__.py").exists()
+    assert swept.state.count("done") == 2
 
 
 def test_what_a_plan_says_weights_weigh_is_what_they_weigh(swept: Journal) -> None:
@@ -294,13 +305,3 @@ def test_figures_of_other_code_are_not_taken_without_a_word(
     monkeypatch.setattr(run, "run_journal", lambda journal, options: 0)
     assert main([*resumed, "--other-code", "rerun"]) == 0
     assert [each.cell.id for each in Journal.open(journal.path).state.open_cells()] == [theirs.id]
-
-
-def test_a_user_s_packages_of_our_names_are_not_in_the_way(tiny_gguf: Path, tmp_path: Path) -> None:
-    """A sweep of one cell, begun in a folder that has such packages of its own."""
-    for name in ("models", "compiler", "tilewright", "bench"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise SystemExit('theirs')")
-    argv = ["--models", str(tiny_gguf), "--precisions", "all-q80", "--base", "all-q80", *CASES]
-    assert main(["sweep", *argv, "--rounds", "1", "--results", "sweep.jsonl"]) == 0
-    assert Journal.open(tmp_path / "sweep.jsonl").state.count("done") == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.conftest import Server, server, start_server, tiny_gguf
+from tests.serve.conftest import Server
 from tilewright.compiler.cli import main
 from tilewright.compiler.errors import TilewrightError
 from tilewright.compiler.serve.load.client import Client, Heard, connected, read_metrics
@@ -20,8 +20,6 @@ from tilewright.compiler.serve.load.plans import PLANS
 from tilewright.compiler.serve.load.schemas import keeps
 from tilewright.compiler.serve.load.shape import Shape
 from tilewright.compiler.serve.load.soak import _left
-
-__all__ = ["server", "start_server", "tiny_gguf"]
 
 SMALL = Shape(
     requests=12,
