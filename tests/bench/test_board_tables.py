@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.bench.test_perf_tables import accuracy, make
+from tests.bench.perf_records import accuracy, make
 from tilewright.compiler.bench import perf_md
 from tilewright.compiler.bench.board_tables import published_row, published_tables
 from tilewright.compiler.bench.perf_tables import render_results

@@ -10,7 +10,7 @@ import pytest
 
 from bench import perf_check
 from bench.perf_check import EXIT_NOT_REPRODUCED, Claim, claims, command_of, compare, main
-from tests.bench.test_perf_tables import accuracy, make, measured_accuracy
+from tests.bench.perf_records import accuracy, make, measured_accuracy
 from tilewright.compiler.bench.record import Repeat, Result, medians
 from tilewright.compiler.bench.results import append
 from tilewright.compiler.devices import CpuDescription

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
-from tests.bench.test_perf_tables import HEADINGS, make, rows
+from tests.bench.perf_records import HEADINGS, make, rows
 from tilewright.compiler.bench import perf_md, perf_tables
 from tilewright.compiler.bench.perf_tables import render_results
 from tilewright.compiler.bench.record import Result

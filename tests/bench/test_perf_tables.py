@@ -2,79 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from hypothesis import given
-from hypothesis import strategies as st
-
+from tests.bench.perf_records import HEADINGS, accuracy, make, measured_accuracy, rows
 from tilewright.compiler.bench import perf_md
-from tilewright.compiler.bench.markdown import merge
-from tilewright.compiler.bench.perf_tables import plan_tables, render_results
+from tilewright.compiler.bench.perf_tables import render_results
 from tilewright.compiler.bench.record import (
     KINDS,
-    Accuracy,
     ContractLine,
     Paired,
     Repeat,
-    Result,
     medians,
 )
 from tilewright.compiler.bench.selection import unplaced
-
-HEADINGS = {
-    name: f"precision_cfg = {{ff1_3: {form}}}, fidelity_cfg = {{li_ff1_3: hifi2}}"
-    for name, form in {
-        "performance": "bfp4",
-        "accuracy": "bf16",
-        "all-bfp8": "bfp8",
-        "mine": "bfp2",
-    }.items()
-}
-
-
-def make(precision: str = "performance", *, day: int = 1, **changes: Any) -> Result:
-    fields: dict[str, Any] = {
-        "case": "performance-ci-1",
-        "model": "SmolLM2-135M-Instruct",
-        "weights": "checkpoint",
-        "model_hash": "h1",
-        "device": "CPU",
-        "device_detail": "a processor | 2 threads",
-        "target": "cpu",
-        "batch": 1,
-        "prompt_length": 128,
-        "num_generated": 200,
-        "context": 328,
-        "precision_name": precision,
-        "precision_id": precision,
-        "heading": HEADINGS[precision],
-        "effective_id": precision,
-        "ttft_ms": 100.0,
-        "decode_tsu": 120.04,
-        "spread": 0.0123,
-        "peak_memory_bytes": 450_400_000,
-        "versions": {"torch": "2", "onnxruntime": "1"},
-        "timestamp": f"2026-01-{day:02}T00:00:00+00:00",
-    }
-    return Result(**{**fields, **changes})
-
-
-def accuracy(num_top1: int = 470, **changes: Any) -> Accuracy:
-    return Accuracy.from_counts(
-        "ref", num_positions=512, num_top1=num_top1, num_top5=505, **changes
-    )
-
-
-def measured_accuracy(precision: str = "performance", **changes: Any) -> Result:
-    lengths = {"case": "performance-token-matching", "prompt_length": 512, "num_generated": 512}
-    fields = {**lengths, "ttft_ms": None, "decode_tsu": None, "accuracy": accuracy(), **changes}
-    return make(precision, **fields)
-
-
-def rows(results: list[Result], kind: perf_md.SectionKind, **options: Any) -> tuple:
-    section = perf_md.parse(render_results(results)).find(kind, **options)
-    return section.rows if section else ()
 
 
 def test_a_row_has_speed_and_accuracy_of_their_own_measurements() -> None:
@@ -325,80 +265,3 @@ def test_only_printed_results_have_their_environment_printed() -> None:
     assert "| new " in text
     assert "| old " not in text
     assert "onnxruntime 1, torch 2" in text
-
-
-shapes = st.characters(categories="LMNPS", include_characters=" ", exclude_characters="|()")
-plain = st.text(shapes, min_size=1, max_size=8).filter(lambda text: text == text.strip())
-values = st.none() | st.floats(0, 1e9)
-
-
-@st.composite
-def any_results(draw: st.DrawFn) -> list[Result]:
-    models = draw(st.lists(plain, min_size=1, max_size=2, unique=True))
-    results = []
-    for _ in range(draw(st.integers(0, 8))):
-        top = sorted(draw(st.tuples(*[st.integers(1, 1000)] * 3)))
-        found = Accuracy.from_counts(
-            "r",
-            num_top1=top[0],
-            num_top5=top[1],
-            num_positions=top[2],
-            kl_mean=draw(st.none() | st.floats(-1e-9, 1e9)),
-            paired=draw(
-                st.none() | st.builds(Paired, plain, b=st.just(1), c=st.just(2), p=st.floats(0, 1))
-            ),
-        )
-        result = make(
-            draw(st.sampled_from(sorted(HEADINGS))),
-            day=draw(st.integers(1, 28)),
-            model=draw(st.sampled_from(models)),
-            weights=draw(st.sampled_from(["checkpoint", "random"])),
-            device=draw(st.sampled_from(["CPU", "TG"])),
-            dp=draw(st.sampled_from([1, 4])),
-            mesh=draw(st.sampled_from(["1x1", "1x2"])),
-            batch=draw(st.sampled_from([1, 32])),
-            prompt_length=draw(st.sampled_from([128, 2048, 100])),
-            kind=draw(st.sampled_from(KINDS)),
-            decode_tsu=draw(values),
-            ttft_ms=draw(values),
-            tps=draw(values),
-            accuracy=draw(st.sampled_from([None, found])),
-            contract=(ContractLine(draw(plain), draw(st.text(max_size=5)), "s", "e"),),
-        )
-        same = draw(st.sampled_from([result.effective_id, "shared"]))
-        results.append(dataclasses.replace(result, effective_id=same))
-    return results
-
-
-@given(any_results())
-def test_what_is_rendered_reads_back(results: list[Result]) -> None:
-    text = merge("# Mine\n", "results", render_results(results))
-    document = perf_md.parse(text)
-    plans = [plan for plan in plan_tables(results) if plan.level == 2]
-    read = [section for section in document.sections if section.level == 2]
-    assert [section.title for section in read] == [plan.title for plan in plans]
-    for plan, section in zip(plans, read, strict=True):
-        is_typed = not plan.title.startswith(("Numeric contract", "Environment"))
-        assert (section.kind != "other") == is_typed
-        if is_typed:
-            cells = [tuple(row.cells.values()) for row in section.rows]
-            assert plan.table is not None and cells == list(plan.table.rows)
-            assert all(tuple(row.cells) == plan.table.columns for row in section.rows)
-
-
-@given(any_results())
-def test_every_placed_result_or_a_newer_one_has_a_row(results: list[Result]) -> None:
-    document = perf_md.parse(render_results(results))
-    for kind in KINDS:
-        wanted = [
-            result
-            for result in results
-            if result.kind == kind and result.batch == 1 and result.prompt_length == 2048
-            if result.decode_tsu is not None or result.ttft_ms is not None
-        ]
-        section = document.find("long_context", context_k=2, result_kind=kind)
-        printed = {(r.model, r.random, r.device, r.dp) for r in section.rows} if section else set()
-        assert printed <= {(r.model, r.weights == "random", r.device, r.dp) for r in wanted}
-        if wanted:
-            newest = max(r.when for r in results if r not in unplaced(results) and r.kind == kind)
-            assert printed or newest > max(r.when for r in wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import signal
@@ -10,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.commands.conftest import tiny_gguf
+from tests.serve.asked import Asked
 
 __all__ = ["Server", "post", "server", "start_server", "tiny_gguf"]
 
@@ -25,29 +25,11 @@ _PATIENCE = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class Server(Asked):
     """A running one; ``log`` holds what it has said."""
 
     process: subprocess.Popen[bytes]
-    port: int
     log: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def ask(
-        self, method: str, path: str, body: bytes | None = None, **headers: str
-    ) -> tuple[int, bytes, Mapping[str, str]]:
-        """One request on a connection of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            named = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, body, named)
-            answer = connection.getresponse()
-            return answer.status, answer.read(), {k.lower(): v for k, v in answer.getheaders()}
-        finally:
-            connection.close()
 
     def get(self, path: str) -> Any:
         return json.loads(self.ask("GET", path)[1])
@@ -105,7 +87,7 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         command += ["--port", str(port), "--threads", "1", "--no-cache", *argv]
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ)
-        server = Server(process, port, log)
+        server = Server(port, process, log)
         running.append(server)
         if waits:
             server.wait_until(lambda: server.is_healthy() or process.poll() is not None, _PATIENCE)
@@ -122,6 +104,6 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def server(start_server: Start) -> Server:
     """One that all tests share which leave it as it was."""
     options = ("--max-seats", "4", "--max-context", "512", "--tool-format", "hermes")
-    started = start_server("--target", "reference", *options)
+    started = start_server("--target", "cpu", *options)
     assert started.process.poll() is None, started.log.read_text()
     return started

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import http.client
 import json
 import socket
 import threading
@@ -14,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tests.serve.asked import Asked
 from tilewright.compiler.serve.front import Front, LoadCoder
 from tilewright.compiler.serve.server import listen, serving
 from tilewright.compiler.serve.settings import Settings
@@ -29,29 +29,11 @@ FAKE = Path(__file__).with_name("fake_engine.py")
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class Running(Asked):
     """A front that listens: what it knows may be read from here, for it is only read."""
 
     front: Front
-    port: int
     loop: asyncio.AbstractEventLoop
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def ask(
-        self, method: str, path: str, body: bytes | None = None, **headers: str
-    ) -> tuple[int, bytes, Mapping[str, str]]:
-        """One request on a connection of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            named = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, body, named)
-            answer = connection.getresponse()
-            return answer.status, answer.read(), {k.lower(): v for k, v in answer.getheaders()}
-        finally:
-            connection.close()
 
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, Any, Mapping[str, str]]:
         """A JSON body, and what is answered."""
@@ -96,7 +78,7 @@ def running_front(
         command = [str(FAKE), "{}"]
         async with serving(settings, command, load, bound) as front:
             loop = asyncio.get_running_loop()
-            found.append(Running(front, bound.getsockname()[1], loop))
+            found.append(Running(bound.getsockname()[1], front, loop))
             while not ends.is_set():
                 await asyncio.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""The API as the openai client sees it, on a tiny model in the reference target."""
+"""The API as the openai client sees it, on a tiny model on the CPU."""
 
 from __future__ import annotations
 

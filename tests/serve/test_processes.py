@@ -51,7 +51,7 @@ def start(where: Path) -> Iterator[Start]:
                 env=environment,
             )
         running.append(process)
-        server = Server(process, port, log)
+        server = Server(port, process, log)
         server.wait_until(lambda: server.is_healthy() or process.poll() is not None)
         assert process.poll() is None, log.read_text()
         return server
