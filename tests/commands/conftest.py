@@ -74,6 +74,15 @@ def tiny_folder(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def board_folder(tiny_folder: Path, tmp_path: Path) -> Path:
+    """With heads as wide as boards want them, and as many as two chips share."""
+    heads = tiny_hf_config(num_attention_heads=2, num_key_value_heads=2, head_dim=32)
+    transformers.LlamaForCausalLM(heads).save_pretrained(tmp_path / "heads")
+    shutil.copy(tiny_folder / "tokenizer.json", tmp_path / "heads")
+    return tmp_path / "heads"
+
+
 Refused = Callable[..., str]
 
 

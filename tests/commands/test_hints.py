@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import transformers
 
 from tests.commands.conftest import Refused
-from tests.models.conftest import tiny_hf_config
 from tilewright.compiler.cli import main
 
 CODE = Path(__file__).resolve().parents[2] / "compiler"
@@ -79,14 +76,11 @@ def test_an_onnx_folder_answers(run: Run, tiny_gguf: Path, tmp_path: Path) -> No
 
 
 def test_a_file_for_a_board_is_run_where_the_board_is(
-    run: Run, tiny_folder: Path, tmp_path: Path
+    run: Run, board_folder: Path, tmp_path: Path
 ) -> None:
     """Here it comes as far as the library that it needs."""
-    heads = tiny_hf_config(num_attention_heads=2, num_key_value_heads=2, head_dim=32)
-    transformers.LlamaForCausalLM(heads).save_pretrained(tmp_path / "heads")
-    shutil.copy(tiny_folder / "tokenizer.json", tmp_path / "heads")
     options = ("--target", "n150", "--context", "64")
-    said = run("compile", tmp_path / "heads", "-o", tmp_path / ODD, "--emit", "ttnn", *options)
+    said = run("compile", board_folder, "-o", tmp_path / ODD, "--emit", "ttnn", *options)
     python, *words = proposed(said, "run it where ttnn and the board are: ")
     assert python == "python"
     done = subprocess.run([sys.executable, "-I", *words], capture_output=True, text=True)
