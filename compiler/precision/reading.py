@@ -5,6 +5,7 @@ Files are untrusted: size-limited, plain data only, no duplicate keys, no cycles
 
 from __future__ import annotations
 
+import functools
 import importlib.resources
 import json
 import re
@@ -122,7 +123,7 @@ def _load_file(path: Path, *, chain: tuple[Path, ...]) -> PrecisionConfig:
         raise ConfigError(f"{source}: inherits too deeply; allowed: a chain of {MAX_CHAIN} files")
     text = read_text(path, source=source)
     is_json = path.suffix == ".json"
-    raw = as_map(_parse_json(text, source) if is_json else parse_yaml(text, source), where=source)
+    raw = as_map(_parsed(text, source, is_json=is_json), where=source)
     check_keys(raw, (*((_DECODERS,) if is_json else FRAGMENT_KEYS), *_ABOUT), where=source)
     parent = _read_parent(raw, path=path, source=source)
     body = {key: value for key, value in raw.items() if key not in _ABOUT}
@@ -143,6 +144,12 @@ def _display(path: Path) -> str:
     if path.parent == _shipped_folder():
         return f"{FOLDER}/{path.name}"
     return str(path) if str(path).isprintable() else repr(str(path))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str, source: str, *, is_json: bool) -> object:
+    """What a text holds, which nobody changes: one is parsed once, for it takes milliseconds."""
+    return _parse_json(text, source) if is_json else parse_yaml(text, source)
 
 
 def _parse_json(text: str, source: str) -> object:

@@ -203,8 +203,7 @@ class _Hunt:
 
     def _find(self, precision: PrecisionConfig) -> SweptRow | None:
         """A configuration's measurements, where its accuracy is among them."""
-        wanted = self._id(precision)
-        found = (r for r in rows(self.runner.journal.state) if r.cell.precision_id == wanted)
+        found = rows(self.runner.journal.state, self._id(precision))
         return next((row for row in found if row.accuracy is not None), None)
 
     def _row(self, precision: PrecisionConfig) -> SweptRow:

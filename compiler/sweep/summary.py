@@ -96,14 +96,21 @@ class SweptRow:
         return next((s.result.effective_id for s in self.states if s.result is not None), None)
 
 
-def rows(state: SweepState) -> list[SweptRow]:
-    """A row a configuration, in the order of the plan, each compared with the sweep's base."""
+def rows(state: SweepState, precision_id: str | None = None) -> list[SweptRow]:
+    """A row a configuration, in the order of the plan, each compared with the sweep's base; those
+    of one configuration alone (None: of all).
+    """
     grouped: dict[tuple[str, ...], list[CellState]] = {}
     for each in state.cells.values():
-        grouped.setdefault(each.cell.configuration, []).append(each)
+        if precision_id in (None, each.cell.precision_id) or state.planned.is_base(each.cell):
+            grouped.setdefault(each.cell.configuration, []).append(each)
     found = [_row(states) for states in grouped.values()]
     bases = {row.cell.place: row for row in found if state.planned.is_base(row.cell)}
-    return [_with_pairs(row, bases.get(row.cell.place)) for row in found]
+    return [
+        _with_pairs(row, bases.get(row.cell.place))
+        for row in found
+        if precision_id in (None, row.cell.precision_id)
+    ]
 
 
 def merge_equal(found: Sequence[SweptRow]) -> list[SweptRow]:
