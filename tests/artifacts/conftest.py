@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.conftest import MACHINE_CODE
 from tests.tiny import FakeCheckpoint, tiny_model
 from tilewright.compiler.artifacts.cache import ProgramCache
-from tilewright.compiler.files import CACHE_VARIABLE
+from tilewright.compiler.files import CACHE_VARIABLE, cache_dir
 
 
 class FileCheckpoint(FakeCheckpoint):
@@ -28,8 +29,12 @@ class FileCheckpoint(FakeCheckpoint):
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where `cache_dir` points to during a test."""
+    """Where `cache_dir` points to during a test; machine code is not compiled anew for each."""
     folder = tmp_path / "cache"
+    folder.mkdir()
+    for name in MACHINE_CODE:
+        if (shared := cache_dir() / name).is_dir():
+            (folder / name).symlink_to(shared)
     monkeypatch.setenv(CACHE_VARIABLE, str(folder))
     return folder
 
