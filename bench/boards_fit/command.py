@@ -8,17 +8,16 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bench.boards_fit.programs import READINGS, Programs
-from bench.boards_fit.report import Study, study_report, study_rows
-from bench.boards_fit.rows import read_rows
 from tilewright.compiler.bench import perf_md
 from tilewright.compiler.commands.arguments import option, parse
 from tilewright.compiler.commands.console import err, out
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import replace_file
-from tilewright.compiler.targets.tenstorrent import perf_constants
-from tilewright.compiler.targets.tenstorrent.perf_constants import ERROR_BARS, FITTED
+
+if TYPE_CHECKING:
+    from bench.boards_fit.report import Study
 
 _ROOT = Path(__file__).resolve().parents[2]
 SPEEDS, DOCUMENT = "tests/goldens/seed_perf.md", "docs/perf_model.md"
@@ -47,6 +46,12 @@ def main(argv: Sequence[str]) -> int:
         description="Fit the performance model of Tenstorrent boards to published speeds.",
     )
     document = perf_md.load(options.speeds)
+    # what is fitted takes seconds to import, which help and mistakes need not wait for
+    from bench.boards_fit.programs import READINGS, Programs
+    from bench.boards_fit.report import study_report, study_rows
+    from bench.boards_fit.rows import read_rows
+    from tilewright.compiler.targets.tenstorrent import perf_constants
+
     programs = Programs()
     studies = [study_rows(each, read_rows(document, programs, each)) for each in READINGS]
     report = study_report(studies)
@@ -63,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
 
 def is_kept(study: Study) -> bool:
     """Whether the constants in the source are those of a fit."""
+    from tilewright.compiler.targets.tenstorrent.perf_constants import ERROR_BARS, FITTED
+
     pairs = [
         (getattr(FITTED, field.name), getattr(study.constants, field.name))
         for field in dataclasses.fields(FITTED)
