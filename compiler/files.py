@@ -29,6 +29,20 @@ def cache_dir() -> Path:
         raise ConfigError(f"{CACHE_VARIABLE}={named!r}: no such place ({error})") from None
 
 
+def check_fresh(path: Path) -> None:
+    """Refuse a place that no new folder can take.
+
+    Raises:
+        ConfigError: where there is something other than an empty folder, or the name is none.
+    """
+    try:
+        is_taken = path.exists() and not (path.is_dir() and not any(path.iterdir()))
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:200]}: cannot be made ({error.strerror})") from None
+    if is_taken:
+        raise ConfigError(f"{path}: exists and is not empty; allowed: a new or empty folder")
+
+
 def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file for reading; its size is what there is to read.
 

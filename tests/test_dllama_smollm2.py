@@ -59,6 +59,7 @@ def f32(smollm2_path: Path, tmp_path: Path) -> Path:
     return tmp_path / "f32"
 
 
+@pytest.mark.slow
 def test_f32_has_every_weight_of_the_gguf_file(smollm2_path: Path, f32: Path) -> None:
     source, found = load_model(smollm2_path), load_model(f32)
     (file,) = f32.glob("*.m")

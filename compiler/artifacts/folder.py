@@ -14,7 +14,7 @@ from tilewright.compiler.artifacts.digests import file_digest
 from tilewright.compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
 from tilewright.compiler.artifacts.places import MANIFEST
 from tilewright.compiler.errors import CheckpointError, ConfigError, NoRoomError
-from tilewright.compiler.files import mode_of_new, read_regular
+from tilewright.compiler.files import check_fresh, mode_of_new, read_regular
 
 
 def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:
@@ -89,9 +89,8 @@ def fresh_folder(path: Path) -> Iterator[Path]:
     Raises:
         ConfigError: when ``path`` exists and is not an empty folder, or cannot be made.
     """
+    check_fresh(path)
     try:
-        if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-            raise ConfigError(f"{path}: exists and is not empty; allowed: a new or empty folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     except OSError as error:

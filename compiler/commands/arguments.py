@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 from tilewright.compiler.artifacts.places import is_compiled
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.files import check_fresh
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.precision import AUTO, PrecisionConfig, choose_precision, load_precision
 from tilewright.models import FoundModel, check_header, find_model_or_shape, quantised_types
@@ -242,13 +243,17 @@ def take_checkpoint(arguments: argparse.Namespace) -> None:
 
 
 def output_folder(named: str | None) -> Path:
-    """The folder that ``--output`` names. Raises ConfigError where there is none."""
+    """The folder that ``--output`` names. Raises ConfigError where there is none, or it is not a new
+    or empty one.
+    """
     if not named:
         raise ConfigError("no folder to write to; allowed: -o DIR, a new or empty one")
     try:
-        return Path(named).expanduser()
+        path = Path(named).expanduser()
     except RuntimeError as error:
         raise ConfigError(f"{named}: cannot be made ({error})") from None
+    check_fresh(path)  # now: what comes next takes seconds
+    return path
 
 
 @dataclass(frozen=True, slots=True)
