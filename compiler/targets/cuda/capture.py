@@ -15,6 +15,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample
 from tilewright.compiler.targets.cuda.seats import Parameters, SeatTable
 from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Rows, Steps
+from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.program.instructions import Mixer, Plan
 from tilewright.compiler.targets.step import NOT_A_NUMBER, Seat
 
@@ -26,6 +27,15 @@ _LONG_PROMPTS = (768, 1024, 1536, 2048)
 def prompt_buckets(plan: Plan) -> tuple[int, ...]:
     """Tokens of the prompts that are captured, padding included."""
     return (*_PROMPTS, *_LONG_PROMPTS) if has_mixers(plan) else _PROMPTS
+
+
+def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
+    """Rows of the decode steps that are captured, padding included: powers of two up to ``most``
+    (None: as :class:`.trials.Trials` says), the last of them enough for ``max_batch`` where one is.
+    """
+    most = most or read_trials().rows
+    sizes = (1 << power for power in range(most.bit_length()))
+    return tuple(size for size in sizes if size < 2 * max_batch)
 
 
 def has_mixers(plan: Plan) -> bool:

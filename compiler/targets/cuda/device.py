@@ -9,6 +9,7 @@ import torch
 
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda.capture import decode_buckets
 from tilewright.compiler.targets.cuda.experts import held_sizes
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
@@ -21,6 +22,7 @@ _WORKSPACE = 2 << 30
 """Bytes left to the library, to captured graphs and to the context."""
 PROMPT_CHUNK = 65_536
 """Tokens of a prompt in one step: a longer one comes in pieces."""
+_FEW_ROWS = 64
 _MAX_SNAPSHOTS = 64
 _SHARE_OF_SNAPSHOTS = 8
 _GB = 1e9
@@ -156,7 +158,17 @@ def work_bytes(plan: Plan, options: CompileOptions) -> int:
     whole = shapes if exact else shapes[:-1]
     dense = max((size * rows * columns for rows, columns in whole), default=0)
     widest = max((rows for rows, _ in shapes[:-1]), default=0)
-    return _WORKSPACE + tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
+    prompt = tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
+    return _WORKSPACE + prompt + _decode_bytes(plan, options)
+
+
+def _decode_bytes(plan: Plan, options: CompileOptions) -> int:
+    """Bytes of a decode step's own values beyond those of the few rows that the workspace holds:
+    logits above all, with what choosing from them takes.
+    """
+    rows = decode_buckets(options.max_batch)[-1]
+    width = plan.vocab_size + sum(each.width for each in plan.buffers)
+    return 4 * max(0, rows - _FEW_ROWS) * width
 
 
 def _kind(format_name: str, options: CompileOptions) -> str:

@@ -22,6 +22,7 @@ from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import (
     Choice,
     Seated,
+    decode_buckets,
     has_mixers,
     prompt_buckets,
 )
@@ -31,7 +32,7 @@ from tilewright.compiler.targets.cuda.pages import PAGE, pages_of
 from tilewright.compiler.targets.cuda.readings import Readings
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.state import PagedState
-from tilewright.compiler.targets.cuda.steps import MAX_ROWS, Rows, Steps
+from tilewright.compiler.targets.cuda.steps import Rows, Steps
 from tilewright.compiler.targets.cuda.weights import Weights
 from tilewright.compiler.targets.host import HostChoice, Sitting, log_probs
 from tilewright.compiler.targets.program.instructions import Plan
@@ -79,7 +80,7 @@ class CudaExecutable(Executable):
     ) -> None:
         """``num_pages``: of the pool that sequences share; None: a whole context for each."""
         self.contract = contract
-        sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size < 2 * options.max_batch]
+        rows = decode_buckets(options.max_batch)
         is_gpu = device.type == "cuda"
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
@@ -98,8 +99,8 @@ class CudaExecutable(Executable):
         )
         self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
-        rows, exact = min(MAX_ROWS, sizes[-1]), options.compute == "exact"
-        self._steps = Steps(plan, weights, self._state, max_rows=rows, exact=exact)
+        exact = options.compute == "exact"
+        self._steps = Steps(plan, weights, self._state, max_rows=rows[-1], exact=exact)
         if is_gpu:
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
@@ -107,7 +108,7 @@ class CudaExecutable(Executable):
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
         self._buckets = Buckets(
             self._steps,
-            rows=sizes,
+            rows=rows,
             tokens=prompt_buckets(plan),
             num_choosable=lambda: self.num_choosable,
             num_ends=lambda: self._table.num_ends,
@@ -124,8 +125,8 @@ class CudaExecutable(Executable):
         parts: list[Part] = []
         if step.decode:
             self._force(step)
-            for first in range(0, len(step.decode), MAX_ROWS):
-                seats = step.decode[first : first + MAX_ROWS]
+            for first in range(0, len(step.decode), most := self._buckets.rows[-1]):
+                seats = step.decode[first : first + most]
                 seats = step.decode if len(seats) == len(step.decode) else seats
                 parts.append(self._decode(seats, step))
         parts += [part for each in step.prompts if (part := self._prompt(each, step)) is not None]

@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
-from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import attention_decode, native, native_attention
 from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
-from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.embedding import embed
-from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
-from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu, swiglu_apart
-from tilewright.compiler.targets.cuda.library import (
-    add_product,
-    apply_function,
-    attend_from_start,
-    store_product,
-)
+from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu_apart
+from tilewright.compiler.targets.cuda.library import apply_function, attend_from_start
 from tilewright.compiler.targets.cuda.seats import send
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
-from tilewright.compiler.targets.cuda.weights import Weights, product_of, table_of, vector_of
+from tilewright.compiler.targets.cuda.steps_products import Products
+from tilewright.compiler.targets.cuda.trials import Trials, read_trials
+from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     OPERAND,
@@ -51,9 +45,6 @@ from tilewright.compiler.targets.program.instructions import (
     Route,
     SwiGLU,
 )
-
-MAX_ROWS = native.MAX_TOKENS
-"""Rows of a decode step."""
 
 LIBRARY_ATTENTION = 512
 """Prompts longer than this, from their first position, attend through the library."""
@@ -95,24 +86,35 @@ class Steps:
     """
 
     def __init__(
-        self, plan: Plan, weights: Weights, state: PagedState, *, max_rows: int, exact: bool
+        self,
+        plan: Plan,
+        weights: Weights,
+        state: PagedState,
+        *,
+        max_rows: int,
+        exact: bool,
+        trials: Trials | None = None,
     ) -> None:
         self.device = state.tables.device
         self.exact = exact
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
-        self._mixers = Mixers(plan, weights, state, exact=exact, max_rows=max_rows)
+        trials = trials or read_trials()
+        how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
+        self._mixers = Mixers(plan, weights, state, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
         # native kernels read whole eights of rows
-        self._num_rows = rows = MAX_ROWS if self.is_native else max_rows
+        self._num_rows = rows = max(max_rows, native.MAX_TOKENS if self.is_native else 1)
+        self._products = Products(
+            plan, weights, self.device, max_rows=rows, is_native=self.is_native, exact=exact,
+            trials=trials,
+        )  # fmt: skip
         self._flat = [
             torch.zeros(
                 rows * padded(buffer.width), dtype=self._type(buffer.role), device=self.device
             )
             for buffer in plan.buffers
         ]
-        widest = max((each.weight.shape[1] for each in plan.products), default=1)
-        self._normed = torch.zeros(rows * padded(widest), dtype=self._operand, device=self.device)
         self._attention = self._attention_scratch(max_rows)
 
     def _attention_scratch(self, max_rows: int) -> attention_decode.Scratch | None:
@@ -122,6 +124,8 @@ class Steps:
         most = max(found, key=lambda each: each.num_heads * each.state.shape[-1])
         heads, width = most.num_heads, most.state.shape[-1]
         num_pages = self._state.tables.shape[1]
+        if not any(map(self._why_no_native_attention, found)):
+            num_pages = min(num_pages, native_attention.MAX_GROUPS)
         return attention_decode.decode_scratch(max_rows, heads, width, num_pages, self.device)
 
     def kernels(self) -> str:
@@ -161,7 +165,8 @@ class Steps:
         ``captured``: nothing in the chain of these kernels writes ``rows``, tables, old pages or a
         layer's state of sequences before the last of them has read them, or that layer has.
         """
-        step = self._decode_buffers(len(rows.tokens))
+        num_rows = len(rows.tokens)
+        step = self._decode_buffers(num_rows)
         for each in self._plan.instructions:
             if isinstance(each, Gather):
                 step.alias(each.out, each.x)
@@ -170,8 +175,8 @@ class Steps:
             elif isinstance(each, Mixer):
                 where = rows.positions, rows.slots
                 self._mixers.run(each, step, *where, decodes=True, captured=captured)
-            elif not (isinstance(each, Linear) and self._mixers.experts.runs_along(each)):
-                self._run(each, step, rows)
+            elif not (isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows)):
+                self._run(each, step, rows, decodes=True)
         return step.logits
 
     def chosen_experts(self, rows: Rows) -> list[int]:
@@ -204,10 +209,10 @@ class Steps:
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows.positions, rows.slots, decodes=False)
             else:
-                self._run(each, step, rows)
+                self._run(each, step, rows, decodes=False)
         return step.logits
 
-    def _run(self, each: Plain, step: Buffers, rows: Rows) -> None:
+    def _run(self, each: Plain, step: Buffers, rows: Rows, *, decodes: bool) -> None:
         if isinstance(each, Embed):
             embed(step.view(each.out), rows.tokens, self._weights.held(table_of(each)).data)
         elif isinstance(each, SwiGLU):
@@ -215,7 +220,9 @@ class Steps:
         elif isinstance(each, NormHeads):
             weights = [self._weights.vector(vector_of(one)) for one in (each.q_norm, each.k_norm)]
             views = step.view(each.out), step.view(each.qkv)
-            rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps)
+            rms_norm_heads(
+                *views, *weights, num_heads=each.num_heads, eps=each.eps, decodes=decodes
+            )
         elif isinstance(each, Norm):
             weight = self._weights.vector(vector_of(each.weight))
             rms_norm(step.view(each.out), step.view(each.x), weight, eps=each.eps)
@@ -223,92 +230,7 @@ class Steps:
             inputs = [step.view(one) if isinstance(one, Place) else one for one in each.inputs]
             apply_function(each.function, step.view(each.out), inputs)
         elif isinstance(each, Linear):
-            self._product(each, step.view(each.out), step.view(each.x))
-
-    def _product(self, each: Linear, out: Tensor, x: Tensor) -> None:
-        held = self._weights.held(product_of(each))
-        bias = None
-        if each.bias is not None:
-            bias = self._weights.vector(vector_of(each.bias, is_paired=each.swiglu))
-        norm = None
-        if each.norm is not None:
-            norm = self._weights.vector(vector_of(each.norm)), each.eps
-        num_rows = len(x)
-        is_native = self.is_native and held.num_columns % 4 == 0
-        most = native.most_tokens(held) if is_native else MAX_ROWS
-        if self.exact or num_rows > most:
-            self._library_product(each, out, self._norm(x, norm), held, bias)
-        elif is_native:
-            if norm is not None and (num_rows > 1 or not native.takes_norm(held.num_columns)):
-                x, norm = self._norm(x, norm), None
-            epilogue = (
-                native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
-            )
-            native.linear(
-                out,
-                x,
-                held,
-                epilogue=epilogue,
-                num_tokens=num_rows,
-                bias=bias,
-                norm=norm,
-            )
-        else:
-            triton_linear(
-                out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
-            )
-
-    def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None) -> Tensor:
-        """The operand of a product: x, or its norm in a buffer of its own."""
-        if norm is None:
-            return x
-        weight, eps = norm
-        stride = padded(x.shape[1])
-        if len(x) * stride <= self._normed.numel():
-            out = self._normed[: len(x) * stride].view(-1, stride)
-        else:
-            out = torch.empty(len(x), stride, dtype=self._operand, device=self.device)
-        if self.is_native and native.takes_norm(weight.numel()) and len(x) <= MAX_ROWS:
-            native.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
-        else:
-            rms_norm(out, x, weight, eps=eps)
-        return out[:, : x.shape[1]]
-
-    def _library_product(
-        self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
-    ) -> None:
-        stride = out.stride(0)
-        # With the weight's rows of zeros: the library is slow at odd widths.
-        is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
-        is_whole = is_whole and not (each.swiglu or each.residual)
-        weight = self._dense(held, stride if is_whole else held.num_rows)
-        if each.swiglu:
-            gate_up = torch.mm(x, weight.T)
-            if bias is not None:
-                gate_up += bias
-            swiglu(out, gate_up, paired=held.is_paired)
-            return
-        if each.residual:
-            add_product(out, x, weight)
-        elif is_whole:
-            assert out.storage_offset() % stride == 0
-            store_product(out.as_strided((len(out), stride), (stride, 1)), x, weight)
-        else:
-            store_product(out, x, weight)
-        if bias is not None:
-            out += bias
-
-    def _dense(self, held: HeldWeight, num_rows: int) -> Tensor:
-        """``[num_rows, in]`` in the operands' type; blocks, of all rows, are dequantised into fresh
-        memory.
-        """
-        columns = held.num_columns
-        if held.kind == "bf16":
-            return held.data[:num_rows, :columns].to(self._operand)
-        shape = num_rows, padded(columns)
-        dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
-        dequantise(dense, held)
-        return dense
+            self._products.run(each, step.view(each.out), step.view(each.x), decodes=decodes)
 
     def _attend_decode(self, each: Attend, step: Buffers, rows: Rows, captured: bool) -> None:
         assert self._attention is not None

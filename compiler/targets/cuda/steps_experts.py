@@ -6,8 +6,9 @@ Legend: T tokens, K experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from tilewright.compiler.targets.cuda.kernels.expert_linear import (
     sum_experts,
 )
 from tilewright.compiler.targets.cuda.kernels.route import Groups, group, route
+from tilewright.compiler.targets.cuda.trials import TOGETHER, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of
 from tilewright.compiler.targets.program.instructions import (
     ExpertLinear,
@@ -47,16 +49,19 @@ def experts_bytes(plan: Plan, num_tokens: int) -> int:
     return max(sizes)
 
 
+_Each = TypeVar("_Each")
+
+
 @dataclass(frozen=True, slots=True)
 class _Routing:
-    """``weights`` and ``experts [T, K]``; the latter's pairs in ``tiles``, or grouped for runs of
-    tokens.
+    """``weights`` and ``experts [T, K]``; the latter's pairs for runs of tokens: in ``tiles`` of
+    decode steps, or in ``groups``.
     """
 
     weights: Tensor
     experts: Tensor
     groups: tuple[Groups, ...] = ()
-    tiles: native_experts.Tiles | None = None
+    tiles: tuple[native_experts.Tiles, ...] = ()
 
     @property
     def top_k(self) -> int:
@@ -64,8 +69,16 @@ class _Routing:
 
     def parts(self) -> Iterator[tuple[slice, Groups]]:
         """The runs of tokens, each with its groups."""
-        for index, groups in enumerate(self.groups):
-            yield slice(index * PART_TOKENS, (index + 1) * PART_TOKENS), groups
+        return _runs(self.groups, PART_TOKENS)
+
+    def native_parts(self) -> Iterator[tuple[slice, native_experts.Tiles]]:
+        """The runs of a decode step's tokens, each with its tiles."""
+        return _runs(self.tiles, native_experts.MAX_TOKENS)
+
+
+def _runs(found: Sequence[_Each], size: int) -> Iterator[tuple[slice, _Each]]:
+    for index, each in enumerate(found):
+        yield slice(index * size, (index + 1) * size), each
 
 
 class Experts:
@@ -82,12 +95,15 @@ class Experts:
         *,
         exact: bool,
         max_rows: int,
+        trials: Trials | None = None,
     ) -> None:
         self._weights, self._exact = weights, exact
+        self._is_together = (trials or Trials()).experts == TOGETHER
         self._routing: _Routing | None = None  # the last `Route`'s
         self._launched: _Routing | None = None  # that of the last products
         self._watched: list[Tensor] | None = None
-        self.why_not_native = self._why_not_native(plan, device, max_rows)
+        most = min(max_rows, native_experts.MAX_TOKENS)
+        self.why_not_native = self._why_not_native(plan, device, most)
         self._shared = {} if self.why_not_native else self._find_shared(plan)
         self._along = {id(each) for each in self._shared.values()}
 
@@ -129,9 +145,14 @@ class Experts:
                 found |= {id(expert): shared for expert, shared in pairs}
         return found
 
-    def runs_along(self, each: Linear) -> bool:
-        """Whether a product is part of another instruction in decode steps."""
-        return id(each) in self._along
+    def runs_along(self, each: Linear, num_rows: int) -> bool:
+        """Whether a product is part of another instruction in decode steps of so many rows."""
+        return id(each) in self._along and self._is_native(num_rows)
+
+    def _is_native(self, num_rows: int) -> bool:
+        """Whether a decode step of so many rows runs in CUDA C++."""
+        is_few = num_rows <= native_experts.MAX_TOKENS
+        return not self.why_not_native and (is_few or not self._is_together)
 
     def watch(self, run: Callable[[], object]) -> list[Tensor]:
         """The experts ``[T, K]`` that each `Route` chooses while something runs."""
@@ -151,7 +172,7 @@ class Experts:
         """Run one instruction of a block of experts."""
         if isinstance(each, Route):
             logits = step.view(each.logits)
-            if decodes and not self.why_not_native:
+            if decodes and self._is_native(len(logits)):
                 self._routing = self._route_native(each, logits, positions)
             else:
                 self._routing = self._route(each, logits, positions, decodes)
@@ -166,11 +187,23 @@ class Experts:
         num_tokens, num_experts = logits.shape
         weights = logits.new_empty(num_tokens, each.top_k)
         experts = torch.empty_like(weights, dtype=torch.int32)
-        tiles = native_experts.Tiles.empty(num_tokens, each.top_k, num_experts, logits.device)
-        native_experts.route(
-            weights, experts, logits, positions, tiles, renormalise=each.renormalise
+        most = native_experts.MAX_TOKENS
+        counts = [min(most, num_tokens - first) for first in range(0, num_tokens, most)]
+        tiles = tuple(
+            native_experts.Tiles.empty(count, each.top_k, num_experts, logits.device)
+            for count in counts
         )
-        return _Routing(weights, experts, tiles=tiles)
+        routing = _Routing(weights, experts, tiles=tiles)
+        for part, some in routing.native_parts():
+            native_experts.route(
+                weights[part],
+                experts[part],
+                logits[part],
+                positions[part],
+                some,
+                renormalise=each.renormalise,
+            )
+        return routing
 
     def _route(self, each: Route, logits: Tensor, positions: Tensor, decodes: bool) -> _Routing:
         num_tokens, num_experts = logits.shape
@@ -180,7 +213,8 @@ class Experts:
         for first in range(0, num_tokens, PART_TOKENS):
             num_pairs = min(PART_TOKENS, num_tokens - first) * each.top_k
             # In float32 there are no registers for large tiles.
-            size = FEW_PAIRS if decodes or self._exact else MANY_PAIRS
+            is_few = decodes and num_tokens <= native_experts.MAX_TOKENS
+            size = FEW_PAIRS if is_few or self._exact else MANY_PAIRS
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
         alone = parts[0] if num_tokens == 1 else None
         renormalise = each.renormalise
@@ -197,34 +231,42 @@ class Experts:
         out, x = step.view(each.out), step.view(each.x)
         top_k, swiglu = routing.top_k, each.swiglu
         self._launched = routing
-        if routing.tiles is not None:
-            shared, given = None, self._shared.get(id(each))
+        given = self._shared.get(id(each))
+        for part, tiles in routing.native_parts():
+            shared = None
             if given is not None:
                 weight = self._weights.held(product_of(given))
-                shared = native_experts.Shared(step.view(given.x), weight, step.view(given.out))
+                shared_x, shared_out = step.view(given.x)[part], step.view(given.out)[part]
+                shared = native_experts.Shared(shared_x, weight, shared_out)
             native_experts.expert_linear(
-                out, x, held, routing.tiles, top_k=top_k, swiglu=swiglu, shared=shared
+                out[part], x[part], held, tiles, top_k=top_k, swiglu=swiglu, shared=shared
             )
-            return
         for part, groups in routing.parts():
             expert_linear(out[part], x[part], held, groups, top_k=top_k, swiglu=swiglu)
 
-    def _sum_native(self, each: ExpertSum, step: Buffers, routing: _Routing) -> None:
-        tiles, gate = routing.tiles, None
-        assert tiles is not None and self._launched is routing  # it reads tiles without a wait
+    def _sum_native(
+        self,
+        each: ExpertSum,
+        step: Buffers,
+        routing: _Routing,
+        part: slice,
+        tiles: native_experts.Tiles,
+    ) -> None:
+        assert self._launched is routing  # it reads tiles without a wait
         shared: native_experts.Shared | Tensor | None = None
+        gate = None
         if each.shared is not None:
-            shared, gate = step.view(each.shared[0]), step.view(each.shared[1])
+            shared, gate = step.view(each.shared[0])[part], step.view(each.shared[1])[part]
         along = self._shared.get(id(each))
         if along is not None:
             weight = self._weights.held(product_of(along))
-            shared = native_experts.Shared(step.view(along.x), weight)
+            shared = native_experts.Shared(step.view(along.x)[part], weight)
         native_experts.expert_sum(
-            step.view(each.out),
-            step.view(each.x),
+            step.view(each.out)[part],
+            step.view(each.x)[part],
             self._weights.held(product_of(each)),
             tiles,
-            routing.weights,
+            routing.weights[part],
             residual=each.residual,
             gate=gate,
             shared=shared,
@@ -233,8 +275,9 @@ class Experts:
     def _sum(self, each: ExpertSum, step: Buffers) -> None:
         routing, held = self._routing, self._weights.held(product_of(each))
         assert routing is not None
-        if routing.tiles is not None:
-            self._sum_native(each, step, routing)
+        for part, tiles in routing.native_parts():
+            self._sum_native(each, step, routing, part, tiles)
+        if routing.tiles:
             return
         out, x = step.view(each.out), step.view(each.x)
         shared = None

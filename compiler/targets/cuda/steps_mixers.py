@@ -20,6 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule_prompt import (
 from tilewright.compiler.targets.cuda.kernels.sigmoid_gate import sigmoid_gate
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_experts import Experts, experts_bytes
+from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights import Weights, vector_of
 from tilewright.compiler.targets.program.instructions import (
     Convolve,
@@ -54,10 +55,17 @@ class Mixers:
     """
 
     def __init__(
-        self, plan: Plan, weights: Weights, state: PagedState, *, exact: bool, max_rows: int
+        self,
+        plan: Plan,
+        weights: Weights,
+        state: PagedState,
+        *,
+        exact: bool,
+        max_rows: int,
+        trials: Trials,
     ) -> None:
         device = state.tables.device
-        self.experts = Experts(plan, weights, device, exact=exact, max_rows=max_rows)
+        self.experts = Experts(plan, weights, device, exact=exact, max_rows=max_rows, trials=trials)
         self._weights, self._state, self._exact = weights, state, exact
 
     def run(

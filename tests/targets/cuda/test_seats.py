@@ -34,7 +34,6 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cuda import executable as executable_module
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.step import (
     Back,
@@ -106,7 +105,8 @@ def test_more_rows_than_a_bucket_has_come_in_parts(
 ) -> None:
     rows = [row, GREEDY, row]
     expected = step_by_step(executable, rows, 3)
-    monkeypatch.setattr(executable_module, "MAX_ROWS", 2)
+    inner: Any = executable
+    monkeypatch.setattr(inner._buckets, "rows", (1, 2))
     seats = started(executable, rows)
     outputs = [executable.step(first_step(seats))]
     outputs += [executable.step(Step(decode=seats)) for _ in range(2)]

@@ -33,7 +33,7 @@ X_PADDING = 8
 _NUM_THREADS = 256
 
 
-class _Product(ctypes.Structure):
+class Product(ctypes.Structure):
     """`Product` of linear.cu."""
 
     _fields_ = (
@@ -227,24 +227,10 @@ def linear(
     assert 1 <= num_tokens <= most_tokens(held) and held.num_columns % 4 == 0
     assert x.data_ptr() % 16 == 0 == held.data.data_ptr() % 16
     assert num_tokens == 1 or x.stride(0) % 8 == 0
-    product = _Product(
-        weight=held.data.data_ptr(),
-        x=x.data_ptr(),
-        norm=None if norm is None else norm[0].data_ptr(),
-        bias=None if bias is None else bias.data_ptr(),
-        out=out.data_ptr(),
-        num_tokens=num_tokens,
-        num_rows=held.num_rows,
-        num_columns=held.num_columns,
-        num_tiles=held.num_row_tiles,
-        num_steps=held.num_column_tiles,
-        num_slices=num_slices(held),
-        x_stride=x.stride(0),
-        out_stride=out.stride(0),
-        epilogue=epilogue,
-        eps=0.0 if norm is None else norm[1],
-        scale=held.scale,
-    )
+    product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
+    product.x, product.x_stride = x.data_ptr(), x.stride(0)
+    if norm is not None:
+        product.norm, product.eps = norm[0].data_ptr(), norm[1]
     assert norm is None or num_tokens == 1
     walk = walk or (None if grid else choose_walk(held, num_tokens))
     if walk is not None:
@@ -255,7 +241,27 @@ def linear(
     _launch_gemm(product, held, grid, _token_groups(num_tokens))
 
 
-def _launch_gemv(product: _Product, held: HeldWeight, walk: Walk) -> None:
+def product_arguments(
+    out: Tensor, held: HeldWeight, *, epilogue: int, num_tokens: int, bias: Tensor | None
+) -> Product:
+    """All that a kernel is told of a product but its x."""
+    return Product(
+        weight=held.data.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=num_tokens,
+        num_rows=held.num_rows,
+        num_columns=held.num_columns,
+        num_tiles=held.num_row_tiles,
+        num_steps=held.num_column_tiles,
+        num_slices=num_slices(held),
+        out_stride=out.stride(0),
+        epilogue=epilogue,
+        scale=held.scale,
+    )
+
+
+def _launch_gemv(product: Product, held: HeldWeight, walk: Walk) -> None:
     """Few tokens: as many blocks as are resident, each walking over row tiles."""
     num_blocks = walk.blocks_each * num_processors(held.data.device)
     at = nvrtc.Launch(
@@ -266,7 +272,7 @@ def _launch_gemv(product: _Product, held: HeldWeight, walk: Walk) -> None:
     nvrtc.launch(source(), walk.kernel(held.kind), at=at, arguments=product)
 
 
-def _launch_gemm(product: _Product, held: HeldWeight, grid: Grid, groups: int) -> None:
+def _launch_gemm(product: Product, held: HeldWeight, grid: Grid, groups: int) -> None:
     """Several tokens, ``groups`` eights of them: a block a run of row tiles and slice of K."""
     slices = num_slices(held)
     at = nvrtc.Launch(
@@ -314,7 +320,7 @@ def source() -> nvrtc.Source:
     """The source of linear.cu, with the names of its kernels and the headers it includes."""
     path = Path(__file__).with_name("linear.cu")
     names = (*kernel_names(path.read_text()), "rms_norm")
-    return nvrtc.Source(path, names, _HEADERS, (("Product", _Product),))
+    return nvrtc.Source(path, names, _HEADERS, (("Product", Product),))
 
 
 def why_not(device: torch.device) -> str:

@@ -32,10 +32,12 @@ ENOUGH_BLOCKS = 512
 where a block has twice the threads.
 """
 
+MAX_GROUPS = 16
+"""Groups of splits that a row's pages are cut into, at most."""
+
 _WARPS = 4
 _WARP_CHANNELS = 128
 _GROUP = 8
-_MAX_GROUPS = 16
 
 
 class _Attend(ctypes.Structure):
@@ -78,7 +80,7 @@ def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int
     num_groups = 1
     if num_pages > SHORT_PAGES:
         most = MANY_BLOCKS // (_GROUP * num_kv_heads)
-        num_groups = max(2, min(_MAX_GROUPS, most))
+        num_groups = max(2, min(MAX_GROUPS, most))
     splits = _GROUP if num_groups > 1 else _splits_of_one_group(num_pages)
     num_joined = splits
     while num_joined > 1 and num_rows * num_kv_heads * num_groups * num_joined > enough:

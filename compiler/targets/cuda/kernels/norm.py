@@ -83,13 +83,21 @@ def _rms_norm_heads_kernel(
 
 
 def rms_norm_heads(
-    out: Tensor, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, *, num_heads: int, eps: float
+    out: Tensor,
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    *,
+    num_heads: int,
+    eps: float,
+    decodes: bool = False,
 ) -> None:
     """Every head of q and of k in ``qkv [T, (H + 2 G) D]`` float32, with v as it is: to ``out`` of
     the same shape, or in place.
 
     ``q_weight`` and ``k_weight [D]`` float32; H is ``num_heads``. Rows may be further apart than
-    they are long.
+    they are long. ``decodes``: however many rows there are, a program takes one head, so that its
+    sum has one order.
     """
     num_rows, width = qkv.shape
     (head_dim,) = q_weight.shape
@@ -99,7 +107,7 @@ def rms_norm_heads(
     in_place = out.data_ptr() == qkv.data_ptr()
     assert k_weight.shape == q_weight.shape and width == (num_heads + 2 * num_kv_heads) * head_dim
     heads, block = num_heads + num_kv_heads * (1 if in_place else 2), block_of(head_dim)
-    together = 1 if num_rows <= _FEW_ROWS else max(1, 1024 // block)
+    together = 1 if decodes or num_rows <= _FEW_ROWS else max(1, 1024 // block)
     _rms_norm_heads_kernel[(num_rows, triton.cdiv(heads, together))](
         out, qkv, q_weight, k_weight, heads, out.stride(0), qkv.stride(0), eps,
         H=num_heads, G=num_kv_heads, D=head_dim, BLOCK=block, HEADS=together,

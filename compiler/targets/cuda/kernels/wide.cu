@@ -1,0 +1,42 @@
+// Products of 33 to 512 tokens with a weight in blocks, and how their x is laid out for them.
+// Compiled by NVRTC; held.py says how weights lie. A token's result has the bits that linear.cu
+// gives it: the same chains over K, slices added in the same order.
+
+#include "wide.cuh"
+
+struct Arrange {
+  const u16 *x;  // bf16 [num_tokens, x_stride], of which num_columns count
+  u8 *out;       // [num_chunks, places, 128 bytes]
+  int num_tokens, num_places, num_columns, x_stride;
+};
+
+// x as the matrix unit reads it beside decoded weights: 64 columns of all tokens together, columns
+// in the order of a lane's fragments (16 t + 4 s + 2 r + e at 16 s + 8 r + 2 t + e), pieces of 16
+// bytes exchanged by row. A thread a piece; places behind the tokens are zeros.
+extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
+  release_dependents();
+  const int place = blockIdx.x * 32 + (threadIdx.x >> 3), at = threadIdx.x & 7;
+  const int chunk = blockIdx.y;
+  wait_for_inputs();
+  if (place >= p.num_places) return;
+  const int piece = at ^ (place & 7);  // its step s of 16 columns, and the half r of that
+  u32 v[4] = {};
+  if (place < p.num_tokens) {
+    const u16 *from = p.x + (size_t)place * p.x_stride;
+    const int column = chunk * CHUNK + (piece >> 1) * 4 + (piece & 1) * 2;
+#pragma unroll
+    for (int t = 0; t < 4; ++t)
+      if (column + 16 * t < p.num_columns) v[t] = *(const u32 *)(from + column + 16 * t);
+  }
+  u8 *to = p.out + ((size_t)chunk * p.num_places + place) * CHUNK_BYTES + at * 16;
+  *(uint4 *)to = make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+#define WIDE(name, F, MT, DEPTH)                                                                  \
+  extern "C" __global__ void __launch_bounds__(WIDE_WARPS * 32, 1)                                \
+  wide_##name##_##MT##_##DEPTH(const Product p) { wide<F, MT, DEPTH>(p); }
+
+WIDE(bfp8, BFP8, 8, 4)
+WIDE(bfp8, BFP8, 16, 3)
+WIDE(bfp4, BFP4, 8, 6)
+WIDE(bfp4, BFP4, 16, 4)

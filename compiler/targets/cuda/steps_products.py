@@ -1,0 +1,170 @@
+"""Runs a plan's dense products: few rows on the kernels that read a weight once, many on the
+library's, or where weights lie in blocks on kernels that decode them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.buffers import padded
+from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native, native_wide
+from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
+from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
+from tilewright.compiler.targets.cuda.kernels.norm import rms_norm
+from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
+from tilewright.compiler.targets.cuda.library import add_product, store_product
+from tilewright.compiler.targets.cuda.trials import TRITON, WIDE, Trials
+from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
+from tilewright.compiler.targets.program.instructions import Linear, Plan
+
+
+def _epilogue(each: Linear) -> int:
+    return native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
+
+
+class Products:
+    """A plan's products with their weights. Capturable in a CUDA graph.
+
+    ``max_rows``: of a decode step; ``is_native``: products of few rows run in CUDA C++.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        weights: Weights,
+        device: torch.device,
+        *,
+        max_rows: int,
+        is_native: bool,
+        exact: bool,
+        trials: Trials,
+    ) -> None:
+        self.device, self._weights = device, weights
+        self._is_native, self._exact, self._trials = is_native, exact, trials
+        self._operand = torch.float32 if exact else torch.bfloat16
+        widest = max((each.weight.shape[1] for each in plan.products), default=1)
+        self._normed = torch.zeros(max_rows * padded(widest), dtype=self._operand, device=device)
+        self._arranged = torch.empty(0, device=device)
+        if is_native and trials.blocks == WIDE and not native_wide.why_not(device):
+            self._arranged = native_wide.scratch(widest, device)
+
+    def run(self, each: Linear, out: Tensor, x: Tensor, *, decodes: bool) -> None:
+        """A product with all that is fused with it, of ``x [M, K]`` into ``out``; ``decodes``: rows
+        are of a decode step, where a row's bits do not depend on how many there are.
+        """
+        held = self._weights.held(product_of(each))
+        bias = None
+        if each.bias is not None:
+            bias = self._weights.vector(vector_of(each.bias, is_paired=each.swiglu))
+        norm = None
+        if each.norm is not None:
+            norm = self._weights.vector(vector_of(each.norm)), each.eps
+        num_rows, is_cut = len(x), decodes and held.kind != "bf16"
+        is_native = self._is_native and held.num_columns % 4 == 0
+        most = native.most_tokens(held) if is_native else native.MAX_TOKENS
+        if self._exact:
+            self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
+        elif self._is_wide(held, num_rows):
+            epilogue, x = _epilogue(each), self._norm(x, norm, decodes)
+            native_wide.linear(out, x, held, epilogue=epilogue, arranged=self._arranged, bias=bias)
+        elif most < num_rows <= native_wide.MAX_TOKENS and self._is_triton(held):
+            x, residual = self._norm(x, norm, decodes), each.residual
+            triton_linear(
+                out, x, held, bias=bias, residual=residual, swiglu=each.swiglu, is_wide=True
+            )
+        elif num_rows > most and not (is_native and is_cut):
+            self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
+        elif is_native:
+            self._native_product(each, out, x, held, bias, norm, decodes)
+        else:
+            triton_linear(
+                out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
+            )
+
+    def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
+        return self._arranged.numel() > 0 and native_wide.takes(held, num_rows)
+
+    def _is_triton(self, held: HeldWeight) -> bool:
+        return self._trials.blocks == TRITON and held.kind != "bf16"
+
+    def _native_product(
+        self,
+        each: Linear,
+        out: Tensor,
+        x: Tensor,
+        held: HeldWeight,
+        bias: Tensor | None,
+        norm: tuple[Tensor, float] | None,
+        decodes: bool,
+    ) -> None:
+        """As many rows at a time as the kernels take; the weight is read for each of them."""
+        num_rows, most = len(x), native.most_tokens(held)
+        if norm is not None and (num_rows > 1 or not native.takes_norm(held.num_columns)):
+            x, norm = self._norm(x, norm, decodes), None
+        epilogue = _epilogue(each)
+        for first in range(0, num_rows, most):
+            part = slice(first, min(first + most, num_rows))
+            native.linear(
+                out[part],
+                x[part],
+                held,
+                epilogue=epilogue,
+                num_tokens=part.stop - first,
+                bias=bias,
+                norm=norm,
+            )
+
+    def _norm(self, x: Tensor, norm: tuple[Tensor, float] | None, decodes: bool) -> Tensor:
+        """The operand of a product: x, or its norm in a buffer of its own."""
+        if norm is None:
+            return x
+        weight, eps = norm
+        stride = padded(x.shape[1])
+        if len(x) * stride <= self._normed.numel():
+            out = self._normed[: len(x) * stride].view(-1, stride)
+        else:
+            out = torch.empty(len(x), stride, dtype=self._operand, device=self.device)
+        is_native = self._is_native and native.takes_norm(weight.numel())
+        if is_native and (decodes or len(x) <= native.MAX_TOKENS):
+            native.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
+        else:
+            rms_norm(out, x, weight, eps=eps)
+        return out[:, : x.shape[1]]
+
+    def _library_product(
+        self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
+    ) -> None:
+        stride = out.stride(0)
+        # With the weight's rows of zeros: the library is slow at odd widths.
+        is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
+        is_whole = is_whole and not (each.swiglu or each.residual)
+        weight = self._dense(held, stride if is_whole else held.num_rows)
+        if each.swiglu:
+            gate_up = torch.mm(x, weight.T)
+            if bias is not None:
+                gate_up += bias
+            swiglu(out, gate_up, paired=held.is_paired)
+            return
+        if each.residual:
+            add_product(out, x, weight)
+        elif is_whole:
+            assert out.storage_offset() % stride == 0
+            store_product(out.as_strided((len(out), stride), (stride, 1)), x, weight)
+        else:
+            store_product(out, x, weight)
+        if bias is not None:
+            out += bias
+
+    def _dense(self, held: HeldWeight, num_rows: int) -> Tensor:
+        """``[num_rows, in]`` in the operands' type; blocks, of all rows, are dequantised into fresh
+        memory.
+        """
+        columns = held.num_columns
+        if held.kind == "bf16":
+            return held.data[:num_rows, :columns].to(self._operand)
+        shape = num_rows, padded(columns)
+        dense = torch.empty(shape, dtype=self._operand, device=self.device)[:, :columns]
+        dequantise(dense, held)
+        return dense

@@ -1,0 +1,59 @@
+"""What measurements may switch while a GPU has not yet said which is faster: one variable of the
+environment, ``TILEWRIGHT_CUDA_TRIALS=rows=256,blocks=wide,experts=together``.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from tilewright.compiler.errors import ConfigError, allowed
+
+VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
+PARTS, WIDE, TRITON, TOGETHER = "parts", "wide", "triton", "together"
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "rows": ("64", "128", "256", "512"),
+    "blocks": (PARTS, WIDE, TRITON),
+    "experts": (PARTS, TOGETHER),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trials:
+    """How steps of more than 64 rows run.
+
+    Attributes:
+        rows: the most rows of a decode step; more come in further steps.
+        blocks: of weights in block formats, ``parts``: 64 rows at a time by the kernels of few
+            rows, and prompts by the library on dequantised weights; ``wide``: 33 to 512 rows of
+            both by one kernel that decodes in registers, ``triton``: 65 to 512 by one in Triton.
+        experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
+            prompts.
+    """
+
+    rows: int = 64
+    blocks: str = PARTS
+    experts: str = PARTS
+
+
+def read_trials() -> Trials:
+    """The trials that the environment asks for; what it does not name is as ever.
+
+    Raises:
+        ConfigError: for a name or a value that there is not.
+    """
+    found: dict[str, str] = {}
+    for part in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        name, _, value = part.partition("=")
+        if name not in _CHOICES:
+            raise ConfigError(f"{VARIABLE}: {name!r}; {allowed(_CHOICES, name)}")
+        if value not in _CHOICES[name]:
+            raise ConfigError(f"{VARIABLE}: {name}={value!r}; {allowed(_CHOICES[name], value)}")
+        found[name] = value
+    default = Trials()
+    return Trials(
+        rows=int(found.get("rows", default.rows)),
+        blocks=found.get("blocks", default.blocks),
+        experts=found.get("experts", default.experts),
+    )

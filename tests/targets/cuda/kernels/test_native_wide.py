@@ -1,0 +1,113 @@
+"""wide.cu: how it is launched, that it compiles as it should, and on a GPU what it computes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.targets.cuda.kernels.test_native import NAN, shaped, tokens, weight
+from tilewright.compiler.targets.cuda.kernels import native, native_wide
+from tilewright.compiler.targets.cuda.packing import unpack
+
+KINDS = ["bfp8", "bfp4"]
+BATCHES = [33, 64, 65, 128, 200, 512]
+
+
+def test_what_it_takes() -> None:
+    assert native_wide.takes(shaped("bfp8", 48, 200), 33)
+    assert not native_wide.takes(shaped("bfp8", 48, 200), 32)
+    assert not native_wide.takes(shaped("bfp8", 48, 202), 64)
+    assert not native_wide.takes(shaped("bfp4", 48, 200), 513)
+    assert not native_wide.takes(shaped("bf16", 48, 200), 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("groups", [8, 16])
+def test_a_block_fits(kind: str, groups: int) -> None:
+    assert native_wide.shared_bytes(kind, groups) <= native.MOST_SHARED
+
+
+def test_every_header_is_named_once() -> None:
+    source = native_wide.SOURCE
+    asked, found = {source.path.name}, set[str]()
+    while asked - found:
+        name = min(asked - found)
+        found.add(name)
+        text = source.path.with_name(name).read_text()
+        asked |= set(re.findall(r'^#include "(.+)"', text, re.M))
+    assert sorted(found) == sorted((*source.headers, source.path.name))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
+def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(tmp_path: Path) -> None:
+    """The assembler says where it makes one product wait for another."""
+    target = "-gencode=arch=compute_90a,code=sm_90a"
+    command = ["nvcc", "-std=c++17", "-cubin", target, "-Xptxas", "-v"]
+    done = subprocess.run(
+        [*command, str(native_wide.SOURCE.path), "-o", str(tmp_path / "wide.cubin")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[:2000]
+    found = re.findall(
+        r"Compiling entry function '(\w+)'.*?(\d+) bytes spill stores", done.stderr, re.S
+    )
+    assert dict(found) == dict.fromkeys(native_wide.SOURCE.names, "0")
+    assert "serialized" not in done.stderr
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """A GPU on which wide.cu runs."""
+    reason = native_wide.why_not(torch.device(device.type, 0) if device.type == "cuda" else device)
+    if reason:
+        pytest.skip(reason)
+    return torch.device("cuda", 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "size", [(4096, 4096), (4096, 14336), (28672, 4096), (960, 576), (48, 200), (35, 2052)]
+)
+def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
+    """Against float64; a token has the bits that linear.cu gives it; nothing else is written"""
+    held = weight(kind, size, gpu, paired=False)
+    x = torch.cat([tokens(held, gpu) for _ in range(8)])
+    bias = torch.randn(size[0], device=gpu)
+    want = x[:, : size[1]].double() @ unpack(held).double().T + bias
+    few = torch.zeros(64, size[0], device=gpu)
+    native.linear(few, x, held, epilogue=native.STORE, num_tokens=64, bias=bias)
+    arranged = native_wide.scratch(size[1], gpu)
+    for count in BATCHES:
+        around = torch.full((514, size[0] + 8), NAN, device=gpu)
+        out = around[:count, : size[0]]
+        arranged.fill_(0xFF)
+        how = {"arranged": arranged, "bias": bias}
+        native_wide.linear(out, x[:count], held, epilogue=native.STORE, **how)
+        torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
+        assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
+        assert torch.equal(out[:64], few[:count])
+        total = torch.ones(count, size[0], device=gpu)
+        native_wide.linear(total, x[:count], held, epilogue=native.ADD, **how)
+        assert torch.equal(total, 1 + out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_swiglu(kind: str, gpu: torch.device) -> None:
+    held = weight(kind, (16384, 2048), gpu, paired=True)
+    x = torch.cat([tokens(held, gpu), tokens(held, gpu)])
+    few = torch.zeros(64, 8192, dtype=torch.bfloat16, device=gpu)
+    native.linear(few, x, held, epilogue=native.SWIGLU, num_tokens=64)
+    out = torch.full((100, 8192), NAN, dtype=torch.bfloat16, device=gpu)
+    arranged = native_wide.scratch(2048, gpu)
+    native_wide.linear(out, x[:100], held, epilogue=native.SWIGLU, arranged=arranged)
+    assert torch.equal(out[:64], few) and bool(out.isfinite().all())

@@ -1,0 +1,161 @@
+"""Steps of more than 64 rows: what the environment switches, and which kernels then run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny import (
+    compiled,
+    lowered,
+    precision_of,
+    step,
+    take_seat,
+    tiny_model,
+)
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda import device as device_module
+from tilewright.compiler.targets.cuda import steps_products
+from tilewright.compiler.targets.cuda.capture import decode_buckets
+from tilewright.compiler.targets.cuda.device import work_bytes
+from tilewright.compiler.targets.cuda.kernels import native, native_experts, native_wide
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.steps_products import Products
+from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, read_trials
+from tilewright.compiler.targets.cuda.weights import Weights, load_weights
+from tilewright.compiler.targets.program.instructions import Linear, Plan
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
+
+
+def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert read_trials() == Trials(rows=64, blocks="parts", experts="parts")
+    monkeypatch.setenv(VARIABLE, "experts=together,rows=256")
+    assert read_trials() == Trials(rows=256, blocks="parts", experts="together")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("row=256", "'row'; allowed: rows, blocks, experts; did you mean 'rows'?"),
+        ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
+        ("blocks", "blocks=''; allowed: parts, wide, triton"),
+    ],
+)
+def test_what_there_is_not_is_refused(
+    asked: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, asked)
+    with pytest.raises(ConfigError) as caught:
+        read_trials()
+    assert str(caught.value) == f"{VARIABLE}: {said}"
+
+
+def test_buckets_reach_the_seats_or_the_most_rows() -> None:
+    assert decode_buckets(1, 64) == (1,)
+    assert decode_buckets(33, 64) == (1, 2, 4, 8, 16, 32, 64)
+    assert decode_buckets(1000, 64)[-1] == 64
+    assert decode_buckets(129, 256)[-2:] == (128, 256)
+
+
+def test_rows_take_room_for_their_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "_WORKSPACE", 0)
+    plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
+    options = CompileOptions(max_batch=300, max_context=130)
+    few = work_bytes(plan, options)
+    monkeypatch.setenv(VARIABLE, "rows=256")
+    width = plan.vocab_size + sum(each.width for each in plan.buffers)
+    assert work_bytes(plan, options) - few == 4 * (256 - 64) * width
+    assert work_bytes(plan, dataclasses.replace(options, max_batch=64)) == few
+
+
+def test_rows_above_the_few_are_those_of_smaller_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three sequences in one step whose products take two rows at most, and in steps of one."""
+    model, found = tiny_model(std=0.2, **SMALL), []
+    for most in (2, 64):
+        monkeypatch.setattr(native, "MAX_TOKENS", most)
+        options = {"compute": "fast", "max_batch": 3, "max_context": 64}
+        executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
+        work = [(take_seat(executable, 8), [7 * index], 0) for index in range(3)]
+        found.append(step(executable, work))
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+
+
+def products_of(name: str, trials: Trials, *, is_native: bool) -> tuple[Plan, Weights, Products]:
+    model = tiny_model(**SMALL)
+    plan = make_plan(lowered(model, target="cuda", precision=precision_of(name))[0])
+    weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
+    kept: dict[str, Any] = {"max_rows": 256, "is_native": is_native, "exact": False}
+    return plan, weights, Products(plan, weights, CPU, trials=trials, **kept)
+
+
+@pytest.mark.parametrize(
+    ("name", "decodes", "num_rows", "expected"),
+    [
+        ("bf16", True, 16, ["native 16"]),
+        ("bf16", True, 130, ["library 130"]),
+        ("bfp8", True, 130, ["native 64", "native 64", "native 2"]),
+        ("bfp4", False, 130, ["library 130"]),
+        ("bfp4", False, 64, ["native 64"]),
+    ],
+)
+def test_many_rows_of_blocks_are_products_of_64_rows_each(
+    name: str, decodes: bool, num_rows: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, _, products = products_of(name, Trials(), is_native=True)
+    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    seen: list[str] = []
+
+    def product(out: torch.Tensor, x: torch.Tensor, *_: Any, num_tokens: int, **__: Any) -> None:
+        assert len(out) == len(x) == num_tokens
+        seen.append(f"native {num_tokens}")
+
+    monkeypatch.setattr(native, "linear", product)
+    rows = f"library {num_rows}"
+    monkeypatch.setattr(Products, "_library_product", lambda *_: seen.append(rows))
+    x = torch.zeros(num_rows, each.weight.shape[1], dtype=torch.bfloat16)
+    products.run(each, torch.zeros(num_rows, each.weight.shape[0]), x, decodes=decodes)
+    assert seen == expected
+
+
+def test_wide_products_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks alone, and up to so many rows."""
+    found = []
+    for trials in (Trials(), Trials(blocks="triton")):
+        plan, _, products = products_of("bfp8", trials, is_native=False)
+        each = next(one for one in plan.instructions if isinstance(one, Linear) and one.swiglu)
+        torch.manual_seed(1)
+        x, out = torch.randn(70, each.x.width), torch.zeros(70, each.out.width).bfloat16()
+        products.run(each, out, x, decodes=True)
+        found.append(out)
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
+    monkeypatch.setattr(steps_products, "triton_linear", lambda *_, **__: pytest.fail("Triton"))
+    x = torch.randn(native_wide.MAX_TOKENS + 1, each.x.width)
+    out = torch.zeros(len(x), each.out.width).bfloat16()
+    products.run(each, out, x, decodes=False)
+
+
+def test_experts_take_their_own_kernels_as_the_trial_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tests.targets.cuda.test_steps_experts import model_of
+    from tilewright.compiler.targets.cuda.steps_experts import Experts
+
+    monkeypatch.setattr(native_experts, "why_not", lambda device: "")
+    monkeypatch.setattr(native_experts, "takes", lambda *_, **__: True)
+    plan = make_plan(lowered(model_of(), target="cuda", precision=precision_of("bf16"))[0])
+    weights = load_weights(plan, weight_source(model_of()), CPU, lambda what, done, total: None)
+    found = []
+    for name in ("parts", "together"):
+        trials = Trials(rows=256, experts=name)
+        device = torch.device("cuda")
+        experts = Experts(plan, weights, device, exact=False, max_rows=256, trials=trials)
+        found.append([experts._is_native(num_rows) for num_rows in (64, 65)])
+    assert found == [[True, True], [True, False]]
