@@ -83,19 +83,18 @@ __device__ __forceinline__ u32 scale_of(u32 exponents, int i) {
 }
 // Four rows-by-columns fragments of 16 columns a lane, for each half of a tile: see held.py. Codes
 // are subnormal bfloat16, or above 2^-122; the scale makes them exact.
-template <int N>
-__device__ __forceinline__ void decode_bfp8(u32 (&a)[2 * N], const u32 (&w)[N], u32 scale) {
+__device__ __forceinline__ void decode_bfp8(u32 (&a)[8], const u32 (&w)[4], u32 scale) {
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
+  for (int i = 0; i < 4; ++i) {
     a[2 * i] = multiply2(w[i] & 0x807F807Fu, scale);
     a[2 * i + 1] = multiply2(__byte_perm(w[i], 0, 0x2301) & 0x807F807Fu, scale);
   }
 }
-__device__ __forceinline__ void decode_bfp4(u32 (&a)[4], u32 w, u32 scale) {
+__device__ __forceinline__ void decode_bfp4(u32 (&a)[8], u32 w0, u32 w1, u32 scale) {
   const u32 offset = multiply2(scale, 0x82888288u);  // -(2^-122 + 8 * 2^-129) * scale
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const u32 v = i ? __byte_perm(w, 0, 0x2301) : w;
+  for (int i = 0; i < 4; ++i) {
+    const u32 w = i & 2 ? w1 : w0, v = i & 1 ? __byte_perm(w, 0, 0x2301) : w;
     a[2 * i] = fma2(mask_or(v, 0x000F000Fu, 0x02800280u), scale, offset);
     a[2 * i + 1] = multiply2(v & 0x80708070u, scale);
   }

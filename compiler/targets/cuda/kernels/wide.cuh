@@ -77,6 +77,18 @@ __device__ __forceinline__ void multiply_group(float (&c)[16][4], u32 a0, u32 a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
 }
 
+// A word of codes, as decode_bfp8 and decode_bfp4 of tiles.cuh have it.
+__device__ __forceinline__ void decode_word8(u32 &a, u32 &b, u32 w, u32 scale) {
+  a = multiply2(w & 0x807F807Fu, scale);
+  b = multiply2(__byte_perm(w, 0, 0x2301) & 0x807F807Fu, scale);
+}
+__device__ __forceinline__ void decode_word4(u32 (&a)[4], u32 w, u32 scale) {
+  const u32 offset = multiply2(scale, 0x82888288u), v = __byte_perm(w, 0, 0x2301);
+  a[0] = fma2(mask_or(w, 0x000F000Fu, 0x02800280u), scale, offset);
+  a[1] = multiply2(w & 0x80708070u, scale);
+  a[2] = fma2(mask_or(v, 0x000F000Fu, 0x02800280u), scale, offset);
+  a[3] = multiply2(v & 0x80708070u, scale);
+}
 // Quarter `i` of a lane's tile, 32 columns: fragments of its rows g (top) and g + 8 (low), two steps
 // of 16 columns.
 template <int F>
@@ -88,11 +100,14 @@ __device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], u32
     u32 w[2], v[2];
     read8(w, tile16 + i * 8 + (i & 2) * 504);  // a piece of each half and row
     read8(v, tile16 + i * 8 + (i & 2) * 504 + 512);
-    decode_bfp8(top, w, e0);
-    decode_bfp8(low, v, e1);
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      decode_word8(top[2 * k], top[2 * k + 1], w[k], e0);
+      decode_word8(low[2 * k], low[2 * k + 1], v[k], e1);
+    }
   } else {
-    decode_bfp4(top, read4(tile16 + i * 4), e0);
-    decode_bfp4(low, read4(tile16 + i * 4 + 512), e1);
+    decode_word4(top, read4(tile16 + i * 4), e0);
+    decode_word4(low, read4(tile16 + i * 4 + 512), e1);
   }
 }
 
