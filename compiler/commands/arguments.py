@@ -243,7 +243,7 @@ def take_checkpoint(arguments: argparse.Namespace) -> None:
 
 
 def output_folder(named: str | None) -> Path:
-    """The folder that ``--output`` names. Raises ConfigError where there is none, or it is not a new
+    """The folder that ``--output`` names. Raises ConfigError where there is none, or it is no new
     or empty one.
     """
     if not named:
