@@ -79,7 +79,7 @@ class LlamaCpp:
         return self._logits(tokens, 0).copy()
 
     def _step(self, tokens: Sequence[int], position: int) -> int:
-        return int(self._logits(tokens, position).argmax())
+        return int(np.argmax(self._logits(tokens, position)))
 
     def _logits(self, tokens: Sequence[int], position: int) -> np.ndarray:
         batch = self._batch

@@ -102,7 +102,7 @@ class DllamaCheckpoint:
         if name not in self._tensors:
             raise unknown_tensor(self.path, name, self._tensors)
         start, tensor = self._tensors[name]
-        table = np.frombuffer(self._map, np.uint8, tensor.nbytes, start)
+        table: Bytes = np.frombuffer(self._map, np.uint8, tensor.nbytes, start)
         table = table.reshape(tensor.shape[0], -1)
         first, stop = row_range(rows, tensor.shape[0])
         order = _file_rows(tensor)

@@ -262,6 +262,8 @@ def decode_weight(weight, at, steps, num_k, num_n, raw, ws):
 @_inlined
 def _group_in_integers(act, x, weight, w, step_k, count, phase):
     """The exponent and the sum of up to 8 products, for operands of any exponent."""
+    a: Any
+    b: Any
     offset = np.int32(127 + PHASE_EXPONENTS[phase])
     largest = np.int32(0)
     for j in range(count):
