@@ -74,19 +74,32 @@ def test_the_rows_are_what_was_promised() -> None:
     }
     assert decode == {
         ("8b", "bf16", 1): (240, 265),
+        ("8b", "bf16", 8): (1800, 2050),
+        ("8b", "bf16", 32): (6600, 7500),
+        ("8b", "bf16", 64): (12300, 14000),
+        ("8b", "bf16", 128): (18500, 23000),
+        ("8b", "bf16", 256): (24500, 31000),
         ("8b", "all-bfp8", 1): (400, 480),
+        ("8b", "all-bfp8", 8): (2600, 3000),
+        ("8b", "all-bfp8", 32): (8000, 10000),
+        ("8b", "all-bfp8", 64): (15000, 18500),
+        ("8b", "all-bfp8", 128): (22500, 27000),
+        ("8b", "all-bfp8", 256): (28500, 34000),
         ("8b", "performance", 1): (480, 600),
+        ("8b", "performance", 32): (11500, 13500),
+        ("8b", "performance", 64): (18000, 22000),
+        ("8b", "performance", 256): (29500, 36000),
         ("1b", "bf16", 1): (1150, 1450),
         ("1b", "performance", 1): (1900, 2800),
-        ("8b", "bf16", 8): (1800, 2050),
-        ("8b", "bf16", 32): (6500, 7500),
-        ("8b", "bf16", 64): (11500, 14000),
-        ("8b", "performance", 32): (9000, 12000),
         ("70b", "performance", 1): (60, 68),
         ("a3b", "bf16", 1): (300, 430),
         ("a3b", "bf16", 4): (850, 1000),
-        ("a3b", "bf16", 16): (1650, 1900),
-        ("a3b", "bf16", 64): (3300, 3700),
+        ("a3b", "bf16", 16): (1850, 1950),
+        ("a3b", "bf16", 64): (3650, 3800),
+        ("a3b", "bf16", 128): (5000, 5600),
+        ("a3b", "bf16", 256): (8000, 9500),
+        ("a3b", "all-bfp8", 1): (650, 750),
+        ("a3b", "all-bfp8", 64): (4800, 5600),
     }
     others = {(row.metric, row.prompt_length): row.floor for row in ROWS if row.metric != DECODE}
     assert others == {
@@ -116,8 +129,9 @@ def test_rows_by_name_and_by_beginning() -> None:
 
 def test_programs_are_shared_and_starts_come_last() -> None:
     found = [[row.name for row in rows] for rows in programs(ROWS)]
-    assert found[0] == ["8b-bf16-b1", "8b-bf16-ttft", "8b-bf16-b8", "8b-bf16-b32", "8b-bf16-b64"]
-    assert ["8b-performance-b1", "8b-performance-b32"] in found
+    users = ("b1", "ttft", "b8", "b32", "b64", "b128", "b256")
+    assert found[0] == [f"8b-bf16-{each}" for each in users]
+    assert [f"8b-performance-b{each}" for each in (1, 32, 64, 256)] in found
     assert sum("8b-prefill-2k" in rows and "8b-decode-64k" in rows for rows in found) == 1
     assert found[-1] == ["8b-start"]
     assert programs([ROWS[-1], ROWS[0]]) == [(ROWS[0],), (ROWS[-1],)]
