@@ -1,5 +1,6 @@
 // A small model of random weights on the native library, for the sanitizers: every kind of weight in
 // every arithmetic, on each instruction set, with three threads; a row's bits alone and in a batch.
+// Its layer has attention, linear attention, a dense product and experts.
 
 #include <cstdio>
 #include <cstdlib>
@@ -12,6 +13,8 @@
 namespace {
 
 constexpr int kWidth = 40, kHeads = 4, kKv = 2, kDim = 10, kInner = 56, kVocab = 37, kSeats = 3, kContext = 640;
+constexpr int kExperts = 5, kChosen = 2, kSize = 24, kKeyHeads = 1, kValueHeads = 2, kKeyDim = 10, kValueDim = 20, kTaps = 3;
+constexpr int kChannels = 2 * kKeyHeads * kKeyDim + kValueHeads * kValueDim, kValues = kValueHeads * kValueDim;
 
 uint32_t state = 1;
 uint32_t number() { return state = state * 1664525u + 1013904223u; }
@@ -20,8 +23,9 @@ struct Model {
     std::vector<std::vector<uint8_t>> data;
     std::vector<TwTensor> tensors;
     std::vector<TwInstruction> instructions;
-    std::vector<int32_t> widths{kWidth, (kHeads + 2 * kKv) * kDim, kHeads * kDim, kInner, kWidth, kVocab};
-    TwState states[1];
+    std::vector<int32_t> widths{kWidth, (kHeads + 2 * kKv) * kDim, kHeads * kDim, kInner, kWidth, kVocab,
+                                kChannels + 2 * kValueHeads + kValues, kChannels, kValues, kExperts, kChosen * kSize, kWidth, 1};
+    TwState states[3];
 
     int32_t add(int kind, int rows, int columns, uint64_t bytes) {
         data.emplace_back(bytes + 64);
@@ -36,10 +40,10 @@ struct Model {
         return index;
     }
 
-    int32_t weight(int kind, int rows, int columns, bool paired) {
+    int32_t weight(int kind, int rows, int columns, bool paired, int experts = 1) {
         tw::PanelSize size = tw::panel_size(kind, columns);
-        int64_t panels = tw::num_panels(rows, paired);
-        int32_t index = add(kind, rows, columns, panels * size.total);
+        int64_t panels = tw::num_panels(rows, paired) * experts;
+        int32_t index = add(kind, rows * experts, columns, panels * size.total);
         for (int64_t p = 0; p < panels; p++) {
             uint8_t* panel = (uint8_t*)tensors[index].data + p * size.total;
             for (int64_t i = 0; i < size.total; i++) panel[i] = (uint8_t)(number() >> 24);
@@ -55,30 +59,60 @@ struct Model {
 
     void append(TwOp op, TwPlace out, TwPlace x, int32_t weight, int32_t norm, int arithmetic, int flags = 0) {
         TwInstruction each{};
-        each.op = op, each.out = out, each.x = x, each.y = {-1, 0, 0}, each.flags = flags;
+        each.op = op, each.out = out, each.x = x, each.y = each.z = each.gate = {-1, 0, 0}, each.flags = flags;
         each.weight = weight, each.norm = norm, each.bias = each.other = -1;
         each.arithmetic[0] = each.arithmetic[1] = arithmetic;
         each.eps = 1e-5f, each.scale = 0.3f, each.factor = 1.0f, each.num_heads = kHeads;
         instructions.push_back(each);
     }
 
+    void append_delta(int kind, int arithmetic, TwPlace x) {
+        const int a = kChannels, b = a + kValueHeads, z = b + kValueHeads;
+        const TwPlace all{6, 0, widths[6]}, qkv{7, 0, kChannels}, out{8, 0, kValues};
+        states[1] = {TW_WINDOW, 0, kChannels, kTaps - 1, 0, 0};
+        states[2] = {TW_MATRIX, 0, kValueHeads, kKeyDim, kValueDim, 0};
+        append(TW_LINEAR, all, x, weight(kind, widths[6], kWidth, false), vector(kWidth), arithmetic);
+        append(TW_CONVOLVE, qkv, {6, 0, kChannels}, vector(kTaps * kChannels), -1, 0);
+        instructions.back().state = 1;
+        append(TW_DELTA_RULE, out, qkv, -1, vector(kValueDim), 0);
+        TwInstruction& rule = instructions.back();
+        rule.y = {6, a, kValueHeads}, rule.z = {6, b, kValueHeads}, rule.gate = {6, z, kValues};
+        rule.bias = vector(kValueHeads), rule.other = vector(kValueHeads), rule.state = 2, rule.num_key_heads = kKeyHeads;
+        append(TW_LINEAR, x, out, weight(kind, kWidth, kValues, false), -1, arithmetic, TW_RESIDUAL);
+    }
+
+    void append_experts(int kind, int arithmetic, TwPlace x) {
+        const TwPlace none{-1, 0, 0}, router{9, 0, kExperts}, inner{10, 0, kChosen * kSize}, normed{11, 0, kWidth}, gate{12, 0, 1};
+        const size_t first = instructions.size();
+        append(TW_NORM, normed, x, -1, vector(kWidth), 0);
+        append(TW_LINEAR, router, normed, weight(TW_FP32, kExperts, kWidth, false), -1, 0);
+        append(TW_LINEAR, gate, normed, weight(TW_FP32, 1, kWidth, false), -1, 0);
+        append(TW_ROUTE, none, router, -1, -1, 0, TW_RENORMALISE);
+        append(TW_EXPERTS, inner, normed, weight(kind, 2 * kSize, kWidth, true, kExperts), -1, arithmetic, TW_PAIRED);
+        append(TW_EXPERT_SUM, x, inner, weight(kind, kWidth, kSize, false, kExperts), -1, arithmetic, TW_RESIDUAL);
+        instructions.back().y = normed, instructions.back().gate = gate;
+        for (size_t i = first; i < instructions.size(); i++) instructions[i].num_experts = kExperts, instructions[i].top_k = kChosen;
+    }
+
     Model(int kind, int arithmetic, bool bf16_cache) {
         const TwPlace x{0, 0, kWidth}, qkv{1, 0, widths[1]}, o{2, 0, widths[2]}, inner{3, 0, kInner}, last{4, 0, kWidth}, logits{5, 0, kVocab};
-        states[0] = {bf16_cache, kKv, kDim, bf16_cache ? 7 : 0};
+        states[0] = {TW_KEYS_VALUES, bf16_cache, kKv, kDim, 0, bf16_cache ? 7 : 0};
         append(TW_EMBED, x, {-1, 0, 0}, weight(kind, kVocab, kWidth, false), -1, 0);
         append(TW_LINEAR, qkv, x, weight(kind, widths[1], kWidth, false), vector(kWidth), arithmetic);
         append(TW_ATTEND, o, qkv, -1, -1, 0);
         instructions.back().other = vector(kDim / 2);
         append(TW_LINEAR, x, o, weight(kind, kWidth, widths[2], false), -1, arithmetic, TW_RESIDUAL);
+        append_delta(kind, arithmetic, x);
         append(TW_LINEAR, inner, x, weight(kind, 2 * kInner, kWidth, true), vector(kWidth), arithmetic, TW_PAIRED);
         append(TW_LINEAR, x, inner, weight(kind, kWidth, kInner, false), -1, arithmetic, TW_RESIDUAL);
+        append_experts(kind, arithmetic, x);
         append(TW_GATHER, last, x, -1, -1, 0);
         append(TW_LINEAR, logits, last, weight(kind, kVocab, kWidth, false), vector(kWidth), arithmetic);
     }
 
     TwProgram program(int isa) {
         return {sizeof(TwProgram), TW_VERSION, sizeof(TwInstruction), sizeof(TwTensor), 3, isa, kSeats, kContext, 512,
-                (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 1, 5,
+                (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 3, 5,
                 instructions.data(), tensors.data(), widths.data(), states};
     }
 };
@@ -124,8 +158,11 @@ std::vector<float> check(int kind, int arithmetic, int isa, bool bf16_cache) {
     if (std::memcmp(alone.data(), together.data() + kVocab, kVocab * 4)) fail("a copy differs");
     for (float each : together)
         if (!(each == each)) fail("no number");
+    std::vector<uint8_t> kept(tw_sequence_bytes(engine));
+    tw_save(engine, 0, kept.data());
     tw_clear(engine, 0);
     step(engine, {0}, {0}, 3, false);
+    tw_load(engine, 0, kept.data());
     if (tw_seat_bytes(engine, 20) <= 0) fail("no bytes");
     tw_close(engine);
     return together;

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.test_qwen3_5 import ON_CUDA
+from tests.models import test_qwen3_5, test_qwen3_5_moe
 from tests.tiny import compiled, precision_of, random_tokens, tiny_model
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
@@ -15,11 +15,13 @@ from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.base import Executable
 
-HYBRID: dict[str, Any] = {"model_type": "qwen3_5", **ON_CUDA}
+HYBRID: dict[str, Any] = {"model_type": "qwen3_5", **test_qwen3_5.ON_CUDA}
+EXPERTS: dict[str, Any] = {"model_type": "qwen3_5_moe", **test_qwen3_5_moe.ON_CUDA}
 
 
 def made(target: str, *, hybrid: bool = False, **options: Any) -> Executable:
-    model = tiny_model(std=0.3, **(HYBRID if hybrid else {}))
+    linear = EXPERTS if target == "cpu-native" else HYBRID
+    model = tiny_model(std=0.3, **(linear if hybrid else {}))
     chosen: dict[str, Any] = {"max_batch": 3, "max_context": 192, "compute": "exact", **options}
     return compiled(model, target, precision=precision_of("bf16"), **chosen)
 
@@ -36,7 +38,11 @@ def alone(executable: Executable, one: Request) -> list[int]:
     return again.output
 
 
-@pytest.mark.parametrize(("target", "hybrid"), [("reference", True), ("cpu", False), ("cpu", True)])
+TARGETS = [("reference", True), ("cpu", False), ("cpu", True), ("cpu-native", True)]
+"""And whether its layers have linear attention."""
+
+
+@pytest.mark.parametrize(("target", "hybrid"), TARGETS)
 def test_a_later_prompt_computes_what_is_new_and_choices_compute_nothing(
     target: str, hybrid: bool
 ) -> None:
@@ -55,7 +61,7 @@ def test_a_later_prompt_computes_what_is_new_and_choices_compute_nothing(
     executable.close()
 
 
-@pytest.mark.parametrize("target", ["reference", "cpu"])
+@pytest.mark.parametrize("target", ["reference", "cpu", "cpu-native"])
 def test_turns_of_a_hybrid_s_chat_go_on_from_snapshots(target: str) -> None:
     """The template drops what was thought, so the seat's own end is of no use."""
     executable = made(target, hybrid=True)

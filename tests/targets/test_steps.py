@@ -37,7 +37,7 @@ PENALISED = Choosing(
 )
 
 
-@pytest.fixture(scope="module", params=["reference", "cpu", "n150", "cuda"])
+@pytest.fixture(scope="module", params=["reference", "cpu", "cpu-native", "n150", "cuda"])
 def executable(request: pytest.FixtureRequest) -> Iterator[Executable]:
     table = {"embedding": "bf16"} if request.param == "n150" else {}
     made = compiled(
