@@ -1,121 +1,12 @@
 // A small model of random weights on the native library, for the sanitizers: every kind of weight in
 // every arithmetic, on each instruction set, with three threads; a row's bits alone and in a batch.
-// Its layer has attention, linear attention, a dense product and experts.
+// With a number: so many programs of other numbers are opened, and run where they are not refused.
 
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <vector>
+#include <algorithm>
 
-#include "interface.h"
-#include "panels.h"
+#include "native_model.h"
 
 namespace {
-
-constexpr int kWidth = 40, kHeads = 4, kKv = 2, kDim = 10, kInner = 56, kVocab = 37, kSeats = 3, kContext = 640;
-constexpr int kExperts = 5, kChosen = 2, kSize = 24, kKeyHeads = 1, kValueHeads = 2, kKeyDim = 10, kValueDim = 20, kTaps = 3;
-constexpr int kChannels = 2 * kKeyHeads * kKeyDim + kValueHeads * kValueDim, kValues = kValueHeads * kValueDim;
-
-uint32_t state = 1;
-uint32_t number() { return state = state * 1664525u + 1013904223u; }
-
-struct Model {
-    std::vector<std::vector<uint8_t>> data;
-    std::vector<TwTensor> tensors;
-    std::vector<TwInstruction> instructions;
-    std::vector<int32_t> widths{kWidth, (kHeads + 2 * kKv) * kDim, kHeads * kDim, kInner, kWidth, kVocab,
-                                kChannels + 2 * kValueHeads + kValues, kChannels, kValues, kExperts, kChosen * kSize, kWidth, 1};
-    TwState states[3];
-
-    int32_t add(int kind, int rows, int columns, uint64_t bytes) {
-        data.emplace_back(bytes + 64);
-        uint8_t* at = (uint8_t*)(((uintptr_t)data.back().data() + 63) / 64 * 64);
-        tensors.push_back({kind, rows, columns, at, bytes});
-        return (int32_t)tensors.size() - 1;
-    }
-
-    int32_t vector(int count) {
-        int32_t index = add(TW_VECTOR, count, 1, (uint64_t)count * 4);
-        for (int i = 0; i < count; i++) ((float*)tensors[index].data)[i] = 0.1f + (float)(number() >> 8) * 0x1p-24f;
-        return index;
-    }
-
-    int32_t weight(int kind, int rows, int columns, bool paired, int experts = 1) {
-        tw::PanelSize size = tw::panel_size(kind, columns);
-        int64_t panels = tw::num_panels(rows, paired) * experts;
-        int32_t index = add(kind, rows * experts, columns, panels * size.total);
-        for (int64_t p = 0; p < panels; p++) {
-            uint8_t* panel = (uint8_t*)tensors[index].data + p * size.total;
-            for (int64_t i = 0; i < size.total; i++) panel[i] = (uint8_t)(number() >> 24);
-            if (kind == TW_FP32)
-                for (int64_t i = 0; i < size.codes / 4; i++) ((float*)panel)[i] = ((float)(number() >> 8) * 0x1p-24f - 0.5f) / 4;
-            if (kind == TW_BF16)
-                for (int64_t i = 0; i < size.codes / 2; i++) ((uint16_t*)panel)[i] = (uint16_t)(0x3c00 | (number() >> 16 & 0x81ff));
-            for (int64_t i = size.codes; i < size.total; i++)  // small scales of float16, or exponents
-                panel[i] = kind == TW_BFP8 || kind == TW_BFP4 ? (uint8_t)(117 + number() % 3) : (i % 2 ? 0x14 : 0x31);
-        }
-        return index;
-    }
-
-    void append(TwOp op, TwPlace out, TwPlace x, int32_t weight, int32_t norm, int arithmetic, int flags = 0) {
-        TwInstruction each{};
-        each.op = op, each.out = out, each.x = x, each.y = each.z = each.gate = {-1, 0, 0}, each.flags = flags;
-        each.weight = weight, each.norm = norm, each.bias = each.other = -1;
-        each.arithmetic[0] = each.arithmetic[1] = arithmetic;
-        each.eps = 1e-5f, each.scale = 0.3f, each.factor = 1.0f, each.num_heads = kHeads;
-        instructions.push_back(each);
-    }
-
-    void append_delta(int kind, int arithmetic, TwPlace x) {
-        const int a = kChannels, b = a + kValueHeads, z = b + kValueHeads;
-        const TwPlace all{6, 0, widths[6]}, qkv{7, 0, kChannels}, out{8, 0, kValues};
-        states[1] = {TW_WINDOW, 0, kChannels, kTaps - 1, 0, 0};
-        states[2] = {TW_MATRIX, 0, kValueHeads, kKeyDim, kValueDim, 0};
-        append(TW_LINEAR, all, x, weight(kind, widths[6], kWidth, false), vector(kWidth), arithmetic);
-        append(TW_CONVOLVE, qkv, {6, 0, kChannels}, vector(kTaps * kChannels), -1, 0);
-        instructions.back().state = 1;
-        append(TW_DELTA_RULE, out, qkv, -1, vector(kValueDim), 0);
-        TwInstruction& rule = instructions.back();
-        rule.y = {6, a, kValueHeads}, rule.z = {6, b, kValueHeads}, rule.gate = {6, z, kValues};
-        rule.bias = vector(kValueHeads), rule.other = vector(kValueHeads), rule.state = 2, rule.num_key_heads = kKeyHeads;
-        append(TW_LINEAR, x, out, weight(kind, kWidth, kValues, false), -1, arithmetic, TW_RESIDUAL);
-    }
-
-    void append_experts(int kind, int arithmetic, TwPlace x) {
-        const TwPlace none{-1, 0, 0}, router{9, 0, kExperts}, inner{10, 0, kChosen * kSize}, normed{11, 0, kWidth}, gate{12, 0, 1};
-        const size_t first = instructions.size();
-        append(TW_NORM, normed, x, -1, vector(kWidth), 0);
-        append(TW_LINEAR, router, normed, weight(TW_FP32, kExperts, kWidth, false), -1, 0);
-        append(TW_LINEAR, gate, normed, weight(TW_FP32, 1, kWidth, false), -1, 0);
-        append(TW_ROUTE, none, router, -1, -1, 0, TW_RENORMALISE);
-        append(TW_EXPERTS, inner, normed, weight(kind, 2 * kSize, kWidth, true, kExperts), -1, arithmetic, TW_PAIRED);
-        append(TW_EXPERT_SUM, x, inner, weight(kind, kWidth, kSize, false, kExperts), -1, arithmetic, TW_RESIDUAL);
-        instructions.back().y = normed, instructions.back().gate = gate;
-        for (size_t i = first; i < instructions.size(); i++) instructions[i].num_experts = kExperts, instructions[i].top_k = kChosen;
-    }
-
-    Model(int kind, int arithmetic, bool bf16_cache) {
-        const TwPlace x{0, 0, kWidth}, qkv{1, 0, widths[1]}, o{2, 0, widths[2]}, inner{3, 0, kInner}, last{4, 0, kWidth}, logits{5, 0, kVocab};
-        states[0] = {TW_KEYS_VALUES, bf16_cache, kKv, kDim, 0, bf16_cache ? 7 : 0};
-        append(TW_EMBED, x, {-1, 0, 0}, weight(kind, kVocab, kWidth, false), -1, 0);
-        append(TW_LINEAR, qkv, x, weight(kind, widths[1], kWidth, false), vector(kWidth), arithmetic);
-        append(TW_ATTEND, o, qkv, -1, -1, 0);
-        instructions.back().other = vector(kDim / 2);
-        append(TW_LINEAR, x, o, weight(kind, kWidth, widths[2], false), -1, arithmetic, TW_RESIDUAL);
-        append_delta(kind, arithmetic, x);
-        append(TW_LINEAR, inner, x, weight(kind, 2 * kInner, kWidth, true), vector(kWidth), arithmetic, TW_PAIRED);
-        append(TW_LINEAR, x, inner, weight(kind, kWidth, kInner, false), -1, arithmetic, TW_RESIDUAL);
-        append_experts(kind, arithmetic, x);
-        append(TW_GATHER, last, x, -1, -1, 0);
-        append(TW_LINEAR, logits, last, weight(kind, kVocab, kWidth, false), vector(kWidth), arithmetic);
-    }
-
-    TwProgram program(int isa) {
-        return {sizeof(TwProgram), TW_VERSION, sizeof(TwInstruction), sizeof(TwTensor), 3, isa, kSeats, kContext, 512,
-                (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 3, 5,
-                instructions.data(), tensors.data(), widths.data(), states};
-    }
-};
 
 void fail(const char* what) {
     std::printf("%s\n", what);
@@ -168,9 +59,65 @@ std::vector<float> check(int kind, int arithmetic, int isa, bool bf16_cache) {
     return together;
 }
 
+// One word of one structure becomes another: a number at an edge, its neighbour, or another's.
+void mutate(Model& model, TwProgram& program) {
+    static const int32_t edges[] = {-1, 0, 1, 2, 3, 5, 7, 8, 10, 15, 16, 17, 24, 31, 32, 33, 40, 60, 64, 1 << 12, 1 << 16, 1 << 20, 1 << 24, INT32_MAX, INT32_MIN};
+    const uint32_t where = number() >> 16 & 15;
+    TwInstruction& each = model.instructions[(number() >> 8) % model.instructions.size()];
+    int32_t* words = (int32_t*)&each;
+    size_t count = sizeof each / 4;
+    if (where == 0) words = (int32_t*)&model.tensors[(number() >> 8) % model.tensors.size()], count = 3;
+    if (where == 1) words = (int32_t*)model.states, count = sizeof model.states / 4;
+    if (where == 2) words = model.widths.data(), count = model.widths.size();
+    if (where == 3) words = &program.isa, count = 4;  // and seats, context and tokens of a step
+    int32_t& word = words[(number() >> 8) % count];
+    switch (number() >> 20 & 3) {
+        case 0: word += (number() >> 16 & 1) ? 1 : -1; break;
+        case 1: word = ((int32_t*)&model.instructions[(number() >> 8) % model.instructions.size()])[&word - words >= (int)(sizeof each / 4) ? 0 : &word - words]; break;
+        default: word = edges[(number() >> 8) % (sizeof edges / 4)];
+    }
+}
+
+// Whatever is opened runs within its memory.
+void run_mutated(const TwProgram& program, int32_t width) {
+    char said[256] = "";
+    void* engine = tw_open(&program, said, sizeof said);
+    if (!engine) return (void)(said[0] || (fail("refused without a word"), 0));
+    std::vector<float> logits((size_t)12 * std::max(width, 1));
+    const int32_t tokens[12] = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12}, positions[12] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 0, 1, 2};
+    const int32_t bounds[3] = {0, 9, 12}, seats[2] = {0, 1}, rows[2] = {8, 11}, later[2] = {9, 3}, ones[3] = {0, 1, 2}, last[2] = {0, 1};
+    TwStep prompt{12, 2, 2, 0, tokens, positions, bounds, seats, rows, logits.data()};
+    TwStep decode{2, 2, 2, 1, tokens, later, ones, seats, last, logits.data()};
+    tw_step(engine, &prompt);
+    tw_step(engine, &decode);
+    if (program.max_seats > 1 && program.max_context > 9) tw_copy(engine, 0, 1, 9);
+    tw_clear(engine, 0);
+    tw_close(engine);
+}
+
+void fuzz(int count, int seed) {
+    for (int i = 0; i < count; i++) {
+        state = 1;
+        const int kind = i % TW_VECTOR;
+        Model model(kind, kind == TW_BF16 ? TW_AS_BF16 : kind == TW_FP32 ? TW_AS_FP32 : TW_AS_INT8, i & 1);
+        state = (uint32_t)(seed + i) * 2654435761u;
+        for (int same = 0; same < 20; same++) {
+            Model changed = model;
+            TwProgram program = changed.program((int)(number() >> 20) % (tw_best_isa() + 1));
+            for (uint32_t changes = 1 + (number() >> 24 & 1); changes; changes--) mutate(changed, program);
+            run_mutated(program, program.logits >= 0 && program.logits < program.num_buffers ? program.widths[program.logits] % (1 << 24) : 0);
+        }
+    }
+}
+
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+    if (argc > 1) {
+        fuzz(std::atoi(argv[1]), argc > 2 ? std::atoi(argv[2]) : 0);
+        std::printf("ok\n");
+        return 0;
+    }
     for (int kind = TW_FP32; kind < TW_VECTOR; kind++)
         for (int arithmetic = 0; arithmetic < TW_NUM_ARITHMETICS; arithmetic++) {
             bool scaled = tw::in_blocks(kind) && !(kind == TW_Q41 && arithmetic == TW_AS_BF16);

@@ -10,6 +10,9 @@ import pytest
 from tilewright.compiler.targets.cpu.native import build
 
 CHECK = Path(__file__).with_name("native_check.cpp")
+NUM_PROGRAMS = 500
+"""Models of which 20 programs each are changed."""
+
 SANITIZERS = ("address,undefined", "thread")
 
 
@@ -17,10 +20,12 @@ SANITIZERS = ("address,undefined", "thread")
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 @pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 def test_the_library_is_clean(sanitizer: str, tmp_path: Path) -> None:
-    """Every kind of weight, arithmetic and instruction set; about a minute of two cores each."""
+    """Every kind of weight, arithmetic and instruction set; then programs of other numbers, which
+    are refused or run within their memory. A few minutes of two cores each.
+    """
     compiler = build.find_compiler()
     assert compiler is not None
-    flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g")
+    flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-DTW_GUARDS")
     objects, running = [], []
     for unit in (*build.units(), CHECK):
         objects.append(str(tmp_path / f"{unit.stem}.o"))
@@ -29,5 +34,6 @@ def test_the_library_is_clean(sanitizer: str, tmp_path: Path) -> None:
     assert not any(process.wait() for process in running)
     program = tmp_path / "check"
     subprocess.run([compiler, "-pthread", *flags, *objects, "-o", str(program)], check=True)
-    said = subprocess.run([program], capture_output=True, text=True, check=False)
-    assert said.returncode == 0 and said.stdout == "ok\n", said.stdout + said.stderr
+    for given in ([], [str(NUM_PROGRAMS)]):
+        said = subprocess.run([program, *given], capture_output=True, text=True, check=False)
+        assert said.returncode == 0 and said.stdout == "ok\n", said.stdout + said.stderr

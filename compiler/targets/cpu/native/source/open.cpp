@@ -13,11 +13,21 @@
 
 namespace tw {
 
+#if defined(TW_GUARDS)
+constexpr int64_t kPage = 4096;  // in checks: nobody may touch what lies behind
+#else
+constexpr int64_t kPage = 0;
+#endif
+
 Memory::Memory(int64_t num_bytes) : num_bytes_(num_bytes) {
     if (num_bytes <= 0) return;
-    void* found = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int64_t size = kPage ? rounded(num_bytes, kPage) : num_bytes;
+    void* found = mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (found == MAP_FAILED) throw std::bad_alloc();
     data_ = (uint8_t*)found;
+    if (!kPage) return;
+    mprotect(data_ + size, kPage, PROT_NONE);
+    data_ += size - rounded(num_bytes, 64);
 }
 
 Memory::Memory(Memory&& other) noexcept : data_(other.data_), num_bytes_(other.num_bytes_) { other.data_ = nullptr; }
@@ -29,7 +39,9 @@ Memory& Memory::operator=(Memory&& other) noexcept {
 }
 
 Memory::~Memory() {
-    if (data_) munmap(data_, num_bytes_);
+    if (!data_) return;
+    const int64_t size = kPage ? rounded(num_bytes_, kPage) : num_bytes_;
+    munmap(kPage ? data_ - (size - rounded(num_bytes_, 64)) : data_, size + kPage);
 }
 
 void Memory::release(int64_t first, int64_t num_bytes) {
@@ -50,8 +62,16 @@ const Kernels* choose(int32_t isa) {
     return scalar_kernels();
 }
 
+constexpr double kMostState = 0x1p46;  // bytes; sums of more might not fit their integers
+
 void place_caches(Engine& engine) {
     int64_t total = 0;
+    double wanted = 0;
+    for (const TwState& state : engine.states) {
+        double of_seat = state.kind == TW_KEYS_VALUES ? 2.0 * state.num_heads * CacheLayout(state, engine.program.max_context).head_bytes : 4.0 * num_kept(state);
+        wanted += (of_seat + 8192) * engine.program.max_seats;
+    }
+    if (wanted > kMostState) throw std::bad_alloc();
     for (const TwState& state : engine.states) {
         engine.layouts.emplace_back(state, engine.program.max_context);
         engine.cache_offsets.push_back(total);
