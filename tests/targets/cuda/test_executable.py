@@ -85,7 +85,7 @@ def expected_choice(logits: Tensor, rows: Sequence[Choosing]) -> list[int]:
 @pytest.mark.parametrize("rows", only([ROWS], [ROWS, ROWS[:1] * 3, ROWS[2:]]))
 def test_tokens_are_chosen_as_the_op_does(executable: Executable, rows: list[Choosing]) -> None:
     chosen, is_greedy = set(), all(row.is_greedy for row in rows)
-    for shift in range(1 if is_greedy else 3):  # the same logits, other random numbers
+    for shift in range(1 if is_greedy else 2):  # the same logits, other random numbers
         moved = [replace(row, seed=row.seed + shift) for row in rows]
         seats = started(executable, moved)
         output = executable.step(first_step(seats, want_logits=True))
@@ -103,8 +103,9 @@ def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
         release(executable, seats)
         return found
 
-    tokens = read([GREEDY] * 3).tokens
-    assert read([GREEDY] * 3).why == [GOES_ON] * 3
+    endless = read([GREEDY] * 3)
+    tokens = endless.tokens
+    assert endless.why == [GOES_ON] * 3
     others = [next(t for t in range(61) if t not in tokens) for _ in tokens]
     ends = [(others[0],), (others[1], tokens[1]), (tokens[2], tokens[2], others[2])]
     expected = Chosen(tokens, [GOES_ON, END_TOKEN, END_TOKEN])
