@@ -23,7 +23,7 @@ from tilewright.compiler.driver import trace_model, weight_source
 from tilewright.compiler.ir.info import INPUT, info
 from tilewright.compiler.ir.recipe import load_dense, load_values
 from tilewright.compiler.ir.state import PER_TOKEN
-from tilewright.compiler.passes.runner import Pass, PassContext, run_passes
+from tilewright.compiler.passes.runner import Pass, PassContext, PassReport, run_passes
 from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.compiler.runtime.pages import PagePool, pages_of
 from tilewright.compiler.targets.base import (
@@ -169,11 +169,15 @@ def lowered(
     ctx = context_of(model, precision)
     key = (model.config, target, until, ctx.precision.id)
     if key not in _LOWERED:
-        names = [current.name for current in pipeline(target)]
+        passes = pipeline(target)
+        names = [current.name for current in passes]
         assert not until or until in names, until
-        passes = pipeline(target)[: names.index(until)] if until else pipeline(target)
-        graph_module = trace_model(model)
-        run_passes(graph_module, passes, ctx)
+        end, first = names.index(until) if until else len(names), names.index("assign_precision")
+        if end < first:
+            graph_module, first = trace_model(model), 0
+        else:
+            graph_module = _matched(model, passes[:first], ctx)
+        run_passes(graph_module, passes[first:end], ctx)
         _LOWERED[key] = graph_module, ctx
     graph_module, known = _LOWERED[key]
     return copy.deepcopy(graph_module), dataclasses.replace(
@@ -182,6 +186,23 @@ def lowered(
 
 
 _LOWERED: dict[tuple[object, ...], tuple[fx.GraphModule, PassContext]] = {}
+
+
+def _matched(model: SimpleNamespace, passes: list[Pass], ctx: PassContext) -> fx.GraphModule:
+    """A copy of the graph after the passes that every precision shares, made once; ``ctx`` is told
+    their reports.
+    """
+    key = (model.config, *passes)
+    if key not in _MATCHED:
+        graph_module, own = trace_model(model), context_of(model)
+        run_passes(graph_module, passes, own)
+        _MATCHED[key] = graph_module, own.reports
+    graph_module, reports = _MATCHED[key]
+    ctx.reports.extend(reports)
+    return copy.deepcopy(graph_module)
+
+
+_MATCHED: dict[tuple[object, ...], tuple[fx.GraphModule, list[PassReport]]] = {}
 
 
 def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: Any) -> Any:

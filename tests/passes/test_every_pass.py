@@ -58,11 +58,8 @@ def given_to(
     name: str, model: SimpleNamespace, *, precision: PrecisionConfig | None = None
 ) -> tuple[GraphModule, PassContext]:
     """The graph that a pass is run on: the cpu pipeline's, or else the fused dialect's."""
-    if name in CPU:
-        return lowered(model, until=name, precision=precision)
-    graph_module, ctx = trace_model(model), context_of(model, precision)
-    run_passes(graph_module, list(FUSED.values())[: list(FUSED).index(name)], ctx)
-    return graph_module, ctx
+    target = "cpu" if name in CPU else "cuda"
+    return lowered(model, until=name, target=target, precision=precision)
 
 
 def fused(model: SimpleNamespace, *, precision: PrecisionConfig | None = None) -> GraphModule:
