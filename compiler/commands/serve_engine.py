@@ -13,7 +13,12 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.commands.serve_options import MODEL, ServeOptions, read_serve_options
+from tilewright.compiler.commands.serve_options import (
+    MODEL,
+    STRICT,
+    ServeOptions,
+    read_serve_options,
+)
 from tilewright.compiler.errors import ConfigError, RequestError, TilewrightError
 from tilewright.compiler.runtime.messages import Refused
 from tilewright.compiler.runtime.sampling import SamplingParams
@@ -62,6 +67,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
             compute=options.model.compute,
             num_threads=options.threads,
             memory_fraction=options.memory_fraction,
+            is_strict=options.arithmetic == STRICT,
         ),
         lambda what, done, total: None,
         use_cache=not options.no_cache,

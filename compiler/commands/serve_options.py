@@ -25,6 +25,7 @@ from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.serve.tools.formats import FORMATS
 
 MODEL = "model"
+STRICT = "strict"
 """``--sampling-defaults``: those of the checkpoint's ``generation_config.json``."""
 
 _DEFAULTS: dict[str, dict[str, float]] = {
@@ -115,10 +116,11 @@ class ServeOptions:
         type=real(0, 1, above=True),
     )
     arithmetic: str = option(
-        "strict: what a request gets does not depend on what runs beside it, where the target can",
-        default="strict",
+        "strict: what a request gets does not depend on what runs beside it, where the target can; "
+        "fast: prompts may take other kernels, piece by piece",
+        default=STRICT,
         group="engine",
-        choices=("strict",),
+        choices=(STRICT, "fast"),
     )
     host_cache: float = option(
         "GB of host memory for the state of requests that make room, and as much for that of "

@@ -74,6 +74,8 @@ class CompileOptions:
     ``memory_fraction``: of the device's memory, what all of it may take; where state lies in pages,
     sequences then share what fits, and may be more than would fit at full length. None: every
     sequence has room for a whole context.
+    ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, if
+    that costs some speed; `Capabilities.invariant` says what comes of it.
     """
 
     max_batch: int = 1
@@ -81,6 +83,7 @@ class CompileOptions:
     compute: str = "fast"
     num_threads: int | None = None
     memory_fraction: float | None = None
+    is_strict: bool = False
 
 
 class Executable(ABC):

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample
+from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import Parameters, SeatTable
-from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Rows, Steps
+from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Steps
 from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.program.instructions import Mixer, Plan
 from tilewright.compiler.targets.step import NOT_A_NUMBER, Seat

@@ -27,12 +27,14 @@ from tilewright.compiler.targets.cuda.capture import (
     prompt_buckets,
 )
 from tilewright.compiler.targets.cuda.device import PROMPT_CHUNK, free_bytes, num_snapshots
+from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of
 from tilewright.compiler.targets.cuda.pages import PAGE, pages_of
 from tilewright.compiler.targets.cuda.readings import Readings
+from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.state import PagedState
-from tilewright.compiler.targets.cuda.steps import Rows, Steps
+from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.cuda.weights import Weights
 from tilewright.compiler.targets.host import HostChoice, Sitting, log_probs
 from tilewright.compiler.targets.program.instructions import Plan
@@ -86,21 +88,14 @@ class CudaExecutable(Executable):
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states
         )
-        self.capabilities = Capabilities(
-            max_seats=options.max_batch,
-            max_context=options.max_context,
-            page_size=PAGE,
-            num_pages=num_pages,
-            num_snapshots=num_snapshots(plan, options, free_bytes(options, device)),
-            has_sequence_state=bool(plan.sequence_states),
-            cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
-            max_step_tokens=PROMPT_CHUNK,
-            runs_ahead=is_gpu,
-        )
+        self.capabilities = _capabilities(plan, weights, options, device, num_pages)
         self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
         exact = options.compute == "exact"
-        self._steps = Steps(plan, weights, self._state, max_rows=rows[-1], exact=exact)
+        strict = options.is_strict
+        self._steps = Steps(
+            plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict
+        )
         if is_gpu:
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
@@ -383,3 +378,21 @@ class CudaExecutable(Executable):
 def _is_late(choosing: Choosing) -> bool:
     """Whether a captured step cannot choose these tokens."""
     return choosing.changes_logits or (choosing.min_p > 0.0 and not choosing.is_greedy)
+
+
+def _capabilities(
+    plan: Plan, weights: Weights, options: CompileOptions, device: torch.device, num_pages: int
+) -> Capabilities:
+    """What steps of a plan may look like on a device."""
+    return Capabilities(
+        max_seats=options.max_batch,
+        max_context=options.max_context,
+        page_size=PAGE,
+        num_pages=num_pages,
+        num_snapshots=num_snapshots(plan, options, free_bytes(options, device)),
+        has_sequence_state=bool(plan.sequence_states),
+        cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
+        max_step_tokens=PROMPT_CHUNK,
+        runs_ahead=device.type == "cuda",
+        invariant=invariant_of(plan, weights, options, device),
+    )

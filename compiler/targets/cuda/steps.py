@@ -7,8 +7,7 @@ Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from tilewright.compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_hea
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu_apart
 from tilewright.compiler.targets.cuda.library import apply_function, attend_from_start
-from tilewright.compiler.targets.cuda.seats import send
+from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_products import Products
@@ -54,35 +53,11 @@ LIBRARY_HEAD_DIM = 256
 """Heads are at most so wide there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The tokens of a step: ``tokens``, ``positions`` (negative: padding) and ``slots``, int64."""
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-
-    @classmethod
-    def padding(cls, num_rows: int, device: torch.device) -> Self:
-        """Rows that nothing has been uploaded to."""
-        tokens, slots = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-        return cls(tokens, torch.full_like(tokens, -1), slots)
-
-    def upload(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """The first rows' values, on the host; the other rows become padding."""
-        staged = torch.zeros(3, len(self.tokens), dtype=torch.int64)
-        staged[1] = -1
-        for place, values in zip(staged, (tokens, positions, slots), strict=True):
-            place[: len(values)] = values
-        kept = (self.tokens, self.positions, self.slots)
-        for place, values in zip(kept, send(staged, self.tokens.device), strict=True):
-            place.copy_(values)
-
-
 class Steps:
     """A plan with its weights and state. Every method is capturable in a CUDA graph.
 
     ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
+    ``strict``: a prompt's tokens take the same kernels however many of them are in a piece.
     """
 
     def __init__(
@@ -93,10 +68,11 @@ class Steps:
         *,
         max_rows: int,
         exact: bool,
+        strict: bool = False,
         trials: Trials | None = None,
     ) -> None:
         self.device = state.tables.device
-        self.exact = exact
+        self.exact, self._strict = exact, strict
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
@@ -107,7 +83,7 @@ class Steps:
         self._num_rows = rows = max(max_rows, native.MAX_TOKENS if self.is_native else 1)
         self._products = Products(
             plan, weights, self.device, max_rows=rows, is_native=self.is_native, exact=exact,
-            trials=trials,
+            strict=strict, trials=trials,
         )  # fmt: skip
         self._flat = [
             torch.zeros(
@@ -220,9 +196,8 @@ class Steps:
         elif isinstance(each, NormHeads):
             weights = [self._weights.vector(vector_of(one)) for one in (each.q_norm, each.k_norm)]
             views = step.view(each.out), step.view(each.qkv)
-            rms_norm_heads(
-                *views, *weights, num_heads=each.num_heads, eps=each.eps, decodes=decodes
-            )
+            alone = True if decodes else False if self._strict else None
+            rms_norm_heads(*views, *weights, num_heads=each.num_heads, eps=each.eps, alone=alone)
         elif isinstance(each, Norm):
             weight = self._weights.vector(vector_of(each.weight))
             rms_norm(step.view(each.out), step.view(each.x), weight, eps=each.eps)
@@ -261,7 +236,8 @@ class Steps:
             step.view(each.out),
         )
         num_tokens, head_dim = len(qkv), each.state.shape[-1]
-        through_library = from_start and num_tokens > LIBRARY_ATTENTION and not self.exact
+        through_library = from_start and num_tokens > LIBRARY_ATTENTION
+        through_library = through_library and not (self.exact or self._strict)
         through_library = through_library and self.device.type == "cuda" and not each.window
         through_library = through_library and head_dim <= LIBRARY_HEAD_DIM
         q = torch.empty(

@@ -27,7 +27,8 @@ def _epilogue(each: Linear) -> int:
 class Products:
     """A plan's products with their weights. Capturable in a CUDA graph.
 
-    ``max_rows``: of a decode step; ``is_native``: products of few rows run in CUDA C++.
+    ``max_rows``: of a decode step; ``is_native``: products of few rows run in CUDA C++; ``strict``:
+    those of a prompt take the library's, however few rows there are.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class Products:
         max_rows: int,
         is_native: bool,
         exact: bool,
+        strict: bool = False,
         trials: Trials,
     ) -> None:
         self.device, self._weights = device, weights
         self._is_native, self._exact, self._trials = is_native, exact, trials
+        self._strict = strict
         self._operand = torch.float32 if exact else torch.bfloat16
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
         self._normed = torch.zeros(max_rows * padded(widest), dtype=self._operand, device=device)
@@ -64,7 +67,7 @@ class Products:
         num_rows, is_cut = len(x), decodes and held.kind != "bf16"
         is_native = self._is_native and held.num_columns % 4 == 0
         most = native.most_tokens(held) if is_native else native.MAX_TOKENS
-        if self._exact:
+        if self._exact or (self._strict and not decodes):
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif self._is_wide(held, num_rows):
             epilogue, x = _epilogue(each), self._norm(x, norm, decodes)
@@ -127,7 +130,7 @@ class Products:
         else:
             out = torch.empty(len(x), stride, dtype=self._operand, device=self.device)
         is_native = self._is_native and native.takes_norm(weight.numel())
-        if is_native and (decodes or len(x) <= native.MAX_TOKENS):
+        if is_native and (decodes or (len(x) <= native.MAX_TOKENS and not self._strict)):
             native.rms_norm(out, x, weight, eps=eps, num_tokens=len(x))
         else:
             rms_norm(out, x, weight, eps=eps)

@@ -26,8 +26,8 @@ from tilewright.compiler.targets.cuda import capture
 from tilewright.compiler.targets.cuda import steps as steps_module
 from tilewright.compiler.targets.cuda.capture import Captured, make_choice, prompt_buckets
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
-from tilewright.compiler.targets.cuda.steps import Rows
 from tilewright.compiler.targets.step import (
     END_TOKEN,
     NOT_A_NUMBER,

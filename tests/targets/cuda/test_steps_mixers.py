@@ -35,8 +35,8 @@ from tilewright.compiler.targets.cuda.kernels import native_delta
 from tilewright.compiler.targets.cuda.kernels.causal_conv1d import causal_conv1d_step
 from tilewright.compiler.targets.cuda.kernels.delta_rule import DeltaInputs, delta_rule_step
 from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import sequence_bytes
-from tilewright.compiler.targets.cuda.steps import Rows
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
 from tilewright.compiler.targets.step import Chunk, Copy, Load, Save, Snapshot, Step
 

@@ -25,6 +25,8 @@ from tilewright.compiler.targets.cuda.pages import PAGE, KVPages
 
 # A score that no real one is below; finite, so that a row that has seen nothing yet is no NaN.
 HIDDEN = tl.constexpr(-1.0e30)
+# Pages with hidden keys and pages without would be fused differently, and round differently.
+_FUSES = False
 
 
 @triton.jit
@@ -143,7 +145,7 @@ def attend_prefill(
         q, out, positions, slots, num_tokens, out.stride(0), scale * LOG2_E,
         **page_arguments(pages, block_tables),
         H=num_heads, R=rows, L=PAGE, WINDOW=window,
-        num_warps=num_warps, num_stages=num_stages, **chained(q),
+        num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=_FUSES, **chained(q),
     )  # fmt: skip
 
 

@@ -90,14 +90,14 @@ def rms_norm_heads(
     *,
     num_heads: int,
     eps: float,
-    decodes: bool = False,
+    alone: bool | None = None,
 ) -> None:
     """Every head of q and of k in ``qkv [T, (H + 2 G) D]`` float32, with v as it is: to ``out`` of
     the same shape, or in place.
 
     ``q_weight`` and ``k_weight [D]`` float32; H is ``num_heads``. Rows may be further apart than
-    they are long. ``decodes``: however many rows there are, a program takes one head, so that its
-    sum has one order.
+    they are long. ``alone``: whether a program takes one head, which may give its sum another
+    order; None: where there are few rows.
     """
     num_rows, width = qkv.shape
     (head_dim,) = q_weight.shape
@@ -107,7 +107,8 @@ def rms_norm_heads(
     in_place = out.data_ptr() == qkv.data_ptr()
     assert k_weight.shape == q_weight.shape and width == (num_heads + 2 * num_kv_heads) * head_dim
     heads, block = num_heads + num_kv_heads * (1 if in_place else 2), block_of(head_dim)
-    together = 1 if decodes or num_rows <= _FEW_ROWS else max(1, 1024 // block)
+    alone = num_rows <= _FEW_ROWS if alone is None else alone
+    together = 1 if alone else max(1, 1024 // block)
     _rms_norm_heads_kernel[(num_rows, triton.cdiv(heads, together))](
         out, qkv, q_weight, k_weight, heads, out.stride(0), qkv.stride(0), eps,
         H=num_heads, G=num_kv_heads, D=head_dim, BLOCK=block, HEADS=together,
