@@ -23,6 +23,16 @@ MOST_SHARED = 227 * 1024
 """Bytes of shared memory that a block may have, fixed and dynamic together."""
 
 
+_PLACE_OF = """
+#ifdef __CUDACC_RTC__
+#define PLACE_OF(type, field) __INTADDR__(&((type*)0)->field)
+#else
+#define PLACE_OF(type, field) __builtin_offsetof(type, field)
+#endif
+"""
+"""Where a field lies: NVRTC knows C's offsetof by neither of its names."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file of kernels, by name; the headers beside the file, by name, that it includes, directly
@@ -42,11 +52,12 @@ class Source:
         return self.path.read_bytes() + "".join(self._checks()).encode()
 
     def _checks(self) -> Iterator[str]:
+        yield _PLACE_OF
         for name, twin in self.structures:
             yield _is(f"sizeof({name})", ctypes.sizeof(twin), name)
             for field in (each[0] for each in twin._fields_):
                 place = getattr(twin, field).offset
-                yield _is(f"__builtin_offsetof({name}, {field})", place, f"{name}.{field}")
+                yield _is(f"PLACE_OF({name}, {field})", place, f"{name}.{field}")
 
 
 @dataclass(frozen=True, slots=True)
