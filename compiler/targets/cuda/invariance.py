@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 import torch
 
@@ -11,6 +10,7 @@ from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.capture import has_mixers
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native
+from tilewright.compiler.targets.cuda.weights import Weights, product_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 
 _WITHHELD = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
@@ -27,7 +27,7 @@ def withhold_workspace() -> None:
 
 
 def invariant_of(
-    plan: Plan, held: Callable[[Linear], HeldWeight], options: CompileOptions, device: torch.device
+    plan: Plan, weights: Weights, options: CompileOptions, device: torch.device
 ) -> str:
     """What `Capabilities.invariant` says: ``rows`` where strict steps keep that promise for as many
     sequences as there may be, which they do while every product of a decode step is our own.
@@ -36,9 +36,10 @@ def invariant_of(
         return "none"
     if native.why_not(device) or any(os.environ.get(name) != at for name, at in _WITHHELD.items()):
         return "none"
-    most = min(native.most_tokens(held(each)) for each in _products(plan))
+    most = min(native.most_tokens(held) for held in _products(plan, weights))
     return "rows" if options.max_batch <= most else "none"
 
 
-def _products(plan: Plan) -> list[Linear]:
-    return [each for each in plan.instructions if isinstance(each, Linear)]
+def _products(plan: Plan, weights: Weights) -> list[HeldWeight]:
+    found = [each for each in plan.instructions if isinstance(each, Linear)]
+    return [weights.held(product_of(each)) for each in found]
