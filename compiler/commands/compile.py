@@ -1,4 +1,6 @@
-"""``tilewright compile``: a model becomes a folder to run without its checkpoint, ONNX or MLIR."""
+"""``tilewright compile``: a model becomes a folder to run without its checkpoint, or a form for
+others: ONNX, MLIR, ttnn, an engine.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,15 @@ if TYPE_CHECKING:
     from tilewright.models import LoadedModel
 
 _FLOAT = "reference"
+_ENGINES = "cuda"
 _DIALECTS = ("torch", "linalg")
 _CONTEXT = 2048
 _USES = {
     "program": "run it: tilewright run {}",
     "onnx": 'run it without Tilewright: python {}/generate.py "Why is the sky blue?"',
     "mlir": "{}/arguments.json says which tensors to feed, in order",
+    "engine": "check it: python {0}/engine.py --self-test --config {0}/model_config.json "
+    "--weights {0}/weights",
     "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',
 }
 _WRITTEN = "what is written"
@@ -48,7 +53,7 @@ _WRITTEN = "what is written"
 class _Arguments(CheckpointArguments):
     emit: str = option(
         "program: for --model DIR; onnx: for plain onnxruntime; mlir: through torch-mlir; "
-        "ttnn: one Python file for a Tenstorrent board",
+        "ttnn: one Python file for a Tenstorrent board; engine: one for torch and Triton",
         default="program",
         group=_WRITTEN,
         choices=tuple(_USES),
@@ -77,6 +82,8 @@ def main(argv: list[str]) -> int:
     output = output_folder(arguments.output)
     take_checkpoint(arguments)
     _check_emission(arguments)
+    if arguments.emit == "engine" and arguments.target is None:
+        arguments.target = _ENGINES
     options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
@@ -122,6 +129,13 @@ def _check_emission(arguments: argparse.Namespace) -> None:
             arguments,
             ("target", "precision", "compute"),
             "--emit mlir, which is the model before precision and target; allowed: without "
+            "--{name}",
+        )
+    if emit == "engine":
+        refuse_given(
+            arguments,
+            ("precision", "compute"),
+            "--emit engine, which computes in 16 bits as plain torch does; allowed: without "
             "--{name}",
         )
     if emit != "ttnn":
@@ -183,7 +197,11 @@ def _emit(
     for name in ("length", "context"):
         if (given := getattr(arguments, name) or 1) > longest:
             raise ConfigError(f"--{name} {given}; allowed by this model: 1 to {longest}")
-    precision = load_precision(_FLOAT) if options.precision is None else options.precision
+    precision, title = options.precision, model.name
+    if precision is None or kind == "engine":
+        precision = load_precision(_FLOAT)
+    if kind != "engine":
+        title = f"{title}, precision {precision.name}"
     resolved, notes = resolve_precision(model, precision), list[str]()
 
     def lower(stages: Sequence[Stage]) -> GraphModule:
@@ -199,11 +217,20 @@ def _emit(
         write=lambda name, data: write_file(folder / name, data),
         folder=folder,
         options=CompileOptions(arguments.users or 1, context, options.compute),
-        title=f"{model.name}, precision {precision.name}",
+        title=title,
         progress=progress,
-        settings={"dialect": arguments.dialect or "linalg", "length": arguments.length},
+        settings=_settings(model, arguments),
     )
     _target_of(kind, options).emit(kind, emission)
     if kind != "mlir":
         model.tokenizer.save(folder / TOKENIZER)
     return tuple(notes)
+
+
+def _settings(model: LoadedModel, arguments: argparse.Namespace) -> dict[str, object]:
+    """What a kind is told besides: see each target's `emit`."""
+    if arguments.emit == "engine":
+        from tilewright.compiler.commands.engine_config import engine_config
+
+        return {"model_config": engine_config(model.config)}
+    return {"dialect": arguments.dialect or "linalg", "length": arguments.length}

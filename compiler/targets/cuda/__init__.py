@@ -30,6 +30,7 @@ from tilewright.compiler.passes.merge_expert_linears import merge_expert_linears
 from tilewright.compiler.passes.merge_parallel_linears import merge_parallel_linears
 from tilewright.compiler.targets.base import (
     CompileOptions,
+    Emission,
     Executable,
     Holding,
     Program,
@@ -54,6 +55,7 @@ class CudaTarget(Target):
     """Fusions after what the kernels do in one launch."""
 
     name = "cuda"
+    emits = ("program", "engine")
 
     def stages(self) -> tuple[Stage, ...]:
         return (
@@ -104,6 +106,15 @@ class CudaTarget(Target):
         from tilewright.compiler.targets.cuda.weights import write_weights
 
         write_weights(make_plan(graph_module), get_weight, folder, progress)
+
+    def emit(self, kind: str, emission: Emission) -> None:
+        """Write ``engine``: a Python file that runs the model with torch and Triton alone."""
+        self.check_emits(kind)
+        assert kind == "engine"
+        from tilewright.compiler.targets.cuda.engine.emit import emit_engine
+        from tilewright.compiler.targets.cuda.plan import make_plan
+
+        emit_engine(make_plan(emission.lower(self.stages())), emission)
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         from tilewright.compiler.targets.cuda.weights import read_weights

@@ -1,0 +1,199 @@
+"""``tilewright bench-engine``: a generated engine beside eager torch and torch.compile, in one run.
+
+Every figure is a median over repeats on fixed traces; what is slower than a limit is left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine.compiled import CompiledReference
+from tilewright.compiler.commands.arguments import option, parse
+from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
+from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
+from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
+from tilewright.compiler.targets.cuda.engine.parts.self_test import (
+    compare,
+    error_of,
+    random_weights,
+)
+from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
+from tilewright.compiler.targets.cuda.engine.parts.torch_steps import TorchExecutor
+from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
+from tilewright.compiler.targets.cuda.engine.trial import load_engine
+
+HIDDEN_LIKE = {
+    "model_type": "tiny_llama",
+    "torch_dtype": "float16",
+    "vocab_size": 4096,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 192,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+"""The sizes that the goals are said for."""
+
+PARTS = ("eager", "operations", "memory", "compiled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Arguments:
+    engine: str = option("the engine.py that is measured", "engine")
+    config: str | None = option("a model_config.json (default: 12 layers of 768, heads of 192)")
+    device: str = option("cuda or cpu", default="cuda")
+    output: str | None = option("a JSON file that every part is written to when it is done")
+    parts: tuple[str, ...] = option("what is measured besides ours", default=PARTS, choices=PARTS)
+    repeats: int = option("of every case", default=5, type=int)
+    scale: int = option("prompts and answers are shorter by this", default=1, type=int)
+    operations: int = option("random calls that are compared", default=300, type=int)
+    engines: int = option("that are made one after another for the memory", default=10, type=int)
+    mode: str = option("of torch.compile", default="max-autotune")
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright bench-engine`` with the arguments behind it; returns the exit code."""
+    given = parse(
+        _Arguments, argv, prog="tilewright bench-engine", description="An engine beside torch."
+    )
+    config = json.loads(Path(given.config).read_text("utf-8")) if given.config else HIDDEN_LIKE
+    with tempfile.TemporaryDirectory() as folder:
+        settings = read_settings(config, torch.device(given.device))
+        torch.save(random_weights(settings, 0), Path(folder) / "model.pt")
+        return _Measured(given, config, folder, settings).run()
+
+
+class _Measured:
+    """The parts, each of which may fail without the others."""
+
+    def __init__(
+        self, given: _Arguments, config: dict[str, Any], folder: str, settings: Settings
+    ) -> None:
+        self.given, self.config, self.folder, self.settings = given, config, folder, settings
+        self.device = torch.device(given.device)
+        self.found: dict[str, Any] = {"config": config, "torch": torch.__version__}
+        if self.device.type == "cuda":
+            self.found["device"] = torch.cuda.get_device_name(self.device)
+        self.module = load_engine(given.engine)
+        self.tensors = load_weights(folder, settings)
+        self.reference = Reference(self.tensors, settings, self.device)
+
+    def run(self) -> int:
+        for name in ("ours", *self.given.parts):
+            begun = time.perf_counter()
+            try:
+                self.found[name] = getattr(self, f"_{name}")()
+            except Exception as error:  # the other parts are still worth their time
+                self.found[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
+            self.found[f"{name}_s"] = round(time.perf_counter() - begun, 1)
+            text = json.dumps(self.found, indent=1)
+            if self.given.output:
+                Path(self.given.output).write_text(text + "\n", "utf-8")
+            print(f"{name}: {json.dumps(self.found[name])}", flush=True)
+        return int("failed" in self.found["ours"])
+
+    def _make(self) -> Any:
+        return self.module.create_engine(self.config, self.folder, self.given.device)
+
+    def _ours(self) -> dict[str, Any]:
+        begun = time.perf_counter()
+        engine = self._make()
+        created = time.perf_counter() - begun
+        begun = time.perf_counter()
+        del engine
+        engine = self._make()
+        again = time.perf_counter() - begun
+        return {"create_s": created, "create_again_s": again, "cases": self._cases(engine)}
+
+    def _eager(self) -> dict[str, Any]:
+        """The reference as it stands, and with a cache."""
+        cached = Engine(TorchExecutor(self.tensors, self.settings, self.device), self.settings)
+        return {"reference": self._cases(self.reference), "with a cache": self._cases(cached)}
+
+    def _compiled(self) -> dict[str, Any]:
+        engine = CompiledReference(self.reference, mode=self.given.mode)
+        names = ("decode 8 x 32 + 16", "prefill 4 x 128")
+        return self._cases(engine, names)
+
+    def _cases(self, engine: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
+        found = {}
+        for name, calls in cases(self.given.scale).items():
+            if names and name not in names:
+                continue
+            trace = Trace(calls, self.settings.vocab_size, self.given.device)
+            ours = trace.run(engine)
+            self.reference.tokens.clear()
+            theirs = trace.run(self.reference)
+            errors = [error_of(a, b) for a, b in zip(ours, theirs, strict=True)]
+            engine.remove(trace.requests)
+            seconds = [self._timed(trace, engine) for _ in range(self.given.repeats)]
+            engine.remove(trace.requests)
+            median = statistics.median(seconds)
+            found[name] = {"ms": median * 1e3, "all_ms": [1e3 * s for s in seconds]}
+            found[name] |= {"tokens_per_s": trace.num_tokens / median, "error": max(errors)}
+        return found
+
+    def _timed(self, trace: Trace, engine: Any) -> float:
+        self._wait()
+        begun = time.perf_counter()
+        trace.run(engine)
+        self._wait()
+        return time.perf_counter() - begun
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _operations(self) -> dict[str, Any]:
+        """Random calls, compared; for each of three seeds of weights."""
+        worst = []
+        for seed in range(3):
+            with tempfile.TemporaryDirectory() as folder:
+                torch.save(random_weights(self.settings, seed), Path(folder) / "model.pt")
+                engine = self.module.create_engine(self.config, folder, self.given.device)
+                reference = Reference(
+                    load_weights(folder, self.settings), self.settings, self.device
+                )
+                count = self.given.operations
+                worst.append(compare(engine, reference, self.settings, seed=seed, operations=count))
+                del engine, reference
+        return {"calls": self.given.operations, "worst": worst}
+
+    def _memory(self) -> dict[str, Any]:
+        """Bytes allocated after `remove` of all, and after each engine is gone."""
+        trace = Trace(cases()["mixed"], self.settings.vocab_size, self.given.device)
+        self._make().remove([])
+        used = [_allocated()]
+        removed = []
+        for _ in range(self.given.engines):
+            engine = self._make()
+            before = _allocated()
+            trace.run(engine)
+            engine.remove(trace.requests)
+            removed.append(_allocated() - before)
+            del engine
+            used.append(_allocated())
+        return {"after_remove": removed, "after_del": [each - used[0] for each in used[1:]]}
+
+
+def _allocated() -> int:
+    gc.collect()
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,89 @@
+"""What engines are compared and timed on: traces of calls with fixed random tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call: ``prefill`` of prompts of these ``lengths``, so many ``decode`` steps, ``remove``."""
+
+    method: str
+    requests: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
+    steps: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts, or of all the steps."""
+        if self.method == "prefill":
+            return sum(self.lengths)
+        return self.steps * len(self.requests) if self.method == "decode" else 0
+
+
+def _prefill(first: int, count: int, length: int) -> Call:
+    return Call("prefill", tuple(range(first, first + count)), (length,) * count)
+
+
+def _decode(requests: Sequence[int], steps: int) -> Call:
+    return Call("decode", tuple(requests), steps=steps)
+
+
+def cases(scale: int = 1) -> Mapping[str, tuple[Call, ...]]:
+    """The cases by name, with prompts a ``scale``-th as long."""
+    return {
+        "prefill 4 x 128": (_prefill(0, 4, 128 // scale),),
+        "decode 8 x 32 + 16": (_prefill(0, 8, 32 // scale), _decode(range(8), 16 // scale)),
+        "decode 8 x 128 + 16": (_prefill(0, 8, 128 // scale), _decode(range(8), 16 // scale)),
+        "mixed": (
+            _prefill(0, 4, 64 // scale),
+            _decode((3, 1, 0, 2), 2),
+            _prefill(4, 2, 128 // scale),
+            _decode(range(6), 6),
+            Call("remove", (1, 3)),
+            _prefill(6, 4, 32 // scale),
+            _decode((0, 2, 4, 5, 6, 7, 8, 9), 8),
+            _decode((9, 8, 7, 6, 5, 4, 2, 0), 8),
+            Call("remove", (0, 2, 4, 5, 6, 7, 8, 9)),
+        ),
+    }
+
+
+class Trace:
+    """A case with its tokens, on a device: made before anything is timed."""
+
+    def __init__(self, calls: Sequence[Call], vocab_size: int, device: str, seed: int = 0) -> None:
+        chosen = random.Random(seed)
+
+        def tokens(count: int) -> Tensor:
+            return torch.tensor([chosen.randrange(vocab_size) for _ in range(count)]).to(device)
+
+        self._calls: list[Callable[[Any], Tensor | None]] = []
+        self.num_tokens = sum(call.num_tokens for call in calls)
+        self.num_decoded = sum(call.num_tokens for call in calls if call.method == "decode")
+        self.requests = sorted({request for call in calls for request in call.requests})
+        for call in calls:
+            ids = list(call.requests)
+            for _ in range(call.steps):
+                if call.method == "remove":
+                    self._calls.append(_call("remove", ids))
+                elif call.method == "prefill":
+                    prompts = [tokens(length) for length in call.lengths]
+                    self._calls.append(_call("prefill", ids, prompts))
+                else:
+                    self._calls.append(_call("decode", ids, tokens(len(ids))))
+
+    def run(self, engine: Any) -> list[Tensor]:
+        """The logits of every call, in order."""
+        return [logits for call in self._calls if (logits := call(engine)) is not None]
+
+
+def _call(method: str, *arguments: Any) -> Callable[[Any], Tensor | None]:
+    return lambda engine: getattr(engine, method)(*arguments)

@@ -1,0 +1,46 @@
+"""``--emit engine``: the file, the configuration that it is created with, and the weights."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from tilewright.compiler.targets.base import Emission
+from tilewright.compiler.targets.cuda.engine.layers import engine_plan
+from tilewright.compiler.targets.cuda.engine.parts.plan import Choices
+from tilewright.compiler.targets.cuda.engine.write import engine_text
+from tilewright.compiler.targets.program.instructions import Plan
+from tilewright.compiler.targets.tensor_files import save_tensors
+
+
+def emit_engine(plan: Plan, emission: Emission) -> None:
+    """Write ``engine.py``, ``model_config.json`` and ``weights/model.safetensors``.
+
+    ``emission.settings`` has the ``model_config``.
+
+    Raises:
+        CompileError: for a program that generated engines cannot run.
+    """
+    found, config = engine_plan(plan), emission.settings["model_config"]
+    num_layers = config["num_hidden_layers"]
+    text = engine_text(found, Choices(), title=emission.title, num_layers=num_layers)
+    names, tensors = _tensors_of(plan), {}
+    for done, name in enumerate(names):
+        emission.progress("weights", done, len(names))
+        tensors[name] = emission.get_weight(name).contiguous()
+    is_half = all(each.dtype == torch.float16 for each in tensors.values())
+    config = {**config, "torch_dtype": "float16" if is_half else "bfloat16"}
+    emission.write("engine.py", text.encode())
+    emission.write("model_config.json", (json.dumps(config, indent=2) + "\n").encode())
+    (emission.folder / "weights").mkdir()
+    save_tensors(tensors, emission.folder / "weights" / "model.safetensors")
+
+
+def _tensors_of(plan: Plan) -> list[str]:
+    """Every tensor of the checkpoint that a typed program reads, once, in its order."""
+    found: list[str] = []
+    for each in plan.instructions:
+        for recipe in (getattr(each, name, None) for name in ("table", "norm", "weight")):
+            found += () if recipe is None else recipe.names
+    return list(dict.fromkeys(found))

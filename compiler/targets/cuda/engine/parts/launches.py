@@ -1,0 +1,180 @@
+"""What each instruction launches: kernels of ours, and for many rows the library's products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.engine.parts.generated import CHOICES
+from tilewright.compiler.targets.cuda.engine.parts.kernels import (
+    attend_prompt_kernel,
+    attend_token_kernel,
+    embed_kernel,
+    join_parts_kernel,
+    norm_kernel,
+    product_kernel,
+    remember_kernel,
+    swiglu_kernel,
+)
+from tilewright.compiler.targets.cuda.engine.parts.pages import PAGE, Pages
+from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, turn_table
+from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Executor
+
+FEW_ROWS = 64
+"""Rows up to which a product reads each weight once, in a kernel of ours."""
+
+BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """``tokens [T]`` and whose they are, int64.
+
+    Of prompts, ``starts [T]``: the row where each token's prompt begins; ``places [T]``: where its
+    keys go, in elements from the pages' base. Of a decode step, ``positions`` and ``seats [T]``:
+    rows of ``table [seats, pages]``; attention is cut into ``splits`` parts.
+    """
+
+    tokens: Tensor
+    starts: Tensor | None = None
+    places: Tensor | None = None
+    positions: Tensor | None = None
+    seats: Tensor | None = None
+    table: Tensor | None = None
+    splits: int = 1
+
+
+class CudaKernels(Executor):
+    """The instructions on a GPU (in Triton's interpreter on a CPU); graphs are made above it."""
+
+    pages: Pages
+
+    def __init__(self, settings: Settings, device: torch.device, program: list[Bound]) -> None:
+        self.settings, self.device, self.program = settings, device, program
+        self.turns = turn_table(settings, device)
+        self.num_processors, self.chained = 1, False
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(device)
+            self.num_processors = found.multi_processor_count
+            self.chained = CHOICES.chained and found.major >= 9
+
+    def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        if self.chained:
+            options["launch_pdl"] = True
+        kernel[grid](*arguments, CHAINED=self.chained, **options)
+
+    def _heads(self, **options: Any) -> dict[str, Any]:
+        """Sizes that the kernels of attention are compiled for."""
+        s = self.settings
+        sizes = {"H": s.num_heads, "G": s.num_kv_heads, "D": s.head_dim, "E": _power(s.head_dim)}
+        return {**sizes, **options}
+
+    def embed(self, each: Bound, batch: Tokens) -> Tensor:
+        table = each.weight
+        assert table is not None
+        out = table.new_empty(len(batch.tokens), table.shape[1])
+        self._launch(embed_kernel, (len(out),), out, batch.tokens, table, *table.shape, BLOCK=BLOCK)
+        return out
+
+    def normed(self, each: Bound, x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        given = out, x, each.norm, x.shape[1], self.settings.eps
+        self._launch(norm_kernel, (len(x),), *given, BLOCK=BLOCK)
+        return out
+
+    def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
+        weight, swiglu = each.weight, each.does.swiglu
+        assert weight is not None
+        if len(x) <= FEW_ROWS:
+            return self._few_rows(each, weight, x, residual)
+        if each.norm is not None:
+            x = self.normed(each, x)
+        if residual is not None:
+            return torch.addmm(residual, x, weight.T)
+        y = F.linear(x, weight)
+        if not swiglu:
+            return y
+        width = y.shape[1] // 2
+        out = y.new_empty(len(y), width)
+        grid = len(y), -(-width // BLOCK)
+        self._launch(swiglu_kernel, grid, out, y, width, BLOCK=BLOCK)
+        return out
+
+    def _few_rows(self, each: Bound, weight: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+        outputs = weight.shape[0] // (2 if each.does.swiglu else 1)
+        out = x.new_empty(len(x), outputs) if residual is None else residual
+        norm = weight if each.norm is None else each.norm
+        self._launch(
+            product_kernel,
+            (-(-outputs // CHOICES.rows),),
+            *(out, x, weight, norm, len(x), outputs, x.shape[1], self.settings.eps),
+            ROWS=_power(len(x)),
+            OUTPUTS=CHOICES.rows,
+            COLUMNS=min(CHOICES.columns, _power(x.shape[1])),
+            NORM=each.norm is not None,
+            RESIDUAL=residual is not None,
+            SWIGLU=each.does.swiglu,
+            STAGES=CHOICES.stages,
+            num_warps=CHOICES.warps,
+        )
+        return out
+
+    def gather(self, x: Tensor, batch: Tokens) -> Tensor:
+        return x  # every row of a decode step is a request's last
+
+    def attend(self, each: Bound, qkv: Tensor, batch: Tokens) -> Tensor:
+        out = qkv.new_empty(len(qkv), self.settings.num_heads * self.settings.head_dim)
+        if batch.starts is not None:
+            self._attend_prompts(each, qkv, batch, out)
+        else:
+            self._attend_tokens(each, qkv, batch, out)
+        return out
+
+    def _attend_prompts(self, each: Bound, qkv: Tensor, batch: Tokens, out: Tensor) -> None:
+        s, count = self.settings, len(qkv)
+        turned = qkv.new_empty(count, s.num_heads + s.num_kv_heads, s.head_dim)
+        self._launch(
+            remember_kernel,
+            (count, s.qkv_heads),
+            *(turned, qkv, self.pages.base, batch.places, batch.starts, self.turns),
+            each.layer * self.pages.layer_size,
+            **self._heads(PAGE=PAGE, INTERLEAVED=s.interleaved),
+            num_warps=1,
+        )
+        wide = s.head_dim > 128
+        self._launch(
+            attend_prompt_kernel,
+            (-(-count // CHOICES.queries), s.num_heads),
+            *(out, turned, qkv, batch.starts, count, s.scale),
+            **self._heads(QUERIES=CHOICES.queries, KEYS=32 if wide else 64),
+            num_warps=8 if wide else 4,
+        )
+
+    def _attend_tokens(self, each: Bound, qkv: Tensor, batch: Tokens, out: Tensor) -> None:
+        s, splits, table = self.settings, batch.splits, batch.table
+        assert table is not None
+        sizes = self._heads(SPLITS=splits)
+        parts = out
+        if splits > 1:
+            shape = len(qkv), s.num_heads, splits, sizes["E"] + 2
+            parts = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._launch(
+            attend_token_kernel,
+            (len(qkv), s.num_heads, splits),
+            *(out, parts, qkv, self.pages.base, table, batch.seats, batch.positions, self.turns),
+            *(each.layer * self.pages.layer_size, table.shape[1], s.scale),
+            **self._heads(SPLITS=splits, KEYS=CHOICES.keys, PAGE=PAGE, INTERLEAVED=s.interleaved),
+            num_warps=4,
+        )
+        if splits > 1:
+            del sizes["G"]
+            self._launch(join_parts_kernel, (len(qkv), s.num_heads), out, parts, **sizes)
+
+
+def _power(size: int) -> int:
+    """The power of two that a kernel's block over ``size`` elements has, 16 or more."""
+    return max(16, 1 << (size - 1).bit_length())

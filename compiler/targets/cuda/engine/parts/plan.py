@@ -1,0 +1,95 @@
+"""The instructions a plan is made of, and how they are bound to weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Embed:
+    """``out`` begins as the row of ``table`` for each token."""
+
+    out: str
+    table: str
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A product with the rows of ``weights``, stacked.
+
+    ``norm``: the weight of an RMSNorm that ``x`` passes through first. ``residual``: the product is
+    added to ``out``. ``swiglu``: the weights are gate and up, the result is silu(gate) * up.
+    """
+
+    out: str
+    x: str
+    weights: tuple[str, ...]
+    norm: str = ""
+    residual: bool = False
+    swiglu: bool = False
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMSNorm that no product computes itself."""
+
+    out: str
+    x: str
+    weight: str
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Rotate q and k, remember k and v, attend causally to all that is remembered."""
+
+    out: str
+    qkv: str
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Keep each request's last row: only its logits are asked for."""
+
+    out: str
+    x: str
+
+
+Instruction = Embed | Linear | Norm | Attend | Gather
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a step computes: ``first`` once, ``layer`` for every layer, ``last`` once.
+
+    Values go by name. Weights are named as in a Hugging Face checkpoint, those of ``layer`` without
+    their ``layers.{i}.``.
+    """
+
+    first: tuple[Instruction, ...]
+    layer: tuple[Instruction, ...]
+    last: tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What the generator measured and chose. Every choice computes the same.
+
+    Attributes:
+        chained: kernels are placed before those ahead of them have ended (Hopper and later).
+        rows, columns, warps, stages: of a decode product: weight rows a program has, columns it
+            takes at once, its warps, and the loads in flight.
+        keys: cached positions that decode attention takes at once.
+        queries: tokens of a prompt that a program attends for.
+        prompts: sizes in tokens of the graphs for prompts; longer ones are launched one by one.
+        batches: numbers of requests of the graphs for decode; others are captured when first used.
+    """
+
+    chained: bool = True
+    rows: int = 16
+    columns: int = 256
+    warps: int = 4
+    stages: int = 3
+    keys: int = 32
+    queries: int = 64
+    prompts: tuple[int, ...] = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)

@@ -1,0 +1,226 @@
+"""The text of engine.py: a header, then the parts one after another, around a plan.
+
+What no part of the file uses is left out, so that it holds the kernels of its program and no more.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from tilewright.compiler import __version__
+from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Plan
+
+_PARTS = __name__.rpartition(".")[0] + ".parts"
+_SECTIONS = {
+    "plan": "Instructions",
+    "generated": "The plan of this engine, made from the typed program",
+    "settings": "Configuration",
+    "weights": "Weights",
+    "steps": "The walk over the plan",
+    "torch_steps": "On a CPU",
+    "kernels": "Kernels",
+    "pages": "Memory of requests on a GPU",
+    "launches": "What an instruction launches",
+    "cuda_steps": "On a GPU",
+    "engine": "The engine",
+    "reference": "The reference",
+    "self_test": "The check",
+}
+_ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES")
+_HEADER = '''"""An engine for {title}.
+
+Written by Tilewright {version}, from the typed program of this model: {products} products, \
+{attends} attentions and
+{norms} norms of their own for {layers} layers, in the order of PLAN below. It needs torch, and
+Triton where there is a GPU; nothing of Tilewright's.
+
+    engine = create_engine(model_config, weight_dir, device="cuda")   # or "cpu"
+    logits = engine.prefill([7, 8], [tokens_of_7, tokens_of_8])       # [2, vocab]: last tokens'
+    logits = engine.decode([8, 7], torch.tensor([12, 34]))            # one more token each
+    engine.remove([7])
+
+It takes any sizes that a configuration of this form names, computes in float16 (bfloat16 where
+``torch_dtype`` says so) on a GPU and in float32 on a CPU, and rounds where plain torch does. To
+check it against the eager reference at its end:
+
+    python engine.py --self-test [--config model_config.json --weights FOLDER] [--device cpu]
+"""
+
+from __future__ import annotations
+'''
+
+
+def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) -> str:
+    """A whole engine.py. ``title``: what it is an engine for; ``num_layers``: of that model."""
+    modules = {name: import_module(f"{_PARTS}.{name}") for name in _SECTIONS}
+    bodies = {name: _body(module) for name, module in modules.items()}
+    made = f"PLAN = {_literal(plan)}", f"CHOICES = {_literal(choices)}"
+    bodies["generated"] = [_Piece(made[0], 1), _Piece(made[1], 1)]
+    kept = _reached([each.text for body in bodies.values() for each in body])
+    sections = []
+    for name, heading in _SECTIONS.items():
+        body = [each for each in bodies[name] if each.text in kept]
+        note = "" if name == "generated" else _comment(modules[name])
+        sections.append(f"# {'-' * 98}\n# {heading}{note}{_joined(body)}")
+    imports = _imports(modules.values(), "\n".join(sections))
+    ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
+    header = _header(plan, title, num_layers)
+    return "\n\n\n".join((f"{header}\n{imports}", *sections, ending))
+
+
+def _header(plan: Plan, title: str, num_layers: int) -> str:
+    steps = [*plan.first, *plan.layer * num_layers, *plan.last]
+    kinds = [type(each).__name__ for each in steps]
+    return _HEADER.format(
+        title=title,
+        version=__version__,
+        layers=num_layers,
+        products=kinds.count("Linear"),
+        attends=kinds.count("Attend"),
+        norms=kinds.count("Norm"),
+    )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A definition with its decorators, comments and docstring; ``gap``: empty lines before it."""
+
+    text: str
+    gap: int
+
+
+def _body(module: ModuleType) -> list[_Piece]:
+    """The definitions of a part as they stand."""
+    source = inspect.getsource(module)
+    lines, found = source.splitlines(), list[_Piece]()
+    nodes = ast.parse(source).body
+    for index, node in enumerate(nodes):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (_is_text(node) and index == 0):
+            continue
+        stop = node.end_lineno
+        if _is_text(node):  # what is said of the name above
+            said = "\n".join(lines[node.lineno - 1 : stop])
+            found[-1] = _Piece(f"{found[-1].text}\n{said}", found[-1].gap)
+            continue
+        start = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])
+        while start > 1 and lines[start - 2].startswith("#"):
+            start -= 1
+        gap = next(n for n in range(3) if n == 2 or lines[start - 2 - n])
+        found.append(_Piece("\n".join(lines[start - 1 : stop]), gap))
+    return found
+
+
+def _joined(body: Iterable[_Piece]) -> str:
+    """Pieces behind a heading, as far apart as they were, or a formatter wants them."""
+    text, was_block = "", True
+    for each in body:
+        is_block = each.text.startswith(("def ", "class ", "@", "async "))
+        gap = 2 if is_block or (was_block and text) else max(each.gap, 1) if not text else each.gap
+        text += "\n" * (gap + 1) + each.text
+        was_block = is_block
+    return text
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _reached(texts: Iterable[str]) -> set[str]:
+    """The definitions that the roots use, directly or not."""
+    by_name: dict[str, list[str]] = {}
+    for text in texts:
+        for name in _defined(ast.parse(text).body):
+            by_name.setdefault(name, []).append(text)
+    kept: set[str] = set()
+    waiting = [text for root in _ROOTS for text in by_name[root]]
+    while waiting:
+        text = waiting.pop()
+        if text not in kept:
+            kept.add(text)
+            waiting += [other for name in _read(text) for other in by_name.get(name, [])]
+    return kept
+
+
+def _defined(body: Iterable[ast.stmt]) -> set[str]:
+    """Names that statements bind at the top of a file."""
+    found: set[str] = set()
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Try):
+            found |= _defined([*node.body, *(each for h in node.handlers for each in h.body)])
+        elif isinstance(node, ast.Import):
+            found |= {alias.asname or alias.name for alias in node.names}
+        else:
+            names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
+            found |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
+    return found
+
+
+def _read(text: str) -> set[str]:
+    """Every name that stands in a definition, annotations included."""
+    return {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
+
+
+def _comment(module: ModuleType) -> str:
+    """What a part's docstring says, as a comment under its heading."""
+    said = inspect.getdoc(module) or ""
+    return "\n#\n" + "\n".join(f"# {line}".rstrip() for line in said.splitlines())
+
+
+def _imports(modules: Iterable[ModuleType], text: str) -> str:
+    """The imports of the parts that the text uses, standard ones first."""
+    used = {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
+    plain, members = set(), dict[str, set[str]]()
+    for module in modules:
+        for node in ast.parse(inspect.getsource(module)).body:
+            if isinstance(node, ast.Import):
+                plain |= {_import_line(each) for each in node.names if _bound(each) in used}
+            elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("tilewright"):
+                names = {each.name for each in node.names if each.name in used}
+                members.setdefault(str(node.module), set()).update(names)
+    plain.add("import sys")
+    members = {name: found for name, found in members.items() if found and name != "__future__"}
+    lines = [*sorted(plain), *(f"from {m} import {', '.join(sorted(members[m]))}" for m in members)]
+    theirs = sorted((x for x in lines if x.split()[1].startswith("torch")), key=_import_order)
+    ours = sorted((x for x in lines if x not in theirs), key=_import_order)
+    return "\n".join((*ours, "", *theirs))
+
+
+def _import_order(line: str) -> tuple[bool, str]:
+    return line.startswith("from"), line
+
+
+def _import_line(alias: ast.alias) -> str:
+    return f"import {alias.name}" + (f" as {alias.asname}" if alias.asname else "")
+
+
+def _bound(alias: ast.alias) -> str:
+    return alias.asname or alias.name.partition(".")[0]
+
+
+def _literal(value: Any, indent: int = 0) -> str:
+    """A dataclass, or a tuple of them, as Python source; fields at their defaults are left out."""
+    if dataclasses.is_dataclass(value):
+        given = [
+            f"{each.name}={_literal(getattr(value, each.name), indent + 4)}"
+            for each in dataclasses.fields(value)
+            if getattr(value, each.name) != each.default
+        ]
+        start, items, end = f"{type(value).__name__}(", given, ")"
+    elif isinstance(value, tuple):
+        start, items, end = "(", [_literal(each, indent + 4) for each in value], ")"
+    else:
+        return repr(value).replace("'", '"')
+    short = start + ", ".join(items) + ("," if start == "(" and len(items) == 1 else "") + end
+    if len(short) + indent < 88 and "\n" not in short:
+        return short
+    inner = " " * (indent + 4)
+    return start + "".join(f"\n{inner}{each}," for each in items) + "\n" + " " * indent + end
