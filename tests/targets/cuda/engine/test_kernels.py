@@ -1,0 +1,117 @@
+"""The kernels of generated engines: on a GPU as they run, in Triton's interpreter without one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.targets.cuda.engine.conftest import CONFIG, Folder
+from tilewright.compiler.targets.cuda.engine.parts.cuda_steps import Captured, CudaExecutor
+from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
+from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
+from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
+from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
+from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
+
+CPU = torch.device("cpu")
+TINY = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+TINY |= {"hidden_size": 32, "intermediate_size": 40, "vocab_size": 37, "head_dim": 12}
+
+
+class Interpreted(CudaExecutor):
+    """Steps launched one by one, in parts of attention even where there is little of it."""
+
+    splits = 1
+
+    def _captured(self, kind: str, size: int, splits: int) -> Captured:
+        inputs = torch.zeros(3, size, dtype=torch.int64)
+        inputs[1] = -1
+        graph: Any = None
+        return Captured(graph, inputs, {})
+
+    def _replay(self, found: Captured) -> dict[str, torch.Tensor]:
+        return self._run_decode(found.inputs, self.splits)
+
+
+def engines(style: str, folder: Folder) -> tuple[Interpreted, Engine, Reference]:
+    config = {**CONFIG, **TINY, "rope_style": style}
+    exact: Settings = read_settings(config, CPU)
+    tensors = load_weights(folder(config), exact)
+    half = dataclasses.replace(exact, dtype=torch.float16)
+    executor = Interpreted(tensors, half, CPU)
+    return executor, Engine(executor, half), Reference(tensors, exact, CPU)
+
+
+def prompts(*lengths: int) -> list[torch.Tensor]:
+    return [torch.randint(0, 37, (length,)) for length in lengths]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs what it compiles")
+@pytest.mark.parametrize("style", ["interleaved", "half"])
+def test_kernels_have_the_references_logits(style: str, folder: Folder) -> None:
+    executor, engine, reference = engines(style, folder)
+
+    def same(method: str, *given: Any) -> None:
+        ours, theirs = (getattr(each, method)(*given) for each in (engine, reference))
+        assert error_of(ours, theirs) < 0.3
+
+    same("prefill", [4, 9], prompts(11, 3))  # few rows: products of ours
+    same("decode", [9, 4], torch.tensor([5, 6]))
+    executor.splits = 2
+    same("decode", [4], torch.tensor([7]))
+    if style == "interleaved":
+        same("prefill", [4], prompts(66))  # many: the library's, over two pages
+        same("decode", [4, 9], torch.tensor([8, 1]))
+
+
+def test_pages_grow_and_shrink(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later chunks go when their last page does; places are counted from the first chunk."""
+    where = "tilewright.compiler.targets.cuda.engine.parts.pages.CHUNK"
+    monkeypatch.setattr(where, 2)
+    executor, _, _ = engines("half", folder)
+    pages = executor.pages
+    first = pages.take(2)
+    more = pages.take(3)
+    assert len(set(first + more)) == 5 and len(pages._chunks) == 3
+    assert all(place % executor.settings.head_dim == 0 for place in first + more)
+    pages.give(more[:2])
+    pages.give([more[2], *first])
+    assert list(pages._chunks) == [0]
+    assert sorted(pages.take(2)) == sorted(first)
+
+
+def test_seats_are_added_when_they_run_out(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = "tilewright.compiler.targets.cuda.engine.parts.cuda_steps.NUM_SEATS"
+    monkeypatch.setattr(where, 2)
+    executor, _, _ = engines("half", folder)
+    opened = [executor._open(70) for _ in range(5)]
+    executor._upload_pages(opened)
+    assert sorted(each.seat for each in opened) == [0, 1, 2, 3, 4]
+    assert len(executor._table) == 8 and executor._table[opened[0].seat, 1] == opened[0].pages[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["hidden-like", "grouped", "bfloat16"])
+def test_a_gpu_has_the_references_logits(name: str, engine_file: Path, tmp_path: Path) -> None:
+    from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
+    from tilewright.compiler.targets.cuda.engine.trial import load_engine
+
+    changes: dict[str, dict[str, Any]] = {
+        "hidden-like": {"hidden_size": 768, "intermediate_size": 3072, "head_dim": 192},
+        "grouped": {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 61},
+        "bfloat16": {"torch_dtype": "bfloat16", "rope_style": "half", "head_dim": 128},
+    }
+    config = {**CONFIG, **changes[name], "max_position_embeddings": 1024}
+    module, device = load_engine(str(engine_file)), torch.device("cuda")
+    settings = read_settings(config, device)
+    torch.save(random_weights(settings, 0), tmp_path / "model.pt")
+    engine = module.create_engine(config, str(tmp_path), "cuda")
+    reference = Reference(load_weights(str(tmp_path), settings), settings, device)
+    worst = module.compare(
+        engine, reference, module.read_settings(config, device), seed=0, operations=100
+    )
+    assert worst < (4 if name == "bfloat16" else 1)
