@@ -71,8 +71,9 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
         sections.append(f"# {'-' * 98}\n# {heading}{note}{_joined(body)}")
     imports = _imports(modules.values(), "\n".join(sections))
     ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
-    header = _header(plan, title, num_layers)
-    return "\n\n\n".join((f"{header}\n{imports}", *sections, ending))
+    first, *others = sections
+    begin = f"{_header(plan, title, num_layers)}\n{imports}\n\n{first}"
+    return "\n\n\n".join((begin, *others, ending))
 
 
 def _header(plan: Plan, title: str, num_layers: int) -> str:

@@ -109,6 +109,7 @@ class Intruder:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_code_in_a_file_of_weights_is_not_run(module: Any, tmp_path: Path) -> None:
     torch.save({"embed_tokens.weight": Intruder(tmp_path / "ran")}, tmp_path / "model.pt")
     with pytest.raises(ValueError, match="not a file of tensors alone, and nothing of it was run"):
