@@ -83,8 +83,12 @@ PACKAGES |= {"models": "tilewright.models", "bench": "bench", "demo": "demo"}
 PUBLIC_FACE = "tilewright"
 
 
+GENERATED = ROOT / "demo" / "engine_generator" / "workspace"
+
+
 def source_files(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if not path.is_relative_to(GENERATED))
 
 
 def module_name(path: Path) -> str:

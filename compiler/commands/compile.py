@@ -197,11 +197,9 @@ def _emit(
     for name in ("length", "context"):
         if (given := getattr(arguments, name) or 1) > longest:
             raise ConfigError(f"--{name} {given}; allowed by this model: 1 to {longest}")
-    precision, title = options.precision, model.name
-    if precision is None or kind == "engine":
-        precision = load_precision(_FLOAT)
-    if kind != "engine":
-        title = f"{title}, precision {precision.name}"
+    is_float = options.precision is None or kind == "engine"
+    precision = load_precision(_FLOAT) if is_float else options.precision
+    assert precision is not None
     resolved, notes = resolve_precision(model, precision), list[str]()
 
     def lower(stages: Sequence[Stage]) -> GraphModule:
@@ -217,7 +215,7 @@ def _emit(
         write=lambda name, data: write_file(folder / name, data),
         folder=folder,
         options=CompileOptions(arguments.users or 1, context, options.compute),
-        title=title,
+        title=f"{model.name}, precision {precision.name}",
         progress=progress,
         settings=_settings(model, arguments),
     )

@@ -24,7 +24,9 @@ def emit_engine(plan: Plan, emission: Emission) -> None:
     """
     found, config = engine_plan(plan), emission.settings["model_config"]
     num_layers = config["num_hidden_layers"]
-    text = engine_text(found, Choices(), title=emission.title, num_layers=num_layers)
+    text = engine_text(
+        found, Choices(), title=emission.title.partition(",")[0], num_layers=num_layers
+    )
     names, tensors = _tensors_of(plan), {}
     for done, name in enumerate(names):
         emission.progress("weights", done, len(names))

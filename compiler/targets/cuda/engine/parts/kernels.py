@@ -85,6 +85,17 @@ def swiglu_kernel(out, gate_up, width, BLOCK: tl.constexpr, CHAINED: tl.constexp
 
 
 @jit
+def norm_scales(here, is_row, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What RMSNorm multiplies each row by; ``here``: the rows' first ``COLUMNS`` columns."""
+    squares = tl.zeros([ROWS], tl.float32)
+    for first in range(0, width, COLUMNS):
+        inside = is_row[:, None] & (first + tl.arange(0, COLUMNS) < width)[None, :]
+        values = tl.load(here + first, mask=inside, other=0.0).to(tl.float32)
+        squares += tl.sum(values * values, 1)
+    return tl.rsqrt(squares / width + eps)
+
+
+@jit
 def product_kernel(
     out, x, weight, norm, num_rows, num_outputs, width, eps, ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr,
@@ -102,12 +113,7 @@ def product_kernel(
     is_row, is_output = row < num_rows, output < num_outputs
     scale = tl.full([ROWS], 1.0, tl.float32)
     if NORM:
-        squares = tl.zeros([ROWS], tl.float32)
-        for first in range(0, width, COLUMNS):
-            inside = is_row[:, None] & (first + column < width)[None, :]
-            values = tl.load(here_x + first, mask=inside, other=0.0).to(tl.float32)
-            squares += tl.sum(values * values, 1)
-        scale = tl.rsqrt(squares / width + eps)
+        scale = norm_scales(here_x, is_row, width, eps, ROWS, COLUMNS)
     here_w = weight + output[:, None] * width + column[None, :]
     sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
     ups = tl.zeros([ROWS, OUTPUTS], tl.float32)
@@ -228,6 +234,33 @@ def attend_prompt_kernel(
 
 
 @jit
+def attend_pages(
+    peak, total, sums, q, layer, pages, first_block, stop_block, position, scale, G: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """The running softmax of ``q [E]``, with blocks of ``KEYS`` cached positions added: those of a
+    layer and head, before ``position``.
+    """
+    d, at = tl.arange(0, E), tl.arange(0, KEYS)
+    for block in range(first_block, stop_block):
+        first = block * KEYS
+        page = tl.multiple_of(tl.load(pages + first // PAGE), 16)
+        seen = first + at < position
+        inside = seen[:, None] & (d < D)[None, :]
+        here = layer + page + (first % PAGE) * D + at[:, None] * D + d[None, :]
+        k = tl.load(here, mask=inside, other=0.0).to(tl.float32)
+        scores = tl.where(seen, tl.sum(q[None, :] * k, 1) * scale, -1.0e30)
+        new_peak = tl.maximum(peak, tl.max(scores, 0))
+        weights = tl.exp(scores - new_peak)
+        fade = tl.exp(peak - new_peak)
+        v = tl.load(here + G * PAGE * D, mask=inside, other=0.0).to(tl.float32)
+        total = total * fade + tl.sum(weights, 0)
+        sums = sums * fade + tl.sum(weights[:, None] * v, 0)
+        peak = new_peak
+    return peak, total, sums
+
+
+@jit
 def attend_token_kernel(
     out, parts, qkv, cache, table, seats, positions, turns, layer_offset, table_width, scale,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr,
@@ -263,22 +296,10 @@ def attend_token_kernel(
         sums = v.to(tl.float32)
     num_blocks = tl.cdiv(position, KEYS)
     each = tl.cdiv(num_blocks, SPLITS)
-    for block in range(split * each, tl.minimum((split + 1) * each, num_blocks)):
-        first = block * KEYS
-        page = tl.multiple_of(tl.load(pages + first // PAGE), 16)
-        at = tl.arange(0, KEYS)
-        inside = (first + at < position)[:, None] & (d < D)[None, :]
-        here = layer + page + (first % PAGE) * D + at[:, None] * D + d[None, :]
-        k = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-        scores = tl.sum(q[None, :] * k, 1) * scale
-        scores = tl.where(first + at < position, scores, -1.0e30)
-        new_peak = tl.maximum(peak, tl.max(scores, 0))
-        weights = tl.exp(scores - new_peak)
-        fade = tl.exp(peak - new_peak)
-        v = tl.load(here + G * PAGE * D, mask=inside, other=0.0).to(tl.float32)
-        total = total * fade + tl.sum(weights, 0)
-        sums = sums * fade + tl.sum(weights[:, None] * v, 0)
-        peak = new_peak
+    first, stop = split * each, tl.minimum((split + 1) * each, num_blocks)
+    peak, total, sums = attend_pages(
+        peak, total, sums, q, layer, pages, first, stop, position, scale, G, D, E, KEYS, PAGE
+    )
     if SPLITS == 1:
         here = out + (row.to(tl.int64) * H + head) * D + d
         tl.store(here, (sums / total).to(out.dtype.element_ty), mask=d < D)
