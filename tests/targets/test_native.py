@@ -29,6 +29,7 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
+from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.formats import get_format
@@ -36,9 +37,11 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Executable
 from tilewright.compiler.targets.cpu.native import NativeTarget, build, library
 from tilewright.compiler.targets.cpu.native.assemble import assemble, program_of
+from tilewright.compiler.targets.cpu.native.assembly import Assembly
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+from tilewright.compiler.targets.cpu.native.room import check_room, kept_bytes, position_bytes
 from tilewright.compiler.targets.cpu.native.weights import WEIGHTS, map_weights, write_weights
-from tilewright.compiler.targets.program.instructions import Needs
+from tilewright.compiler.targets.program.instructions import Needs, Plan
 from tilewright.compiler.targets.program.plan import make_plan
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -257,12 +260,17 @@ def _set_number(structure: ctypes.Structure, index: int, value: int) -> None:
 _KEPT: list[object] = []
 
 
-def _tiny_program() -> library.TwProgram:
+def _assembled() -> tuple[Plan, Assembly]:
     model = tiny_model(num_layers=1)
     plan = make_plan(
         lowered(model, target="cpu-native")[0], Needs(target="cpu", others="reference")
     )
-    assembly = assemble(plan, exact=False)
+    return plan, assemble(plan, exact=False)
+
+
+def _tiny_program() -> library.TwProgram:
+    plan, assembly = _assembled()
+    model = tiny_model(num_layers=1)
     with tempfile.TemporaryDirectory() as folder:
         write_weights(list(assembly.wanted), weight_source(model), Path(folder), lambda *_: None)
         mapped = map_weights(list(assembly.wanted), Path(folder))
@@ -273,8 +281,31 @@ def _tiny_program() -> library.TwProgram:
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:
     program = _tiny_program()
     program.isa = library.library().tw_best_isa() + 1
-    with pytest.raises(CompileError, match="instruction set"):
+    with pytest.raises(CompileError, match="is not on this machine; allowed: "):
         library.open_engine(program)
+
+
+def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
+    """Sequences at these positions, or positions of these sequences: both are allowed then."""
+    states = _assembled()[1].states
+    seat = kept_bytes(states) + 64 * position_bytes(states)
+    with pytest.raises(CompileError, match=r"up to 5 sequences .* or up to 64 positions") as said:
+        check_room(states, 8, 100, 11 * seat)
+    assert "\n" not in str(said.value) and "8 sequences of 100 positions keep" in str(said.value)
+    check_room(states, 5, 100, 11 * seat)
+    check_room(states, 8, 64, 11 * seat)
+    with pytest.raises(CompileError, match="allowed: a machine with more memory"):
+        check_room(states, 1, 64, seat - 1)
+
+
+def test_more_threads_than_cores_are_allowed_and_said() -> None:
+    model, num_cores = tiny_model(num_layers=1), describe_cpu().num_cores
+    given = {"precision": precision_of("bf16"), "num_threads": num_cores + 1}
+    executable = compiled(model, "cpu-native", **given)
+    said = f"{num_cores + 1} threads on {num_cores} cores"
+    assert str(executable.device_detail).endswith(said)
+    assert prefill(executable, [3, 4]).isfinite().all()
+    executable.close()
 
 
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,10 +122,12 @@ class NativeTarget(Target):
         from tilewright.compiler.devices import describe_cpu
         from tilewright.compiler.targets.cpu.native.assemble import assemble
         from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+        from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes
         from tilewright.compiler.targets.cpu.native.weights import map_weights
 
         plan = _plan(program.graph())
         assembly = assemble(plan, exact=options.compute == "exact")
+        check_room(assembly.states, options.max_batch, options.max_context, memory_bytes())
         mapped = map_weights(list(assembly.wanted), program.folder)
         num_threads = options.num_threads or describe_cpu().num_cores
         options = dataclasses.replace(options, num_threads=num_threads)

@@ -49,7 +49,7 @@ class NativeExecutable(HostExecutable):
         )
         found = lib.library()
         used = found.tw_best_isa() if isa < 0 else isa
-        self.device_detail = f"{describe_cpu().model_name}, {lib.ISA_NAMES[used]}"
+        self.device_detail = _described(lib.ISA_NAMES[used], options.num_threads or 1)
         self._library, self._mapped = found, mapped
         self._lengths = [0] * options.max_batch
         self._engine: int | None = lib.open_engine(
@@ -161,3 +161,12 @@ class NativeExecutable(HostExecutable):
         if self._engine is not None:
             self._library.tw_close(self._engine)
             self._engine = None
+
+
+def _described(isa: str, num_threads: int) -> str:
+    """The processor and what of it is used; more threads than cores are allowed, and said."""
+    cpu = describe_cpu()
+    found = f"{cpu.model_name}, {isa}"
+    if num_threads > cpu.num_cores:
+        found += f", {num_threads} threads on {cpu.num_cores} cores"
+    return found

@@ -41,6 +41,8 @@ void check_instruction(const TwProgram& program, int32_t index, Routed& routed) 
     const Checked checked{program, "instruction " + std::to_string(index)};
     if (each.op != TW_ROUTE) checked.place(each.out, "out");
     if (each.op == TW_GATHER) routed = {};
+    for (const TwPlace* place : {&each.x, &each.y, &each.z, &each.gate})  // also where they mean nothing
+        if (place->buffer != -1) checked.place(*place, "a place");
     switch (each.op) {
         case TW_EMBED: {
             const TwTensor& table = checked.tensor(each.weight, "table");

@@ -52,7 +52,9 @@ namespace {
 
 const Kernels* choose(int32_t isa) {
     const int32_t best = tw_best_isa();
-    require(isa >= -1 && isa <= best, "instruction set " + std::to_string(isa) + " on a machine that has up to " + std::to_string(best));
+    const std::string names[] = {"plain C++", "AVX2", "AVX-512 with VNNI and BF16"};
+    if (isa < -1 || isa > best)
+        throw Refused((is_between(isa, 0, 3) ? names[isa] : "instruction set " + std::to_string(isa)) + " is not on this machine; allowed: " + names[best] + ", or -1 for it");
 #if defined(__x86_64__)
     switch (isa < 0 ? best : isa) {
         case 2: return avx512_kernels();

@@ -1,0 +1,69 @@
+"""Whether the caches that were asked for would ever fit the machine's memory; knows sizes alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.cpu.native import library as lib
+from tilewright.compiler.targets.cpu.native.panels import LANES, whole
+
+_POSITIONS = 64
+"""A cache's positions are whole such chunks (source/caches.h)."""
+
+
+def memory_bytes() -> int:
+    """Bytes of the machine's memory, or of the control group's where that has fewer."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            return min(found, int(file.read()))
+    except (OSError, ValueError):  # no such group, or no limit
+        return found
+
+
+def check_room(
+    states: Sequence[lib.TwState], max_seats: int, max_context: int, memory: int
+) -> None:
+    """Refuse caches that are larger than the memory when all of them are full.
+
+    Raises:
+        CompileError: with the sequences, and the positions, that would fit.
+    """
+    kept, position = kept_bytes(states), position_bytes(states)
+    seat = kept + whole(max_context, _POSITIONS) * position
+    if seat * max_seats <= memory:
+        return
+    room = memory // max_seats - kept
+    positions = room // position // _POSITIONS * _POSITIONS if position and room > 0 else 0
+    allowed = []
+    if memory // seat:
+        allowed.append(f"up to {memory // seat} sequences (--max-seats, max_batch)")
+    if positions:
+        allowed.append(f"up to {positions} positions (--max-context, max_context)")
+    raise CompileError(
+        f"backend native: {max_seats} sequences of {max_context} positions keep "
+        f"{seat * max_seats / 1e9:,.1f} GB, and the machine has {memory / 1e9:,.1f} GB; "
+        f"allowed: {', or '.join(allowed) or 'a machine with more memory'}"
+    )
+
+
+def position_bytes(states: Sequence[lib.TwState]) -> int:
+    """Bytes of keys and values that one position takes, of all layers."""
+    caches = (each for each in states if lib.STATES[each.kind] == "keys_values")
+    return sum(
+        2 * each.num_heads * whole(each.head_dim, LANES) * (2 if each.is_bf16 else 4)
+        for each in caches
+    )
+
+
+def kept_bytes(states: Sequence[lib.TwState]) -> int:
+    """Bytes that a sequence takes whatever its length, of all layers."""
+    found = 0
+    for each in states:
+        if lib.STATES[each.kind] == "window":
+            found += 4 * each.head_dim * whole(each.num_heads, LANES)
+        elif lib.STATES[each.kind] == "matrix":
+            found += 4 * each.num_heads * each.head_dim * whole(each.value_dim, LANES)
+    return found
