@@ -72,11 +72,22 @@ class Choice:
         """The calls of functions that the answer makes."""
         return self.reader.calls if self.reader is not None else []
 
+    @property
+    def awaits_echo(self) -> bool:
+        """Whether `score_prompt` is to be called before the next tokens are pushed."""
+        return bool(self.prompt) and not self.tokens
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether all that comes is content, and nothing is looked for in it."""
+        is_watched = self.reader is not None or self.matcher.has_stops
+        return not is_watched and self.splitter.is_done
+
     def push(self, message: Tokens) -> Piece:
         """What is certain now; sets ``finish_reason`` where a stop string or a call ends it."""
+        if self._is_plain and not message.logprobs:
+            return self._push_plain(message.tokens)
         found = [Piece()]
-        if self.prompt and not self.tokens:
-            self.scored += self._score_prompt(message.echo)
         for at, token in enumerate(message.tokens):
             if self.finish_reason is not None:
                 break
@@ -96,6 +107,22 @@ class Choice:
                 self.stop_reason = token
         return self._kept(found)
 
+    def _push_plain(self, tokens: Sequence[int]) -> Piece:
+        """As `push`, for most tokens of most answers."""
+        self.tokens += tokens
+        text, push, ends = "", self._decoder.push, self.sampling.end_tokens
+        for token in tokens:
+            if token not in ends:
+                text += push(token)
+                continue
+            if self.keeps_end:
+                text += push(token)
+            if token not in self.coder.eos_ids:
+                self.stop_reason = token
+        self._num_characters += len(text)
+        self.content += text
+        return Piece(content=text)
+
     def end(self, reason: str) -> Piece:
         """What was held back, once the engine has said that the answer ended."""
         if self.finish_reason is not None:
@@ -105,14 +132,14 @@ class Choice:
         self.stop_reason = self.matcher.found or self.stop_reason
         return self._kept([piece, self._finish(STOP if self.matcher.found is not None else reason)])
 
-    def _score_prompt(self, echo: Sequence[LogProbs]) -> list[Scored]:
+    def score_prompt(self, echo: Sequence[LogProbs]) -> None:
+        """Put what the prompt's tokens scored before the answer's; long prompts take long."""
         decoder = self.coder.stream(skip_special=False)
         lengths = [len(decoder.push(token)) for token in self.prompt]
-        offset, found = -sum(lengths) - len(decoder.flush()), []
+        offset = -sum(lengths) - len(decoder.flush())
         for token, length, scores in zip(self.prompt, lengths, (None, *echo), strict=True):
-            found.append(Scored(token, scores, offset))
+            self.scored.append(Scored(token, scores, offset))
             offset += length
-        return found
 
     def _split(self, text: str) -> Piece:
         piece = self.splitter.push(text)

@@ -12,10 +12,8 @@ import signal
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
-
-import zmq
-import zmq.asyncio
 
 from tilewright.compiler.child import PYTHON, Child, Ended
 from tilewright.compiler.errors import TilewrightError, one_line
@@ -29,12 +27,13 @@ from tilewright.compiler.runtime.messages import (
     Stop,
     Submit,
     ToEngine,
+    Tokens,
 )
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.folders import MeetingFolder
 from tilewright.compiler.serve.says import say, say_fault, write
-from tilewright.compiler.serve.sockets import address, encoder, from_engine
+from tilewright.compiler.serve.sockets import FrontSocket, from_engine
 from tilewright.compiler.serve.tickets import Desk, Limits, Ticket
 
 TOKENIZER = "tokenizer"
@@ -74,8 +73,7 @@ class EngineClient:
         self._hung_seconds = hung_seconds
         self._outbox: list[ToEngine] = []
         self._is_flushing = False
-        self._context = zmq.asyncio.Context()
-        self._socket: zmq.asyncio.Socket | None = None
+        self._socket: FrontSocket | None = None
         self._child: Child | None = None
         self._last_beat = 0.0
         self._restarted: deque[float] = deque()
@@ -103,32 +101,21 @@ class EngineClient:
         folder = self._folder.path / str(self.num_restarts)
         folder.mkdir(mode=0o700)
         self.state = LOADING
-        self._socket = self._context.socket(zmq.PAIR)
-        for limit in (zmq.SNDHWM, zmq.RCVHWM):
-            self._socket.setsockopt(limit, 0)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address(folder))
+        self._socket = FrontSocket(folder, partial(self._take_frame, folder=folder))
         command = [part.replace("{}", str(folder)) for part in self._command]
         self._child = Child([*PYTHON, *command], what="the engine")
-        self._tasks = [
-            asyncio.ensure_future(self._listen(self._socket, folder)),
-            asyncio.ensure_future(self._watch(self._child)),
-        ]
+        self._tasks = [asyncio.ensure_future(self._watch(self._child))]
 
     async def close(self) -> None:
         """End the engine's process, kindly first, and remove its folder."""
         self._is_closing = True
         if self._socket is not None:
-            # an engine that has ended, or does not hear, would be waited for
-            with contextlib.suppress(zmq.ZMQError, TimeoutError):
-                async with asyncio.timeout(_LOOK_SECONDS):
-                    await self._socket.send(encoder.encode([Stop()]))
+            self._socket.send([Stop()])
         if self._child is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._child.wait, 3.0)
             self._kill()
             await asyncio.get_running_loop().run_in_executor(None, self._child.close)
         self._leave()
-        self._context.destroy(linger=0)
         self._folder.remove()
 
     def submit(
@@ -182,34 +169,45 @@ class EngineClient:
         self._is_flushing = False
         messages, self._outbox = self._outbox, []
         if self._socket is not None and self.state == READY and messages:
-            self._socket.send(encoder.encode(messages))
+            self._socket.send(messages)
 
-    async def _listen(self, socket: zmq.asyncio.Socket, folder: Path) -> None:
-        while True:
-            data = await socket.recv()
-            try:
-                for message in from_engine.decode(data):
-                    await self._hear(message, folder)
-            except TilewrightError as error:  # nobody awaits this task: what ends it is told here
-                self._end(f"2 {error}")
-                return
-            except Exception as error:
-                say_fault(error, "hearing the engine")
-                self._end(f"1 {type(error).__name__}: {one_line(error)}")
-                return
+    def _take_frame(self, data: bytes, *, folder: Path) -> None:
+        if self.ended.done():
+            return
+        try:
+            for message in from_engine.decode(data):
+                self._hear(message, folder)
+        except Exception as error:
+            self._end_of(error)
 
-    async def _hear(self, message: FromEngine, folder: Path) -> None:
-        if isinstance(message, Beat):
+    def _hear(self, message: FromEngine, folder: Path) -> None:
+        if isinstance(message, Tokens):  # most are
+            self._desk.hear(message, self.beat.num_running)
+        elif isinstance(message, Beat):
             self.beat, self._last_beat = message, time.monotonic()
         elif isinstance(message, Ready):
-            await self._on_ready(folder, message)
-            self.ready, self.state, self._last_beat = message, READY, time.monotonic()
-            for asked in self._desk.unanswered():  # those that waited when the last engine ended
-                self._give(asked)
+            self._tasks.append(asyncio.ensure_future(self._begin(message, folder)))
         elif isinstance(message, Refused):
             self._end(f"2 {message.message}")
         else:
             self._desk.hear(message, self.beat.num_running)
+
+    async def _begin(self, ready: Ready, folder: Path) -> None:
+        try:
+            await self._on_ready(folder, ready)
+        except Exception as error:  # nobody awaits this task: what ends it is told here
+            self._end_of(error)
+            return
+        self.ready, self.state, self._last_beat = ready, READY, time.monotonic()
+        for asked in self._desk.unanswered():  # those that waited when the last engine ended
+            self._give(asked)
+
+    def _end_of(self, error: Exception) -> None:
+        if isinstance(error, TilewrightError):
+            self._end(f"2 {error}")
+            return
+        say_fault(error, "hearing the engine")
+        self._end(f"1 {type(error).__name__}: {one_line(error)}")
 
     async def _watch(self, child: Child) -> None:
         """Wait for the engine's end; kill it where it hangs."""
@@ -261,7 +259,7 @@ class EngineClient:
             if task is not keep:
                 task.cancel()
         if self._socket is not None:
-            self._socket.close(linger=0)
+            self._socket.close()
             self._socket = None
 
     def _kill(self) -> None:

@@ -6,11 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from tilewright.compiler.serve.answers import Choice, Scored, chat_logprobs, legacy_logprobs
 from tilewright.compiler.serve.calls import Call
 from tilewright.compiler.serve.prepare import Asked
 from tilewright.compiler.serve.reasoning import CallPiece, Piece
 from tilewright.compiler.serve.texts import TextCoder
+
+_MARK = "\x00the text\x00"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,6 +46,7 @@ class Job:
     return_token_ids: bool = False
     unheld: str = ""
     opened: set[int] = field(default_factory=set)
+    _frames: dict[int, tuple[bytes, bytes]] = field(default_factory=dict)
 
     def head(self, *, is_chunk: bool) -> dict[str, Any]:
         """What every body and chunk begins with."""
@@ -140,6 +145,19 @@ class Job:
         found["logprobs"] = self._logprobs(index, scored)
         found["finish_reason"] = None
         return self._chunk([found])
+
+    def plain_chunk(self, index: int, text: str) -> bytes | None:
+        """The JSON of `chunk` for more content of a choice, made of what never changes of it; None
+        for one that says more than its text.
+        """
+        if index not in self.opened or self.num_top is not None or self.continuous_usage:
+            return None
+        frame = self._frames.get(index)
+        if frame is None:
+            whole = msgspec.json.encode(self.chunk(index, Piece(content=_MARK), ()))
+            before, _, after = whole.partition(msgspec.json.encode(_MARK))
+            frame = self._frames[index] = before, after
+        return frame[0] + msgspec.json.encode(text) + frame[1]
 
     def last_chunk(self, index: int) -> dict[str, Any]:
         """The end of a choice: no text, and why it ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 
@@ -24,7 +25,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from tilewright.compiler.runtime.messages import Beat, Ready
-from tilewright.compiler.runtime.tallies import HOST, IDLE, SIZE, STEP, bounds_of
+from tilewright.compiler.runtime.tallies import HOST, IDLE, SIZE, STEP, Tally, bounds_of
 from tilewright.compiler.serve.answers import Choice
 
 _FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 40)
@@ -65,7 +66,8 @@ class Metrics:
         self.first = self._histogram("time_to_first_token_seconds", _FIRST)
         self.between = self._histogram("inter_token_latency_seconds", _BETWEEN)
         self.per_token = self._histogram("request_time_per_output_token_seconds", _BETWEEN)
-        self.whole = self._histogram("e2e_request_latency_seconds", _SECONDS)
+        whole = self._name("e2e_request_latency_seconds")
+        self.whole = Histogram(whole, whole, _LABELS, registry=self.registry, buckets=_SECONDS)
         self.queued = self._histogram("request_queue_time_seconds", _SECONDS)
         self.prefill = self._histogram("request_prefill_time_seconds", _SECONDS)
         self.decode = self._histogram("request_decode_time_seconds", _SECONDS)
@@ -88,39 +90,37 @@ class Metrics:
         made = Counter(self._name(name), text, labels, registry=self.registry)
         return made if more else made.labels(**self._labels)
 
-    def _histogram(self, name: str, buckets: Sequence[float]) -> Histogram:
-        made = Histogram(self._name(name), name, _LABELS, registry=self.registry, buckets=buckets)
-        return made.labels(**self._labels)
+    def _histogram(self, name: str, buckets: Sequence[float]) -> _Counted:
+        made = _Counted(self._name(name), name, buckets, self._labels)
+        self.registry.register(made)
+        return made
 
     def refuse(self, code: str) -> None:
         """Count a request that was answered with an error."""
         self.refused.labels(**self._labels, code=code).inc()
 
-    def take(
-        self,
-        prompt_length: int,
-        choice: Choice,
-        *,
-        seconds: float,
-        num_choices: int,
-        request_id: str = "",
-    ) -> None:
+    def take_prompt(self, length: int, choice: Choice, *, num_choices: int) -> None:
+        """Count a prompt of so many tokens, which is computed once for all of its choices, when the
+        first of them has come to its end.
+        """
+        cached = choice.started.num_cached if choice.started is not None else 0
+        self.prompt_tokens.inc(length)
+        self.cached_tokens.inc(cached)
+        self.queries.inc(length)
+        self.hits.inc(cached)
+        self.prompt_length.observe(length)
+        self.computed.observe(length - cached)
+        self.num_choices.observe(num_choices)
+
+    def take(self, choice: Choice, *, seconds: float, request_id: str = "") -> None:
         """Count one answer that came to its end ``seconds`` after it was asked for."""
         self.success.labels(**self._labels, finished_reason=choice.finish_reason or "stop").inc()
-        cached = choice.started.num_cached if choice.started is not None else 0
         count = len(choice.tokens)
-        self.prompt_tokens.inc(prompt_length)
         self.generation_tokens.inc(count)
-        self.cached_tokens.inc(cached)
-        self.queries.inc(prompt_length)
-        self.hits.inc(cached)
         named = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id.isascii() else None
-        self.whole.observe(seconds, named)
-        self.prompt_length.observe(prompt_length)
-        self.computed.observe(prompt_length - cached)
+        self.whole.labels(**self._labels).observe(seconds, named)
         self.answer_length.observe(count)
         self.max_tokens.observe(choice.sampling.max_tokens)
-        self.num_choices.observe(num_choices)
         if choice.started is not None:
             self.queued.observe(choice.started.queue_s)
         if (done := choice.finished) is not None:
@@ -143,6 +143,38 @@ class Metrics:
         self._engine.show(ready, beat, num_restarts)
         write = openmetrics.generate_latest if is_open else generate_latest
         return write(self.registry)
+
+
+class _Counted(Collector):
+    """A histogram that every token may go into: no lock, for one thread observes, and no exemplars.
+
+    ``bounds``: the upper bounds of its counts.
+    """
+
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], labels: Mapping[str, str]
+    ) -> None:
+        self._name, self._text, self._bounds, self._labels = name, text, bounds, labels
+        self._tally = Tally([0] * (len(bounds) + 1))
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._tally.counts[bisect_left(self._bounds, value)] += 1
+        self._tally.total += value
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        found = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
+        found.add_metric(
+            tuple(self._labels.values()), _buckets(self._bounds, self._tally), self._tally.total
+        )
+        yield found
+
+
+def _buckets(bounds: Sequence[float], tally: Tally) -> list[tuple[str, int]]:
+    """Upper bounds as text, and how many values are at most each."""
+    spelled = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(spelled, accumulate(tally.counts), strict=True))
 
 
 class _EngineCounts(Collector):
@@ -190,11 +222,10 @@ class _EngineCounts(Collector):
         full = f"{name}_total" if name == SIZE else name
         labels = (*_LABELS, kind) if kind else _LABELS
         found = HistogramMetricFamily(self._name(full), full, labels=labels)
-        bounds = [*(str(float(bound)) for bound in bounds_of(name)), "+Inf"]
         for key, tally in self._beat.tallies.items():
             own, _, which = key.partition("/")
             if own == name:
-                buckets = list(zip(bounds, accumulate(tally.counts), strict=True))
+                buckets = _buckets(bounds_of(name), tally)
                 found.add_metric((*values, which) if kind else values, buckets, tally.total)
         return found
 

@@ -36,6 +36,11 @@ class Piece:
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 
+    @property
+    def is_content(self) -> bool:
+        """Whether something is said, and nothing else."""
+        return bool(self.content) and not self.reasoning and not self.calls
+
 
 def joined(pieces: Sequence[Piece]) -> Piece:
     """Several pieces in a row as one."""
@@ -63,6 +68,11 @@ class ReasoningSplitter:
     def is_inside(self) -> bool:
         """Whether the text that comes next is part of the model's thoughts."""
         return self._close is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all that comes next is said, as it is."""
+        return self._close is None and self._undecided is None and not self._at_start
 
     def push(self, text: str) -> Piece:
         """Take the next ``text``; returns what is certain now to be thought, said or called."""

@@ -208,7 +208,7 @@ class TemplateRequest(Struct, frozen=True):
 
 
 _T = TypeVar("_T")
-_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {}
+_READERS: dict[type, tuple[msgspec.json.Decoder[Any], frozenset[str]]] = {}
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
 
@@ -219,7 +219,7 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
     Raises:
         ApiError: 400 naming what is wrong, where, and what is allowed.
     """
-    decoder = _DECODERS.setdefault(kind, msgspec.json.Decoder(kind))
+    decoder, known = _reader(kind)
     try:
         found = decoder.decode(body)
         keys = _KEYS.decode(body)
@@ -233,8 +233,15 @@ def decode(body: bytes, kind: type[_T]) -> tuple[_T, list[str]]:
         raise invalid(f"the body is not valid JSON: {error}", code="invalid_json") from None
     except RecursionError:
         raise invalid("the body is nested too deep", code="invalid_json") from None
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
     return found, [key for key in keys if key not in known]
+
+
+def _reader(kind: type) -> tuple[msgspec.json.Decoder[Any], frozenset[str]]:
+    """What decodes a type, and its keys: msgspec resolves all annotations anew when asked."""
+    if kind not in _READERS:
+        known = frozenset(field.encode_name for field in msgspec.structs.fields(kind))
+        _READERS[kind] = msgspec.json.Decoder(kind), known
+    return _READERS[kind]
 
 
 def check_common(request: Common) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,6 +15,10 @@ from tilewright.compiler.runtime.messages import FromEngine, ToEngine
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(list[ToEngine])
 from_engine = msgspec.msgpack.Decoder(list[FromEngine])
+
+
+_LINGER_MS = 1000
+_FRAMES = 64  # heard in a row; then those whose answers they brought are served
 
 
 def address(folder: Path) -> str:
@@ -47,5 +54,54 @@ class SocketTransport:
 
     def close(self) -> None:
         """Send what is left, and leave."""
-        self._socket.close(linger=1000)
+        self._socket.close(linger=_LINGER_MS)
         self._context.term()
+
+
+class FrontSocket:
+    """The server's end, on its event loop: no task waits, the loop calls when a frame has come.
+
+    Args:
+        hear: takes what one frame held.
+    """
+
+    def __init__(self, folder: Path, hear: Callable[[bytes], None]) -> None:
+        self._hear, self._is_due = hear, False
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        for limit in (zmq.SNDHWM, zmq.RCVHWM):
+            self._socket.setsockopt(limit, 0)
+        self._socket.bind(address(folder))
+        self._file = int(self._socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._file, self._look)
+        self._look_soon()
+
+    def send(self, messages: list[ToEngine]) -> None:
+        """Send messages to the engine; nowhere, while there is none."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(encoder.encode(messages), zmq.NOBLOCK)
+        self._look_soon()  # sending may have taken the one sign that a frame has come
+
+    def close(self) -> None:
+        """Leave; what has not been sent is lost."""
+        if not self._socket.closed:
+            self._loop.remove_reader(self._file)
+            self._context.destroy(linger=0)
+
+    def _look_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon(self._look)
+
+    def _look(self) -> None:
+        self._is_due = False
+        for _ in range(_FRAMES):
+            if self._socket.closed:
+                return
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._hear(frame)
+        self._look_soon()

@@ -26,6 +26,11 @@ class StopMatcher:
         self._includes = includes
         self._held = ""
 
+    @property
+    def has_stops(self) -> bool:
+        """Whether there is anything to be found."""
+        return bool(self._stops)
+
     def push(self, text: str) -> str:
         """What is certain to be no stop string, now that ``text`` has come; nothing after one."""
         if self.found is not None or not text:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -28,6 +28,16 @@ _DONE = b"data: [DONE]\n\n"
 _UNAVAILABLE = ("queue_timeout", "engine_down", "draining")
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 _HEADERS["x-accel-buffering"] = "no"
+_LONG = 64  # scored tokens that are spelled at once, without a thread
+_CHARACTERS_A_SCORE = 64  # that it takes as long to spell as so many to tokenise
+_T = TypeVar("_T")
+
+
+class Aside(Protocol):
+    """Runs what may take long beside the event loop; see `Front.aside`."""
+
+    async def __call__(self, size: int, function: Callable[..., _T], *given: Any) -> _T:
+        """``size``: about how many characters it is to handle."""
 
 
 class Follower:
@@ -38,10 +48,17 @@ class Follower:
     """
 
     def __init__(
-        self, job: Job, client: EngineClient, metrics: Metrics, *, request_id: str = ""
+        self,
+        job: Job,
+        client: EngineClient,
+        metrics: Metrics,
+        *,
+        aside: Aside,
+        request_id: str = "",
     ) -> None:
         self._job, self._client, self._metrics = job, client, metrics
-        self._request_id = request_id
+        self._aside, self._request_id = aside, request_id
+        self._num_shown = [0] * len(job.asked)
         self._began = time.perf_counter()
         self._last: list[float | None] = [None] * len(job.asked)
         self._num_left = len(job.asked)
@@ -63,14 +80,16 @@ class Follower:
         )
         try:
             while self._num_left:
-                try:
-                    async with asyncio.timeout(ping_seconds):
-                        messages = await ticket.take()
-                except TimeoutError:
+                messages = await ticket.take(ping_seconds)
+                if not messages:
                     yield None
                     continue
                 found: dict[int, tuple[Piece, list[Scored]]] = {}
                 for index, message in messages:
+                    choice = job.choices[index]
+                    if choice.awaits_echo and isinstance(message, Tokens):
+                        size = _CHARACTERS_A_SCORE * len(choice.prompt)
+                        await self._aside(size, choice.score_prompt, message.echo)
                     self._take(index, message, ticket, found)
                 if found:
                     yield found
@@ -87,26 +106,32 @@ class Follower:
         choice = self._job.choices[index]
         if choice.finish_reason is not None:
             return  # what was on its way when a stop string ended it
-        if isinstance(message, Failed):
-            status = 503 if message.code in _UNAVAILABLE else 500
-            after = {"retry-after": "5"} if status == 503 else None
-            raise ApiError(status, message.code, message.message, headers=after)
-        if isinstance(message, Started):
-            choice.started = choice.started or message
-            return
-        known = len(choice.scored)
         if isinstance(message, Tokens):
             self._time(index, len(message.tokens))
             piece = choice.push(message)
             if choice.finish_reason is not None:
                 choice.finished = ticket.cancel(index)
+        elif isinstance(message, Started):
+            choice.started = choice.started or message
+            return
+        elif isinstance(message, Failed):
+            status = 503 if message.code in _UNAVAILABLE else 500
+            after = {"retry-after": "5"} if status == 503 else None
+            raise ApiError(status, message.code, message.message, headers=after)
         else:
             choice.finished = message
             piece = choice.end(message.reason)
         if choice.finish_reason is not None:
             self._ended(index, choice)
-        before, scored = found.get(index, (Piece(), []))
-        found[index] = (joined([before, piece]), scored + choice.scored[known:])
+        if index in found:
+            before, scored = found[index]
+            piece = joined([before, piece])
+        else:
+            scored = []
+        if len(choice.scored) > (known := self._num_shown[index]):
+            scored = scored + choice.scored[known:]
+            self._num_shown[index] = len(choice.scored)
+        found[index] = piece, scored
 
     def _time(self, index: int, count: int) -> None:
         now, last = time.perf_counter(), self._last[index]
@@ -119,22 +144,33 @@ class Follower:
     def _ended(self, index: int, choice: Choice) -> None:
         self._num_left -= 1
         seconds = time.perf_counter() - self._began
-        length = len(self._job.asked[index].prompt.tokens)
-        self._metrics.take(
-            length, choice, seconds=seconds, num_choices=self._job.n, request_id=self._request_id
-        )
+        self._metrics.take(choice, seconds=seconds, request_id=self._request_id)
+        if index % self._job.n == 0:  # the choices of a prompt are one request
+            length = len(self._job.asked[index].prompt.tokens)
+            self._metrics.take_prompt(length, choice, num_choices=self._job.n)
 
 
-async def answer_whole(job: Job, follower: Follower) -> bytes:
+async def answer_whole(job: Job, follower: Follower, aside: Aside) -> bytes:
     """The body of an answer that is not streamed."""
     async with aclosing(follower.updates()) as updates:
         async for _ in updates:
             pass
+    num_scored = sum(len(choice.scored) for choice in job.choices)
+    return await aside(_CHARACTERS_A_SCORE * num_scored, _spelled, job)
+
+
+def _spelled(job: Job) -> bytes:
     return msgspec.json.encode(job.whole())
 
 
 async def answer_stream(
-    request: web.Request, job: Job, follower: Follower, settings: Settings, headers: dict[str, str]
+    request: web.Request,
+    job: Job,
+    follower: Follower,
+    *,
+    aside: Aside,
+    settings: Settings,
+    headers: dict[str, str],
 ) -> web.StreamResponse:
     """Send chunks as they come; headers leave with the first of them, or the first ping."""
     response = web.StreamResponse(headers={**_HEADERS, **headers})
@@ -148,7 +184,12 @@ async def answer_stream(
     try:
         async with aclosing(follower.updates(settings.ping_seconds)) as updates:
             async for found in updates:
-                data = _PING if found is None else _chunks(job, found)
+                if found is None:
+                    data = _PING
+                elif (count := sum(len(scored) for _, scored in found.values())) > _LONG:
+                    data = await aside(_CHARACTERS_A_SCORE * count, _chunks, job, found)
+                else:
+                    data = _chunks(job, found)
                 if data:
                     await write(data)
         tail = _event(job.usage_chunk()) if job.include_usage else b""
@@ -172,6 +213,11 @@ def _chunks(job: Job, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:
     data = b""
     for index, (piece, scored) in found.items():
         has_ended = job.choices[index].finish_reason is not None
+        if piece.is_content and (plain := job.plain_chunk(index, piece.content)) is not None:
+            data += _EVENT + plain + _END
+            if has_ended:
+                data += _event(job.last_chunk(index))
+            continue
         is_unopened = index not in job.opened
         if piece or scored or (has_ended and is_unopened):
             data += _event(job.chunk(index, piece, scored))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -59,11 +58,14 @@ class _Asked:
     def has_started(self) -> bool:
         return self.seated_at is not None
 
-    def hear(self, message: Started | Tokens) -> None:
+    def hear_tokens(self) -> None:
+        self.last_at = time.perf_counter()
+        if self.first_at is None:
+            self.first_at = self.last_at
+
+    def hear_start(self, message: Started) -> None:
         now = time.perf_counter()
-        if isinstance(message, Tokens):
-            self.first_at, self.last_at = self.first_at or now, now
-        elif self.seated_at is None:
+        if self.seated_at is None:
             # not when it is heard: the engine may say it together with the first token
             self.seated_at = min(now, self.given_at + message.queue_s)
 
@@ -82,24 +84,44 @@ class Ticket:
     ids: list[int]
     _desk: Desk
     _timer: asyncio.TimerHandle | None = None
-    _found: deque[tuple[int, Answer]] = field(default_factory=deque)
+    _found: list[tuple[int, Answer]] = field(default_factory=list)
     _finished: dict[int, Finished] = field(default_factory=dict)
-    _event: asyncio.Event = field(default_factory=asyncio.Event)
+    _waiter: asyncio.Future[None] | None = None
+    _look_timer: asyncio.TimerHandle | None = None
+    _heard_at: float = 0.0
 
     def put(self, index: int, message: Answer) -> None:
         """Called by the desk for each message."""
         if isinstance(message, Finished):
             self._finished[index] = message
         self._found.append((index, message))
-        self._event.set()
+        self._wake()
 
-    async def take(self) -> list[tuple[int, Answer]]:
-        """All that has come since the last call, in order; waits until there is something."""
-        await self._event.wait()
-        self._event.clear()
-        found = list(self._found)
-        self._found.clear()
+    async def take(self, patience: float | None = None) -> list[tuple[int, Answer]]:
+        """All that has come since the last call, in order; waits until there is something, and with
+        ``patience`` about so many seconds: then there is nothing.
+        """
+        loop = asyncio.get_running_loop()
+        if patience is not None:
+            self._heard_at = loop.time()
+            if self._look_timer is None:  # one for many calls: tokens come often, pings seldom
+                self._look_timer = loop.call_later(patience, self._look, patience)
+        if not self._found:
+            self._waiter = loop.create_future()
+            await self._waiter
+        found, self._found = self._found, []
         return found
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _look(self, patience: float) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._heard_at + patience - loop.time()
+        if left <= 0:
+            self._wake()
+        self._look_timer = loop.call_later(left if left > 0 else patience, self._look, patience)
 
     def cancel(self, index: int) -> Finished | None:
         """Cancel the request at ``index``, which is not wanted any more. Returns what it took: as
@@ -110,8 +132,9 @@ class Ticket:
 
     def close(self) -> None:
         """Cancel every request of this ticket that has not ended."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._look_timer):
+            if timer is not None:
+                timer.cancel()
         for request_id in self.ids:
             self._desk.cancel(request_id)
 
@@ -180,13 +203,15 @@ class Desk:
         if asked is None:
             return
         self._num_running = max(1, num_running)
-        if isinstance(message, Started) and not asked.has_started:
-            self._count(asked.message, -1)
-        if isinstance(message, Started | Tokens):
-            asked.hear(message)
-        elif isinstance(message, Finished):
-            self._measure(asked.message, message)
-        if isinstance(message, Finished | Failed):
+        if isinstance(message, Tokens):
+            asked.hear_tokens()
+        elif isinstance(message, Started):
+            if not asked.has_started:
+                self._count(asked.message, -1)
+            asked.hear_start(message)
+        else:
+            if isinstance(message, Finished):
+                self._measure(asked.message, message)
             self._forget(message.request_id)
         asked.ticket.put(asked.index, message)
 

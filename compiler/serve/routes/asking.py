@@ -43,12 +43,14 @@ async def _answer(
     if job.unheld:
         headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
     job.client = request[CLIENT]
-    follower = Follower(job, front.client, front.metrics, request_id=request[ID])
+    follower = Follower(job, front.client, front.metrics, aside=front.aside, request_id=request[ID])
     if job.streams:
         common = request[HEADERS]
         headers |= common
-        return await answer_stream(request, job, follower, front.settings, headers)
-    return json_response(await answer_whole(job, follower), headers=headers)
+        return await answer_stream(
+            request, job, follower, aside=front.aside, settings=front.settings, headers=headers
+        )
+    return json_response(await answer_whole(job, follower, front.aside), headers=headers)
 
 
 ROUTES: list[Route] = [
