@@ -37,6 +37,7 @@ CLONE_VERBS = {
     "compare-targets": (f"{_BENCH}.targets.command", "targets beside each other and the reference"),
     "bench-loop": (f"{_BENCH}.host_time", "what the runtime's own work takes a step"),
     "bench-engine": (f"{_BENCH}.engine.command", "a generated engine beside torch"),
+    "bench-front": (f"{_BENCH}.serving.front_alone", "what the server's front takes, alone"),
     "bench-cuda": (f"{_BENCH}.cuda.command", "measure the CUDA target, random weights"),
     "perf-check": (f"{_BENCH}.perf_check", "measure PERF.md's rows again: are they reproduced?"),
     "fit-perf-model": (f"{_BENCH}.boards_fit.command", "fit the time model of boards"),

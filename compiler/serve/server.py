@@ -7,7 +7,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -152,6 +152,6 @@ class _Busy(asyncio.Protocol):
     """Says that there are too many connections, and closes."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        transport.write(_BUSY_HEAD.encode() + _BUSY)
-        transport.close()
+        writes = cast(asyncio.WriteTransport, transport)  # uvloop's are none by their bases
+        writes.write(_BUSY_HEAD.encode() + _BUSY)
+        writes.close()
