@@ -22,6 +22,8 @@ class PromptDealer:
 
     def __init__(self, capabilities: Capabilities, policy: Policy, cost: StepCost) -> None:
         self._limits, self._policy, self._cost = capabilities, policy, cost
+        most = capabilities.max_step_tokens
+        self._most = min(policy.step_tokens or most, most)
         self._is_shortest_next = False
 
     def deal(self, pending: list[Running], num_decoding: int) -> list[tuple[Running, int]]:
@@ -45,20 +47,23 @@ class PromptDealer:
         return dealt
 
     def _piece(self, running: Running, budget: int) -> int:
-        """Tokens of the next piece: all that is left, or whole pages of it."""
+        """Tokens of the next piece: all that is left, or whole pages of it, and where there are no
+        pages whole cells: a part of one takes as long. Where steps are smaller, whole steps.
+        """
+        most = self._most
         if running.request.sampling.prompt_logprobs is not None:
-            budget = min(budget, _MAX_ECHOED)
+            most = min(most, _MAX_ECHOED)
+            budget = min(budget, most)
         if running.left <= budget:
             return running.left
-        grain = max(self._limits.page_size, 1)
+        grain = self._limits.page_size or min(self._limits.cell, most)
         return budget // grain * grain
 
     def budget(self, num_decoding: int) -> int:
         """Tokens of prompts that the next step takes: beside streams, and where the loop must be
         heard of between steps, as many whole cells as are expected to take no longer than they may.
         """
-        limits, policy = self._limits, self._policy
-        whole = min(policy.step_tokens or limits.max_step_tokens, limits.max_step_tokens)
+        limits, policy, whole = self._limits, self._policy, self._most
         tokens: int | None
         if num_decoding and policy.step_ms:
             allowed = max(policy.step_ms, self._cost.decode(num_decoding))

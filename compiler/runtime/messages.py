@@ -51,6 +51,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     Attributes:
         max_positions: the most positions a request may need: prompt and answer, less the last
             token, which is never read.
+        cache_bytes: of the pool of pages, or of the state of all seats at full length.
+        shares_prefixes: whether prompts that begin alike are computed once.
         facts: what the model is, for people: name, target, precision, device, weights.
     """
 
@@ -63,6 +65,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_snapshots: int = 0
     cell: int = 0
     invariant: str = "none"
+    cache_bytes: int = 0
+    shares_prefixes: bool = True
     facts: dict[str, str] = {}
 
 

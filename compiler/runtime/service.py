@@ -72,12 +72,15 @@ class EngineService:
 
     def ready(self, facts: dict[str, str]) -> Ready:
         """What clients must know before they ask."""
-        limits = self.loop.executable.capabilities
-        most = limits.max_context
+        executable = self.loop.executable
+        limits = executable.capabilities
+        most, cache_bytes = limits.max_context, executable.memory().state
         if limits.page_size:
             most = min(most, limits.num_pages * limits.page_size)
+        else:  # seats grow as their sequences do
+            cache_bytes = executable.state_bytes(limits.max_context, limits.max_seats)
         return Ready(
-            vocab_size=self.loop.executable.vocab_size,
+            vocab_size=executable.vocab_size,
             max_seats=limits.max_seats,
             max_context=limits.max_context,
             max_positions=most,
@@ -86,6 +89,8 @@ class EngineService:
             num_snapshots=limits.num_snapshots,
             cell=limits.cell,
             invariant=limits.invariant,
+            cache_bytes=cache_bytes,
+            shares_prefixes=self.loop.scheduler.policy.reuses,
             facts=facts,
         )
 
@@ -215,7 +220,9 @@ class EngineService:
         if request.finish_reason == FAILED:
             said.append(Failed(request.request_id, request.error_code, request.error))
             return
-        first, last = request.token_times[0], request.token_times[-1]
+        # a grammar may be met by no token at all
+        times = request.token_times or [time.perf_counter()]
+        first, last = times[0], times[-1]
         seated = live.seated_at if live.seated_at is not None else first
         assert request.finish_reason is not None
         said.append(

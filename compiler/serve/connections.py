@@ -108,8 +108,11 @@ class Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is no HTTP, in the form of all other errors; the connection is closed behind it."""
-        super().handle_error(request, status, exc, message)  # logs, and raises where it is too late
+        """What is no HTTP, in the form of all other errors; the connection is closed behind it.
+        Nothing is logged of a client that has gone.
+        """
+        if not isinstance(exc, ConnectionError):
+            super().handle_error(request, status, exc, message)  # logs; raises where it is too late
         is_ours = status >= 500
         said = "the server has a fault" if is_ours else "what was sent is no HTTP request"
         error = ApiError(status, "internal_error" if is_ours else "invalid_request", said)

@@ -43,6 +43,7 @@ from tilewright.compiler.serve.requests import (
     check_chat,
     check_common,
 )
+from tilewright.compiler.serve.says import tell
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.stops import StopMatcher
 from tilewright.compiler.serve.structured import GrammarTrials, behind_reasoning, read_grammar
@@ -103,6 +104,7 @@ class Front:
             self.metrics = self._metrics(self.names(ready)[0])
             ends = self.coder.eos_ids
             self.trials = GrammarTrials(grammars_of(folder / TOKENIZER, ends, ready.vocab_size))
+            tell(f"tilewright: {capacity(ready)}")
         self.defaults = {**self.settings.defaults, **json.loads(ready.facts.get("sampling", "{}"))}
         facts = [f"{key}={ready.facts[key]}" for key in sorted(ready.facts)]
         digest = hashlib.sha256("\n".join([__version__, *facts]).encode())
@@ -361,6 +363,23 @@ class Front:
             keeps_end=keeps,
             prompt=asked.prompt.tokens if asked.sampling.prompt_logprobs is not None else (),
         )
+
+
+def capacity(ready: Ready) -> str:
+    """How much an engine holds, in a line: seats, pages, bytes, and what prompts share."""
+    parts = [f"{ready.max_seats} seats of {ready.max_context:,} tokens"]
+    size = f"{ready.cache_bytes / 1e9:.1f} GB"
+    if ready.page_size:
+        tokens = ready.num_pages * ready.page_size
+        full = tokens / ready.max_context
+        parts.append(f"{ready.num_pages:,} pages of {ready.page_size} tokens in {size}")
+        parts.append(f"{tokens:,} tokens or {full:.1f} full contexts")
+    else:
+        parts.append(f"{size} when all are full")
+    if ready.num_snapshots:
+        parts.append(f"{ready.num_snapshots} snapshots")
+    parts.append(f"prefix cache {'on' if ready.shares_prefixes else 'off'}")
+    return ", ".join(parts)
 
 
 def with_seed(sampling: SamplingParams, at: int) -> SamplingParams:

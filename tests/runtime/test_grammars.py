@@ -28,9 +28,11 @@ from tilewright.compiler.errors import RequestError
 from tilewright.compiler.runtime.grammar import CHOICE, JSON_SCHEMA, LARK, REGEX, GrammarSpec
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.masks import allowed_by
-from tilewright.compiler.runtime.matchers import MAX_BYTES, Grammars
+from tilewright.compiler.runtime.matchers import MAX_BYTES, Grammars, Matcher
+from tilewright.compiler.runtime.messages import Failed, Finished, Submit
 from tilewright.compiler.runtime.request import CANCELLED, FAILED, LENGTH, STOPPED, Request
 from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.service import EngineService, QueueTransport
 
 PERSON = {
     "type": "object",
@@ -216,6 +218,20 @@ def test_what_has_no_token_is_never_allowed(compiler: Grammars) -> None:
     one.matcher = compiler.matcher(one.grammar, one.sampling.end_tokens)
     allowed = np.flatnonzero(allowed_by(one, VOCAB))
     assert END in allowed and THINK not in allowed and allowed.max() < NUM_TOKENS
+
+
+def test_an_answer_that_a_grammar_ends_before_any_token_is_said_to_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Matcher, "is_finished", True)
+    transport = QueueTransport()
+    service = EngineService(RandomLogits(), transport, grammars=shared())
+    sampling = SamplingParams(max_tokens=5)  # and no end token to say so
+    transport.inbox.append(Submit(1, (7, 9), sampling, 0, spec(REGEX, "")))
+    while not (ends := [each for each in transport.outbox if isinstance(each, Finished)]):
+        assert service.turn() and not any(isinstance(each, Failed) for each in transport.outbox)
+    assert [(each.request_id, each.reason) for each in ends] == [(1, STOPPED)]
+    assert ends[0].prefill_s >= 0 == ends[0].decode_s
 
 
 def test_a_grammar_ends_an_answer_that_has_no_end_token(loop: EngineLoop) -> None:

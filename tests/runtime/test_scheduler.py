@@ -154,6 +154,16 @@ def test_a_private_prompt_neither_finds_nor_leaves_pages() -> None:
     assert again.num_cached == 20, "from the one that was shared"
 
 
+@pytest.mark.parametrize(("step_tokens", "pieces"), [(None, [6, 8, 10]), (3, [3, 3, 3, 3])])
+def test_without_pages_pieces_are_whole_cells(step_tokens: int | None, pieces: list[int]) -> None:
+    """All but the last of a prompt; where a step may not hold a cell, whole steps."""
+    executable = QueuedExecutable(cell=4, max_prompts=3, max_step_tokens=16)
+    llm = EngineLoop(executable, policy=Policy(step_tokens=step_tokens))
+    llm.generate([Job(0, 6, 1, 0, 0).request(0), Job(0, 18, 1, 0, 0).request(1)])
+    found = [len(chunk.tokens) for step in executable.given for chunk in step.prompts]
+    assert found[: len(pieces)] == pieces and sum(found) == 24
+
+
 def test_streams_go_on_while_a_long_prompt_is_computed() -> None:
     """Pieces of a cell each, and a token of the stream with each of them."""
     executable = QueuedExecutable(cell=4)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from tests.serve.asked import Asked
 from tilewright.compiler.serve.front import Front, LoadCoder
 from tilewright.compiler.serve.server import listen, serving
@@ -84,10 +86,13 @@ def running_front(
 
     def run() -> None:
         try:
-            with listen("127.0.0.1", 0) as bound:
+            with (
+                listen("127.0.0.1", 0) as bound,
+                asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,  # as in service
+            ):
                 if send_buffer:
                     bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-                asyncio.run(live(bound))
+                runner.run(live(bound))
         except BaseException as error:
             faults.append(error)
 

@@ -21,6 +21,9 @@ import pytest
 from tests.serve.fronts import Running, running_front, wait_until
 from tilewright.compiler.commands.serve_options import read_serve_options
 from tilewright.compiler.errors import CheckpointError, TilewrightError
+from tilewright.compiler.runtime.messages import Ready
+from tilewright.compiler.serve.answers import Choice
+from tilewright.compiler.serve.front import capacity
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.texts import TextCoder
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
@@ -162,7 +165,9 @@ def test_a_client_that_does_not_read_is_given_up(streams: bool) -> None:
 
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
-def test_a_client_that_goes_away_is_cancelled(front: Running, streams: bool, how: str) -> None:
+def test_a_client_that_goes_away_is_cancelled(
+    front: Running, streams: bool, how: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     with front.connect() as client:
         client.sendall(raw(chat("S", n=3, max_tokens=4000, stream=streams)))
         wait_until(lambda: front.front.client.num_live == 3)
@@ -173,6 +178,7 @@ def test_a_client_that_goes_away_is_cancelled(front: Running, streams: bool, how
         if how != "half":
             client.close()
         wait_until(lambda: is_idle(front), seconds=5)
+    assert not capfd.readouterr().err, "nobody is at fault"
 
 
 def test_a_full_queue_is_429_and_who_waits_too_long_503() -> None:
@@ -252,6 +258,60 @@ def test_ids_to_echo_are_checked_first_and_decoded_aside() -> None:
         body = {"prompt": [97] * 2000, "echo": True, "max_tokens": 1}
         assert running.post("/v1/completions", body)[1]["choices"][0]["text"] == "a" * 2001
         assert len(threads) == 1 and threads[0].startswith("texts")
+
+
+def test_a_prompt_of_several_choices_is_counted_once(front: Running) -> None:
+    def counts() -> list[float]:
+        text = front.ask("GET", "/metrics")[1].decode()
+        return [
+            sum(
+                float(line.rpartition(" ")[2])
+                for line in text.splitlines()
+                if line.startswith(f"tilewright:{name}{{")
+            )
+            for name in (
+                *("prompt_tokens_total", "prefix_cache_queries_total"),
+                *("request_prompt_tokens_count", "request_params_n_count"),
+                *("generation_tokens_total", "request_success_total"),
+            )
+        ]
+
+    before = counts()
+    status, found, _ = front.post("/v1/completions", {"prompt": "abcde", "n": 3, "max_tokens": 2})
+    assert status == 200 and found["usage"]["prompt_tokens"] == 5
+    spent = [after - known for after, known in zip(counts(), before, strict=True)]
+    assert spent == [5, 5, 1, 1, 6, 3]
+
+
+def test_prompts_are_scored_beside_the_event_loop(
+    front: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    score = Choice.score_prompt
+
+    def noted(choice: Choice, echo: Any) -> None:
+        threads.append(threading.current_thread().name)
+        score(choice, echo)
+
+    monkeypatch.setattr(Choice, "score_prompt", noted)
+    for streams in (False, True):
+        body = {"prompt": "a" * 1000, "max_tokens": 1, "logprobs": 1, "echo": True}
+        data = json.dumps({**body, "stream": streams}).encode()
+        status, said, _ = front.ask("POST", "/v1/completions", data)
+        assert status == 200 and said.count(b"-0.5") > 1000
+    assert len(threads) == 2 and all(name.startswith("texts") for name in threads)
+
+
+def test_a_start_says_what_it_holds(capfd: pytest.CaptureFixture[str]) -> None:
+    with running_front():
+        pass
+    held = "4 seats of 4,096 tokens, 0.0 GB when all are full, prefix cache on"
+    assert f"tilewright: {held}" in capfd.readouterr().out
+    pool = Ready(9, 8, 1024, 1024, 100, 64, 3, cache_bytes=2_500_000_000, shares_prefixes=False)
+    assert capacity(pool) == (
+        "8 seats of 1,024 tokens, 100 pages of 64 tokens in 2.5 GB, 6,400 tokens or 6.2 full "
+        "contexts, 3 snapshots, prefix cache off"
+    )
 
 
 def test_a_star_lets_in_pages_that_know_the_server_by_another_name() -> None:
