@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 
 from tilewright.compiler.bench.cases import CASES
+from tilewright.compiler.commands.asking import Sign
 from tilewright.compiler.commands.options import RunOptions, read_options
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import list_precisions
+from tilewright.models import DEFAULT_MODEL
 
 
 def main(argv: list[str]) -> int:
@@ -21,6 +23,8 @@ def main(argv: list[str]) -> int:
 
 def run(options: RunOptions) -> int:
     """Open the model; measure it, or emulate and predict where the target's device is not here."""
+    sign = Sign()
+    sign.show(f"opening {options.model.path or DEFAULT_MODEL}")
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands import measure
     from tilewright.compiler.commands.console import err, out
@@ -28,7 +32,10 @@ def run(options: RunOptions) -> int:
     from tilewright.compiler.commands.source import open_source
 
     screen = err() if options.as_json else out()
-    source = open_source(options.model.path)
+    try:
+        source = open_source(options.model.path)
+    finally:
+        sign.clear()
     if measure.is_emulated(source, options):
         from tilewright.compiler.commands.board import run_board
 

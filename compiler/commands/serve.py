@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.child import PYTHON
+from tilewright.compiler.commands.asking import Sign
 from tilewright.compiler.commands.serve_options import ServeOptions, read_serve_options
 from tilewright.compiler.errors import ConfigError
+from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -36,12 +38,17 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"serve needs {', '.join(missing)}; allowed: pip install -e '.[serve]' in the clone"
         )
-    if options.detach:
-        return _detach(options, [each for each in argv if each != "--detach"])
-    return _serve(options, argv)
+    sign = Sign()
+    sign.show(f"opening {options.model.path or DEFAULT_MODEL}")
+    try:
+        if options.detach:
+            return _detach(options, [each for each in argv if each != "--detach"], sign)
+        return _serve(options, argv, sign)
+    finally:
+        sign.clear()
 
 
-def _serve(options: ServeOptions, argv: list[str]) -> int:
+def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     from tilewright.compiler.serve.says import tell
     from tilewright.compiler.serve.server import serve
     from tilewright.compiler.serve.settings import Settings
@@ -63,17 +70,18 @@ def _serve(options: ServeOptions, argv: list[str]) -> int:
         has_admin=options.admin,
     )
 
-    def say(port: int) -> None:
+    def tell_address(port: int) -> None:
         host = f"[{options.host}]" if ":" in options.host else options.host
         defaults = ", ".join(f"{name} {value:g}" for name, value in options.defaults.items())
         said = f"requests that say nothing: {defaults or 'as generation_config.json says'}"
+        sign.clear()
         tell(f"{_ADDRESS}{host}:{port} ({said})")
 
     def load(folder: Path) -> Tokenizer:
         return _load_tokenizer(folder, options.chat_template)
 
     command = ["-m", "tilewright.compiler.commands.serve_engine", "{}", *argv]
-    return serve(settings, command, load, on_listening=say)
+    return serve(settings, command, load, on_listening=tell_address)
 
 
 def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
@@ -88,7 +96,7 @@ def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:
     return Tokenizer(vocabulary)
 
 
-def _detach(options: ServeOptions, argv: list[str]) -> int:
+def _detach(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     """Start a server apart from this process, and wait until it answers or ends."""
     path = options.log
     if path is None:
@@ -112,6 +120,7 @@ def _detach(options: ServeOptions, argv: list[str]) -> int:
         while child.poll() is None:
             # another server may have the port: ours has said that it listens
             if _listens(path, start) and _is_healthy(options.host, options.port):
+                sign.clear()
                 print(f"tilewright: pid {child.pid}, port {options.port}, log {path}")
                 return 0
             time.sleep(_LOOK_SECONDS)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -34,6 +37,34 @@ def test_help_lists_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(verb in out for verb in VERBS)
     assert main([]) == 2
     assert "usage: tilewright COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("run", "--prompt", "hi"),
+        ("chat",),
+        ("serve", "--target", "null", "--port", "0"),
+        ("bench", "--case", "performance-ci-1", "--no-results"),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_first_sign_of_life_comes_within_half_a_second(argv: tuple[str, ...]) -> None:
+    """Of CPU time, which other work on the machine does not stretch, on a terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-P", "-m", "tilewright.compiler.cli", *argv]
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as child:
+        try:
+            said = os.read(ours, 1 << 10)
+            spent = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+            os.close(ours)
+            os.close(theirs)
+    assert b"opening " in said
+    assert (int(spent[11]) + int(spent[12])) / os.sysconf("SC_CLK_TCK") < 0.5
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
