@@ -54,7 +54,7 @@ class _Answers(asyncio.Protocol):
     _transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its bases
+        self._transport = cast(asyncio.WriteTransport, transport)
         self._transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
@@ -152,8 +152,6 @@ async def measure(url: str, *, seats: int, num_tokens: int, num_requests: int) -
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright bench-front``; returns the exit code."""
-    import uvloop
-
     parser = Parser(prog="tilewright bench-front", description=__doc__)
     parser.add_argument("--seats", type=int, default=64, help="streams, or users, at a time")
     parser.add_argument("--steps", type=int, default=300, help="of the engine, a second at most")
@@ -163,11 +161,8 @@ def main(argv: list[str]) -> int:
     command = (*PYTHON, str(_PACED), "front", str(given.seats), str(given.steps))
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "front.log"
-        with (
-            running(Contestant("the front", command), log) as url,
-            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-        ):
-            table = runner.run(
+        with running(Contestant("the front", command), log) as url:
+            table = asyncio.run(
                 measure(
                     url,
                     seats=given.seats,
