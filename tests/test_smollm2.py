@@ -203,6 +203,7 @@ def fast(model: LoadedModel) -> Iterator[Executable]:
     made.close()
 
 
+@pytest.mark.slow
 def test_rows_of_the_fast_mode_are_what_they_are_alone(
     model: LoadedModel, fast: Executable, tokens: list[int]
 ) -> None:
@@ -281,9 +282,12 @@ TRITON_BYTES = 110e6
 """What torch.export imports and maps where triton is installed, used or not. Measured: 103 MB."""
 
 
-@pytest.mark.parametrize("name", ["all-bfp8", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
 def test_peak_memory(smollm2_path: Path, name: str) -> None:
-    """Weights as held, cache, and 700 MB. Measured beyond the first two: 620 and 615 MB."""
+    """Weights as held, cache, and 700 MB; of another model, test_cpu_peak.py is not slow. Measured
+    beyond the first two: 620 and 615 MB.
+    """
     result, _ = run_alone(smollm2_path, name, "--no-cache")
     assert result.peak_memory_bytes and result.resident_bytes and result.cache_bytes
     allowed = result.resident_bytes + result.cache_bytes + 700e6

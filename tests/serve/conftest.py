@@ -84,7 +84,7 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         log = tmp_path_factory.mktemp("serve") / "log"
         port = free_port() if port is None else port
         command = [sys.executable, "-P", "-m", "tilewright.compiler.cli", "serve", str(tiny_gguf)]
-        command += ["--port", str(port), "--threads", "1", "--no-cache", *argv]
+        command += ["--port", str(port), "--threads", "1", *argv]
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ)
         server = Server(port, process, log)

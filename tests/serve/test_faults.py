@@ -23,8 +23,7 @@ LONG = {
     "ignore_eos": True,
     "temperature": 1,
 }
-SMALL = ("--target", "reference", "--max-seats", "2", "--max-context", "512")
-NULL = ("--target", "null", "--max-seats", "2", "--max-context", "512")
+SMALL = ("--target", "cpu", "--max-seats", "2", "--max-context", "512")
 
 
 def raw_request(body: dict[str, Any]) -> bytes:
@@ -96,14 +95,14 @@ def is_gone(pid: int) -> bool:
 
 
 def test_sigkill_leaves_no_engine_and_the_port_free(start_server: Start) -> None:
-    server = start_server(*NULL)
+    server = start_server(*SMALL)
     engine = server.engine_pid()
     server.process.send_signal(signal.SIGKILL)
     server.process.wait()
     server.wait_until(lambda: is_gone(engine), seconds=5)
-    again = start_server(*NULL, port=server.port)
+    again = start_server(*SMALL, port=server.port)
     assert again.is_healthy()
-    taken = start_server(*NULL, port=server.port, waits=False)
+    taken = start_server(*SMALL, port=server.port, waits=False)
     assert taken.process.wait(60) == 2
     assert taken.log.read_text().count("\n") == 1
 
@@ -134,7 +133,7 @@ def test_an_engine_that_cannot_start_is_one_line_and_code_2(start_server: Start)
 def test_detach_tells_its_own_server_from_another(tmp_path: Path, tiny_gguf: Path) -> None:
     port = free_port()
     command = [sys.executable, "-P", "-m", "tilewright.compiler.cli", "serve", str(tiny_gguf)]
-    command += [*NULL, "--no-cache", "--port", str(port), "--detach", "--log"]
+    command += [*SMALL, "--port", str(port), "--detach", "--log"]
     found = subprocess.run(
         [*command, str(tmp_path / "one")], capture_output=True, text=True, timeout=120, check=True
     )
