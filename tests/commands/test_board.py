@@ -93,9 +93,18 @@ def test_a_shape_s_speed_needs_no_weights(run: Run, results: Path) -> None:
     assert "numeric contract" in run(*model, "--explain", target="t3k")
 
 
-def test_what_does_not_fit_is_said_with_bytes(refused: Refused) -> None:
-    argv = ("--model", "shape:llama-3.1-70b", "--case", "performance-ci-1", "--target", "n150")
-    message = refused(*argv)
+@pytest.mark.parametrize(
+    ("shape", "case"),
+    [
+        ("llama-3.2-1b", ("performance-long-context-64k", "--batch-size", "32")),
+        pytest.param("llama-3.1-70b", ("performance-ci-1",), marks=pytest.mark.slow),
+    ],
+    ids=["caches", "weights"],
+)
+def test_what_does_not_fit_is_said_with_bytes(
+    refused: Refused, shape: str, case: tuple[str, ...]
+) -> None:
+    message = refused("--model", f"shape:{shape}", "--case", *case, "--target", "n150")
     assert "GB a chip of N150" in message and "a larger mesh (t3k" in message
 
 
