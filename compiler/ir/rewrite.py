@@ -140,7 +140,7 @@ def add_input(graph: Graph, name: str, value: Any, facts: NodeInfo) -> Node:
 
 
 def fake_input(like: Node, sizes: Sequence[int | str], dtype: torch.dtype) -> Any:
-    """A fake tensor of the graph's fake mode; string sizes are new dynamic dimensions."""
+    """A fake tensor of the graph's fake mode; string sizes are dynamic dimensions, by name."""
     mode = like.meta["val"].fake_mode
     shape = [
         size if isinstance(size, int) else dynamic_size(mode, f"tilewright_{size}", 7 + index)
@@ -151,14 +151,20 @@ def fake_input(like: Node, sizes: Sequence[int | str], dtype: torch.dtype) -> An
 
 
 def dynamic_size(mode: Any, name: str, hint: int) -> Any:
-    """A new dynamic dimension of a fake mode; equal names may be asked for more than once."""
+    """The dynamic dimension of this name and hint in a fake mode, made when first asked for.
+
+    A new symbol empties all that torch remembers of the others, so that one for each layer is slow.
+    """
     from torch._dynamo.source import ConstantSource
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
-    context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
-    tensor = torch.empty(hint, device="meta")
-    fake = mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
-    return fake.shape[0]
+    sizes = vars(mode).setdefault("_tilewright_sizes", {})
+    if (name, hint) not in sizes:
+        context: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        tensor = torch.empty(hint, device="meta")
+        fake = mode.from_tensor(tensor, source=ConstantSource(name), symbolic_context=context)
+        sizes[name, hint] = fake.shape[0]
+    return sizes[name, hint]
 
 
 def find_calls(graph: Graph, *targets: Any) -> list[Node]:

@@ -196,3 +196,9 @@ def test_facts_are_frozen_and_replaced_whole(g: Builder) -> None:
     assert (updated.fqn, updated.role) == ("w", CONSTANT)
     with pytest.raises(AttributeError):
         updated.fqn = "other"  # type: ignore[misc]
+
+
+def test_equal_names_are_one_dynamic_dimension(g: Builder) -> None:
+    """Those of every layer's state, for instance; torch forgets what it knows at each new one."""
+    first, again, other = (fake_input(g.a, (name, 2), torch.int64) for name in ("n", "n", "m"))
+    assert str(first.shape[0]) == str(again.shape[0]) != str(other.shape[0])
