@@ -78,6 +78,9 @@ def target(tmp_path: Path) -> Target:
     return [*given, "--device", "cpu"], place
 
 
+_PLANS: dict[str, Any] = {}
+"""Those of the configuration: made once."""
+
 Trials = Callable[[dict[str, Any]], None]
 
 
@@ -101,6 +104,16 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> Trials:
 
         monkeypatch.setattr(generate_engine._Search, "_try", attempt)
 
+    def plans(search: Any) -> dict[str, Any]:
+        if not _PLANS:
+            _PLANS.update(made(search))
+        search._settings()
+        search.num_layers = CONFIG["num_hidden_layers"]
+        return _PLANS
+
+    made = generate_engine._Search._plans
+    monkeypatch.setattr(generate_engine._Search, "_plans", plans)
+    monkeypatch.setattr(generate_engine, "_SHORTER", 16)
     install({})
     return install
 
