@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS
@@ -19,10 +21,17 @@ class Buffers:
     def __init__(self, plan: Plan, flat: list[Tensor], num_rows: int) -> None:
         self._plan, self._flat, self._num_rows = plan, flat, num_rows
         self._aliases: dict[Place, Place] = {}
+        self._part = slice(None)
 
     def alias(self, place: Place, source: Place) -> None:
         """``place`` is ``source`` in this step."""
         self._aliases[place] = source
+
+    def part(self, rows: slice) -> Buffers:
+        """Some of the rows, as buffers of their own."""
+        found = copy.copy(self)
+        found._part = rows
+        return found
 
     def view(self, place: Place) -> Tensor:
         """View a place as ``[rows, width]``; operands of products lie in rows of whole tiles."""
@@ -31,7 +40,7 @@ class Buffers:
         if self._plan.buffers[place.buffer].role == OPERAND:
             stride = padded(stride)
         rows = self._flat[place.buffer][: self._num_rows * stride].view(self._num_rows, stride)
-        return rows[:, place.first : place.first + place.width]
+        return rows[self._part, place.first : place.first + place.width]
 
     @property
     def logits(self) -> Tensor:

@@ -8,14 +8,16 @@ from dataclasses import replace
 import torch
 
 from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda.capture import decode_buckets
+from tilewright.compiler.targets.base import Capabilities, CompileOptions
+from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
 from tilewright.compiler.targets.cuda.experts import held_sizes
+from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.weights import wanted_by
+from tilewright.compiler.targets.cuda.trials import read_trials
+from tilewright.compiler.targets.cuda.weights import Weights, wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Plan
 
 _WORKSPACE = 2 << 30
@@ -23,6 +25,8 @@ _WORKSPACE = 2 << 30
 PROMPT_CHUNK = 65_536
 """Tokens of a prompt in one step: a longer one comes in pieces."""
 _FEW_ROWS = 64
+_CELL, _CELL_OF_MIXERS = 256, 1024
+"""Tokens of a prompt that are worth reading the weights for; experts need more of them."""
 _MAX_SNAPSHOTS = 64
 _SHARE_OF_SNAPSHOTS = 8
 _GB = 1e9
@@ -56,6 +60,25 @@ def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> int
         return shared_pages(plan, options, free)
     check_fits(plan, options, free)
     return options.max_batch * pages_of(options.max_context)
+
+
+def capabilities_of(
+    plan: Plan, weights: Weights, options: CompileOptions, device: torch.device, num_pages: int
+) -> Capabilities:
+    """What steps of a plan with a pool of so many pages may look like on a device."""
+    return Capabilities(
+        max_seats=options.max_batch,
+        max_context=options.max_context,
+        page_size=PAGE,
+        num_pages=num_pages,
+        num_snapshots=num_snapshots(plan, options, free_bytes(options, device)),
+        has_sequence_state=bool(plan.sequence_states),
+        cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
+        max_prompts=read_trials().prompts,
+        max_step_tokens=PROMPT_CHUNK,
+        runs_ahead=device.type == "cuda",
+        invariant=invariant_of(plan, weights, options, device),
+    )
 
 
 def free_bytes(options: CompileOptions, device: torch.device) -> int:

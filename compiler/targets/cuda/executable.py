@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.base import (
-    Capabilities,
     CompileOptions,
     Executable,
     MemoryUse,
@@ -23,13 +22,12 @@ from tilewright.compiler.targets.cuda.capture import (
     Choice,
     Seated,
     decode_buckets,
-    has_mixers,
     prompt_buckets,
 )
-from tilewright.compiler.targets.cuda.device import PROMPT_CHUNK, free_bytes, num_snapshots
-from tilewright.compiler.targets.cuda.invariance import invariant_of
-from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of
-from tilewright.compiler.targets.cuda.pages import PAGE, pages_of
+from tilewright.compiler.targets.cuda.device import capabilities_of
+from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of, choose_now
+from tilewright.compiler.targets.cuda.pages import pages_of
+from tilewright.compiler.targets.cuda.ragged import join, one, split
 from tilewright.compiler.targets.cuda.readings import Readings
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
@@ -59,8 +57,6 @@ from tilewright.compiler.targets.step import (
 
 _NUM_ENDS = 16
 """End tokens of a seat that captured steps have room for; more capture anew."""
-_CELL, _CELL_OF_MIXERS = 256, 1024
-"""Tokens of a prompt that are worth reading the weights for; experts need more of them."""
 
 
 class CudaExecutable(Executable):
@@ -88,7 +84,7 @@ class CudaExecutable(Executable):
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states
         )
-        self.capabilities = _capabilities(plan, weights, options, device, num_pages)
+        self.capabilities = capabilities_of(plan, weights, options, device, num_pages)
         self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
         exact = options.compute == "exact"
@@ -124,7 +120,10 @@ class CudaExecutable(Executable):
                 seats = step.decode[first : first + most]
                 seats = step.decode if len(seats) == len(step.decode) else seats
                 parts.append(self._decode(seats, step))
-        parts += [part for each in step.prompts if (part := self._prompt(each, step)) is not None]
+        batches, alone = split(step.prompts, self.capabilities.max_prompts)
+        for batch in batches:
+            parts += self._prompts(batch, step)
+        parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
         return StepOutput(tuple(parts))
 
     def reset(self) -> None:
@@ -224,13 +223,43 @@ class CudaExecutable(Executable):
         read = self._readings.of(choice.tokens[: len(seats)], choice.why[: len(seats)])
         return Part(seats, read, None if kept is None else lambda: kept)
 
-    def _prompt(self, chunk: Chunk, step: Step) -> Part | None:
-        """A piece of a prompt; None where nothing is wanted of it."""
+    def _prompts(self, chunks: Sequence[Chunk], step: Step) -> list[Part]:
+        """Pieces of several prompts in one batch; the tokens that are chosen behind them."""
+        for chunk in chunks:
+            sitting = self._check(chunk)
+            sitting.length, sitting.token = chunk.end, None
+        ragged = join(chunks, self._device)
+        ends = {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
+        wanted, where = ragged.last if ends else None, ragged.pieces
+        logits = self._steps.prefill(
+            ragged.rows, logit_rows=wanted, pieces=where, block=ragged.block
+        )
+        for chunk in chunks:
+            for end, snapshot in chunk.saves:
+                self._state.save(chunk.seat, snapshot, end)
+        if logits is None:
+            return []
+        seats = tuple(ends)
+        chosen = [self._sittings[seat].choosing for seat in seats]
+        if any(map(_is_late, chosen)) or step.masked or step.logprobs is not None:
+            return [self._choose_late(seats, logits, step)]
+        at, width = list(ends.values()), self.num_choosable
+        choice = choose_now(self._table, seats, at, width, logits, chosen)
+        self._table.give_back(self._table.index(seats), choice.tokens)
+        return [self._chosen(seats, logits, choice, step)]
+
+    def _check(self, chunk: Chunk) -> Sitting:
+        """Who sits where a piece of a prompt belongs; no bucket holds its token any more."""
         if self._seated is not None and chunk.seat in self._seated.seats:
             self._leave()
         sitting = self._sittings[chunk.seat]
         assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
         self._state.check(chunk.seat, chunk.end)
+        return sitting
+
+    def _prompt(self, chunk: Chunk, step: Step) -> Part | None:
+        """A piece of a prompt; None where nothing is wanted of it."""
+        sitting = self._check(chunk)
         ends = sorted({*(end for end, _ in chunk.saves), chunk.end})
         assert len(ends) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
         start, found = chunk.start, None
@@ -260,11 +289,14 @@ class CudaExecutable(Executable):
             bucket.run(tokens, chunk.start, chunk.seat, is_greedy=is_greedy)
             logits = bucket.logits
         else:
-            logits = self._long_prompt(tokens, chunk)
-            if not len(logits):
+            placed, wanted = one(chunk, self._device)
+            from_start = chunk.start == 0
+            found = self._steps.prefill(placed, logit_rows=wanted, from_start=from_start)
+            if found is None:
                 return None
-            choice = choice_of(self._table, (chunk.seat,), (chunk.end,), self.num_choosable)
-            choice.apply(logits[-1:], is_greedy=is_greedy)
+            logits = found
+            of = (chunk.seat,), (chunk.end,), self.num_choosable, logits[-1:]
+            choice = choose_now(self._table, *of, chosen if not is_late else ())
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
     def _end_prompt(
@@ -279,25 +311,12 @@ class CudaExecutable(Executable):
             return self._choose_late(seats, logits, step, chunk if chunk.echoes else None)
         if len(seats) > 1:
             ends = [chunk.end] * len(seats)
-            choice = choice_of(self._table, seats, ends, self.num_choosable)
-            is_greedy = all(self._sittings[seat].choosing.is_greedy for seat in seats)
-            choice.apply(logits[-1:].repeat(len(seats), 1), is_greedy=is_greedy)
+            chosen = [self._sittings[seat].choosing for seat in seats]
+            logits_each, width = logits[-1:].repeat(len(seats), 1), self.num_choosable
+            choice = choose_now(self._table, seats, ends, width, logits_each, chosen)
         for row, seat in enumerate(seats):
             self._table.hold(seat, choice.tokens[row : row + 1])
         return self._chosen(seats, logits, choice, step)
-
-    def _long_prompt(self, tokens: Tensor, chunk: Chunk) -> Tensor:
-        device = self._device
-        positions = torch.arange(chunk.start, chunk.end)
-        slots = torch.full_like(tokens, chunk.seat)
-        placed = Rows(*send(torch.stack([tokens, positions, slots]), device))
-        wanted = None
-        if chunk.echoes:
-            wanted = torch.arange(len(tokens), device=device)
-        elif chunk.chooses:
-            wanted = torch.tensor([len(tokens) - 1], device=device)
-        logits = self._steps.prefill(placed, logit_rows=wanted, from_start=chunk.start == 0)
-        return torch.empty(0, self.vocab_size) if logits is None else logits
 
     def _choose_late(
         self, seats: tuple[Seat, ...], logits: Tensor, step: Step, echo: Chunk | None = None
@@ -378,21 +397,3 @@ class CudaExecutable(Executable):
 def _is_late(choosing: Choosing) -> bool:
     """Whether a captured step cannot choose these tokens."""
     return choosing.changes_logits or (choosing.min_p > 0.0 and not choosing.is_greedy)
-
-
-def _capabilities(
-    plan: Plan, weights: Weights, options: CompileOptions, device: torch.device, num_pages: int
-) -> Capabilities:
-    """What steps of a plan may look like on a device."""
-    return Capabilities(
-        max_seats=options.max_batch,
-        max_context=options.max_context,
-        page_size=PAGE,
-        num_pages=num_pages,
-        num_snapshots=num_snapshots(plan, options, free_bytes(options, device)),
-        has_sequence_state=bool(plan.sequence_states),
-        cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
-        max_step_tokens=PROMPT_CHUNK,
-        runs_ahead=device.type == "cuda",
-        invariant=invariant_of(plan, weights, options, device),
-    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.capture import Choice, make_choice
 from tilewright.compiler.targets.cuda.readings import Readings
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
-from tilewright.compiler.targets.step import Chosen, Seat
+from tilewright.compiler.targets.step import Choosing, Chosen, Seat
 
 
 def choice_of(
@@ -24,6 +24,20 @@ def choice_of(
     choice = make_choice(len(seats), width, table.num_ends, tokens, device)
     choice.gather(table, table.index(seats))
     choice.positions.copy_(send(torch.tensor(positions), device))
+    return choice
+
+
+def choose_now(
+    table: SeatTable,
+    seats: Sequence[Seat],
+    positions: Sequence[int],
+    width: int,
+    logits: Tensor,
+    choosing: Sequence[Choosing],
+) -> Choice:
+    """:func:`choice_of`, of ``logits [R, V]``, which are for these seats."""
+    choice = choice_of(table, seats, positions, width)
+    choice.apply(logits, is_greedy=all(each.is_greedy for each in choosing))
     return choice
 
 

@@ -7,6 +7,7 @@ Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     OPERAND,
     Attend,
+    Convolve,
     DeltaRule,
     Elementwise,
     Embed,
@@ -161,12 +163,21 @@ class Steps:
         return [len(each[each >= 0].unique()) for each in chosen]
 
     def prefill(
-        self, rows: Rows, *, logit_rows: Tensor | None, from_start: bool = False
+        self,
+        rows: Rows,
+        *,
+        logit_rows: Tensor | None,
+        from_start: bool = False,
+        pieces: Sequence[slice] = (),
+        block: int = 0,
     ) -> Tensor | None:
         """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for.
 
         ``from_start``: the first of them is the sequence's first; padding is at the end only.
+        ``pieces``: tokens of several sequences, each in whole blocks of ``block`` rows, with
+        padding behind its own.
         """
+        places = pieces or (slice(None),)
         step = self._fresh_buffers(len(rows.tokens))
         for each in self._plan.instructions:
             if isinstance(each, Gather):
@@ -181,7 +192,11 @@ class Steps:
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))
             elif isinstance(each, Attend):
-                self._attend_prompt(each, step, rows, from_start)
+                self._attend_prompt(each, step, rows, from_start, block)
+            elif isinstance(each, DeltaRule | Convolve):
+                for at in places:
+                    where = rows.positions[at], rows.slots[at]
+                    self._mixers.run(each, step.part(at), *where, decodes=False)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows.positions, rows.slots, decodes=False)
             else:
@@ -229,7 +244,9 @@ class Steps:
             early=captured,
         )
 
-    def _attend_prompt(self, each: Attend, step: Buffers, rows: Rows, from_start: bool) -> None:
+    def _attend_prompt(
+        self, each: Attend, step: Buffers, rows: Rows, from_start: bool, block: int
+    ) -> None:
         pages, qkv, out = (
             self._state.pages[each.state.name],
             step.view(each.qkv),
@@ -272,6 +289,7 @@ class Steps:
             block_tables=self._state.tables,
             scale=each.scale,
             window=each.window,
+            block=block,
         )
 
     def _decode_buffers(self, num_rows: int) -> Buffers:

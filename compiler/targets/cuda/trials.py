@@ -16,18 +16,20 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
     "blocks": (PARTS, WIDE, TRITON),
     "experts": (PARTS, TOGETHER),
+    "prompts": ("1", "8", "64"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """How steps of more than 64 rows run.
+    """How steps of more than 64 rows, and of several prompts, run.
 
     Attributes:
         rows: the most rows of a decode step; more come in further steps.
         blocks: of weights in block formats, ``parts``: 64 rows at a time by the kernels of few
             rows, and prompts by the library on dequantised weights; ``wide``: 33 to 512 rows of
             both by one kernel that decodes in registers, ``triton``: 65 to 512 by one in Triton.
+        prompts: pieces of prompts that one batch takes; more come one after another.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -35,6 +37,7 @@ class Trials:
     rows: int = 64
     blocks: str = PARTS
     experts: str = PARTS
+    prompts: int = 1
 
 
 def read_trials() -> Trials:
@@ -56,4 +59,5 @@ def read_trials() -> Trials:
         rows=int(found.get("rows", default.rows)),
         blocks=found.get("blocks", default.blocks),
         experts=found.get("experts", default.experts),
+        prompts=int(found.get("prompts", default.prompts)),
     )

@@ -28,6 +28,8 @@ HIDDEN = tl.constexpr(-1.0e30)
 # Pages with hidden keys and pages without would be fused differently, and round differently.
 _FUSES = False
 
+_FEW_TOKENS = 512  # of a prompt that more, smaller programs take
+
 
 @triton.jit
 def _add_pages(
@@ -74,7 +76,9 @@ def _attend_prefill_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h): R tokens of head h, the last of them in program 0, which has most to do."""
+    """Program (i, h): R tokens of head h and of one sequence, the last of them in program 0, which
+    has most to do.
+    """
     release_dependents(CHAINED)
     h = tl.program_id(1)
     g = h // (H // G)
@@ -85,7 +89,7 @@ def _attend_prefill_kernel(
     here = token[:, None] * (H * D) + h * D + d
     wait_for_inputs(CHAINED)
     position = tl.load(positions + token, mask=token < num_tokens, other=-1).to(tl.int32)
-    table = tables + tl.load(slots) * table_width
+    table = tables + tl.load(slots + block.to(tl.int64) * R) * table_width
     work: tl.constexpr = tl.bfloat16 if BFP8 else values.dtype.element_ty
     rows = tl.load(q + here, mask=inside & (position >= 0)[:, None], other=0.0).to(work)
     newest = tl.max(position, 0)
@@ -130,17 +134,22 @@ def attend_prefill(
     block_tables: torch.Tensor,
     scale: float,
     window: int = 0,
+    block: int = 0,
 ) -> None:
     """Attend causally from rotated ``q [T, H, D]`` to the pages, into ``out [T, H D]``.
 
-    All tokens are of the sequence in ``slots[0]``, at consecutive ``positions [T]`` int64, whose
+    The tokens of a block of rows, ``block`` (64 or 128) of them, or without it all, are of one
+    sequence, that of their ``slots [T]`` int64, at consecutive ``positions [T]`` int64, whose
     keys and values the pages of ``block_tables [S, M]`` int32 hold already. Negative positions,
-    at the end only, are padding and get zeros. In bf16 with fp32 sums and softmax, or in fp32 with
-    fp32 pages; ``scale`` and ``window`` as in :func:`ops.attention.attention_step`.
+    at the end of a block only, are padding and get zeros. In bf16 with fp32 sums and softmax, or in
+    fp32 with fp32 pages; ``scale`` and ``window`` as in :func:`ops.attention.attention_step`.
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.is_contiguous() and out.stride(1) == 1 and pages.head_dim == head_dim
-    rows, num_warps, num_stages = _tile(num_tokens, head_dim, pages.values.itemsize == 4)
+    assert slots.shape == positions.shape == (num_tokens,)
+    tokens = min(num_tokens, _FEW_TOKENS if block == 64 else num_tokens)
+    rows, num_warps, num_stages = _tile(tokens, head_dim, pages.values.itemsize == 4)
+    assert block % rows == 0
     _attend_prefill_kernel[(triton.cdiv(num_tokens, rows), num_heads)](
         q, out, positions, slots, num_tokens, out.stride(0), scale * LOG2_E,
         **page_arguments(pages, block_tables),
@@ -154,6 +163,6 @@ def _tile(num_tokens: int, head_dim: int, is_fp32: bool) -> tuple[int, int, int]
     if is_fp32:
         return 32, 8, 1
     if head_dim > 128:
-        return 64 if num_tokens <= 512 else 128, 8, 2
+        return 64 if num_tokens <= _FEW_TOKENS else 128, 8, 2
     # Short prompts: more, smaller programs.
-    return (64, 4, 2) if num_tokens <= 512 else (128, 8, 3)
+    return (64, 4, 2) if num_tokens <= _FEW_TOKENS else (128, 8, 3)
