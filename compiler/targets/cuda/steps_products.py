@@ -15,9 +15,24 @@ from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_lin
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
 from tilewright.compiler.targets.cuda.library import add_product, store_product
-from tilewright.compiler.targets.cuda.trials import TRITON, WIDE, Trials
+from tilewright.compiler.targets.cuda.trials import WIDE, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
+
+_FEW_PARTS = 128
+_SHORT_COLUMNS = 8192
+_MOST_DENSE = 65_536
+
+
+def in_parts(held: HeldWeight, num_rows: int) -> bool:
+    """Whether a decode step of so many rows takes 64 at a time with a weight in blocks: as measured
+    on an H200, up to 128 rows where the weight is large, and always where there is no room for its
+    values in bfloat16. Else it is dequantised for the library.
+    """
+    if held.kind == "bf16":
+        return False
+    is_large = native.num_slices(held) == 1 or held.num_columns > _SHORT_COLUMNS
+    return held.num_rows > _MOST_DENSE or (is_large and num_rows <= _FEW_PARTS)
 
 
 def _epilogue(each: Linear) -> int:
@@ -64,7 +79,7 @@ class Products:
         norm = None
         if each.norm is not None:
             norm = self._weights.vector(vector_of(each.norm)), each.eps
-        num_rows, is_cut = len(x), decodes and held.kind != "bf16"
+        num_rows = len(x)
         is_native = self._is_native and held.num_columns % 4 == 0
         most = native.most_tokens(held) if is_native else native.MAX_TOKENS
         if self._exact or (self._strict and not decodes):
@@ -72,12 +87,7 @@ class Products:
         elif self._is_wide(held, num_rows):
             epilogue, x = _epilogue(each), self._norm(x, norm, decodes)
             native_wide.linear(out, x, held, epilogue=epilogue, arranged=self._arranged, bias=bias)
-        elif most < num_rows <= native_wide.MAX_TOKENS and self._is_triton(held):
-            x, residual = self._norm(x, norm, decodes), each.residual
-            triton_linear(
-                out, x, held, bias=bias, residual=residual, swiglu=each.swiglu, is_wide=True
-            )
-        elif num_rows > most and not (is_native and is_cut):
+        elif num_rows > most and not (is_native and decodes and in_parts(held, num_rows)):
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif is_native:
             self._native_product(each, out, x, held, bias, norm, decodes)
@@ -88,9 +98,6 @@ class Products:
 
     def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
         return self._arranged.numel() > 0 and native_wide.takes(held, num_rows)
-
-    def _is_triton(self, held: HeldWeight) -> bool:
-        return self._trials.blocks == TRITON and held.kind != "bf16"
 
     def _native_product(
         self,

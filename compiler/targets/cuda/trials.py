@@ -1,5 +1,5 @@
-"""What measurements may switch while a GPU has not yet said which is faster: one variable of the
-environment, ``TILEWRIGHT_CUDA_TRIALS=rows=256,blocks=wide,experts=together``.
+"""What measurements may switch, to compare what runs with what may be faster: one variable of the
+environment, ``TILEWRIGHT_CUDA_TRIALS=rows=64,blocks=wide,experts=parts``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from tilewright.compiler.errors import ConfigError, allowed
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
-PARTS, WIDE, TRITON, TOGETHER = "parts", "wide", "triton", "together"
+PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
-    "blocks": (PARTS, WIDE, TRITON),
+    "blocks": (PARTS, WIDE),
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
 }
@@ -27,16 +27,16 @@ class Trials:
     Attributes:
         rows: the most rows of a decode step; more come in further steps.
         blocks: of weights in block formats, ``parts``: 64 rows at a time by the kernels of few
-            rows, and prompts by the library on dequantised weights; ``wide``: 33 to 512 rows of
-            both by one kernel that decodes in registers, ``triton``: 65 to 512 by one in Triton.
+            rows, or by the library on dequantised weights where that is faster, as prompts are;
+            ``wide``: 33 to 512 rows of both by one kernel that decodes in registers.
         prompts: pieces of prompts that one batch takes; more come one after another.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
 
-    rows: int = 64
+    rows: int = 256
     blocks: str = PARTS
-    experts: str = PARTS
+    experts: str = TOGETHER
     prompts: int = 1
 
 

@@ -292,9 +292,12 @@ def test_parts_may_be_read_in_any_order_and_much_later() -> None:
 
 
 @pytest.mark.gpu
-def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone() -> None:
+def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from tests.targets.cuda.test_executable import ROWS, first_step, release, started
 
+    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", "rows=64")
     executable = on_device("bfp8", max_batch=70)
     rows = [ROWS[index % len(ROWS)] for index in range(70)]
     seats = started(executable, rows)
@@ -310,6 +313,25 @@ def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone() -> None:
         second = executable.step(Step(decode=alone))
         found = [each.parts[0].read().tokens for each in (first, second)]
         assert found == [[tokens[index]] for tokens in whole], index
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trials", ["rows=256", "rows=256,blocks=wide"])
+@pytest.mark.parametrize("name", ["bf16", "bfp8", "bfp4"])
+def test_a_hundred_rows_are_near_each_alone(
+    name: str, trials: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run in one step, and its graph is what it is without one."""
+    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", trials)
+    executable = on_device(name, max_batch=204)
+    work = prompts_in(executable, 100)
+    again, singles = copies(executable, work), copies(executable, work[::25])
+    together = step(executable, work)
+    inner: Any = executable
+    assert list(inner._buckets.decodes) == [128]
+    assert torch.equal(eager(executable, again), together)
+    alone = torch.cat([step(executable, [each]) for each in singles])
+    assert noise(together[::25], alone) < BF16_NOISE
 
 
 @pytest.mark.gpu

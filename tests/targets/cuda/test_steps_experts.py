@@ -121,6 +121,26 @@ def test_a_hybrid_on_cuda_c_is_what_triton_makes_of_it(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("experts", ["parts", "together"])
+def test_a_hundred_rows_of_a_hybrid_are_near_each_alone(
+    experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEWRIGHT_CUDA_TRIALS", f"rows=256,experts={experts}")
+    options = {"compute": "fast", "max_context": 64, "max_batch": 104}
+    executable = compiled(model_of(**LARGER), "cuda", precision=BF16, **options)
+    work = []
+    for index in range(100):
+        seat, length = take_seat(executable, 40), 5 + index % 7
+        step(executable, [(seat, random_tokens(length, seed=index), 0)])
+        work.append((seat, [7 + index % 30], length))
+    copied = [(copy_seat(executable, seat, at), token, at) for seat, token, at in work[::25]]
+    together = step(executable, work)
+    alone = torch.cat([step(executable, [each]) for each in copied])
+    assert noise(together[::25], alone) < BF16_NOISE
+    executable.close()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("chunks", [(600,), (600, 130)])
 def test_a_captured_prompt_is_one_that_is_not(chunks: tuple[int, ...]) -> None:
     """In buckets with padding, from the start and from further on: the last row's logits"""

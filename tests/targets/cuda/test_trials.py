@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.targets.cuda.kernels.test_native import shaped
 from tests.tiny import (
     compiled,
     lowered,
@@ -23,9 +24,9 @@ from tilewright.compiler.targets.cuda import device as device_module
 from tilewright.compiler.targets.cuda import steps_products
 from tilewright.compiler.targets.cuda.capture import decode_buckets
 from tilewright.compiler.targets.cuda.device import work_bytes
-from tilewright.compiler.targets.cuda.kernels import native, native_experts, native_wide
+from tilewright.compiler.targets.cuda.kernels import native, native_experts
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.steps_products import Products
+from tilewright.compiler.targets.cuda.steps_products import Products, in_parts
 from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, load_weights
 from tilewright.compiler.targets.program.instructions import Linear, Plan
@@ -36,9 +37,9 @@ SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "nu
 
 def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert read_trials() == Trials(rows=64, blocks="parts", experts="parts")
-    monkeypatch.setenv(VARIABLE, "experts=together,rows=256")
     assert read_trials() == Trials(rows=256, blocks="parts", experts="together")
+    monkeypatch.setenv(VARIABLE, "experts=parts,rows=64")
+    assert read_trials() == Trials(rows=64, blocks="parts", experts="parts")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     [
         ("row=256", "'row'; allowed: rows, blocks, experts, prompts; did you mean 'rows'?"),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
-        ("blocks", "blocks=''; allowed: parts, wide, triton"),
+        ("blocks", "blocks=''; allowed: parts, wide"),
     ],
 )
 def test_what_there_is_not_is_refused(
@@ -69,8 +70,9 @@ def test_rows_take_room_for_their_values(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(device_module, "_WORKSPACE", 0)
     plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     options = CompileOptions(max_batch=300, max_context=130)
+    monkeypatch.setenv(VARIABLE, "rows=64")
     few = work_bytes(plan, options)
-    monkeypatch.setenv(VARIABLE, "rows=256")
+    monkeypatch.delenv(VARIABLE)
     width = plan.vocab_size + sum(each.width for each in plan.buffers)
     assert work_bytes(plan, options) - few == 4 * (256 - 64) * width
     assert work_bytes(plan, dataclasses.replace(options, max_batch=64)) == few
@@ -101,12 +103,13 @@ def products_of(name: str, trials: Trials, *, is_native: bool) -> tuple[Plan, We
     [
         ("bf16", True, 16, ["native 16"]),
         ("bf16", True, 130, ["library 130"]),
-        ("bfp8", True, 130, ["native 64", "native 64", "native 2"]),
+        ("bfp8", True, 130, ["library 130"]),
+        ("bfp8", True, 64, ["native 64"]),
         ("bfp4", False, 130, ["library 130"]),
         ("bfp4", False, 64, ["native 64"]),
     ],
 )
-def test_many_rows_of_blocks_are_products_of_64_rows_each(
+def test_which_product_takes_so_many_rows(
     name: str, decodes: bool, num_rows: int, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan, _, products = products_of(name, Trials(), is_native=True)
@@ -125,21 +128,24 @@ def test_many_rows_of_blocks_are_products_of_64_rows_each(
     assert seen == expected
 
 
-def test_wide_products_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of blocks alone, and up to so many rows."""
-    found = []
-    for trials in (Trials(), Trials(blocks="triton")):
-        plan, _, products = products_of("bfp8", trials, is_native=False)
-        each = next(one for one in plan.instructions if isinstance(one, Linear) and one.swiglu)
-        torch.manual_seed(1)
-        x, out = torch.randn(70, each.x.width), torch.zeros(70, each.out.width).bfloat16()
-        products.run(each, out, x, decodes=True)
-        found.append(out)
-    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
-    monkeypatch.setattr(steps_products, "triton_linear", lambda *_, **__: pytest.fail("Triton"))
-    x = torch.randn(native_wide.MAX_TOKENS + 1, each.x.width)
-    out = torch.zeros(len(x), each.out.width).bfloat16()
-    products.run(each, out, x, decodes=False)
+def test_large_weights_in_blocks_are_products_of_64_rows_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they were measured faster: shapes of a model of 8B."""
+    found = {
+        shape: [in_parts(shaped("bfp8", *shape), count) for count in (65, 128, 129)]
+        for shape in ((28672, 4096), (4096, 14336), (6144, 4096), (128256, 4096))
+    }
+    assert list(found.values()) == [[True, True, False]] * 2 + [[False] * 3, [True] * 3]
+    assert not in_parts(shaped("bf16", 128256, 4096), 65)
+    plan, _, products = products_of("bfp8", Trials(), is_native=True)
+    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    monkeypatch.setattr(steps_products, "in_parts", lambda *_: True)
+    seen: list[int] = []
+    monkeypatch.setattr(native, "linear", lambda out, *_, **__: seen.append(len(out)))
+    x = torch.zeros(130, each.weight.shape[1], dtype=torch.bfloat16)
+    products.run(each, torch.zeros(130, each.weight.shape[0]), x, decodes=True)
+    assert seen == [64, 64, 2]
 
 
 def test_experts_take_their_own_kernels_as_the_trial_says(

@@ -76,9 +76,7 @@ def _attend_prefill_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     L: tl.constexpr, WINDOW: tl.constexpr, BFP8: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, h): R tokens of head h and of one sequence, the last of them in program 0, which
-    has most to do.
-    """
+    """Program (i, h): R tokens of a sequence and head h, the last of them in program 0."""
     release_dependents(CHAINED)
     h = tl.program_id(1)
     g = h // (H // G)

@@ -162,7 +162,6 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     residual: bool = False,
     swiglu: bool = False,
-    is_wide: bool = False,
 ) -> None:
     """``out [M, N]`` of ``x [M, >= K]`` and a weight of N rows and K columns, float32 sums.
 
@@ -170,8 +169,7 @@ def linear(
     rows, rounded once to bfloat16. ``bias`` is float32 ``[N]``, rows as held.
     ``out`` is float32 or bfloat16; with ``residual`` float32, and the product is added to it; with
     ``swiglu`` (of a paired weight) ``[M, N / 2]``, silu(gate) * up.
-    Rows of ``x`` and ``out`` may be further apart than they are long. ``is_wide``: for 65 rows and
-    more, tiles as large as the matrix unit's; what a row gives may differ in its last bits.
+    Rows of ``x`` and ``out`` may be further apart than they are long.
     """
     num_tokens, num_rows = x.shape[0], held.num_rows
     assert out.shape == (num_tokens, num_rows // 2 if swiglu else num_rows)
@@ -180,10 +178,6 @@ def linear(
     weight, eps = norm or (None, 0.0)
     rows = TILE_ROWS if num_rows < _WIDE else 2 * TILE_ROWS
     tokens = min(_MAX_TOKENS, block_of(num_tokens))
-    num_warps, num_stages = 4, 4 if norm is None else 3
-    if is_wide:
-        rows, num_warps, num_stages = (4 if num_rows < _WIDE else 8) * TILE_ROWS, 8, 3
-        tokens = min(2 * _MAX_TOKENS, block_of(num_tokens))
     grid = (triton.cdiv(num_rows, rows), triton.cdiv(num_tokens, tokens))
     _linear_kernel[grid](
         out, x, held.data, None if held.kind == "bf16" else words_of(held), bias, weight,
@@ -191,5 +185,5 @@ def linear(
         out.stride(0), x.stride(0), eps, held.scale,
         KIND=held.kind, STEPS=held.num_column_tiles, ROWS=rows, TOKENS=tokens,
         RESIDUAL=residual, SWIGLU=swiglu,
-        num_warps=num_warps, num_stages=num_stages, **chained(out),
+        num_warps=4, num_stages=4 if norm is None else 3, **chained(out),
     )  # fmt: skip
