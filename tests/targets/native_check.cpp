@@ -72,7 +72,7 @@ void mutate(Model& model, TwProgram& program) {
     if (where == 3) words = &program.isa, count = 4;  // and seats, context and tokens of a step
     int32_t& word = words[(number() >> 8) % count];
     switch (number() >> 20 & 3) {
-        case 0: word += (number() >> 16 & 1) ? 1 : -1; break;
+        case 0: word = (int32_t)((uint32_t)word + (number() >> 16 & 1 ? 1u : ~0u)); break;
         case 1: word = ((int32_t*)&model.instructions[(number() >> 8) % model.instructions.size()])[&word - words >= (int)(sizeof each / 4) ? 0 : &word - words]; break;
         default: word = edges[(number() >> 8) % (sizeof edges / 4)];
     }
