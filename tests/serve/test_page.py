@@ -100,7 +100,7 @@ def test_it_asks_this_server_alone_and_a_stop_frees_the_seat(
     page.on("request", lambda request: hosts.append(request.url))
     page.reload()
     page.wait_for_selector("#model[data-state=ready]")
-    assert "on reference" in page.inner_text("#model")
+    assert "on cpu" in page.inner_text("#model")
     page.evaluate(
         "() => { window.seen = 0; new MutationObserver(() => { window.seen += 1; })"
         ".observe(document.getElementById('turns'), {subtree: true, childList: true}); }"
