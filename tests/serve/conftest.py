@@ -103,7 +103,17 @@ def start_server(tiny_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 @pytest.fixture(scope="session")
 def server(start_server: Start) -> Server:
     """One that all tests share which leave it as it was."""
+    return _shared(start_server, "cpu")
+
+
+@pytest.fixture(scope="session")
+def slow_server(start_server: Start) -> Server:
+    """The same on the reference target, whose answers last until somebody stops them."""
+    return _shared(start_server, "reference")
+
+
+def _shared(start_server: Start, target: str) -> Server:
     options = ("--max-seats", "4", "--max-context", "512", "--tool-format", "hermes")
-    started = start_server("--target", "cpu", *options)
+    started = start_server("--target", target, *options)
     assert started.process.poll() is None, started.log.read_text()
     return started

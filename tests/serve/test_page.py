@@ -93,14 +93,15 @@ def test_the_page_is_small_and_names_no_other_host() -> None:
 
 
 def test_it_asks_this_server_alone_and_a_stop_frees_the_seat(
-    server: Server, open_page: Callable[..., Any]
+    slow_server: Server, open_page: Callable[..., Any]
 ) -> None:
+    server = slow_server
     page = open_page(server.url)
     hosts: list[str] = []
     page.on("request", lambda request: hosts.append(request.url))
     page.reload()
     page.wait_for_selector("#model[data-state=ready]")
-    assert "on cpu" in page.inner_text("#model")
+    assert "on reference" in page.inner_text("#model")
     page.evaluate(
         "() => { window.seen = 0; new MutationObserver(() => { window.seen += 1; })"
         ".observe(document.getElementById('turns'), {subtree: true, childList: true}); }"
