@@ -28,7 +28,7 @@ from tilewright.compiler.bench.selection import (
 )
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import option, parse, real
-from tilewright.compiler.devices import describe_cpu
+from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu, target_options
 from tilewright.compiler.errors import CheckpointError, ConfigError
 
 EXIT_NOT_REPRODUCED = 1
@@ -214,8 +214,9 @@ def command_of(record: Result) -> list[str]:
         words = ["bench", "--case", record.case, "--precision", record.precision_name]
         if record.weights == "random":
             words += ["--model", f"shape:{record.model.lower()}"]
-        if record.target != "cpu":
-            words += ["--target", record.target]
+        words += target_options(record.target)
+    if record.target in CPU_BACKENDS.values() and "--backend" not in words:
+        words += target_options(record.target)[2:]
     if record.target.startswith("cpu") and "--threads" not in words and _threads(record):
         words += ["--threads", str(_threads(record))]
     return words

@@ -87,6 +87,9 @@ DEVICES: Registry[DeviceSpec] = Registry("device")
 BOARDS = ("n150", "n300", "t3k", "tg")
 """Targets whose devices are emulated and whose speed is predicted."""
 
+CPU_BACKENDS = {"onnxruntime": "cpu", "native": "cpu-native"}
+"""What can run the target cpu, and the target's full name with it."""
+
 DEVICES.register("cpu", DeviceSpec("CPU", "cpu", 1, "the host; see describe_cpu"))
 DEVICES.register("n150", _wormhole("n150", 1, grid=(8, 8), num_links=None))
 DEVICES.register("n300", _wormhole("n300", 2, grid=(8, 8), num_links=2))
@@ -120,6 +123,12 @@ def get_device(name: str) -> DeviceSpec:
         ConfigError: for an unknown name, listing the known ones.
     """
     return DEVICES[name.lower()]
+
+
+def target_options(name: str) -> list[str]:
+    """The options of a command that mean the target of this full name, whatever is here."""
+    backend = next((each for each, full in CPU_BACKENDS.items() if full == name), None)
+    return ["--target", name] if backend is None else ["--target", "cpu", "--backend", backend]
 
 
 def check_gpu() -> None:

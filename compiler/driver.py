@@ -70,8 +70,8 @@ def compile_model(
     Args:
         model: what `load_model` returns.
         precision: what `load_precision` returns.
-        target: ``cpu``, ``cuda``, a board (``n150``, ``n300``, ``t3k``, ``tg``), ``reference``
-            or ``null``.
+        target: ``cpu-native``, ``cpu`` (ONNX Runtime), ``cuda``, a board (``n150``, ``n300``,
+            ``t3k``, ``tg``), ``reference`` or ``null``.
         options: batch, context and arithmetic; None: one sequence of 2,048 positions.
         progress: is told ``(what, done, total)`` meanwhile.
 

@@ -75,6 +75,8 @@ def _own_cache(
         (folder / name).symlink_to(kept.mkdir(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEWRIGHT_CACHE", str(folder))
+        if kept is not None:  # also of tests with a cache of their own
+            patch.setenv("TILEWRIGHT_NATIVE", str(kept.mkdir("native")))
         yield
 
 

@@ -19,7 +19,7 @@ from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import bench_text
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.arguments import integer, option, parse, real
-from tilewright.compiler.devices import describe_cpu
+from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu
 from tilewright.compiler.errors import ConfigError, RequestError, allowed, one_line
 from tilewright.compiler.precision import load_precision
 from tilewright.models import find_model
@@ -32,7 +32,7 @@ KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16")
 _FOUR_BITS = ("Q4_0", "Q4_1")
 _OPENVINO_KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16")
 _ONNX_WEIGHTS = "int4"
-_BACKENDS = dict(zip(("onnxruntime", "native"), OURS, strict=True))
+_BACKENDS = dict(zip(CPU_BACKENDS, OURS, strict=True))
 _ROOT = Path(__file__).resolve().parents[2]
 _WORKER = "bench.peers.tilewright_worker"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tilewright.compiler.artifacts.places import is_compiled
-from tilewright.compiler.devices import check_gpu
+from tilewright.compiler.devices import CPU_BACKENDS, check_gpu
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.files import check_fresh
 from tilewright.compiler.passes.dumps import dump_folder
@@ -19,9 +19,6 @@ from tilewright.compiler.precision import AUTO, PrecisionConfig, choose_precisio
 from tilewright.models import FoundModel, check_header, find_model_or_shape, quantised_types
 
 _TARGETS = ("reference", "null", "cpu", "cuda", "n150", "n300", "t3k", "tg")
-CPU_BACKENDS = {"auto": "cpu", "onnxruntime": "cpu", "native": "cpu-native"}
-"""What runs the target cpu, and the target's full name with it."""
-
 CHECKPOINT_PRECISION = AUTO
 PRECISION_FORMS = (
     "a name in precision_cfgs/, a YAML or JSON file, a heading, or auto: stored (weights as the "
@@ -188,9 +185,10 @@ class ModelArguments:
     )
     backend: str | None = option(
         "of target cpu: native (kernels of our own, built with this machine's C++ compiler), "
-        "onnxruntime, or auto, which is onnxruntime (default: auto)",
+        "onnxruntime, or auto, which is native where it can be built and has the model's "
+        "operations, else onnxruntime (default: auto)",
         group="model",
-        choices=tuple(CPU_BACKENDS),
+        choices=(AUTO, *CPU_BACKENDS),
     )
     precision: str | None = option(
         f"{PRECISION_FORMS} (default: the case's)", group="model", metavar="NAME"
@@ -259,7 +257,8 @@ def output_folder(named: str | None) -> Path:
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
     """Checked `ModelArguments`; ``precision`` is None for a compiled folder, which has its own.
-    ``notes``: what was chosen for the user, a line each.
+    ``notes``: what was chosen for the user, a line each. ``is_auto``: what runs the target cpu is
+    chosen when the model is open; until then it is ONNX Runtime's.
     """
 
     path: FoundModel
@@ -268,6 +267,7 @@ class ModelOptions:
     precision: PrecisionConfig | None
     dump_dir: Path | None
     notes: tuple[str, ...] = ()
+    is_auto: bool = False
 
 
 def read_model_options(
@@ -313,6 +313,7 @@ def read_model_options(
         precision=load_precision(named),
         dump_dir=dump_dir,
         notes=notes,
+        is_auto=target == "cpu" and arguments.backend in (None, AUTO),
     )
 
 
@@ -322,8 +323,6 @@ def _with_backend(target: str, backend: str | None) -> str:
     Raises:
         ConfigError: for a backend of another target.
     """
-    if backend is None:
-        return target
-    if target != "cpu":
+    if backend is not None and target != "cpu":
         raise ConfigError(f"--backend {backend} with --target {target}; allowed: --target cpu")
-    return CPU_BACKENDS[backend]
+    return target if backend in (None, AUTO) else CPU_BACKENDS[backend]

@@ -96,11 +96,15 @@ def main(argv: list[str]) -> int:
         print_files,
     )
     from tilewright.compiler.commands.screen import print_byte_plan
+    from tilewright.compiler.commands.source import settle_backend
     from tilewright.models import load_model
 
     _target_of(arguments.emit, options)
     with fresh_folder(output) as folder:
         model = load_model(options.path)
+        if arguments.emit == "program":
+            with compile_progress(err()) as progress:
+                options = settle_backend(model, options, progress)
         if arguments.emit in ("program", "onnx"):
             context = min(_CONTEXT, model.config.max_positions)
             print_byte_plan(err(), model, options, batch=1, context=context)

@@ -138,7 +138,7 @@ def _to_cache(arguments: argparse.Namespace) -> int:
     with compile_progress(err()) as progress:
         compiled = compile_source(source, options, wanted, progress, use_cache=True)
     note(err(), *compiled.notes)
-    out().print(f"{source.name} for {options.target}, {compiled.precision.name}: in the cache")
+    out().print(f"{source.name} for {compiled.target}, {compiled.precision.name}: in the cache")
     compiled.executable.close()
     return 0
 

@@ -29,7 +29,7 @@ from tilewright.compiler.commands.screen import (
     explain_precision,
     print_byte_plan,
 )
-from tilewright.compiler.commands.source import Source
+from tilewright.compiler.commands.source import Source, settle_backend
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,6 +42,8 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     case, plan = options.case, measure.plan_jobs(source, options)
     if source.weights == "random":
         note(screen, RANDOM_NOTE.format(source.name))
+    with compile_progress(err()) as progress:
+        options = replace(options, model=settle_backend(source.model, options.model, progress))
     sizes = {"batch": options.case.batch_size, "context": plan.context}
     print_byte_plan(err(), source.model, options.model, **sizes)
     with compile_progress(err()) as progress:

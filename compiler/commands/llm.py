@@ -115,7 +115,8 @@ class LLM:
         model: a folder, a file, a name on the Hugging Face hub, ``shape:NAME``, or a folder that
             ``tilewright compile`` wrote; None for the default model.
         target: cpu (the default), cuda, reference, null or a board; of a compiled folder its own.
-        backend: of target cpu: ``native``, ``onnxruntime`` or ``auto``, which is onnxruntime.
+        backend: of target cpu: ``native``, ``onnxruntime`` or ``auto`` (the default), which is
+            native where it can be built and has the model's operations.
         precision: a name, a file or a heading; of a compiled folder its own.
         compute: ``exact`` for float arithmetic everywhere; else ``fast``.
         max_seats: sequences that run at a time; more wait.

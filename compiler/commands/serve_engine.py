@@ -90,10 +90,9 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
 
 def _facts(source: Source, compiled: Compiled, options: ServeOptions) -> dict[str, str]:
     """What is served, for people and for the fingerprint."""
-    target = options.model.target if source.manifest is None else source.manifest.target
     facts = {
         "name": source.name,
-        "target": target,
+        "target": compiled.target,
         "precision": compiled.precision.heading,
         "weights": source.weights,
         "content_hash": source.content_hash,

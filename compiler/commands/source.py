@@ -97,6 +97,20 @@ def precision_of(source: Source, precision: PrecisionConfig | None) -> Precision
     return resolve_precision(source.model, precision).summary(precision.name)
 
 
+def settle_backend(
+    model: LoadedModel | None, choices: ModelOptions, progress: Progress
+) -> ModelOptions:
+    """The choices with what runs the target cpu, where that was left open; a note says which, and
+    why. The native library is built now where it was not.
+    """
+    if not choices.is_auto or model is None:
+        return choices
+    from tilewright.compiler.targets.cpu.choice import choose_backend
+
+    target, why = choose_backend(model, progress)
+    return replace(choices, target=target, is_auto=False, notes=(*choices.notes, why))
+
+
 def compile_source(
     source: Source,
     choices: ModelOptions,
@@ -106,13 +120,14 @@ def compile_source(
     use_cache: bool,
 ) -> Compiled:
     """Make a model executable: from its folder, through the cache, or compiled anew. It chooses
-    no id that has no token.
+    no id that has no token. What runs the target cpu is chosen here if it was left open.
 
     Dumps are of passes that run, so with them nothing is taken from the cache.
 
     Raises:
         CompileError, CheckpointError, ConfigError: where the parts do not fit together.
     """
+    choices = settle_backend(source.model, choices, progress)
     compiled = _compile(source, choices, options, progress, use_cache=use_cache)
     compiled.executable.num_tokens = source.tokenizer.num_ids
     return compiled

@@ -11,6 +11,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tilewright.compiler.devices import target_options
+
 CellKind = Literal["speed", "accuracy"]
 
 _ID_DIGITS = 12
@@ -86,7 +88,7 @@ class Cell:
 
     def arguments(self, threads: int | None = None) -> list[str]:
         """The options of ``tilewright bench``; ``threads`` where the cell itself names none."""
-        found = ["--model", self.model, "--target", self.target, "--precision", self.heading]
+        found = ["--model", self.model, *target_options(self.target), "--precision", self.heading]
         found += ["--case", self.case, "--compute", self.compute, "--json", "--no-results"]
         if self.text is not None:
             found += ["--accuracy-text", self.text]

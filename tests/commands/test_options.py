@@ -16,6 +16,7 @@ from tilewright.compiler.bench.cases import CASES
 from tilewright.compiler.bench.prompts import sample_prompts
 from tilewright.compiler.commands import arguments
 from tilewright.compiler.commands.options import RunOptions, read_options
+from tilewright.compiler.devices import CPU_BACKENDS
 from tilewright.compiler.errors import ConfigError, TilewrightError
 from tilewright.compiler.targets.table import target_names
 
@@ -51,7 +52,7 @@ def test_the_command_is_kept_without_where_output_goes(tiny_gguf: Path, tmp_path
 
 def test_the_targets_named_here_are_the_targets() -> None:
     """Written down twice, because asking the targets imports torch."""
-    backends = [name for name in arguments.CPU_BACKENDS.values() if name != "cpu"]
+    backends = [name for name in CPU_BACKENDS.values() if name != "cpu"]
     named = [name for name in target_names() if name not in backends]
     assert tuple(named) == arguments._TARGETS and set(backends) < set(target_names())
 

@@ -1,5 +1,6 @@
 """The library of kernels: compiled with the machine's own C++ compiler when it is first needed, and
-kept in the cache under the hash of its sources and of how they were compiled.
+kept in the cache (or in the folder that ``TILEWRIGHT_NATIVE`` names) under the hash of its sources
+and of how they were compiled.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def library_path() -> Path:
             "backend native: no C++ compiler; allowed: --backend onnxruntime, or g++ or clang++ of "
             "C++20 (CXX=path)"
         )
-    folder = cache_dir() / "native"
+    named = os.environ.get("TILEWRIGHT_NATIVE")
+    folder = Path(named) if named else cache_dir() / "native"
     path = folder / f"{_key(compiler)}.so"
     if path.exists():
         return path
