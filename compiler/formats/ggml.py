@@ -18,6 +18,8 @@ from tilewright.compiler.formats.base import DataFormat, Encoded, ScaledEncoded
 if TYPE_CHECKING:
     import torch
 
+    from tilewright.compiler.formats.ggml_blocks import SuperBlocks
+
 BLOCK_SIZE = 32
 SUPER_BLOCK_SIZE = 256
 
@@ -152,6 +154,21 @@ class GgmlFileFormat(DataFormat):
     def is_offered(self) -> bool:
         """Always False: weights of this format come from a file, and nobody may ask for it."""
         return False
+
+    def read(self, data: torch.Tensor) -> SuperBlocks:
+        """The parts of rows of whole blocks, uint8 ``[rows, bytes]``.
+
+        Raises:
+            CompileError: where a block's factor is inf or NaN, which a product cannot use.
+        """
+        from tilewright.compiler.formats.ggml_blocks import super_blocks
+
+        found = super_blocks(data.cpu().numpy(), STORED_NAMES[self.name])
+        if not bool(found.factors.isfinite().all()):
+            raise CompileError(
+                f"{self.name}: the scale of a block is inf or NaN; allowed: scales up to 65504"
+            )
+        return found
 
     def unpack(self, data: torch.Tensor, shape: Sequence[int], *, axis: int = -1) -> torch.Tensor:
         """The float32 values of a file's bytes, as ``gguf`` has them; refuses data of another

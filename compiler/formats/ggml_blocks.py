@@ -6,6 +6,7 @@ It knows the bytes inside a block; which tensor they belong to, and where it sta
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,49 @@ def dequantise(stored: Bytes, dtype: str) -> Tensor:
     return torch.from_numpy(values.reshape(-1))
 
 
+@dataclass(frozen=True, slots=True)
+class SuperBlocks:
+    """The parts of rows of blocks of 256 as a file has them.
+
+    Attributes:
+        codes: uint8 ``[rows, 256 n]``, unsigned.
+        scales: uint8 ``[rows, 8 n]``, or int8 ``[rows, 16 n]`` of Q6_K, of each group of columns.
+        minimums: uint8 ``[rows, 8 n]``; None of Q6_K, whose code of 0 is 32.
+        factors: float16 ``[rows, n]``, of the scales of each block; ``[rows, 2 n]`` where there are
+            minimums, whose factor comes second.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    minimums: Tensor | None
+    factors: Tensor
+
+
+def super_blocks(stored: Bytes, dtype: str) -> SuperBlocks:
+    """The parts of rows of whole blocks, uint8 ``[rows, bytes]``, of Q4_K, Q5_K or Q6_K."""
+    num_rows = stored.shape[0]
+    blocks = stored.reshape(-1, SIZES[dtype][1])
+
+    def rows_of(part: Bytes) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(part).reshape(num_rows, -1))
+
+    if dtype == "Q6_K":
+        return SuperBlocks(
+            codes=rows_of(_codes_6_k(blocks)),
+            scales=rows_of(blocks[:, 192:208]).view(torch.int8),
+            minimums=None,
+            factors=rows_of(blocks[:, 208:210]).view(torch.float16),
+        )
+    scales, minimums = _k_scales(blocks)
+    codes = _codes_4_k(blocks) if dtype == "Q4_K" else _codes_5_k(blocks)
+    return SuperBlocks(
+        codes=rows_of(codes),
+        scales=rows_of(scales),
+        minimums=rows_of(minimums),
+        factors=rows_of(blocks[:, :4]).view(torch.float16),
+    )
+
+
 def _q8_0(blocks: Bytes) -> Floats:
     return _signed(blocks[:, 2:]) * _scale(blocks, 0)
 
@@ -76,26 +120,41 @@ def _q5_1(blocks: Bytes) -> Floats:
 
 
 def _q4_k(blocks: Bytes) -> Floats:
-    scales, minimums = _k_scales(blocks)
-    quants = _nibbles(blocks[:, 16:], 32).reshape(-1, 8, 32)
-    return (quants.astype(np.float32) * scales - minimums).reshape(-1, 256)
+    return _from_minimums(blocks, _codes_4_k(blocks))
 
 
 def _q5_k(blocks: Bytes) -> Floats:
+    return _from_minimums(blocks, _codes_5_k(blocks))
+
+
+def _from_minimums(blocks: Bytes, codes: Bytes) -> Floats:
+    """Q4_K and Q5_K: eight groups of 32, each with a scale and a minimum."""
     scales, minimums = _k_scales(blocks)
-    low = _nibbles(blocks[:, 48:], 32).reshape(-1, 8, 32)
-    # Bit i of the 32 bytes is the fifth bit of the i-th group of 32 values.
-    high = _fields(blocks[:, 16:48], 32, bits=1).reshape(-1, 8, 32)
-    quants = low | high << np.uint8(4)
-    return (quants.astype(np.float32) * scales - minimums).reshape(-1, 256)
+    factor, least = _scale(blocks, 0), _scale(blocks, 2)
+    quants = codes.reshape(-1, 8, 32).astype(np.float32)
+    own = quants * (factor * scales.astype(np.float32))[:, :, None]
+    values: Floats = own - (least * minimums.astype(np.float32))[:, :, None]
+    return values.reshape(-1, 256)
 
 
 def _q6_k(blocks: Bytes) -> Floats:
-    low = _nibbles(blocks[:, :128], 64)
-    high = _fields(blocks[:, 128:192], 32, bits=2)
-    quants = (low | high << np.uint8(4)).astype(np.float32) - np.float32(32)
+    quants = _codes_6_k(blocks).astype(np.float32) - np.float32(32)
     scales = _scale(blocks, 208) * _signed(blocks[:, 192:208])
     return (quants.reshape(-1, 16, 16) * scales[:, :, None]).reshape(-1, 256)
+
+
+def _codes_4_k(blocks: Bytes) -> Bytes:
+    return _nibbles(blocks[:, 16:], 32)
+
+
+def _codes_5_k(blocks: Bytes) -> Bytes:
+    # Bit i of the 32 bytes is the fifth bit of the i-th group of 32 values.
+    return _nibbles(blocks[:, 48:], 32) | _fields(blocks[:, 16:48], 32, bits=1) << np.uint8(4)
+
+
+def _codes_6_k(blocks: Bytes) -> Bytes:
+    low, high = _nibbles(blocks[:, :128], 64), _fields(blocks[:, 128:192], 32, bits=2)
+    return low | high << np.uint8(4)
 
 
 DECODERS: Mapping[str, Decoder] = {
@@ -139,18 +198,15 @@ def _fifth_bits(packed: Bytes) -> Bytes:
     return np.unpackbits(packed, axis=1, bitorder="little") << np.uint8(4)
 
 
-def _k_scales(blocks: Bytes) -> tuple[Floats, Floats]:
-    """Scales and minimums ``[blocks, 8, 1]`` of Q4_K and Q5_K, times the block's own two.
+def _k_scales(blocks: Bytes) -> tuple[Bytes, Bytes]:
+    """Scales and minimums ``[blocks, 8]`` of Q4_K and Q5_K, of 6 bits.
 
-    Of the 12 bytes after those, groups 0 to 3 have their six bits low in bytes 0 to 3 (minimums:
-    4 to 7); groups 4 to 7 have four bits in bytes 8 to 11 (low nibble; minimums: high nibble) and
-    the two above them on top of bytes 0 to 3 (4 to 7).
+    Of the 12 bytes after the block's own two, groups 0 to 3 have their six bits low in bytes 0 to 3
+    (minimums: 4 to 7); groups 4 to 7 have four bits in bytes 8 to 11 (low nibble; minimums: high
+    nibble) and the two above them on top of bytes 0 to 3 (4 to 7).
     """
     first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     mask, top = np.uint8(0x3F), np.uint8(0x30)
     scales = np.concatenate([first & mask, low & 0x0F | first >> 2 & top], axis=1)
     minimums = np.concatenate([second & mask, low >> 4 | second >> 2 & top], axis=1)
-    return (
-        (_scale(blocks, 0) * scales.astype(np.float32))[:, :, None],
-        (_scale(blocks, 2) * minimums.astype(np.float32))[:, :, None],
-    )
+    return scales, minimums

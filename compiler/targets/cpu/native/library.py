@@ -27,7 +27,10 @@ OPS = (
     *("embed", "linear", "attend", "gather", "swiglu", "norm_heads", "norm", "elementwise"),
     *("sigmoid_gate", "route", "experts", "expert_sum", "convolve", "delta_rule"),
 )
-KINDS = ("fp32", "bf16", "q80", "q40", "bfp8", "bfp4", "q41", "vector")
+KINDS = (
+    *("fp32", "bf16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k", "q6_k"),
+    "vector",
+)
 ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
 STATES = ("keys_values", "window", "matrix")

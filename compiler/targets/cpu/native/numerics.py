@@ -9,8 +9,11 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
 
 FP32, BF16, VECTOR = "fp32", "bf16", "vector"
-BLOCK_KINDS = ("q80", "q40", "q41", "bfp8", "bfp4")
-"""Formats that kernels read in blocks, as they are."""
+K_KINDS = ("q4_k", "q5_k", "q6_k")
+BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS)
+"""Formats that kernels read in blocks, as they are; blocks of ``K_KINDS`` come from a file."""
+
+HAVE_MINIMUMS = ("q41", "q51", "q4_k", "q5_k")
 
 AS_FP32, AS_BF16, AS_INT8 = "fp32", "bf16", "int8"
 _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
@@ -34,7 +37,7 @@ def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
         return AS_FP32
     if kind in BLOCK_KINDS and asked.num_phases < 3:
         return AS_INT8
-    return AS_FP32 if kind == "q41" else AS_BF16  # whose minimums are no codes
+    return AS_FP32 if kind in HAVE_MINIMUMS else AS_BF16  # minimums are no codes
 
 
 def cache_kind(format_name: str, *, exact: bool) -> tuple[bool, int]:

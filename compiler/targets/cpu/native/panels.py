@@ -10,13 +10,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewright.compiler.errors import CheckpointError
+from tilewright.compiler.formats.ggml_blocks import SuperBlocks
 from tilewright.compiler.targets.cpu.codes import SignedCodes
-from tilewright.compiler.targets.cpu.native.numerics import BF16, FP32
+from tilewright.compiler.targets.cpu.native.numerics import (
+    BF16,
+    FP32,
+    HAVE_MINIMUMS,
+    K_KINDS,
+)
 
 LANES, BLOCK = 16, 32
+SUPER_BLOCK = 256
 _ALIGNMENT = 64
-_CODE_BITS = {"q80": 8, "bfp8": 8, "q40": 4, "q41": 4, "bfp4": 4}
-_SCALE_BYTES = {"q41": 64}  # of the rows of a panel, for 32 columns; 32 of the other kinds
+_CODE_BITS = {"q80": 8, "bfp8": 8, "q6_k": 6, "q50": 5, "q51": 5, "q5_k": 5}  # 4 of the others
 _OF_POWERS = ("bfp8", "bfp4")
 
 
@@ -37,8 +43,17 @@ def panel_bytes(kind: str, num_columns: int) -> int:
     wide = whole(num_columns, BLOCK)
     if kind in (FP32, BF16):
         return wide * LANES * (4 if kind == FP32 else 2)
-    scales = wide // BLOCK * _SCALE_BYTES.get(kind, 32)
-    return whole(wide * LANES * _CODE_BITS[kind] // 8 + scales, _ALIGNMENT)
+    return whole(wide * 2 * _CODE_BITS.get(kind, 4) + _scale_bytes(kind, wide), _ALIGNMENT)
+
+
+def _scale_bytes(kind: str, wide: int) -> int:
+    """Bytes of a panel's scales and minimums."""
+    num_supers = whole(wide, SUPER_BLOCK) // SUPER_BLOCK
+    if kind == "q6_k":
+        return 32 * num_supers + wide
+    if kind in K_KINDS:
+        return 64 * num_supers + whole(wide, 2 * BLOCK) // (2 * BLOCK) * 48
+    return wide * (2 if kind in HAVE_MINIMUMS else 1)
 
 
 def value_panels(values: Tensor, kind: str) -> Tensor:
@@ -62,19 +77,56 @@ def code_panels(
     """
     num_columns = signed.codes.shape[1]
     wide = whole(num_columns, BLOCK)
-    bits = _CODE_BITS[kind]
+    bits = _CODE_BITS.get(kind, 4)
     codes = pad(signed.codes, (0, wide - num_columns)).view(torch.uint8)
     codes = codes if minimums is not None else codes + (1 << (bits - 1))
-    lanes = codes.view(-1, LANES, wide // 4, 4).transpose(1, 2)
-    if bits == 4:
-        halves = lanes.reshape(lanes.shape[0], wide // 8, 2, LANES, 4)
-        lanes = halves[:, :, 0] | halves[:, :, 1] << 4
-    scales = _scales(signed, kind, wide, name)
-    parts = [lanes.reshape(lanes.shape[0], -1), scales]
+    parts = [_codes(codes, bits), _scales(signed, kind, wide, name)]
     if minimums is not None:
         least = SignedCodes(signed.codes, minimums, signed.block)
         parts.append(_scales(least, kind, wide, name))
-    flat = torch.cat(parts, dim=1)
+    return _joined(parts, kind, num_columns)
+
+
+def super_panels(blocks: SuperBlocks, kind: str, num_columns: int) -> Tensor:
+    """uint8 ``[panels, bytes]`` of rows ``[16 panels, in]`` in ggml's blocks of 256, of which the
+    last may end outside the row.
+    """
+    wide = whole(num_columns, BLOCK)
+    codes = _codes(blocks.codes[:, :wide], _CODE_BITS.get(kind, 4))
+    factors = _lanes(blocks.factors.view(torch.uint8), 2)  # [panels, supers of 1 or 2, rows, 2]
+    if blocks.minimums is None:
+        scales = _lanes(blocks.scales.view(torch.uint8)[:, : wide // 16], 1)
+        return _joined([codes, factors, scales], kind, num_columns)
+    count = whole(wide, 2 * BLOCK) // BLOCK
+    scale, least = blocks.scales[:, :count].view(torch.uint8), blocks.minimums[:, :count]
+    small = scale | (least & 3) << 6
+    high = least[:, 0::2] >> 2 | least[:, 1::2] >> 2 << 4
+    three = torch.stack((small[:, 0::2], small[:, 1::2], high), dim=2).flatten(1)
+    return _joined([codes, factors, _lanes(three, 1)], kind, num_columns)
+
+
+def _lanes(values: Tensor, width: int) -> Tensor:
+    """Rows ``[16 panels, n * width]`` as ``[panels, n, 16, width]``."""
+    return values.reshape(-1, LANES, values.shape[1] // width, width).transpose(1, 2)
+
+
+def _codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 ``[16 panels, whole blocks]`` as panels have them, ``[panels, bytes]``."""
+    fours = _lanes(codes, 4).reshape(-1, codes.shape[1] // BLOCK, 8, LANES, 4)
+    if bits == 8:
+        return fours.flatten(1)
+    low = fours & 15
+    parts = [low[:, :, 0::2] | low[:, :, 1::2] << 4]
+    if bits > 4:  # a bit, or two, of each of these columns a byte
+        rest, num_words = fours >> 4, bits - 4
+        rest = rest.view(*rest.shape[:2], num_words, -1, LANES, 4)
+        shifts = torch.arange(rest.shape[3], dtype=torch.uint8) * num_words
+        parts.append((rest << shifts.view(-1, 1, 1)).sum(3, dtype=torch.uint8))
+    return torch.cat(parts, dim=2).flatten(1)
+
+
+def _joined(parts: list[Tensor], kind: str, num_columns: int) -> Tensor:
+    flat = torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1)
     return pad(flat, (0, panel_bytes(kind, num_columns) - flat.shape[1])).contiguous()
 
 

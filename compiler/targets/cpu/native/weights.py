@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tilewright.compiler.errors import CheckpointError, NoRoomError
-from tilewright.compiler.formats import GgmlFormat, get_format
+from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, get_format
 from tilewright.compiler.ir.recipe import (
     ReadsRows,
     ReadsStored,
@@ -32,12 +32,19 @@ from tilewright.compiler.ir.recipe import (
 )
 from tilewright.compiler.targets.base import Progress
 from tilewright.compiler.targets.cpu.codes import SignedCodes, signed_codes, stored_codes
-from tilewright.compiler.targets.cpu.native.numerics import BF16, BLOCK_KINDS, FP32, VECTOR
+from tilewright.compiler.targets.cpu.native.numerics import (
+    BF16,
+    BLOCK_KINDS,
+    FP32,
+    K_KINDS,
+    VECTOR,
+)
 from tilewright.compiler.targets.cpu.native.panels import (
     LANES,
     code_panels,
     num_panels,
     panel_bytes,
+    super_panels,
     value_panels,
     whole,
 )
@@ -265,6 +272,12 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
             dense = dense_of(first, last)
             values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
             return value_panels(pad(values, (0, 0, 0, count - len(values))), kind)
+        if kind in K_KINDS:
+            assert isinstance(get, ReadsStored)
+            stored = pad(load_stored(recipe, get, first, last), (0, 0, 0, count - (last - first)))
+            found = get_format(kind)
+            assert isinstance(found, GgmlFileFormat)
+            return super_panels(found.read(stored), kind, wanted.columns)
         signed, minimums = codes_of(first, last)
         missing = (0, 0, 0, count - len(signed.codes))
         signed = SignedCodes(pad(signed.codes, missing), pad(signed.scales, missing), signed.block)

@@ -19,7 +19,10 @@ enum TwOp : int32_t {
 enum TwFlag : int32_t { TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8 };
 
 // How weights are held: see panels.h. FP32 is also what norms, biases and constants are.
-enum TwKind : int32_t { TW_FP32, TW_BF16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_VECTOR, TW_NUM_KINDS };
+enum TwKind : int32_t {
+    TW_FP32, TW_BF16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_Q50, TW_Q51, TW_Q4_K, TW_Q5_K, TW_Q6_K,
+    TW_VECTOR, TW_NUM_KINDS
+};
 
 // The arithmetic of a product: operands, sums in fp32 in any case.
 enum TwArithmetic : int32_t { TW_AS_FP32, TW_AS_BF16, TW_AS_INT8, TW_NUM_ARITHMETICS };

@@ -3,6 +3,7 @@
 #include "simd_avx2.h"
 
 #include "math.inl"
+#include "codes.inl"
 #include "products.inl"
 #include "attention.inl"
 #include "mixers.inl"

@@ -3,6 +3,7 @@
 #include "simd_scalar.h"
 
 #include "math.inl"
+#include "codes.inl"
 #include "products.inl"
 #include "attention.inl"
 #include "mixers.inl"

@@ -3,13 +3,22 @@
 // Every kind but a vector begins with codes and, of block formats, ends with scales, panel by panel:
 //   FP32  [columns][16] float
 //   BF16  [columns / 2][16][2] bfloat16: two neighbours of a row are a pair
-//   Q80, BFP8  [columns / 4][16][4] uint8, code + 128
-//   Q40, BFP4  [columns / 8][16][4] uint8: of 8 columns the first four in the low halves, the next
-//              four in the high ones, code + 8
-//   Q41   as Q40, the code itself: what is added to it is the block's minimum
-// scales: of Q80, Q40 and Q41 [columns / 32][16] float16, of Q41 then as many minimums; of BFP8 and BFP4 [columns / 16][16] uint8 e,
-// the scale being 2 ** (e - 127), or 0 where e is 0. Columns are padded with zeros to whole 32.
-// A paired weight has a panel of gate and the panel of its up in turns.
+//   codes of 8 bits  [columns / 4][16][4] uint8, code + 128
+//   codes of 4 bits  [columns / 8][16][4] uint8: of 8 columns the first four in the low halves, the
+//              next four in the high ones
+//   codes of 5 and 6 bits  for every 32 columns, 4 bits of each as above, then the rest of each: 32
+//              bits of a row a word, [16] words, bit 8 * j + i being of column 4 * i + j; or two bits
+//              of each, [2][16] words of 16 columns, bit 8 * j + 2 * i on being of column 4 * i + j
+// Codes are unsigned: `zero_of` is the code of 0, or the block's minimum is added.
+// scales, of S = columns / 32 and T = columns / 256, rounded up:
+//   Q80, Q40, Q50  [S][16] float16; Q41, Q51  then as many minimums
+//   BFP8, BFP4     [columns / 16][16] uint8 e, the scale being 2 ** (e - 127), or 0 where e is 0
+//   Q6_K           [T][16] float16, then [columns / 16][16] int8: a scale is their product
+//   Q4_K, Q5_K     [T][2][16] float16, of scales and of minimums, then for every two blocks of 32
+//              [3][16] uint8: the first's scale and 2 low bits of its minimum, the second's, and
+//              both minimums' 4 high bits
+// Columns are padded with zeros to whole 32. A paired weight has a panel of gate and the panel of its
+// up in turns.
 #pragma once
 
 #include "interface.h"
@@ -18,27 +27,52 @@ namespace tw {
 
 constexpr int kLanes = 16;
 constexpr int kBlock = 32;
+constexpr int kSuper = 256;
 
-inline int64_t rounded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+constexpr int64_t rounded(int64_t count, int64_t multiple) { return (count + multiple - 1) / multiple * multiple; }
+
+constexpr bool in_blocks(int kind) { return kind >= TW_Q80 && kind < TW_VECTOR; }
+
+constexpr int code_bits(int kind) {
+    switch (kind) {
+        case TW_Q80: case TW_BFP8: return 8;
+        case TW_Q6_K: return 6;
+        case TW_Q50: case TW_Q51: case TW_Q5_K: return 5;
+        default: return 4;
+    }
+}
+
+constexpr bool has_minimums(int kind) {
+    return kind == TW_Q41 || kind == TW_Q51 || kind == TW_Q4_K || kind == TW_Q5_K;
+}
+
+constexpr int zero_of(int kind) { return has_minimums(kind) ? 0 : 1 << (code_bits(kind) - 1); }
+
+// Columns that have a scale of their own.
+constexpr int scale_length(int kind) { return kind == TW_BFP8 || kind == TW_BFP4 || kind == TW_Q6_K ? 16 : 32; }
+
+constexpr int64_t scale_bytes(int kind, int64_t wide) {
+    const int64_t supers = rounded(wide, kSuper) / kSuper;
+    switch (kind) {
+        case TW_Q4_K: case TW_Q5_K: return supers * 64 + rounded(wide, 64) / 64 * 48;
+        case TW_Q6_K: return supers * 32 + wide;
+        case TW_Q41: case TW_Q51: return wide * 2;
+        default: return wide;
+    }
+}
 
 // What a panel of a kind takes.
 struct PanelSize {
     int64_t codes, total;
 };
 
-inline PanelSize panel_size(int kind, int64_t columns) {
-    int64_t wide = rounded(columns, kBlock), codes = 0;
-    int64_t scales = wide / kBlock * (kind == TW_Q41 ? 64 : 32);
-    switch (kind) {
-        case TW_FP32: return {wide * 64, wide * 64};
-        case TW_BF16: return {wide * 32, wide * 32};
-        case TW_Q80: case TW_BFP8: codes = wide * 16; break;
-        default: codes = wide * 8;
-    }
-    return {codes, rounded(codes + scales, 64)};
+constexpr PanelSize panel_size(int kind, int64_t columns) {
+    const int64_t wide = rounded(columns, kBlock);
+    if (kind == TW_FP32) return {wide * 64, wide * 64};
+    if (kind == TW_BF16) return {wide * 32, wide * 32};
+    const int64_t codes = wide * 2 * code_bits(kind);
+    return {codes, rounded(codes + scale_bytes(kind, wide), 64)};
 }
-
-inline bool in_blocks(int kind) { return kind >= TW_Q80 && kind <= TW_Q41; }
 
 // Panels of so many rows; `paired`: half of them gate, half up.
 inline int64_t num_panels(int64_t rows, bool paired) {

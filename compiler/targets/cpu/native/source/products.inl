@@ -50,85 +50,85 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
     }
 }
 
-template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t block) {
-    if (KIND == TW_Q80 || KIND == TW_Q40 || KIND == TW_Q41) return float16s(scales + block * 32);
-    return of_bits(left<23>(widened(scales + block * 16)));
-}
-
 // int8 rows: sums of a block are integers, and so exact.
-template <int KIND, int M>
-inline void tile_int8(const PanelPair& pair, const Operand& x, int64_t row, Tile<M>& tile) {
-    constexpr bool kWide = KIND == TW_Q80 || KIND == TW_BFP8;
-    constexpr int kParts = KIND == TW_BFP8 || KIND == TW_BFP4 ? 2 : 1;
-    const PanelSize size = panel_size(KIND, pair.columns);
-    const uint8_t* codes[2] = {pair.first, pair.second};
+template <int KIND, int M> struct Int8Tile {
+    static constexpr int kParts = kBlock / scale_length(KIND), kGroups = 8 / kParts;
+    const uint8_t* codes[2];
+    const uint8_t* scales[2];
     const int32_t* rows[M];
-    const float* scales[M];
+    const float* own[M];
     const int32_t* sums[M];
-    for (int m = 0; m < M; m++) {
-        rows[m] = (const int32_t*)((const uint8_t*)x.values + (row + m) * x.row_bytes);
-        scales[m] = x.scales + (row + m) * x.num_blocks;
-        sums[m] = x.sums + (row + m) * x.num_blocks * 2;
+    int64_t num_blocks;
+
+    Int8Tile(const PanelPair& pair, const Operand& x, int64_t row)
+        : codes{pair.first, pair.second}, num_blocks(x.num_blocks) {
+        const int64_t behind = panel_size(KIND, pair.columns).codes;
+        scales[0] = pair.first + behind;
+        scales[1] = pair.second + behind;
+        for (int m = 0; m < M; m++) {
+            rows[m] = (const int32_t*)((const uint8_t*)x.values + (row + m) * x.row_bytes);
+            own[m] = x.scales + (row + m) * num_blocks;
+            sums[m] = x.sums + (row + m) * num_blocks * 2;
+        }
     }
-    for (int64_t block = 0; block < x.num_blocks; block++) {
+
+    template <int GROUP> void four(vi (&dot)[M][2], int64_t block) const {
+        const int64_t at = block * block_words(KIND) * 64;
+        Codes w0 = four_codes<KIND, GROUP>(codes[0] + at), w1 = four_codes<KIND, GROUP>(codes[1] + at);
 TW_UNROLL
-        for (int part = 0; part < kParts; part++) {
-            vi dot[M][2];
+        for (int m = 0; m < M; m++) {
+            int32_t x = rows[m][block * 8 + GROUP];
+            dot[m][0] = is_wide(KIND) ? dot8(dot[m][0], w0, x) : dot4(dot[m][0], w0, x);
+            dot[m][1] = is_wide(KIND) ? dot8(dot[m][1], w1, x) : dot4(dot[m][1], w1, x);
+        }
+    }
+
+    int32_t sum(int m, int64_t block, int part) const {
+        return kParts == 2 ? sums[m][2 * block + part] : sums[m][2 * block] + sums[m][2 * block + 1];
+    }
+
+    template <int PART> void part(int64_t block, Tile<M>& tile) const {
+        vi dot[M][2];
 TW_UNROLL
-            for (int m = 0; m < M; m++) {
-                int32_t sum = kParts == 2 ? sums[m][2 * block + part] : sums[m][2 * block] + sums[m][2 * block + 1];
-                dot[m][0] = dot[m][1] = KIND == TW_Q41 ? ispread(0) : kWide ? begin8(sum) : begin4(sum);
-            }
-            if (kWide) {
+        for (int m = 0; m < M; m++) {
+            int32_t all = zero_of(KIND) ? sum(m, block, PART) : 0;
+            dot[m][0] = dot[m][1] = is_wide(KIND) ? begin8(all) : ispread(-zero_of(KIND) * all);
+        }
+        constexpr int kFirst = PART * kGroups;
+        four<kFirst>(dot, block);
+        four<kFirst + 1>(dot, block);
+        four<kFirst + 2>(dot, block);
+        four<kFirst + 3>(dot, block);
+        if constexpr (kGroups == 8) {
+            four<kFirst + 4>(dot, block);
+            four<kFirst + 5>(dot, block);
+            four<kFirst + 6>(dot, block);
+            four<kFirst + 7>(dot, block);
+        }
+        const int64_t wide = num_blocks * kBlock;
 TW_UNROLL
-                for (int group = part * 8 / kParts; group < (part + 1) * 8 / kParts; group++) {
-                    Codes w0 = iload(codes[0] + block * 512 + group * 64);
-                    Codes w1 = iload(codes[1] + block * 512 + group * 64);
-TW_UNROLL
-                    for (int m = 0; m < M; m++) {
-                        int32_t four = rows[m][block * 8 + group];
-                        dot[m][0] = dot8(dot[m][0], w0, four);
-                        dot[m][1] = dot8(dot[m][1], w1, four);
-                    }
-                }
-            } else {
-                const vi low = ispread(0x0f0f0f0f);
-TW_UNROLL
-                for (int two = part * 4 / kParts; two < (part + 1) * 4 / kParts; two++) {
-                    vi w0 = iload(codes[0] + block * 256 + two * 64), w1 = iload(codes[1] + block * 256 + two * 64);
-                    Codes a0 = iand(w0, low), a1 = iand(w1, low);
-                    Codes b0 = iand(right<4>(w0), low), b1 = iand(right<4>(w1), low);
-TW_UNROLL
-                    for (int m = 0; m < M; m++) {
-                        int32_t first = rows[m][block * 8 + two * 2], second = rows[m][block * 8 + two * 2 + 1];
-                        dot[m][0] = dot4(dot4(dot[m][0], a0, first), b0, second);
-                        dot[m][1] = dot4(dot4(dot[m][1], a1, first), b1, second);
-                    }
-                }
-            }
-            vf scale0 = block_scales<KIND>(codes[0] + size.codes, block * kParts + part);
-            vf scale1 = block_scales<KIND>(codes[1] + size.codes, block * kParts + part);
-            if (KIND == TW_Q41) {
-                const uint8_t* minimums = pair.first + size.codes + x.num_blocks * 32;
-                vf least0 = float16s(minimums + block * 32), least1 = float16s(minimums + size.total + block * 32);
-TW_UNROLL
-                for (int m = 0; m < M; m++) {
-                    vf own = spread(scales[m][block]);
-                    vf sum = spread((float)(sums[m][2 * block] + sums[m][2 * block + 1]));
-                    tile.at[m][0] = fma(fma(to_float(dot[m][0]), scale0, mul(least0, sum)), own, tile.at[m][0]);
-                    tile.at[m][1] = fma(fma(to_float(dot[m][1]), scale1, mul(least1, sum)), own, tile.at[m][1]);
-                }
-                continue;
-            }
+        for (int half = 0; half < 2; half++) {
+            vf scale = block_scales<KIND>(scales[half], wide, block * kParts + PART), least = zeros();
+            if constexpr (has_minimums(KIND)) least = block_minimums<KIND>(scales[half], wide, block);
 TW_UNROLL
             for (int m = 0; m < M; m++) {
-                vf own = spread(scales[m][block]);
-                tile.at[m][0] = fma(mul(to_float(dot[m][0]), scale0), own, tile.at[m][0]);
-                tile.at[m][1] = fma(mul(to_float(dot[m][1]), scale1), own, tile.at[m][1]);
+                vf value;
+                if constexpr (has_minimums(KIND))
+                    value = fma(to_float(dot[m][half]), scale, mul(least, spread((float)sum(m, block, PART))));
+                else
+                    value = mul(to_float(dot[m][half]), scale);
+                tile.at[m][half] = fma(value, spread(own[m][block]), tile.at[m][half]);
             }
         }
     }
-}
+
+    void run(Tile<M>& tile) const {
+        for (int64_t block = 0; block < num_blocks; block++) {
+            part<0>(block, tile);
+            if constexpr (kParts == 2) part<1>(block, tile);
+        }
+    }
+};
 
 // Pairs of bfloat16, `step` bytes from one pair of columns (or positions) to the next.
 struct Columns {
@@ -166,88 +166,20 @@ TW_UNROLL
 // Codes as bfloat16 in `codes`: the sum of a block is scaled, then added.
 template <int KIND, int M>
 inline void tile_scaled(const PanelPair& pair, const uint8_t* codes, const int32_t* x, int64_t x_row, Tile<M>& tile) {
-    constexpr int kPairs = KIND == TW_Q80 || KIND == TW_Q40 ? 16 : 8;
-    const PanelSize size = panel_size(KIND, pair.columns);
-    const int64_t wide = rounded(pair.columns, kBlock);
+    constexpr int kPairs = scale_length(KIND) / 2;
+    const int64_t behind = panel_size(KIND, pair.columns).codes, wide = rounded(pair.columns, kBlock);
     for (int64_t block = 0; block < wide / (2 * kPairs); block++) {
         const uint8_t* at = codes + block * kPairs * 64;
         Tile<M> part;
         clear(part);
         tile_bf16<M>({at, at + wide * 32, 64, kPairs}, x + block * kPairs, x_row, part);
-        vf scale0 = block_scales<KIND>(pair.first + size.codes, block);
-        vf scale1 = block_scales<KIND>(pair.second + size.codes, block);
+        vf scale0 = block_scales<KIND>(pair.first + behind, wide, block);
+        vf scale1 = block_scales<KIND>(pair.second + behind, wide, block);
 TW_UNROLL
         for (int m = 0; m < M; m++) {
             tile.at[m][0] = fma(part.at[m][0], scale0, tile.at[m][0]);
             tile.at[m][1] = fma(part.at[m][1], scale1, tile.at[m][1]);
         }
-    }
-}
-
-template <int J> inline vf code8(vi four) {
-    return to_float(iadd(iand(right<8 * J>(four), ispread(255)), ispread(-128)));
-}
-template <int J, int ZERO> inline vf code4(vi eight) {
-    return to_float(iadd(iand(right<J>(eight), ispread(15)), ispread(-ZERO)));
-}
-inline vi pair_of(vf first, vf second) {
-    return ior(right<16>(bits(first)), iand(bits(second), ispread((int32_t)0xffff0000)));
-}
-
-// Calls `put(column, four values)` for every four columns of a panel of codes.
-template <int KIND, class Put> inline void each_four(const uint8_t* codes, int64_t wide, Put put) {
-    if (KIND == TW_Q80 || KIND == TW_BFP8) {
-        for (int64_t k = 0; k < wide; k += 4) {
-            vi four = iload(codes + k * 16);
-            put(k, code8<0>(four), code8<1>(four), code8<2>(four), code8<3>(four));
-        }
-    } else {
-        constexpr int kZero = KIND == TW_Q41 ? 0 : 8;
-        for (int64_t k = 0; k < wide; k += 8) {
-            vi eight = iload(codes + k * 8);
-            put(k, code4<0, kZero>(eight), code4<8, kZero>(eight), code4<16, kZero>(eight), code4<24, kZero>(eight));
-            put(k + 4, code4<4, kZero>(eight), code4<12, kZero>(eight), code4<20, kZero>(eight), code4<28, kZero>(eight));
-        }
-    }
-}
-
-template <int KIND> inline void codes_to_bf16(const uint8_t* panel, int64_t wide, uint8_t* out) {
-    each_four<KIND>(panel, wide, [out](int64_t k, vf a, vf b, vf c, vf d) {
-        istore(out + k * 32, pair_of(a, b));
-        istore(out + k * 32 + 64, pair_of(c, d));
-    });
-}
-
-template <int KIND> inline void panel_to_fp32(const uint8_t* panel, int64_t columns, float* out) {
-    constexpr int kLength = KIND == TW_BFP8 || KIND == TW_BFP4 ? 16 : 32;
-    const int64_t minimums = rounded(columns, kBlock);  // bytes of all scales
-    const uint8_t* scales = panel + panel_size(KIND, columns).codes;
-    each_four<KIND>(panel, rounded(columns, kBlock), [=](int64_t k, vf a, vf b, vf c, vf d) {
-        vf scale = block_scales<KIND>(scales, k / kLength);
-        vf least = KIND == TW_Q41 ? float16s(scales + minimums + k / kLength * 32) : zeros();
-        store(out + k * 16, add(mul(a, scale), least));
-        store(out + k * 16 + 16, add(mul(b, scale), least));
-        store(out + k * 16 + 32, add(mul(c, scale), least));
-        store(out + k * 16 + 48, add(mul(d, scale), least));
-    });
-}
-
-inline void bf16_to_fp32(const uint8_t* panel, int64_t wide, float* out) {
-    for (int64_t k = 0; k < wide; k += 2) {
-        vi two = iload(panel + k * 32);
-        store(out + k * 16, of_bits(left<16>(two)));
-        store(out + k * 16 + 16, of_bits(iand(two, ispread((int32_t)0xffff0000))));
-    }
-}
-
-inline void to_fp32(int kind, const uint8_t* panel, int64_t columns, float* out) {
-    switch (kind) {
-        case TW_BF16: return bf16_to_fp32(panel, rounded(columns, kBlock), out);
-        case TW_Q80: return panel_to_fp32<TW_Q80>(panel, columns, out);
-        case TW_Q40: return panel_to_fp32<TW_Q40>(panel, columns, out);
-        case TW_Q41: return panel_to_fp32<TW_Q41>(panel, columns, out);
-        case TW_BFP8: return panel_to_fp32<TW_BFP8>(panel, columns, out);
-        default: return panel_to_fp32<TW_BFP4>(panel, columns, out);
     }
 }
 
@@ -269,19 +201,21 @@ template <int KIND> struct MakeInt8 {
     template <int M> void rows(int64_t row) {
         Tile<M> tile;
         clear(tile);
-        tile_int8<KIND, M>(pair, x, row, tile);
+        Int8Tile<KIND, M>(pair, x, row).run(tile);
         finish(tile, result, row);
     }
 };
 
+struct ProductInt8 {
+    const PanelPair& pair;
+    const Operand& x;
+    int64_t num_rows;
+    const Result& result;
+    template <int KIND> void kind() { by_tiles(num_rows, MakeInt8<KIND>{pair, x, result}); }
+};
+
 void product_int8(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result) {
-    switch (pair.kind) {
-        case TW_Q80: return by_tiles(num_rows, MakeInt8<TW_Q80>{pair, x, result});
-        case TW_Q40: return by_tiles(num_rows, MakeInt8<TW_Q40>{pair, x, result});
-        case TW_Q41: return by_tiles(num_rows, MakeInt8<TW_Q41>{pair, x, result});
-        case TW_BFP8: return by_tiles(num_rows, MakeInt8<TW_BFP8>{pair, x, result});
-        default: return by_tiles(num_rows, MakeInt8<TW_BFP4>{pair, x, result});
-    }
+    by_kind(pair.kind, ProductInt8{pair, x, num_rows, result});
 }
 
 template <int KIND> struct MakeBf16 {
@@ -301,23 +235,25 @@ template <int KIND> struct MakeBf16 {
     }
 };
 
-template <int KIND>
-void scaled_bf16(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
-    uint8_t* codes = (uint8_t*)scratch;
-    const int64_t wide = rounded(pair.columns, kBlock);
-    codes_to_bf16<KIND>(pair.first, wide, codes);
-    codes_to_bf16<KIND>(pair.second, wide, codes + wide * 32);
-    by_tiles(num_rows, MakeBf16<KIND>{pair, x, result, codes});
-}
+struct ScaledBf16 {
+    const PanelPair& pair;
+    const Operand& x;
+    int64_t num_rows;
+    const Result& result;
+    uint8_t* codes;
+    template <int KIND> void kind() {
+        if constexpr (!has_minimums(KIND)) {  // which are no codes
+            const int64_t wide = rounded(pair.columns, kBlock);
+            codes_to_bf16<KIND>(pair.first, wide, codes);
+            codes_to_bf16<KIND>(pair.second, wide, codes + wide * 32);
+            by_tiles(num_rows, MakeBf16<KIND>{pair, x, result, codes});
+        }
+    }
+};
 
 void product_bf16(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
-    switch (pair.kind) {
-        case TW_BF16: return by_tiles(num_rows, MakeBf16<TW_BF16>{pair, x, result, nullptr});
-        case TW_Q80: return scaled_bf16<TW_Q80>(pair, x, num_rows, result, scratch);
-        case TW_Q40: return scaled_bf16<TW_Q40>(pair, x, num_rows, result, scratch);
-        case TW_BFP8: return scaled_bf16<TW_BFP8>(pair, x, num_rows, result, scratch);
-        default: return scaled_bf16<TW_BFP4>(pair, x, num_rows, result, scratch);
-    }
+    if (pair.kind == TW_BF16) return by_tiles(num_rows, MakeBf16<TW_BF16>{pair, x, result, nullptr});
+    by_kind(pair.kind, ScaledBf16{pair, x, num_rows, result, (uint8_t*)scratch});
 }
 
 struct MakeFp32 {

@@ -48,6 +48,7 @@ inline vi ior(vi x, vi y) { return {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x
 inline vi imax(vi x, vi y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
 template <int N> inline vi left(vi x) { return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)}; }
 template <int N> inline vi right(vi x) { return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)}; }
+template <int N> inline vi right_signed(vi x) { return {_mm256_srai_epi32(x.a, N), _mm256_srai_epi32(x.b, N)}; }
 
 inline __m256i low_halves(vi x) {  // the lower 16 bits of every lane, in order
     const __m256i pick = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1,
@@ -71,9 +72,8 @@ inline vi widened(const uint8_t* p) {
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
 }
 
-// Codes of 8 bits as magnitude and sign, so that no 16-bit sum overflows; of 4 bits as they are.
+// Codes of 8 bits as magnitude and sign, so that no 16-bit sum overflows; of fewer bits as they are.
 inline vi begin8(int32_t) { return ispread(0); }
-inline vi begin4(int32_t sum) { return ispread(-8 * sum); }
 inline __m256i dot8_half(__m256i acc, __m256i w, __m256i x) {
     __m256i w_signed = _mm256_xor_si256(w, _mm256_set1_epi8((char)0x80));
     __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w_signed), _mm256_sign_epi8(x, w_signed));

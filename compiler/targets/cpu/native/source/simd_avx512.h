@@ -42,6 +42,7 @@ inline vi ior(vi a, vi b) { return _mm512_or_si512(a, b); }
 inline vi imax(vi a, vi b) { return _mm512_max_epi32(a, b); }
 template <int N> inline vi left(vi x) { return _mm512_slli_epi32(x, N); }
 template <int N> inline vi right(vi x) { return _mm512_srli_epi32(x, N); }
+template <int N> inline vi right_signed(vi x) { return _mm512_srai_epi32(x, N); }
 
 inline void store_bytes(int8_t* p, vi x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(x)); }
 inline void store_halves(uint16_t* p, vi x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(x)); }
@@ -50,7 +51,6 @@ inline vi widened(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si12
 
 // Sums of four products of codes and int8: `begin` takes away what the codes are shifted by.
 inline vi begin8(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
-inline vi begin4(int32_t sum) { return _mm512_set1_epi32(-8 * sum); }
 inline vi dot8(vi acc, Codes w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
 inline vi dot4(vi acc, Codes w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }
 inline vf dot_pair(vf acc, vi w, int32_t x) {

@@ -45,6 +45,7 @@ inline vi ior(vi a, vi b) { TW_MAKE(vi, a.x[i] | b.x[i]); }
 inline vi imax(vi a, vi b) { TW_MAKE(vi, a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
 template <int N> inline vi left(vi v) { TW_MAKE(vi, (int32_t)((uint32_t)v.x[i] << N)); }
 template <int N> inline vi right(vi v) { TW_MAKE(vi, (int32_t)((uint32_t)v.x[i] >> N)); }
+template <int N> inline vi right_signed(vi v) { TW_MAKE(vi, v.x[i] >> N); }
 
 inline void store_bytes(int8_t* p, vi x) { TW_LANES p[i] = (int8_t)(x.x[i] & 0xff); }
 inline void store_halves(uint16_t* p, vi x) { TW_LANES p[i] = (uint16_t)(x.x[i] & 0xffff); }
@@ -71,7 +72,6 @@ inline int32_t dot_lane(int32_t codes, int32_t x, int32_t zero) {
     return sum;
 }
 inline vi begin8(int32_t) { return ispread(0); }
-inline vi begin4(int32_t sum) { return ispread(-8 * sum); }
 inline vi dot8(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 128)); }
 inline vi dot4(vi acc, Codes w, int32_t x) { TW_MAKE(vi, acc.x[i] + dot_lane(w.x[i], x, 0)); }
 // What AVX-512's instruction does: the second of a pair first, each with one rounding.

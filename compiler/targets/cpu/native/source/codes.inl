@@ -1,0 +1,145 @@
+// Panels in blocks as numbers: scales, minimums and codes, sixteen rows at a time; included once a
+// translation unit, behind its simd_*.h.
+
+namespace {
+
+using namespace tw;
+
+constexpr bool is_wide(int kind) { return code_bits(kind) == 8; }
+
+// Of a block of 32 columns, words of 16 rows.
+constexpr int block_words(int kind) { return code_bits(kind); }
+
+// Scales lie behind a panel's codes; `index` counts them along a row.
+template <int KIND> inline vf block_scales(const uint8_t* scales, int64_t wide, int64_t index) {
+    if constexpr (KIND == TW_BFP8 || KIND == TW_BFP4) return of_bits(left<23>(widened(scales + index * 16)));
+    const int64_t supers = rounded(wide, kSuper) / kSuper;
+    if constexpr (KIND == TW_Q6_K) {
+        vi small = right_signed<24>(left<24>(widened(scales + supers * 32 + index * 16)));
+        return mul(float16s(scales + index / 16 * 32), to_float(small));
+    }
+    if constexpr (KIND == TW_Q4_K || KIND == TW_Q5_K) {
+        vi small = iand(widened(scales + supers * 64 + index / 2 * 48 + index % 2 * 16), ispread(63));
+        return mul(float16s(scales + index / 8 * 64), to_float(small));
+    }
+    return float16s(scales + index * 32);
+}
+
+// What is added to every value of a block.
+template <int KIND> inline vf block_minimums(const uint8_t* scales, int64_t wide, int64_t index) {
+    if constexpr (KIND == TW_Q4_K || KIND == TW_Q5_K) {
+        const uint8_t* at = scales + rounded(wide, kSuper) / kSuper * 64 + index / 2 * 48;
+        vi low = right<6>(widened(at + index % 2 * 16)), both = left<2>(widened(at + 32));
+        vi high = index % 2 ? right<4>(both) : both;
+        vi small = ior(low, iand(high, ispread(60)));
+        return sub(zeros(), mul(float16s(scales + index / 8 * 64 + 32), to_float(small)));
+    }
+    return float16s(scales + wide + index * 32);
+}
+
+// The codes of four columns, `group` of the eight of a block, whose words begin at `block`.
+template <int KIND, int GROUP> inline vi four_codes(const uint8_t* block) {
+    if constexpr (is_wide(KIND)) return iload(block + GROUP * 64);
+    vi two = iload(block + GROUP / 2 * 64);
+    vi low = iand(GROUP % 2 ? right<4>(two) : two, ispread(0x0f0f0f0f));
+    if constexpr (code_bits(KIND) == 5) {
+        vi rest = iload(block + 256);
+        if constexpr (GROUP < 4) rest = left<4 - GROUP>(rest);
+        else rest = right<GROUP - 4>(rest);
+        return ior(low, iand(rest, ispread(0x10101010)));
+    } else if constexpr (code_bits(KIND) == 6) {
+        vi rest = iload(block + 256 + GROUP / 4 * 64);
+        if constexpr (GROUP % 4 < 2) rest = left<4 - 2 * (GROUP % 4)>(rest);
+        else rest = right<2 * (GROUP % 4) - 4>(rest);
+        return ior(low, iand(rest, ispread(0x30303030)));
+    }
+    return low;
+}
+
+template <int KIND, int J> inline vf code_of(vi four) {
+    return to_float(iadd(iand(right<8 * J>(four), ispread(255)), ispread(-zero_of(KIND))));
+}
+
+template <int KIND, int GROUP, class Put> inline void put_four(const uint8_t* block, int64_t column, Put put) {
+    vi four = four_codes<KIND, GROUP>(block);
+    put(column + 4 * GROUP, code_of<KIND, 0>(four), code_of<KIND, 1>(four), code_of<KIND, 2>(four), code_of<KIND, 3>(four));
+}
+
+// Calls `put(column, four values)` for every four columns of a panel of codes.
+template <int KIND, class Put> inline void each_four(const uint8_t* codes, int64_t wide, Put put) {
+    for (int64_t k = 0; k < wide; k += kBlock) {
+        const uint8_t* block = codes + k / kBlock * block_words(KIND) * 64;
+        put_four<KIND, 0>(block, k, put);
+        put_four<KIND, 1>(block, k, put);
+        put_four<KIND, 2>(block, k, put);
+        put_four<KIND, 3>(block, k, put);
+        put_four<KIND, 4>(block, k, put);
+        put_four<KIND, 5>(block, k, put);
+        put_four<KIND, 6>(block, k, put);
+        put_four<KIND, 7>(block, k, put);
+    }
+}
+
+inline vi pair_of(vf first, vf second) {
+    return ior(right<16>(bits(first)), iand(bits(second), ispread((int32_t)0xffff0000)));
+}
+
+template <int KIND> inline void codes_to_bf16(const uint8_t* panel, int64_t wide, uint8_t* out) {
+    each_four<KIND>(panel, wide, [out](int64_t k, vf a, vf b, vf c, vf d) {
+        istore(out + k * 32, pair_of(a, b));
+        istore(out + k * 32 + 64, pair_of(c, d));
+    });
+}
+
+template <int KIND> inline void panel_to_fp32(const uint8_t* panel, int64_t columns, float* out) {
+    const int64_t wide = rounded(columns, kBlock);
+    const uint8_t* scales = panel + panel_size(KIND, columns).codes;
+    each_four<KIND>(panel, wide, [=](int64_t k, vf a, vf b, vf c, vf d) {
+        const int64_t index = k / scale_length(KIND);
+        vf scale = block_scales<KIND>(scales, wide, index);
+        vf least = zeros();
+        if constexpr (has_minimums(KIND)) least = block_minimums<KIND>(scales, wide, index);
+        store(out + k * 16, add(mul(a, scale), least));
+        store(out + k * 16 + 16, add(mul(b, scale), least));
+        store(out + k * 16 + 32, add(mul(c, scale), least));
+        store(out + k * 16 + 48, add(mul(d, scale), least));
+    });
+}
+
+inline void bf16_to_fp32(const uint8_t* panel, int64_t wide, float* out) {
+    for (int64_t k = 0; k < wide; k += 2) {
+        vi two = iload(panel + k * 32);
+        store(out + k * 16, of_bits(left<16>(two)));
+        store(out + k * 16 + 16, of_bits(iand(two, ispread((int32_t)0xffff0000))));
+    }
+}
+
+// Calls `make.template kind<KIND>()` for a kind in blocks.
+template <class Make> inline void by_kind(int kind, Make make) {
+    switch (kind) {
+        case TW_Q80: return make.template kind<TW_Q80>();
+        case TW_Q40: return make.template kind<TW_Q40>();
+        case TW_BFP8: return make.template kind<TW_BFP8>();
+        case TW_BFP4: return make.template kind<TW_BFP4>();
+        case TW_Q41: return make.template kind<TW_Q41>();
+        case TW_Q50: return make.template kind<TW_Q50>();
+        case TW_Q51: return make.template kind<TW_Q51>();
+        case TW_Q4_K: return make.template kind<TW_Q4_K>();
+        case TW_Q5_K: return make.template kind<TW_Q5_K>();
+        default: return make.template kind<TW_Q6_K>();
+    }
+}
+
+struct ToFp32 {
+    const uint8_t* panel;
+    int64_t columns;
+    float* out;
+    template <int KIND> void kind() { panel_to_fp32<KIND>(panel, columns, out); }
+};
+
+inline void to_fp32(int kind, const uint8_t* panel, int64_t columns, float* out) {
+    if (kind == TW_BF16) return bf16_to_fp32(panel, rounded(columns, kBlock), out);
+    by_kind(kind, ToFp32{panel, columns, out});
+}
+
+}  // namespace
