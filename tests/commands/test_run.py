@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,10 +41,11 @@ def test_the_answer_is_all_of_standard_output(
     monkeypatch.chdir(tmp_path)
     out, error = run(capfd, tiny_gguf, "--prompt", "hello", *SIX)
     assert out == f"{answer}\n"
-    choice, line = error.splitlines()
-    assert choice.startswith("precision auto: accuracy, ")
+    precision, backend, line = error.splitlines()
+    assert precision.startswith("precision auto: accuracy, ")
+    assert backend.startswith(("backend auto: native, ", "backend auto: onnxruntime, for "))
     assert line.startswith("6 tokens in ") and "t/s" in line and "\x1b" not in line
-    assert "cut short there (--max-tokens)" in line and "tiny on cpu, " in line
+    assert "cut short there (--max-tokens)" in line and re.search("tiny on cpu(-native)?, ", line)
     assert list(tmp_path.iterdir()) == [], "nothing is written unless it is asked for"
 
 

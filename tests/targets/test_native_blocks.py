@@ -72,9 +72,7 @@ def on(model: LoadedModel, fidelity: str, folder: Path, isa: int) -> NativeExecu
 
 @pytest.mark.parametrize("fidelity", ["lofi", "hifi4"])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_every_instruction_set_has_the_same_bits(
-    dtype: str, fidelity: str, tmp_path: Path
-) -> None:
+def test_every_instruction_set_has_the_same_bits(dtype: str, fidelity: str, tmp_path: Path) -> None:
     """And they are near the values, as far as the operands are."""
     model = of_type(tmp_path, dtype)
     exact = prefill(run(model, "reference", "exact"), TOKENS)

@@ -29,16 +29,25 @@ uint16_t bf16(float x) {
     return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
 }
 
-// One head's channels turned in place; `angles`: cosine and sine of every pair.
-void turn(float* x, const float* angles, int64_t num_pairs, bool interleaved, float factor) {
-    for (int64_t i = 0; i < num_pairs; i++) {
-        float* first = interleaved ? x + 2 * i : x + i;
-        float* second = interleaved ? x + 2 * i + 1 : x + i + num_pairs;
-        float cosine = angles[2 * i] * factor, sine = angles[2 * i + 1] * factor, a = *first, b = *second;
-        *first = a * cosine - b * sine;
-        *second = b * cosine + a * sine;
+// Cosine and sine of every pair of channels, token by token.
+struct Angles {
+    const float* all;
+    int64_t num_pairs;
+    bool interleaved;
+    float factor;
+
+    // Turns one head's channels in place.
+    void turn(float* x, int64_t token) const {
+        const float* own = all + token * num_pairs * 2;
+        for (int64_t i = 0; i < num_pairs; i++) {
+            float* first = interleaved ? x + 2 * i : x + i;
+            float* second = interleaved ? x + 2 * i + 1 : x + i + num_pairs;
+            float cosine = own[2 * i] * factor, sine = own[2 * i + 1] * factor, a = *first, b = *second;
+            *first = a * cosine - b * sine;
+            *second = b * cosine + a * sine;
+        }
     }
-}
+};
 
 void put_key(const Layer& layer, uint8_t* keys, int64_t position, const float* x) {
     const int64_t lane = position % 16;
@@ -63,35 +72,31 @@ void put_value(const Layer& layer, uint8_t* values, int64_t position, const floa
     }
 }
 
-// Turns a token's heads; q goes to `queries`, k and v into its seat's cache.
-void take_token(Worker& worker, const Layer& layer, int64_t token, int64_t sequence, const float* angles, int64_t num_pairs) {
+// Turns the query heads of one key/value head of a token, which go to `queries`, and its key, which
+// goes into its seat's cache with the value.
+void take_head(Worker& worker, const Layer& layer, int64_t token, int64_t sequence, int64_t head, const Angles& angles) {
     const TwStep& step = worker.step;
-    const TwInstruction& each = layer.each;
-    const int64_t head_dim = layer.state.head_dim;
-    const bool interleaved = each.flags & TW_INTERLEAVED;
-    const float* qkv = worker.at(each.x, token);
+    const int64_t head_dim = layer.state.head_dim, bits = layer.state.mantissa_bits;
+    const float* qkv = worker.at(layer.each.x, token);
     float* x = (float*)worker.scratch();
     for (int64_t d = head_dim; d < layer.dim; d++) x[d] = 0.0f;
-    for (int64_t head = 0; head < layer.num_heads; head++) {
-        std::memcpy(x, qkv + head * head_dim, head_dim * 4);
-        turn(x, angles, num_pairs, interleaved, each.factor);
-        uint8_t* to = worker.engine.queries.data() + (token * layer.num_heads + head) * layer.query_bytes();
+    for (int64_t query = head * layer.group; query < (head + 1) * layer.group; query++) {
+        std::memcpy(x, qkv + query * head_dim, head_dim * 4);
+        angles.turn(x, token);
+        uint8_t* to = worker.engine.queries.data() + (token * layer.num_heads + query) * layer.query_bytes();
         if (!layer.layout.is_bf16) std::memcpy(to, x, layer.dim * 4);
         else for (int64_t d = 0; d < layer.dim; d++) ((uint16_t*)to)[d] = bf16(x[d]);
     }
-    uint8_t* cache = worker.engine.cache_of(each.state, step.seats[sequence]);
+    uint8_t* keys = worker.engine.cache_of(layer.each.state, step.seats[sequence]) + 2 * head * layer.layout.head_bytes;
     const int64_t position = step.positions[token];
     const bool is_last = token + 1 == step.bounds[sequence + 1];
-    for (int64_t head = 0; head < layer.num_kv; head++) {
-        uint8_t* keys = cache + 2 * head * layer.layout.head_bytes;
-        std::memcpy(x, qkv + (layer.num_heads + head) * head_dim, head_dim * 4);
-        turn(x, angles, num_pairs, interleaved, each.factor);
-        if (layer.state.mantissa_bits) worker.kernels().round_blocks(x, head_dim, layer.state.mantissa_bits);
-        put_key(layer, keys, position, x);
-        std::memcpy(x, qkv + (layer.num_heads + layer.num_kv + head) * head_dim, head_dim * 4);
-        if (layer.state.mantissa_bits) worker.kernels().round_blocks(x, head_dim, layer.state.mantissa_bits);
-        put_value(layer, keys + layer.layout.head_bytes, position, x, is_last);
-    }
+    std::memcpy(x, qkv + (layer.num_heads + head) * head_dim, head_dim * 4);
+    angles.turn(x, token);
+    if (bits) worker.kernels().round_blocks(x, head_dim, bits);
+    put_key(layer, keys, position, x);
+    std::memcpy(x, qkv + (layer.num_heads + layer.num_kv + head) * head_dim, head_dim * 4);
+    if (bits) worker.kernels().round_blocks(x, head_dim, bits);
+    put_value(layer, keys + layer.layout.head_bytes, position, x, is_last);
 }
 
 // What a thread needs to attend with the tokens of one piece of work.
@@ -188,11 +193,19 @@ void run_attend(Worker& worker, const TwInstruction& each, int32_t index) {
     Engine& engine = worker.engine;
     const TwStep& step = worker.step;
     const Layer layer(engine, each);
-    const int32_t table = engine.angles_of[index];
-    const int64_t num_pairs = engine.tensors[each.other].rows;
-    const float* angles = (const float*)engine.angles[table].data();
+    const float* turns = (const float*)engine.angles[engine.angles_of[index]].data();
+    const Angles angles{turns, engine.tensors[each.other].rows, (each.flags & TW_INTERLEAVED) != 0, each.factor};
+    if (step.num_tokens == step.num_sequences) {  // one token each: a head needs no other thread's
+        worker.share(step.num_sequences * layer.num_kv, [&](int64_t i) {
+            int64_t sequence = i / layer.num_kv, head = i % layer.num_kv;
+            take_head(worker, layer, sequence, sequence, head, angles);
+            attend_tokens(worker, layer, sequence, head, sequence, sequence + 1);
+        });
+        return;
+    }
     worker.share(step.num_tokens, [&](int64_t token) {
-        take_token(worker, layer, token, sequence_of(step, token), angles + token * num_pairs * 2, num_pairs);
+        const int64_t sequence = sequence_of(step, token);
+        for (int64_t head = 0; head < layer.num_kv; head++) take_head(worker, layer, token, sequence, head, angles);
     });
     worker.meet();
     int64_t most = 1;

@@ -1,0 +1,65 @@
+"""What runs target ``cpu`` where nobody says: native where it is built and has the operations."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tiny import lowered, tiny_model
+from tilewright.compiler.driver import silent
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.cpu import choice
+from tilewright.compiler.targets.cpu.native import build, library
+from tilewright.compiler.targets.cpu.native.assemble import assemble
+from tilewright.compiler.targets.program.instructions import Needs
+from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.models.architectures.table import model_types
+
+has_compiler = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """No library is there yet, nor in this process."""
+    monkeypatch.setenv("TILEWRIGHT_NATIVE", str(tmp_path / "native"))
+    for each in (build.library_path, library.library):
+        each.cache_clear()
+    yield monkeypatch
+    for each in (build.library_path, library.library):
+        each.cache_clear()
+
+
+@has_compiler
+def test_native_is_chosen_where_it_is_built() -> None:
+    target, why = choice.choose_backend(tiny_model(), silent)
+    best = library.library().tw_best_isa()
+    assert target == ("cpu-native" if best else "cpu")
+    assert why == f"backend auto: native, {library.ISA_NAMES[best]}" or not best
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_what_is_lacking_is_what_is_refused(model_type: str) -> None:
+    """The choice is made from the configuration; a plan would tell too, but takes seconds."""
+    tests = importlib.import_module(f"tests.models.test_{model_type}")
+    changes = getattr(tests, "ON_CUDA", {})
+    model = tiny_model(model_type=model_type, **changes)
+    lacking = choice.kernels_lacking(model)
+    graph_module = lowered(model, target="cpu-native")[0]
+    refuses = pytest.raises(CompileError, match="has no kernel")
+    with refuses if lacking else contextlib.nullcontext():
+        assemble(make_plan(graph_module, Needs(target="cpu", others="reference")), exact=False)
+
+
+def test_a_compiler_that_fails_is_one_line(unbuilt: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: no\nmore' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    unbuilt.setenv("CXX", str(broken))
+    target, why = choice.choose_backend(tiny_model(), silent)
+    assert target == "cpu" and "\n" not in why
+    assert why.startswith("backend auto: onnxruntime, for native cannot be built: the C++ compiler")
+    assert "error: no" in why
