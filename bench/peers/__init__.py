@@ -13,11 +13,14 @@ from tilewright.compiler.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An engine to compare with: its library is imported as ``module``, pip's ``package``."""
+    """An engine to compare with: its library is imported as ``module``, pip's ``package``.
+    ``serves_many``: whether several users at a time are measured.
+    """
 
     name: str
     module: str
     package: str
+    serves_many: bool = False
 
     def missing(self) -> str | None:
         """Why it cannot be run here, with the remedy; None where it is installed."""
@@ -29,7 +32,7 @@ class Peer:
 PEERS: Registry[Peer] = Registry("peer")
 
 for _peer in (
-    Peer("llama.cpp", "llama_cpp", "llama-cpp-python"),
+    Peer("llama.cpp", "llama_cpp", "llama-cpp-python", serves_many=True),
     Peer("onnx-genai", "onnxruntime_genai", "onnxruntime-genai"),
     Peer("openvino", "openvino_genai", "openvino-genai"),
 ):

@@ -22,12 +22,15 @@ from tilewright.compiler.commands.arguments import integer, option, parse, real
 from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu
 from tilewright.compiler.errors import ConfigError, RequestError, allowed, one_line
 from tilewright.compiler.precision import load_precision
-from tilewright.models import find_model
+from tilewright.models import ShapeName, find_model_or_shape
 
 if TYPE_CHECKING:
     from tilewright.models import LoadedModel
 
-DEFAULT_PAIRS = ("all-bfp8=Q8_0", "all-bfp4=Q4_0", "all-q40=Q4_0", "all-q80=Q8_0")
+DEFAULT_PAIRS = (
+    *("all-bfp8=Q8_0", "all-bfp4=Q4_0", "all-q40=Q4_0", "all-q80=Q8_0"),
+    "bf16=BF16",
+)
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16")
 _FOUR_BITS = ("Q4_0", "Q4_1")
 _OPENVINO_KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16")
@@ -70,7 +73,10 @@ def _onnx_folder(text: str) -> Path:
 class CompareOptions:
     """The command line of ``tilewright compare``; ``peers``: names in `PEERS`."""
 
-    model: str | None = option("as of tilewright run; some peers need a GGUF file", metavar="PATH")
+    model: str | None = option(
+        "as of tilewright run; some peers need a GGUF file, as which a shape of Llama is written",
+        metavar="PATH",
+    )
     pairs: tuple[Pair, ...] = option(
         f"a configuration and the GGUF type beside it: {', '.join(KINDS)} "
         f"(default: {' '.join(DEFAULT_PAIRS)})",
@@ -82,8 +88,8 @@ class CompareOptions:
         f"of {', '.join(PEERS)}", default=tuple(PEERS), nargs="*", metavar="NAME", type=_peer
     )
     backends: tuple[str, ...] = option(
-        f"of the target cpu: {', '.join(_BACKENDS)} (default: onnxruntime)",
-        default=("onnxruntime",),
+        f"of the target cpu: {', '.join(_BACKENDS)} (default: both)",
+        default=("onnxruntime", "native"),
         metavar="NAME",
         choices=tuple(_BACKENDS),
     )
@@ -94,6 +100,13 @@ class CompareOptions:
     )
     context: int = option(
         "a prompt that is decoded after", default=128, metavar="TOKENS", type=integer(1, 1 << 20)
+    )
+    users: tuple[int, ...] = option(
+        "that decode together (default: 8 32)",
+        default=(8, 32),
+        nargs="*",
+        metavar="N",
+        type=integer(2, 256),
     )
     decode_tokens: int = option("so many", default=128, metavar="N", type=integer(3, 1 << 20))
     onnx_genai_folder: Path | None = option(
@@ -112,6 +125,7 @@ class CompareOptions:
             context=self.context,
             num_decoded=self.decode_tokens,
             num_rounds=self.rounds,
+            users=tuple(dict.fromkeys(self.users)),
         )
 
     @property
@@ -135,7 +149,12 @@ def read_options(argv: Sequence[str]) -> CompareOptions:
             f"{options.model}: a compiled folder has no weights for others to run; "
             "allowed: a checkpoint"
         )
-    return replace(options, model=str(find_model(options.model).resolve()))
+    found = find_model_or_shape(options.model)
+    if isinstance(found, ShapeName):
+        from bench.peers.shape_gguf import cached_shape
+
+        found = cached_shape(found, cache_dir() / "peers")
+    return replace(options, model=str(found.resolve()))
 
 
 def main(argv: list[str]) -> int:
@@ -181,7 +200,9 @@ def line_up(
     def enter(engine: str, weights: str) -> Contestant:
         key = (engine, weights)
         if key not in found:
-            found[key] = Contestant(engine, weights, lambda: starts.start(engine, weights))
+            many = engine in OURS or PEERS[engine].serves_many
+            start = functools.partial(starts.start, engine, weights)
+            found[key] = Contestant(engine, weights, start, serves_many=many)
         return found[key]
 
     for pair in dict.fromkeys(options.pairs):
@@ -211,6 +232,7 @@ class _Starts:
             "engine": engine,
             "num_threads": self._options.num_threads,
             "max_context": self._options.plan.max_context,
+            "max_users": self._options.plan.max_users,
         }
         missing = PEERS[engine].missing() if engine in PEERS else None
         if missing is not None:

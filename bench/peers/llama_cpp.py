@@ -27,7 +27,13 @@ class LlamaCpp:
     """
 
     def __init__(
-        self, path: Path, *, num_threads: int, max_context: int, is_float: bool = False
+        self,
+        path: Path,
+        *,
+        num_threads: int,
+        max_context: int,
+        max_users: int = 1,
+        is_float: bool = False,
     ) -> None:
         llama_cpp.llama_log_set(_silent, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -37,7 +43,8 @@ class LlamaCpp:
         if not model:
             raise ValueError(f"{path}: llama.cpp cannot load it")
         settings = llama_cpp.llama_context_default_params()
-        settings.n_ctx = settings.n_batch = max_context
+        settings.n_ctx = settings.n_batch = max_users * max_context
+        settings.n_seq_max = max_users
         settings.n_threads = settings.n_threads_batch = num_threads
         if is_float:
             settings.type_k = settings.type_v = llama_cpp.GGML_TYPE_F32
@@ -47,7 +54,7 @@ class LlamaCpp:
             raise ValueError(f"{path}: llama.cpp cannot make a context of {max_context}")
         self._memory = llama_cpp.llama_get_memory(self._context)
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        self._batch = llama_cpp.llama_batch_init(max_context, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(max(max_users, max_context), 0, 1)
         self._max_context = max_context
         self._path = path
 
@@ -73,6 +80,23 @@ class LlamaCpp:
             times.append(time.perf_counter() - started)
         return Generated(tuple(output), tuple(times))
 
+    def generate_together(
+        self, tokens: Sequence[int], num_tokens: int, num_users: int
+    ) -> Generated:
+        """As :meth:`generate`, for so many users of one prompt at a time."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+        started = time.perf_counter()
+        output = [[int(self._logits(tokens, 0, user).argmax())] for user in range(num_users)]
+        times = [time.perf_counter() - started]
+        for position in range(len(tokens), len(tokens) + num_tokens - 1):
+            for user in range(num_users):
+                self._put(user, output[user][-1], position, user, wants_logits=True)
+            self._decode(num_users)
+            for user in range(num_users):
+                output[user].append(int(self._logits_of(user).argmax()))
+            times.append(time.perf_counter() - started)
+        return Generated(tuple(output[0]), tuple(times))
+
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits ``[vocab]`` behind a text, which is computed in one piece."""
         llama_cpp.llama_memory_clear(self._memory, True)
@@ -81,17 +105,27 @@ class LlamaCpp:
     def _step(self, tokens: Sequence[int], position: int) -> int:
         return int(np.argmax(self._logits(tokens, position)))
 
-    def _logits(self, tokens: Sequence[int], position: int) -> np.ndarray:
-        batch = self._batch
-        batch.n_tokens = len(tokens)
+    def _logits(self, tokens: Sequence[int], position: int, user: int = 0) -> np.ndarray:
         for index, token in enumerate(tokens):
-            batch.token[index] = token
-            batch.pos[index] = position + index
-            batch.n_seq_id[index] = 1
-            batch.seq_id[index][0] = 0
-            batch.logits[index] = index == len(tokens) - 1
-        code = llama_cpp.llama_decode(self._context, batch)
+            is_last = index == len(tokens) - 1
+            self._put(index, token, position + index, user, wants_logits=is_last)
+        self._decode(len(tokens))
+        return self._logits_of(-1)
+
+    def _put(self, index: int, token: int, position: int, user: int, *, wants_logits: bool) -> None:
+        batch = self._batch
+        batch.token[index] = token
+        batch.pos[index] = position
+        batch.n_seq_id[index] = 1
+        batch.seq_id[index][0] = user
+        batch.logits[index] = wants_logits
+
+    def _decode(self, num_tokens: int) -> None:
+        self._batch.n_tokens = num_tokens
+        code = llama_cpp.llama_decode(self._context, self._batch)
         if code:
             raise RuntimeError(f"llama_decode failed with {code}")
-        logits = llama_cpp.llama_get_logits_ith(self._context, -1)
+
+    def _logits_of(self, index: int) -> np.ndarray:
+        logits = llama_cpp.llama_get_logits_ith(self._context, index)
         return np.ctypeslib.as_array(logits, (self._vocab_size,))

@@ -51,7 +51,7 @@ def report_record(
         "contestants": [each.record(plan, bandwidth) for each in contestants],
         "ratios": [
             {
-                "ours": ours.weights,
+                "ours": ours.name,
                 "peer": peer.name,
                 "measure": measure,
                 "median": statistics.median(repeats),

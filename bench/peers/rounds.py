@@ -26,12 +26,14 @@ Report = Callable[[str, int, int], None]
 class Measure:
     """One speed to measure: a prompt of so many tokens, and so many generated.
 
-    One generated token measures prefill, more of them decode (the first step does not count).
+    One generated token measures prefill, more of them decode (the first step does not count), of
+    ``num_users`` together.
     """
 
     name: str
     prompt_length: int
     num_tokens: int
+    num_users: int = 1
 
     def rate(self, generated: Generated) -> float:
         """The tokens a second that a continuation came to."""
@@ -39,23 +41,33 @@ class Measure:
         if self.num_tokens == 1:
             return self.prompt_length / times[0]
         # as in `timing.figures`: the first decode step pays for what is set up once
-        return (len(times) - 2) / (times[-1] - times[1])
+        return self.num_users * (len(times) - 2) / (times[-1] - times[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """``prefill_lengths`` and ``context`` in tokens of prompt; decode follows ``context``."""
+    """``prefill_lengths`` and ``context`` in tokens of prompt; decode follows ``context``, of one
+    user and of each of ``users`` together.
+    """
 
     prefill_lengths: tuple[int, ...] = (128, 512)
     context: int = 128
     num_decoded: int = 128
     num_rounds: int = 5
+    users: tuple[int, ...] = ()
 
     @property
     def measures(self) -> tuple[Measure, ...]:
         """What is measured in every round, in this order."""
         prefills = [Measure(f"prefill-{n}", n, 1) for n in self.prefill_lengths]
-        return (*prefills, Measure(f"decode-{self.context}", self.context, self.num_decoded))
+        length, decoded = self.context, self.num_decoded
+        together = [Measure(f"decode-{length}-x{n}", length, decoded, n) for n in self.users]
+        return (*prefills, *together, Measure(f"decode-{length}", length, decoded))
+
+    @property
+    def max_users(self) -> int:
+        """Sequences that an engine must have room for."""
+        return max((1, *self.users))
 
     @property
     def max_context(self) -> int:
@@ -83,8 +95,8 @@ class Plan:
 class Contestant:
     """An engine with its weights, and what came of it.
 
-    ``start``: makes its worker, or raises WorkerError. ``rates``: by measure, one a round;
-    ``failure``: why there are no (more) rates.
+    ``start``: makes its worker, or raises WorkerError. ``serves_many``: whether it is measured with
+    several users. ``rates``: by measure, one a round; ``failure``: why there are no (more) rates.
     """
 
     engine: str
@@ -94,6 +106,7 @@ class Contestant:
     rates: dict[str, list[float]] = field(default_factory=dict)
     failure: str | None = None
     worker: Worker | None = None
+    serves_many: bool = True
 
     @property
     def name(self) -> str:
@@ -106,7 +119,7 @@ class Contestant:
             self.worker = self.start()
             self.loaded = self.worker.loaded()
             for measure, prompt in zip(plan.measures, prompts, strict=True):
-                self.worker.generate(prompt, min(_WARM_UP_TOKENS, measure.num_tokens))
+                self._generate(measure, prompt, min(_WARM_UP_TOKENS, measure.num_tokens))
             self.worker.settle()
 
     def measure(self, measure: Measure, prompt: Sequence[int]) -> None:
@@ -114,9 +127,21 @@ class Contestant:
         if self.worker is None:
             return
         with self._failing():
-            rate = measure.rate(self.worker.generate(prompt, measure.num_tokens))
+            generated = self._generate(measure, prompt, measure.num_tokens)
             self.worker.settle()
-            self.rates.setdefault(measure.name, []).append(rate)
+            if generated is not None:
+                self.rates.setdefault(measure.name, []).append(measure.rate(generated))
+
+    def _generate(
+        self, measure: Measure, prompt: Sequence[int], num_tokens: int
+    ) -> Generated | None:
+        """None of several users where the engine serves one."""
+        assert self.worker is not None
+        if measure.num_users == 1:
+            return self.worker.generate(prompt, num_tokens)
+        if not self.serves_many:
+            return None
+        return self.worker.generate(prompt, num_tokens, num_users=measure.num_users)
 
     def close(self) -> None:
         """End its worker, if it has one."""

@@ -24,7 +24,8 @@ def open_engine(settings: dict[str, Any]) -> Engine:
     if name == "llama.cpp":
         from bench.peers.llama_cpp import LlamaCpp
 
-        return LlamaCpp(path, num_threads=num_threads, max_context=settings["max_context"])
+        sizes = {"max_context": settings["max_context"], "max_users": settings["max_users"]}
+        return LlamaCpp(path, num_threads=num_threads, **sizes)
     if name == "onnx-genai":
         from bench.peers.onnx_genai import OnnxGenai
 
@@ -47,7 +48,9 @@ class Tilewright:
         from tilewright.models import load_model
 
         options = CompileOptions(
-            max_context=settings["max_context"], num_threads=settings["num_threads"]
+            max_batch=settings["max_users"],
+            max_context=settings["max_context"],
+            num_threads=settings["num_threads"],
         )
         self._compiled = compile_cached(
             load_model(path),
@@ -66,15 +69,22 @@ class Tilewright:
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
         """Prefill ``tokens`` into an empty state, then choose ``num_tokens`` greedily."""
+        return self.generate_together(tokens, num_tokens, 1)
+
+    def generate_together(
+        self, tokens: Sequence[int], num_tokens: int, num_users: int
+    ) -> Generated:
+        """As ``generate``, for so many users of one prompt at a time."""
         from tilewright.compiler.bench.timing import OFFLINE
         from tilewright.compiler.runtime.loop import EngineLoop
         from tilewright.compiler.runtime.request import Request, SamplingParams
 
-        request = Request(0, tuple(tokens), SamplingParams(max_tokens=num_tokens))
+        sampling = SamplingParams(max_tokens=num_tokens)
+        requests = [Request(user, tuple(tokens), sampling) for user in range(num_users)]
         started = time.perf_counter()
-        EngineLoop(self._compiled.executable, policy=OFFLINE).generate([request])
-        times = tuple(at - started for at in request.token_times)
-        return Generated(tuple(request.output), times)
+        EngineLoop(self._compiled.executable, policy=OFFLINE).generate(requests)
+        every = zip(*(request.token_times for request in requests), strict=True)
+        return Generated(tuple(requests[0].output), tuple(max(at) - started for at in every))
 
 
 def main(argv: list[str]) -> int:

@@ -1,9 +1,9 @@
 """What an engine is to a comparison, and the two ends of the process that holds one.
 
 JSON lines: the process writes what it loaded, then answers each ``{tokens, num_tokens}`` it reads
-with ``{tokens, times}``. While it waits for a line it does nothing. From outside it is asked,
-watched until it is idle, ended; one that crashes or hangs costs its own row alone: every failure is
-a `WorkerError` of one line. It knows no engine.
+(``num_users`` besides, where there are several) with ``{tokens, times}``. While it waits for a line
+it does nothing. From outside it is asked, watched until it is idle, ended; one that crashes or hangs
+costs its own row alone: every failure is a `WorkerError` of one line. It knows no engine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, Protocol, TextIO, TypeVar, cast
 
 import msgspec
 
@@ -48,13 +48,22 @@ class Generated:
 
 
 class Engine(Protocol):
-    """A loaded model of batch 1. End tokens do not end a continuation."""
+    """A loaded model. End tokens do not end a continuation."""
 
     def loaded(self) -> Loaded:
         """The bytes of the weights it holds, and those of them that a step reads."""
 
     def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
         """Prefill ``tokens`` into an empty state, then choose ``num_tokens`` greedily."""
+
+
+class ServesMany(Engine, Protocol):
+    """An engine of several users at a time."""
+
+    def generate_together(
+        self, tokens: Sequence[int], num_tokens: int, num_users: int
+    ) -> Generated:
+        """As ``generate``, for so many users of one prompt at a time; a time is the last user's."""
 
 
 def cache_name(source: Path, *parts: str) -> str:
@@ -78,7 +87,13 @@ def serve(open_engine: Callable[[], Engine], requests: TextIO, answers: TextIO) 
         answer(dataclasses.asdict(engine.loaded()))
         for line in requests:
             asked = json.loads(line)
-            answer(dataclasses.asdict(engine.generate(asked["tokens"], asked["num_tokens"])))
+            work = asked["tokens"], asked["num_tokens"]
+            if "num_users" in asked:
+                many = cast("ServesMany", engine)
+                found = many.generate_together(*work, asked["num_users"])
+            else:
+                found = engine.generate(*work)
+            answer(dataclasses.asdict(found))
     except Exception as error:
         kind = type(error).__name__
         answer({"error": " ".join(f"{kind}: {error}".split())})
@@ -111,9 +126,13 @@ class Worker:
         """Wait until the engine is loaded. Raises WorkerError."""
         return self._answer(Loaded)
 
-    def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
-        """Ask the process for one continuation. Raises WorkerError."""
-        asked = {"tokens": list(tokens), "num_tokens": num_tokens}
+    def generate(self, tokens: Sequence[int], num_tokens: int, *, num_users: int = 1) -> Generated:
+        """Ask the process for one continuation, or one of each of several users. Raises
+        WorkerError.
+        """
+        asked: dict[str, Any] = {"tokens": list(tokens), "num_tokens": num_tokens}
+        if num_users > 1:
+            asked["num_users"] = num_users
         self._child.write(msgspec.json.encode(asked) + b"\n")
         found = self._answer(Generated)
         if len(found.times) != num_tokens:

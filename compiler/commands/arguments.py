@@ -185,8 +185,8 @@ class ModelArguments:
     )
     backend: str | None = option(
         "of target cpu: native (kernels of our own, built with this machine's C++ compiler), "
-        "onnxruntime, or auto, which is native where it can be built and has the model's "
-        "operations, else onnxruntime (default: auto)",
+        "onnxruntime, or auto, which is native where it can be built, else "
+        "onnxruntime (default: auto)",
         group="model",
         choices=(AUTO, *CPU_BACKENDS),
     )

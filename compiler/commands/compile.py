@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
         model = load_model(options.path)
         if arguments.emit == "program":
             with compile_progress(err()) as progress:
-                options = settle_backend(model, options, progress)
+                options = settle_backend(options, progress)
         if arguments.emit in ("program", "onnx"):
             context = min(_CONTEXT, model.config.max_positions)
             print_byte_plan(err(), model, options, batch=1, context=context)

@@ -43,7 +43,7 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     if source.weights == "random":
         note(screen, RANDOM_NOTE.format(source.name))
     with compile_progress(err()) as progress:
-        options = replace(options, model=settle_backend(source.model, options.model, progress))
+        options = replace(options, model=settle_backend(options.model, progress))
     sizes = {"batch": options.case.batch_size, "context": plan.context}
     print_byte_plan(err(), source.model, options.model, **sizes)
     with compile_progress(err()) as progress:

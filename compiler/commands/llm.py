@@ -116,7 +116,7 @@ class LLM:
             ``tilewright compile`` wrote; None for the default model.
         target: cpu (the default), cuda, reference, null or a board; of a compiled folder its own.
         backend: of target cpu: ``native``, ``onnxruntime`` or ``auto`` (the default), which is
-            native where it can be built and has the model's operations.
+            native where it can be built.
         precision: a name, a file or a heading; of a compiled folder its own.
         compute: ``exact`` for float arithmetic everywhere; else ``fast``.
         max_seats: sequences that run at a time; more wait.

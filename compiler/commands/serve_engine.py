@@ -53,6 +53,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     from tilewright.compiler.runtime.matchers import grammars_of
     from tilewright.compiler.runtime.running import Policy
     from tilewright.compiler.runtime.service import EngineService
+    from tilewright.compiler.serve.says import say
     from tilewright.compiler.targets.base import CompileOptions
 
     source = open_source(options.model.path)
@@ -72,6 +73,8 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
         lambda what, done, total: None,
         use_cache=not options.no_cache,
     )
+    for note in compiled.notes:
+        say(note)
     executable = compiled.executable
     policy = Policy(
         step_ms=options.step_ms,

@@ -97,17 +97,15 @@ def precision_of(source: Source, precision: PrecisionConfig | None) -> Precision
     return resolve_precision(source.model, precision).summary(precision.name)
 
 
-def settle_backend(
-    model: LoadedModel | None, choices: ModelOptions, progress: Progress
-) -> ModelOptions:
+def settle_backend(choices: ModelOptions, progress: Progress) -> ModelOptions:
     """The choices with what runs the target cpu, where that was left open; a note says which, and
     why. The native library is built now where it was not.
     """
-    if not choices.is_auto or model is None:
+    if not choices.is_auto:
         return choices
     from tilewright.compiler.targets.cpu.choice import choose_backend
 
-    target, why = choose_backend(model, progress)
+    target, why = choose_backend(progress)
     return replace(choices, target=target, is_auto=False, notes=(*choices.notes, why))
 
 
@@ -127,7 +125,7 @@ def compile_source(
     Raises:
         CompileError, CheckpointError, ConfigError: where the parts do not fit together.
     """
-    choices = settle_backend(source.model, choices, progress)
+    choices = settle_backend(choices, progress)
     compiled = _compile(source, choices, options, progress, use_cache=use_cache)
     compiled.executable.num_tokens = source.tokenizer.num_ids
     return compiled

@@ -1,8 +1,7 @@
-"""What runs target ``cpu`` where nobody says: native where it is built and has the operations."""
+"""What runs target ``cpu`` where nobody says: native where it is built."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 
 from tests.tiny import lowered, tiny_model
 from tilewright.compiler.driver import silent
-from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu import choice
 from tilewright.compiler.targets.cpu.native import build, library
 from tilewright.compiler.targets.cpu.native.assemble import assemble
@@ -35,23 +33,19 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 @has_compiler
 def test_native_is_chosen_where_it_is_built() -> None:
-    target, why = choice.choose_backend(tiny_model(), silent)
+    target, why = choice.choose_backend(silent)
     best = library.library().tw_best_isa()
     assert target == ("cpu-native" if best else "cpu")
     assert why == f"backend auto: native, {library.ISA_NAMES[best]}" or not best
 
 
 @pytest.mark.parametrize("model_type", model_types())
-def test_what_is_lacking_is_what_is_refused(model_type: str) -> None:
-    """The choice is made from the configuration; a plan would tell too, but takes seconds."""
+def test_native_has_kernels_for_every_architecture(model_type: str) -> None:
     tests = importlib.import_module(f"tests.models.test_{model_type}")
-    changes = getattr(tests, "ON_CUDA", {})
-    model = tiny_model(model_type=model_type, **changes)
-    lacking = choice.kernels_lacking(model)
-    graph_module = lowered(model, target="cpu-native")[0]
-    refuses = pytest.raises(CompileError, match="has no kernel")
-    with refuses if lacking else contextlib.nullcontext():
-        assemble(make_plan(graph_module, Needs(target="cpu", others="reference")), exact=False)
+    changes = {"num_layers": 1, **getattr(tests, "ON_CUDA", {})}
+    graph_module = lowered(tiny_model(model_type=model_type, **changes), target="cpu-native")[0]
+    plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
+    assert assemble(plan, exact=False).instructions
 
 
 def test_a_compiler_that_fails_is_one_line(unbuilt: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -59,7 +53,7 @@ def test_a_compiler_that_fails_is_one_line(unbuilt: pytest.MonkeyPatch, tmp_path
     broken.write_text("#!/bin/sh\necho 'x.cpp:1: error: no\nmore' >&2\nexit 1\n")
     broken.chmod(0o755)
     unbuilt.setenv("CXX", str(broken))
-    target, why = choice.choose_backend(tiny_model(), silent)
+    target, why = choice.choose_backend(silent)
     assert target == "cpu" and "\n" not in why
     assert why.startswith("backend auto: onnxruntime, for native cannot be built: the C++ compiler")
     assert "error: no" in why

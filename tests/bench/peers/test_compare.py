@@ -15,9 +15,13 @@ from bench.peers.command import KINDS, line_up, read_options
 from bench.peers.onnx_folder import cached_onnx_folder, write_hf_folder
 from tests.commands.conftest import Refused
 from tilewright.compiler.cli import main
-from tilewright.models import load_model
+from tilewright.models import ShapeName, load_model
+from tilewright.models.shapes import shape_config
 
-SHORT = ("--rounds", "2", "--prefill", "8", "--context", "8", "--decode-tokens", "4")
+SHORT = (
+    *("--rounds", "2", "--prefill", "8", "--context", "8", "--decode-tokens", "4"),
+    *("--users", "2", "--backends", "onnxruntime"),
+)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,8 @@ def test_a_context_that_the_model_has_not_is_refused(refused: Refused, tiny_gguf
 
 def test_ours_come_before_their_peers_and_none_twice(tiny_gguf: Path) -> None:
     pairs = ("all-bfp8=Q8_0", "all-bfp4=q4_0", "bf16=BF16", "accuracy=Q8_0", "all-bfp8=Q8_0")
-    options = read_options(["--model", str(tiny_gguf), "--pairs", *pairs])
+    one = ["--model", str(tiny_gguf), "--backends", "onnxruntime", "--pairs"]
+    options = read_options([*one, *pairs])
     contestants, versus = line_up(load_model(tiny_gguf), options)
     assert [each.name for each in contestants] == [
         "tilewright all-bfp8",
@@ -78,7 +83,7 @@ def test_ours_come_before_their_peers_and_none_twice(tiny_gguf: Path) -> None:
         "tilewright accuracy",
     ]
     assert ("accuracy", "Q8_0") in [(ours.weights, peer.weights) for ours, peer in versus]
-    alone = read_options(["--model", str(tiny_gguf), "--pairs", "bf16=BF16", "--peers"])
+    alone = read_options([*one, "bf16=BF16", "--peers"])
     contestants, versus = line_up(load_model(tiny_gguf), alone)
     assert [each.name for each in contestants] == ["tilewright bf16"] and versus == []
 
@@ -108,6 +113,7 @@ def test_missing_peers_are_said_and_ours_is_measured(
     assert ours["failure"] is None and ours["step_bytes"] > 0 and ours["bandwidth_share"] > 0
     assert {name: len(rate["repeats"]) for name, rate in ours["rates"].items()} == {
         "prefill-8": 2,
+        "decode-8-x2": 2,
         "decode-8": 2,
     }
     assert len(peers) == 3 and not any(peer["rates"] for peer in peers)
@@ -133,7 +139,24 @@ def test_a_folder_says_that_gguf_is_needed(
     )
     contestants, _ = line_up(load_model(tiny_folder), options)
     with pytest.raises(Exception, match=r"no GGUF file: convert it"):
-        contestants[1].start()
+        contestants[-1].start()
+
+
+def test_a_shape_is_written_once_as_gguf(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the shape's sizes, with a vocabulary that text can be read with."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    first = read_options(["--model", "shape:tiny"])
+    assert read_options(["--model", "shape:tiny"]).model == first.model
+    model, shape = load_model(Path(str(first.model))), shape_config(ShapeName("tiny"))
+    for size in ("vocab_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
+        assert getattr(model.config, size) == getattr(shape, size)
+    assert model.tokenizer.decode(model.tokenizer.encode("the hé")) == "the hé"
+    values = model.checkpoint.get("model.layers.1.mlp.down_proj.weight").float()
+    assert values.std() * values.shape[1] ** 0.5 == pytest.approx(1.0, rel=0.1)
+    said = refused("--model", "shape:qwen3-8b", verb="compare")
+    assert "qwen3 is not written as GGUF; allowed: a Llama" in said
 
 
 def test_a_gguf_file_becomes_a_folder_of_the_same_model(tiny_gguf: Path, tmp_path: Path) -> None:
@@ -179,7 +202,8 @@ def test_a_peer_agrees_with_ours(engine: str, smollm2_path: Path) -> None:
     missing = PEERS[engine].missing()
     if missing is not None:
         pytest.skip(f"{engine}: {missing}")
-    argv = ("--model", str(smollm2_path), "--pairs", "all-bfp4=Q4_0", "--peers", engine)
+    one = ("--backends", "onnxruntime", "--users", "3")
+    argv = ("--model", str(smollm2_path), "--pairs", "all-bfp4=Q4_0", "--peers", engine, *one)
     options = read_options(argv)
     model = load_model(smollm2_path)
     contestants, _ = line_up(model, options)
@@ -191,5 +215,7 @@ def test_a_peer_agrees_with_ours(engine: str, smollm2_path: Path) -> None:
         assert model.tokenizer.decode(first.tokens) == " green, blue"
         assert list(first.times) == sorted(first.times) and first.times[0] > 0
         assert worker.generate(prompt, 3).tokens == first.tokens, "the state starts empty"
+        if PEERS[engine].serves_many:
+            assert worker.generate(prompt, 3, num_users=3).tokens == first.tokens
     finally:
         worker.close()

@@ -167,6 +167,27 @@ def test_workers_are_closed_when_it_is_interrupted(log: list[tuple[str, int, int
     assert all(worker.is_closed for worker in workers)
 
 
+def test_several_users_are_measured_where_the_engine_serves_them() -> None:
+    """Their tokens together; an engine of one user has the other figures alone."""
+
+    class Together(FakeWorker):
+        def generate(
+            self, tokens: Sequence[int], num_tokens: int, *, num_users: int = 1
+        ) -> Generated:
+            self.log.append((self.name, num_users, num_tokens))
+            return FakeWorker.generate(self, tokens, num_tokens)
+
+    plan = Plan(prefill_lengths=(4,), context=4, num_decoded=5, num_rounds=2, users=(8, 32))
+    log: list[tuple[str, int, int]] = []
+    many, one = enter(Together("A", log, (10.0, 20.0))), enter(FakeWorker("B", [], (10.0, 20.0)))
+    one.serves_many = False
+    measure_all([many, one], plan, tokens=TEXT, bandwidth=lambda: 1.0)
+    assert plan.max_users == 32 and PLAN.max_users == 1
+    assert many.rates["decode-4-x8"] == pytest.approx([160.0] * 2)
+    assert many.rates["decode-4-x32"] == pytest.approx([640.0] * 2)
+    assert ("A", 8, 5) in log and set(one.rates) == {"prefill-4", "decode-4"}
+
+
 def test_the_context_has_room_for_every_measure() -> None:
     assert PLAN.max_context == 9
     assert Plan(prefill_lengths=(512,), context=128, num_decoded=4).max_context == 513
