@@ -2,8 +2,8 @@
 
 JSON lines: the process writes what it loaded, then answers each ``{tokens, num_tokens}`` it reads
 (``num_users`` besides, where there are several) with ``{tokens, times}``. While it waits for a line
-it does nothing. From outside it is asked, watched until it is idle, ended; one that crashes or hangs
-costs its own row alone: every failure is a `WorkerError` of one line. It knows no engine.
+it does nothing. From outside it is asked, watched until it is idle, ended; one that crashes or
+hangs costs its own row alone: every failure is a `WorkerError` of one line. It knows no engine.
 """
 
 from __future__ import annotations
