@@ -214,7 +214,8 @@ def command_of(record: Result) -> list[str]:
         words = ["bench", "--case", record.case, "--precision", record.precision_name]
         if record.weights == "random":
             words += ["--model", f"shape:{record.model.lower()}"]
-        words += target_options(record.target)
+        if record.target not in CPU_BACKENDS.values():
+            words += target_options(record.target)
     if record.target in CPU_BACKENDS.values() and "--backend" not in words:
         words += target_options(record.target)[2:]
     if record.target.startswith("cpu") and "--threads" not in words and _threads(record):
