@@ -10,8 +10,9 @@ import pytest
 
 from tests.tiny import lowered, tiny_model
 from tilewright.compiler.driver import silent
+from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu import choice
-from tilewright.compiler.targets.cpu.native import build, library
+from tilewright.compiler.targets.cpu.native import build, library, recipe
 from tilewright.compiler.targets.cpu.native.assemble import assemble
 from tilewright.compiler.targets.program.instructions import Needs
 from tilewright.compiler.targets.program.plan import make_plan
@@ -57,3 +58,16 @@ def test_a_compiler_that_fails_is_one_line(unbuilt: pytest.MonkeyPatch, tmp_path
     assert target == "cpu" and "\n" not in why
     assert why.startswith("backend auto: onnxruntime, for native cannot be built: the C++ compiler")
     assert "error: no" in why
+
+
+def test_a_library_that_came_with_the_package_needs_no_compiler(
+    unbuilt: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where it is of these very sources; another is not looked at."""
+    unbuilt.setenv("CXX", "no-such-compiler")
+    unbuilt.setattr(build, "__file__", str(tmp_path / "build.py"))
+    (tmp_path / "kernels-0123456789abcdef.so").touch()
+    with pytest.raises(CompileError, match=r"no C\+\+ compiler"):
+        build.library_path()
+    (tmp_path / recipe.packaged_name()).touch()
+    assert build.library_path() == tmp_path / recipe.packaged_name()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.compiler.targets.cpu.native import build
+from tilewright.compiler.targets.cpu.native import build, recipe
 
 CHECK = Path(__file__).with_name("native_check.cpp")
 NUM_PROGRAMS = 500
@@ -27,9 +27,9 @@ def test_the_library_is_clean(sanitizer: str, tmp_path: Path) -> None:
     assert compiler is not None
     flags = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-DTW_GUARDS")
     objects, running = [], []
-    for unit in (*build.units(), CHECK):
+    for unit in (*recipe.units(), CHECK):
         objects.append(str(tmp_path / f"{unit.stem}.o"))
-        command = [compiler, *build.flags_of(unit), *flags, f"-I{build.SOURCES}", "-c", str(unit)]
+        command = [compiler, *recipe.flags_of(unit), *flags, f"-I{recipe.SOURCES}", "-c", str(unit)]
         running.append(subprocess.Popen([*command, "-o", objects[-1]]))
     assert not any(process.wait() for process in running)
     program = tmp_path / "check"

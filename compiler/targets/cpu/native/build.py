@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
-import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import tempfile
@@ -17,17 +15,8 @@ from pathlib import Path
 
 from tilewright.compiler.errors import CompileError, one_line
 from tilewright.compiler.files import cache_dir
+from tilewright.compiler.targets.cpu.native.recipe import commands, digest, packaged_name
 
-SOURCES = Path(__file__).parent / "source"
-_FLAGS = (
-    *("-std=c++20", "-fPIC", "-fvisibility=hidden", "-pthread"),
-    *("-ffp-contract=off", "-fno-math-errno"),  # a sum has the same bits on every instruction set
-)
-_ISA_FLAGS = {
-    "isa_avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
-    "isa_avx2": ("-march=x86-64-v3",),
-}
-_ON_X86 = ("x86_64", "AMD64")
 _COMPILERS = ("g++", "clang++", "c++")
 _MOST_SECONDS = 300
 
@@ -41,11 +30,15 @@ def find_compiler() -> str | None:
 
 @functools.cache
 def library_path() -> Path:
-    """The shared library, compiled now unless the cache has it.
+    """The shared library: what came with the package, where it is of these sources, else what the
+    cache has, else compiled now.
 
     Raises:
         CompileError: where there is no compiler, or it refuses.
     """
+    packaged = Path(__file__).parent / packaged_name()
+    if packaged.exists():
+        return packaged
     compiler = find_compiler()
     if compiler is None:
         raise CompileError(
@@ -70,36 +63,21 @@ def library_path() -> Path:
     return path
 
 
-def units() -> list[Path]:
-    """The translation units that this machine's processors have instructions for."""
-    has_x86 = platform.machine() in _ON_X86
-    return [
-        each for each in sorted(SOURCES.glob("*.cpp")) if has_x86 or each.stem not in _ISA_FLAGS
-    ]
-
-
-def flags_of(unit: Path) -> tuple[str, ...]:
-    """How a unit is compiled. The scalar one is for machines without vectors: small, not fast."""
-    level = "-O1" if unit.stem == "isa_scalar" else "-O2"
-    return (*_FLAGS, level, *_ISA_FLAGS.get(unit.stem, ()))
-
-
 def compile_library(compiler: str, folder: Path) -> Path:
     """Compile all units, side by side, and link them in ``folder``.
 
     Raises:
         CompileError: with what the compiler said first.
     """
-    objects, running = [], []
-    for unit in units():
-        objects.append(str(folder / f"{unit.stem}.o"))
-        command = [compiler, *flags_of(unit), "-c", str(unit), "-o", objects[-1]]
-        running.append(subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE))
-    for process in running:
-        _finish(process)
     library = folder / "library.so"
-    command = [compiler, "-shared", "-pthread", *objects, "-o", str(library)]
-    _finish(subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE))
+    *objects, link = commands(compiler, folder, library)
+    for together in (objects, [link]):
+        running = [
+            subprocess.Popen(each, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+            for each in together
+        ]
+        for process in running:
+            _finish(process)
     return library
 
 
@@ -123,12 +101,5 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
 
 def _key(compiler: str) -> str:
     """What the library depends on: the sources, the compiler, the flags."""
-    found = hashlib.sha256()
     said = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    found.update(said + compiler.encode() + platform.machine().encode())
-    for unit in units():
-        found.update(repr(flags_of(unit)).encode())
-    for path in sorted(SOURCES.iterdir()):
-        if path.suffix in (".cpp", ".h", ".inl"):
-            found.update(path.name.encode() + path.read_bytes())
-    return found.hexdigest()[:32]
+    return digest(said + compiler.encode())[:32]

@@ -1,0 +1,50 @@
+"""Wheels that carry the native CPU kernels: where TILEWRIGHT_WHEEL_KERNELS is set, they are
+compiled into the wheel, which is then one processor's. All else stands in pyproject.toml. A compiler
+that fails costs the kernels alone: an installation without them compiles its own, or runs ONNX
+Runtime.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from setuptools import Distribution, setup
+from setuptools.command.build_py import build_py
+
+NATIVE = Path("compiler", "targets", "cpu", "native")
+HAS_KERNELS = bool(os.environ.get("TILEWRIGHT_WHEEL_KERNELS"))
+
+
+class BuildWithKernels(build_py):
+    """Copies the package, and compiles the kernels beside their sources' copies."""
+
+    def run(self) -> None:
+        """Build as usual; then the kernels, where they are wanted."""
+        super().run()
+        if not HAS_KERNELS:
+            return
+        spec = importlib.util.spec_from_file_location("recipe", NATIVE / "recipe.py")
+        recipe = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(recipe)
+        library = Path(self.build_lib, "tilewright", NATIVE, recipe.packaged_name())
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                compiler = os.environ.get("CXX", "c++")
+                for command in recipe.commands(compiler, Path(folder), library):
+                    subprocess.run(command, check=True)
+            except (OSError, subprocess.CalledProcessError) as error:
+                print(f"the native CPU kernels are left out: {error}", file=sys.stderr)
+
+
+class OfOneProcessor(Distribution):
+    """A distribution whose wheel is named by the processor where it has the kernels."""
+
+    def has_ext_modules(self) -> bool:
+        """Whether there is machine code in it."""
+        return HAS_KERNELS
+
+
+setup(cmdclass={"build_py": BuildWithKernels}, distclass=OfOneProcessor)
