@@ -1,7 +1,8 @@
 """Wheels that carry the native CPU kernels: where TILEWRIGHT_WHEEL_KERNELS is set, they are
-compiled into the wheel, which is then one processor's. All else stands in pyproject.toml. A compiler
-that fails costs the kernels alone: an installation without them compiles its own, or runs ONNX
-Runtime.
+compiled into the wheel, which is then one processor's. All else stands in pyproject.toml.
+
+A compiler that fails costs the kernels alone: an installation without them compiles its own, or
+runs ONNX Runtime.
 """
 
 import importlib.util
