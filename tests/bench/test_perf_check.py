@@ -73,7 +73,7 @@ def test_commands_are_the_recorded_ones_or_what_the_fields_say() -> None:
     random = make(weights="random", model="Llama-3.2-1B", target="cuda", device="H200")
     assert command_of(random) == [*words, "--model", "shape:llama-3.2-1b", "--target", "cuda"]
     said = make(command="tilewright bench 'my model' --threads 4")
-    assert command_of(said) == ["bench", "my model", *ours, "--threads", "4"]
+    assert command_of(said) == ["bench", "my model", "--threads", "4", *ours]
     wide = replace(random, batch=8, model="Llama-3.1-8B", precision_name="bf16")
     assert perf_check.cuda_row(wide) == "8b-bf16-b8" and perf_check.cuda_row(timed()) is None
 
