@@ -234,6 +234,8 @@ def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
 def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int, int], Tensor]:
     """Panels of rows ``[first, last)`` of a weight, padded with rows of zeros to a number."""
     recipe, kind = wanted.recipe, wanted.kind
+    if kind in K_KINDS:
+        return _super_reader(wanted, get)
     assert recipe.format is not None
     is_whole = recipe.block_axis == "out" or not isinstance(get, ReadsRows) or recipe.pad_rows
     kept = None
@@ -272,17 +274,26 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
             dense = dense_of(first, last)
             values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
             return value_panels(pad(values, (0, 0, 0, count - len(values))), kind)
-        if kind in K_KINDS:
-            assert isinstance(get, ReadsStored)
-            stored = pad(load_stored(recipe, get, first, last), (0, 0, 0, count - (last - first)))
-            found = get_format(kind)
-            assert isinstance(found, GgmlFileFormat)
-            return super_panels(found.read(stored), kind, wanted.columns)
         signed, minimums = codes_of(first, last)
         missing = (0, 0, 0, count - len(signed.codes))
         signed = SignedCodes(pad(signed.codes, missing), pad(signed.scales, missing), signed.block)
         minimums = None if minimums is None else pad(minimums, missing)
         return code_panels(signed, kind, ", ".join(recipe.names[:4]), minimums=minimums)
+
+    return read
+
+
+def _super_reader(
+    wanted: Wanted, get: Callable[[str], Tensor]
+) -> Callable[[int, int, int], Tensor]:
+    """As :func:`_reader`, of a weight in a file's blocks of 256."""
+    found, kind = get_format(wanted.kind), wanted.kind
+    assert isinstance(found, GgmlFileFormat) and isinstance(get, ReadsStored)
+
+    def read(first: int, last: int, count: int) -> Tensor:
+        stored = load_stored(wanted.recipe, get, first, last)
+        blocks = found.read(pad(stored, (0, 0, 0, count - len(stored))))
+        return super_panels(blocks, kind, wanted.columns)
 
     return read
 
