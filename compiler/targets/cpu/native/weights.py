@@ -217,7 +217,7 @@ class _Kept:
 
 def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
     """The panels of a weight, or of one expert's."""
-    read = _reader(wanted, get)
+    read = (_super_reader if wanted.kind in K_KINDS else _reader)(wanted, get)
     half = wanted.rows // 2 if wanted.is_paired else wanted.rows
     step = max(1, _CHUNK_VALUES // wanted.columns // (2 * LANES)) * 2 * LANES
     end = whole(half, LANES if wanted.is_paired else 2 * LANES)
@@ -234,8 +234,6 @@ def _panels(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
 def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int, int], Tensor]:
     """Panels of rows ``[first, last)`` of a weight, padded with rows of zeros to a number."""
     recipe, kind = wanted.recipe, wanted.kind
-    if kind in K_KINDS:
-        return _super_reader(wanted, get)
     assert recipe.format is not None
     is_whole = recipe.block_axis == "out" or not isinstance(get, ReadsRows) or recipe.pad_rows
     kept = None
