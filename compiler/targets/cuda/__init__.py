@@ -154,13 +154,13 @@ def _place(
     """The executable of a graph on this machine's GPU, once there is room for it."""
     from tilewright.compiler.targets.cuda.device import check_room, open_device
     from tilewright.compiler.targets.cuda.executable import CudaExecutable
-    from tilewright.compiler.targets.cuda.invariance import withhold_workspace
+    from tilewright.compiler.targets.cuda.invariance import can_promise, withhold_workspace
     from tilewright.compiler.targets.cuda.plan import make_plan
     from tilewright.compiler.targets.cuda.weights import wanted_by
 
     plan = make_plan(graph_module)
     wanted_by(plan)  # an unsupported format, before a missing GPU
-    if options.is_strict:
+    if can_promise(plan, options):
         withhold_workspace()
     device = open_device()
     num_pages = check_room(plan, options, device)

@@ -17,7 +17,7 @@ from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
 from tilewright.compiler.targets.cuda.trials import read_trials
-from tilewright.compiler.targets.cuda.weights import Weights, wanted_by
+from tilewright.compiler.targets.cuda.weights import wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Plan
 
 _WORKSPACE = 2 << 30
@@ -63,7 +63,7 @@ def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> int
 
 
 def capabilities_of(
-    plan: Plan, weights: Weights, options: CompileOptions, device: torch.device, num_pages: int
+    plan: Plan, options: CompileOptions, device: torch.device, num_pages: int
 ) -> Capabilities:
     """What steps of a plan with a pool of so many pages may look like on a device."""
     return Capabilities(
@@ -77,7 +77,7 @@ def capabilities_of(
         max_prompts=read_trials().prompts,
         max_step_tokens=PROMPT_CHUNK,
         runs_ahead=device.type == "cuda",
-        invariant=invariant_of(plan, weights, options, device),
+        invariant=invariant_of(plan, options, device),
     )
 
 

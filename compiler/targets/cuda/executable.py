@@ -84,11 +84,11 @@ class CudaExecutable(Executable):
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states
         )
-        self.capabilities = capabilities_of(plan, weights, options, device, num_pages)
+        self.capabilities = capabilities_of(plan, options, device, num_pages)
         self.vocab_size = plan.vocab_size
         self._device, self._weights = device, weights
         exact = options.compute == "exact"
-        strict = options.is_strict
+        strict = self.capabilities.invariant == "rows"
         self._steps = Steps(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict
         )

@@ -8,13 +8,21 @@ import torch
 
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.capture import has_mixers
-from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native
-from tilewright.compiler.targets.cuda.weights import Weights, product_of
-from tilewright.compiler.targets.program.instructions import Linear, Plan
+from tilewright.compiler.targets.program.instructions import Plan
+
+MOST_SEATS = 16
+"""Rows up to which every product of a decode step is our own, whose sums have one order."""
 
 _WITHHELD = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 """Read when the library is first used in a process."""
+
+
+def can_promise(plan: Plan, options: CompileOptions) -> bool:
+    """Whether rows are asked to depend on nothing else, and the plan's kernels can do it."""
+    is_fast = options.compute != "exact"
+    few = options.max_batch <= MOST_SEATS
+    return options.is_strict and is_fast and few and not has_mixers(plan)
 
 
 def withhold_workspace() -> None:
@@ -26,20 +34,9 @@ def withhold_workspace() -> None:
         os.environ.update(_WITHHELD)
 
 
-def invariant_of(
-    plan: Plan, weights: Weights, options: CompileOptions, device: torch.device
-) -> str:
-    """What `Capabilities.invariant` says: ``rows`` where strict steps keep that promise for as many
-    sequences as there may be, which they do while every product of a decode step is our own.
-    """
-    if not options.is_strict or options.compute == "exact" or has_mixers(plan):
-        return "none"
-    if native.why_not(device) or any(os.environ.get(name) != at for name, at in _WITHHELD.items()):
-        return "none"
-    most = min(native.most_tokens(held) for held in _products(plan, weights))
-    return "rows" if options.max_batch <= most else "none"
-
-
-def _products(plan: Plan, weights: Weights) -> list[HeldWeight]:
-    found = [each for each in plan.instructions if isinstance(each, Linear)]
-    return [weights.held(product_of(each)) for each in found]
+def invariant_of(plan: Plan, options: CompileOptions, device: torch.device) -> str:
+    """What `Capabilities.invariant` says: ``rows`` where steps keep that promise, else ``none``."""
+    is_withheld = all(os.environ.get(name) == value for name, value in _WITHHELD.items())
+    if can_promise(plan, options) and is_withheld and not native.why_not(device):
+        return "rows"
+    return "none"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,48 +13,38 @@ import torch
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda import invariance
-from tilewright.compiler.targets.cuda.invariance import invariant_of
+from tilewright.compiler.targets.cuda.invariance import MOST_SEATS, can_promise, invariant_of
 from tilewright.compiler.targets.cuda.kernels import native
 
-STRICT = CompileOptions(max_batch=16, is_strict=True)
+STRICT = CompileOptions(max_batch=MOST_SEATS, is_strict=True)
+PLAN: Any = None  # which only `has_mixers` looks at
 
 
 @pytest.fixture
-def promised(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What is promised of options, on a machine whose own kernels take up to 16 rows."""
+def promised(monkeypatch: pytest.MonkeyPatch) -> Callable[[CompileOptions], str]:
+    """What is promised, on a machine with our own kernels and the workspace withheld."""
     monkeypatch.setattr(native, "why_not", lambda device: "")
-    monkeypatch.setattr(native, "most_tokens", lambda held: 16)
     monkeypatch.setattr(invariance, "has_mixers", lambda plan: False)
-    monkeypatch.setattr(invariance, "_products", lambda plan, weights: [None])
     for name, value in invariance._WITHHELD.items():
         monkeypatch.setenv(name, value)
-    nothing: Any = None  # the plan and its weights, which only what is replaced above looks at
-
-    def of(options: CompileOptions) -> str:
-        return invariant_of(nothing, nothing, options, torch.device("cpu"))
-
-    return of
+    return lambda options: invariant_of(PLAN, options, torch.device("cpu"))
 
 
 def test_rows_are_promised_where_all_of_it_is_there(
-    promised: Any, monkeypatch: pytest.MonkeyPatch
+    promised: Callable[[CompileOptions], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert promised(STRICT) == "rows"
     assert promised(replace(STRICT, is_strict=False)) == "none"
     assert promised(replace(STRICT, compute="exact")) == "none"
-    assert promised(replace(STRICT, max_batch=17)) == "none", "the library's product from there on"
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
-    assert promised(STRICT) == "none", "the library may split sums"
-
-
-def test_nothing_is_promised_of_experts_and_without_our_kernels(
-    promised: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    assert promised(replace(STRICT, max_batch=MOST_SEATS + 1)) == "none", "the library's products"
     with monkeypatch.context() as patched:
-        patched.setattr(invariance, "has_mixers", lambda plan: True)
+        patched.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+        assert promised(STRICT) == "none", "the library may split sums"
+    with monkeypatch.context() as patched:
+        patched.setattr(native, "why_not", lambda device: "no compiler")
         assert promised(STRICT) == "none"
-    monkeypatch.setattr(native, "why_not", lambda device: "no compiler")
-    assert promised(STRICT) == "none"
+    monkeypatch.setattr(invariance, "has_mixers", lambda plan: True)
+    assert promised(STRICT) == "none" and not can_promise(PLAN, STRICT), "experts"
 
 
 @pytest.mark.gpu
