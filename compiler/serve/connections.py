@@ -98,8 +98,8 @@ class Connection(web.RequestHandler):
             if self._head_timer is not None:
                 self._head_timer.cancel()
                 self._head_timer = None
-        elif data and self._head_timer is None and self._waiter is not None:
-            self._await_head()  # no request is under way: these bytes begin the next one
+        elif data and self._head_timer is None and not self._is_busy():
+            self._await_head()  # these bytes begin the next request
 
     def handle_error(
         self,
@@ -121,7 +121,18 @@ class Connection(web.RequestHandler):
         return response
 
     def _await_head(self) -> None:
-        self._head_timer = self._later(self._settings.header_timeout, self.force_close)
+        self._head_timer = self._later(self._settings.header_timeout, self._give_up_head)
+
+    def _is_busy(self) -> bool:
+        """Whether a request is under way, or waits for its handler. The library's waiter tells it
+        too late: a client may write again before its handler has come to wait.
+        """
+        return self._request_in_progress or bool(self._messages)
+
+    def _give_up_head(self) -> None:
+        self._head_timer = None
+        if not self._is_busy():
+            self.force_close()
 
     def _look_at_writes(self) -> None:
         """Reset the connection where what is to be sent has not become less for too long."""
