@@ -55,7 +55,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo perf perf-tables perf-check perf-boards peers compare compare-serve docs test lint format
-.PHONY: test-gpu test-slow test-page check-ttnn clean
+.PHONY: test-gpu sanitize-gpu test-slow test-page check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
@@ -69,6 +69,7 @@ help:
 	@echo "make compare-serve  load our server and llama.cpp's in turn"
 	@echo "make docs      the documentation as a site, in site/"
 	@echo "make test-gpu  all tests that need CUDA devices"
+	@echo "make sanitize-gpu  the CUDA C++ kernels under compute-sanitizer, at small sizes"
 	@echo "make test-slow  all slow tests, and the long campaign of the fuzz tests"
 	@echo "make test-page the chat page in a headless Chromium, which has to be installed"
 	@echo "make check-ttnn  emitted programs and formats against ttnn, on mock boards"
@@ -152,6 +153,10 @@ docs: $(WITH_DOCS) $(TYPED)
 
 test-gpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -m 'gpu or multigpu' $(ARGS)
+
+# SANITIZER=path: compute-sanitizer of a CUDA toolkit; TOOLS=racecheck: one of its tools.
+sanitize-gpu: $(WITH_TEST)
+	PYTHON="$(BIN)/python" bench/cuda/sanitize.sh
 
 # About two hours on two quiet cores, one test at a time, since some of them measure time; the last
 # half hour is the long campaign of the fuzz tests.

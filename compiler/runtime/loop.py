@@ -157,6 +157,7 @@ class EngineLoop:
 
         Twice, for what a first run costs is no measure of a second one.
         """
+        self.executable.prepare()
         limits = self.executable.capabilities
         sampling = SamplingParams(max_tokens=min(3, limits.max_context))
         most = limits.max_context - sampling.max_tokens + 1

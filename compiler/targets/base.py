@@ -76,6 +76,8 @@ class CompileOptions:
     sequence has room for a whole context.
     ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, if
     that costs some speed; `Capabilities.invariant` says what comes of it.
+    ``max_step_tokens``: of prompts, what a step will be given; memory for work on them is reserved
+    where a target needs any.
     """
 
     max_batch: int = 1
@@ -84,6 +86,7 @@ class CompileOptions:
     num_threads: int | None = None
     memory_fraction: float | None = None
     is_strict: bool = False
+    max_step_tokens: int = 65_536
 
 
 class Executable(ABC):
@@ -128,6 +131,12 @@ class Executable(ABC):
     @abstractmethod
     def reset(self) -> None:
         """Close every seat and forget every page, for a runtime that begins anew."""
+
+    def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
+        """Make now what a first step of each kind would make, while nobody is seated.
+
+        Afterwards no step takes longer for being the first of its kind.
+        """
 
     @abstractmethod
     def memory(self) -> MemoryUse:

@@ -24,11 +24,12 @@ class Buckets:
         rows: Sequence[int],
         tokens: Sequence[int],
         num_choosable: Callable[[], int],
-        num_ends: Callable[[], int],
+        num_ends: int,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
         self._steps, self._num_choosable, self._num_ends = steps, num_choosable, num_ends
-        self._pool = self._fresh_pool()
+        is_gpu = steps.device.type == "cuda"
+        self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
         self.decodes: dict[int, DecodeBucket] = {}
         self.prompts: dict[int, PromptBucket] = {}
 
@@ -46,22 +47,12 @@ class Buckets:
             self.prompts[size] = PromptBucket(self._steps, size, *self._widths(), self._pool)
         return self.prompts[size]
 
-    def renew(self) -> None:
-        """Capture all anew when it is next asked for.
-
-        In memory of its own: results of the old captures may still be held by whoever reads them.
-        """
-        self.clear()
-        self._pool = self._fresh_pool()
-
-    def clear(self) -> None:
-        """Let go of all that was captured."""
-        self.decodes.clear()
-        self.prompts.clear()
+    def prepare(self) -> None:
+        """Capture all that steps may run, in every bucket, while nobody is seated."""
+        for size in self.rows:
+            self.decode(size).prepare()
+        for size in self.tokens:
+            self.prompt(size).prepare()
 
     def _widths(self) -> tuple[int, int]:
-        return self._num_choosable(), self._num_ends()
-
-    def _fresh_pool(self) -> Any:
-        is_gpu = self._steps.device.type == "cuda"
-        return torch.cuda.graph_pool_handle() if is_gpu else None
+        return self._num_choosable(), self._num_ends

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys, sample
+from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Choice, Drawing, make_choice
 from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.seats import Parameters, SeatTable
+from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Steps
 from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.program.instructions import Mixer, Plan
-from tilewright.compiler.targets.step import NOT_A_NUMBER, Seat
+from tilewright.compiler.targets.step import Seat
 
 _PROMPTS = (16, 32, 64, 128, 256, 512)
 _LONG_PROMPTS = (768, 1024, 1536, 2048)
@@ -42,66 +42,6 @@ def decode_buckets(max_batch: int, most: int | None = None) -> tuple[int, ...]:
 def has_mixers(plan: Plan) -> bool:
     """Whether a plan has experts or linear attention."""
     return any(isinstance(each, Mixer) for each in plan.instructions)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """How the tokens of B rows are chosen, and where they go: tensors that a graph reads.
-
-    All are ``[B]`` but ``parameters``, of B rows. ``tokens`` and ``why`` (see :class:`Chosen`) are
-    the results; ``positions``: where the chosen tokens will stand; ``width``: how many of a row's
-    first logits are chosen from.
-    """
-
-    tokens: Tensor
-    why: Tensor
-    parameters: Parameters
-    positions: Tensor
-    keys: Tensor
-    width: int
-
-    def gather(self, table: SeatTable, at: Tensor) -> None:
-        """The parameters of the seats in the rows ``at [B]`` of the table."""
-        torch.index_select(table.parameters.words, 0, at, out=self.parameters.words)
-
-    def apply(self, logits: Tensor, *, is_greedy: bool, advancing: Tensor | None = None) -> None:
-        """Choose from ``logits [B, V]``; positions ``advancing [B]`` go on by one, but padding."""
-        logits = logits[:, : self.width]
-        choose(
-            self.tokens,
-            self.why,
-            logits,
-            end_tokens=self.parameters.end_tokens,
-            scratch=self.keys,
-            positions=advancing,
-        )
-        if is_greedy:
-            return
-        by = self.parameters
-        temperature, top_p = by.temperature.float(), by.top_p.float()
-        chosen = sample(logits, temperature, by.top_k, top_p, by.seeds, self.positions)
-        self.tokens.copy_(chosen)
-        ends = (by.end_tokens == self.tokens.unsqueeze(-1)).any(-1).to(torch.uint8)
-        is_number = logits.amax(-1).isfinite()  # NaN is the largest
-        self.why.copy_(ends.masked_fill(~is_number, NOT_A_NUMBER))
-
-
-def make_choice(
-    num_rows: int, width: int, num_ends: int, tokens: Tensor, device: torch.device
-) -> Choice:
-    """A choice of ``num_rows`` rows, greedy until told otherwise; it writes into ``tokens``."""
-
-    def zeros(dtype: torch.dtype) -> Tensor:
-        return torch.zeros(num_rows, dtype=dtype, device=device)
-
-    return Choice(
-        tokens=tokens,
-        why=zeros(torch.uint8),
-        parameters=Parameters(num_rows, num_ends, device),
-        positions=zeros(torch.int64),
-        keys=torch.empty(num_rows, num_keys(width), dtype=torch.int64, device=device),
-        width=width,
-    )
 
 
 class Captured:
@@ -134,17 +74,43 @@ class Captured:
             self._graph.replay()
 
 
-class DecodeBucket:
+class _Bucket:
+    """A captured pass whose logits a choice reads: first of the likeliest, then, where rows draw,
+    of those that each kind of :class:`Drawing` takes, captured apart.
+    """
+
+    def __init__(self, choice: Choice, device: torch.device, pool: Any) -> None:
+        self.choice = choice
+        self.logits = torch.empty(0)
+        self._device, self._pool = device, pool
+        self._draws: dict[Drawing, Captured] = {}
+
+    def _draw(self, drawing: Drawing) -> None:
+        """Replace the likeliest tokens, which the last pass chose, where rows draw."""
+        self._capture_draw(drawing)
+        self._draws[drawing]()
+
+    def _capture_draw(self, drawing: Drawing) -> None:
+        if drawing in self._draws:
+            return
+        kept = [(each, each.clone()) for each in (self.choice.tokens, self.choice.why)]
+        run = Captured(lambda: self.choice.draw(self.logits, drawing), self._device, self._pool)
+        self._draws[drawing] = run
+        for place, values in kept:  # a draw begins at the likeliest
+            place.copy_(values)
+
+
+class DecodeBucket(_Bucket):
     """One token of each of up to ``num_rows`` sequences; rows that are not used are padding."""
 
     def __init__(self, steps: Steps, num_rows: int, width: int, num_ends: int, pool: Any) -> None:
-        device = steps.device
         self.num_rows = num_rows
-        self.rows = Rows.padding(num_rows, device)
-        self.choice = make_choice(num_rows, width, num_ends, self.rows.tokens, device)
-        self.logits = torch.empty(0)
-        self._steps, self._device, self._pool = steps, device, pool
-        self._captured: dict[bool, Captured] = {}
+        self.rows = Rows.padding(num_rows, steps.device)
+        tokens, positions = self.rows.tokens, self.rows.positions
+        choice = make_choice(num_rows, width, num_ends, tokens, positions=positions)
+        super().__init__(choice, steps.device, pool)
+        self._steps = steps
+        self._pass: Captured | None = None
 
     def sit(self, table: SeatTable, at: Tensor, positions: Tensor) -> None:
         """The seats in the rows ``at [B]`` of the table take the rows of this bucket, and read
@@ -154,44 +120,50 @@ class DecodeBucket:
         self.rows.positions.copy_(positions)
         self.rows.slots.copy_(at.masked_fill(positions < 0, 0))
         self.choice.gather(table, at)
-        self.choice.positions.copy_(positions + 1)
 
-    def run(self, *, is_greedy: bool) -> None:
+    def prepare(self) -> None:
+        """Capture all that a step may run; rows must not hold anybody yet."""
+        self._capture()
+        for drawing in EVERY_DRAWING:
+            self._capture_draw(drawing)
+
+    def run(self, drawing: Drawing | None = None) -> None:
         """Run a decode step; its chosen tokens are those of the next, one position on."""
-        if is_greedy not in self._captured:
+        self._capture()()
+        if drawing is not None:
+            self._draw(drawing)
+
+    def _capture(self) -> Captured:
+        if self._pass is None:
             kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
-            positions = self.choice.positions.clone()
             self.rows.positions.fill_(-1)  # while it is compiled and captured, all is padding
-            run = Captured(lambda: self._run(is_greedy), self._device, self._pool)
-            self._captured[is_greedy] = run
+            self._pass = Captured(self._run, self._device, self._pool)
             self.rows.tokens.copy_(kept[0])
             self.rows.positions.copy_(kept[1])
-            self.choice.positions.copy_(positions)
-        self._captured[is_greedy]()
+        return self._pass
 
-    def _run(self, is_greedy: bool) -> None:
+    def _run(self) -> None:
         is_gpu = self._device.type == "cuda"
         self.logits = self._steps.decode(self.rows, captured=is_gpu)
-        self.choice.apply(self.logits, is_greedy=is_greedy, advancing=self.rows.positions)
-        if not is_greedy:
-            self.choice.positions.add_(1)
+        self.choice.take_likeliest(self.logits, advancing=self.rows.positions)
 
 
 @dataclass(frozen=True, slots=True)
 class Seated:
     """The seats in the rows of a bucket, in order, and their rows of the table, padding included.
 
-    ``is_late``: some of them are chosen for by the host.
+    ``drawing``: what their draws ask for; None where all are greedy. ``is_late``: some of them are
+    chosen for by the host.
     """
 
     seats: tuple[Seat, ...]
     bucket: DecodeBucket
     at: Tensor
-    is_greedy: bool
+    drawing: Drawing | None
     is_late: bool
 
 
-class PromptBucket:
+class PromptBucket(_Bucket):
     """Up to ``num_tokens`` tokens of one sequence, and the choice of the token behind them."""
 
     def __init__(self, steps: Steps, num_tokens: int, width: int, num_ends: int, pool: Any) -> None:
@@ -200,25 +172,44 @@ class PromptBucket:
         self.rows = Rows.padding(num_tokens, device)
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
         tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        self.choice = make_choice(1, width, num_ends, tokens, device)
-        self.logits = torch.empty(0)
-        self._steps, self._device, self._pool = steps, device, pool
-        self._captured: dict[tuple[bool, bool], Captured] = {}
+        super().__init__(make_choice(1, width, num_ends, tokens), device, pool)
+        self._steps = steps
+        self._passes: dict[bool, Captured] = {}
 
-    def run(self, tokens: Tensor, first: int, slot: int, *, is_greedy: bool) -> None:
+    def prepare(self) -> None:
+        """Capture all that a prompt may run; a step's rows must not be in it."""
+        for first in (1, 0):
+            self._capture(self._from_start(first))
+        for drawing in EVERY_DRAWING:
+            self._capture_draw(drawing)
+
+    def run(self, tokens: Tensor, first: int, slot: int, drawing: Drawing | None = None) -> None:
         """``tokens`` from position ``first`` on, of the sequence in ``slot``."""
-        how = is_greedy, first == 0 and self.num_tokens > LIBRARY_ATTENTION
-        if how not in self._captured:
-            self.rows.positions.fill_(-1)
-            self._captured[how] = Captured(lambda: self._run(*how), self._device, self._pool)
+        captured = self._capture(self._from_start(first))
         count = len(tokens)
         positions = torch.arange(first, first + count)
         self.rows.upload(tokens, positions, torch.full_like(tokens, slot))
         self.last.fill_(count - 1)
-        self._captured[how]()
+        captured()
+        if drawing is not None:
+            self._draw(drawing)
 
-    def _run(self, is_greedy: bool, from_start: bool) -> None:
+    def _from_start(self, first: int) -> bool:
+        """Whether it attends in the way of prompts that begin at position 0."""
+        return first == 0 and self.num_tokens > LIBRARY_ATTENTION
+
+    def _capture(self, from_start: bool) -> Captured:
+        if from_start not in self._passes:
+            self.rows.positions.fill_(-1)
+            self.last.zero_()
+            run = Captured(lambda: self._run(from_start), self._device, self._pool)
+            self._passes[from_start] = run
+        return self._passes[from_start]
+
+    def _run(self, from_start: bool) -> None:
         logits = self._steps.prefill(self.rows, logit_rows=self.last, from_start=from_start)
         assert logits is not None
-        self.logits = logits
-        self.choice.apply(logits, is_greedy=is_greedy)
+        if not len(self.logits):
+            self.logits = torch.empty_like(logits)  # where both ways of attending leave them
+        self.logits.copy_(logits)
+        self.choice.take_likeliest(self.logits)

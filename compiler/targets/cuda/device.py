@@ -22,11 +22,11 @@ from tilewright.compiler.targets.program.instructions import OPERAND, Plan
 
 _WORKSPACE = 2 << 30
 """Bytes left to the library, to captured graphs and to the context."""
-PROMPT_CHUNK = 65_536
-"""Tokens of a prompt in one step: a longer one comes in pieces."""
 _FEW_ROWS = 64
 _CELL, _CELL_OF_MIXERS = 256, 1024
 """Tokens of a prompt that are worth reading the weights for; experts need more of them."""
+_LEAST_PROMPT = 1024
+"""Tokens of a prompt that a step has room for, whatever is asked: a cell of any model."""
 _MAX_SNAPSHOTS = 64
 _SHARE_OF_SNAPSHOTS = 8
 _GB = 1e9
@@ -75,7 +75,7 @@ def capabilities_of(
         has_sequence_state=bool(plan.sequence_states),
         cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
         max_prompts=read_trials().prompts,
-        max_step_tokens=PROMPT_CHUNK,
+        max_step_tokens=most_prompt_tokens(options),
         runs_ahead=device.type == "cuda",
         invariant=invariant_of(plan, options, device),
     )
@@ -171,11 +171,16 @@ def num_snapshots(plan: Plan, options: CompileOptions, free: int) -> int:
     return min(_MAX_SNAPSHOTS, max(0, room // each)) if each else 0
 
 
+def most_prompt_tokens(options: CompileOptions) -> int:
+    """Tokens of prompts that a step is given at most: a longer one comes in pieces."""
+    return max(options.max_step_tokens, _LEAST_PROMPT)
+
+
 def work_bytes(plan: Plan, options: CompileOptions) -> int:
     """Bytes of a prompt's intermediate values, a dequantised weight, and what libraries take."""
     exact = options.compute == "exact"
     size = 4 if exact else 2
-    tokens = min(options.max_context, PROMPT_CHUNK)
+    tokens = min(options.max_context, most_prompt_tokens(options))
     buffers = sum((size if each.role == OPERAND else 4) * each.width for each in plan.buffers[:-1])
     shapes = [each.weight.shape for each in plan.products]
     whole = shapes if exact else shapes[:-1]

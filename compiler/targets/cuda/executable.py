@@ -10,25 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.base import (
-    CompileOptions,
-    Executable,
-    MemoryUse,
-)
+from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.away import Away
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import (
-    Choice,
     Seated,
     decode_buckets,
     prompt_buckets,
 )
+from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
 from tilewright.compiler.targets.cuda.device import capabilities_of
-from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of, choose_now
+from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of, choose_now, needs_host
 from tilewright.compiler.targets.cuda.pages import pages_of
 from tilewright.compiler.targets.cuda.ragged import join, one, split
-from tilewright.compiler.targets.cuda.readings import Readings
+from tilewright.compiler.targets.cuda.readings import Ends, Readings
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.state import PagedState
@@ -56,14 +52,14 @@ from tilewright.compiler.targets.step import (
 )
 
 _NUM_ENDS = 16
-"""End tokens of a seat that captured steps have room for; more capture anew."""
+"""End tokens of a seat that the device looks for; the host looks for the others."""
 
 
 class CudaExecutable(Executable):
     """A compiled model on one GPU: one plan for prompts and decode steps.
 
-    Rows that a captured step can choose for are chosen there; penalties, bias, ``min_p``, masks and
-    log probabilities are worked out by the host, which waits for the logits.
+    Tokens are chosen on the device, except where penalties, bias or log probabilities are asked
+    for: these the host works out, which waits for the logits.
     """
 
     def __init__(
@@ -102,9 +98,10 @@ class CudaExecutable(Executable):
             rows=rows,
             tokens=prompt_buckets(plan),
             num_choosable=lambda: self.num_choosable,
-            num_ends=lambda: self._table.num_ends,
+            num_ends=_NUM_ENDS,
         )
         self._sittings: dict[Seat, Sitting] = {}
+        self._ends: dict[Seat, frozenset[int]] = {}
         self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
         self._waiting: list[HostChoice | DeviceChoice] = []
@@ -126,10 +123,15 @@ class CudaExecutable(Executable):
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
         return StepOutput(tuple(parts))
 
+    def prepare(self) -> None:
+        assert not self._sittings, "somebody is seated"
+        self._buckets.prepare()
+
     def reset(self) -> None:
         self._seated = None
         self._waiting.clear()
         self._sittings.clear()
+        self._ends.clear()
         self._away.forget()
         self._state.reset()
 
@@ -144,18 +146,17 @@ class CudaExecutable(Executable):
                 assert 0 <= edit.seat < self.capabilities.max_seats, f"there is no {edit}"
                 self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps)
                 opened[edit.seat] = edit.choosing
+                if len(edit.choosing.end_tokens) > _NUM_ENDS:
+                    self._ends[edit.seat] = frozenset(edit.choosing.end_tokens)
             elif isinstance(edit, Close):
                 del self._sittings[edit.seat]
+                self._ends.pop(edit.seat, None)
                 self._state.clear(edit.seat)
             elif isinstance(edit, Pages):
                 self._state.note(edit)
             else:
                 self._move(edit)
         self._state.deal([edit for edit in edits if isinstance(edit, Pages)])
-        most = max((len(choosing.end_tokens) for choosing in opened.values()), default=0)
-        if most > self._table.num_ends:
-            self._table.widen(1 << (most - 1).bit_length())
-            self._buckets.renew()
         self._table.open(opened)
 
     def _move(self, edit: Edit) -> None:
@@ -200,7 +201,7 @@ class CudaExecutable(Executable):
         for seat in seats:
             self._sittings[seat].length += 1
             self._state.check(seat, self._sittings[seat].length)
-        bucket.run(is_greedy=seated.is_greedy or is_late)
+        bucket.run(None if is_late else seated.drawing)
         logits = bucket.logits[: len(seats)]
         if is_late:
             return self._choose_late(seats, logits, step)
@@ -214,14 +215,18 @@ class CudaExecutable(Executable):
         padding = [-1] * (bucket.num_rows - len(seats))
         bucket.sit(self._table, at, send(torch.tensor([*lengths, *padding]), self._device))
         chosen = [self._sittings[seat].choosing for seat in seats]
-        is_greedy, is_late = all(c.is_greedy for c in chosen), any(map(_is_late, chosen))
-        return Seated(seats, bucket, at, is_greedy, is_late)
+        return Seated(seats, bucket, at, drawing_of(chosen), any(map(needs_host, chosen)))
 
     def _chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
         """What the device chose, on its way to the host."""
         kept = logits.to("cpu", copy=True) if step.want_logits else None
-        read = self._readings.of(choice.tokens[: len(seats)], choice.why[: len(seats)])
+        places = choice.tokens[: len(seats)], choice.why[: len(seats)]
+        read = self._readings.of(*places, self._ends_of(seats))
         return Part(seats, read, None if kept is None else lambda: kept)
+
+    def _ends_of(self, seats: tuple[Seat, ...]) -> Ends:
+        """By row, the end tokens of seats that have more than the device looks for."""
+        return {row: self._ends[each] for row, each in enumerate(seats) if each in self._ends}
 
     def _prompts(self, chunks: Sequence[Chunk], step: Step) -> list[Part]:
         """Pieces of several prompts in one batch; the tokens that are chosen behind them."""
@@ -241,7 +246,7 @@ class CudaExecutable(Executable):
             return []
         seats = tuple(ends)
         chosen = [self._sittings[seat].choosing for seat in seats]
-        if any(map(_is_late, chosen)) or step.masked or step.logprobs is not None:
+        if any(map(needs_host, chosen)) or step.masked or step.logprobs is not None:
             return [self._choose_late(seats, logits, step)]
         at, width = list(ends.values()), self.num_choosable
         choice = choose_now(self._table, seats, at, width, logits, chosen)
@@ -278,15 +283,15 @@ class CudaExecutable(Executable):
         """Captured where it is short, and at most its last token wants logits."""
         tokens = torch.tensor(chunk.tokens, dtype=torch.int64)
         chosen = [self._sittings[seat].choosing for seat in (chunk.seat, *chunk.also)]
-        is_late = any(map(_is_late, chosen)) or step.masked or step.logprobs is not None
-        is_greedy = is_late or all(choosing.is_greedy for choosing in chosen)
+        is_late = any(map(needs_host, chosen)) or step.masked or step.logprobs is not None
+        drawing = None if is_late else drawing_of(chosen)
         at = self._table.index((chunk.seat,))
         if len(tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
             bucket = self._buckets.prompt(len(tokens))
             choice = bucket.choice
             choice.gather(self._table, at)
             choice.positions.fill_(chunk.end)
-            bucket.run(tokens, chunk.start, chunk.seat, is_greedy=is_greedy)
+            bucket.run(tokens, chunk.start, chunk.seat, drawing)
             logits = bucket.logits
         else:
             placed, wanted = one(chunk, self._device)
@@ -324,8 +329,8 @@ class CudaExecutable(Executable):
         """The choice by the host, the tokens going back to the device before the next step; or by
         the device, where masks are all that is late: they are made while this step runs.
         """
-        needs_host = any(_is_late(self._sittings[seat].choosing) for seat in seats)
-        if step.masked and step.logprobs is None and echo is None and not needs_host:
+        by_host = any(needs_host(self._sittings[seat].choosing) for seat in seats)
+        if step.masked and step.logprobs is None and echo is None and not by_host:
             return self._choose_masked(seats, logits, step)
         kept = logits.to("cpu", copy=True)
         found = None
@@ -344,8 +349,9 @@ class CudaExecutable(Executable):
         chosen_for = [self._sittings[seat] for seat in seats]
         lengths = [each.length for each in chosen_for]
         choice = choice_of(self._table, seats, lengths, self.num_choosable)
-        is_greedy = all(each.choosing.is_greedy for each in chosen_for)
-        late = DeviceChoice(seats, logits, choice, is_greedy, self._readings)
+        drawing = drawing_of(each.choosing for each in chosen_for)
+        ends = self._ends_of(seats)
+        late = DeviceChoice(seats, logits, choice, drawing, self._readings, ends)
         self._waiting.append(late)
         return Part(seats, late.read, (lambda: logits.to("cpu")) if step.want_logits else None)
 
@@ -392,8 +398,3 @@ class CudaExecutable(Executable):
         if self._device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other
             torch.cuda.empty_cache()
-
-
-def _is_late(choosing: Choosing) -> bool:
-    """Whether a captured step cannot choose these tokens."""
-    return choosing.changes_logits or (choosing.min_p > 0.0 and not choosing.is_greedy)

@@ -9,10 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.capture import Choice, make_choice
-from tilewright.compiler.targets.cuda.readings import Readings
+from tilewright.compiler.targets.cuda.choice import Choice, Drawing, drawing_of, make_choice
+from tilewright.compiler.targets.cuda.readings import Ends, Readings
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.step import Choosing, Chosen, Seat
+
+
+def needs_host(choosing: Choosing) -> bool:
+    """Whether a captured step cannot choose these tokens."""
+    return choosing.changes_logits
 
 
 def choice_of(
@@ -21,7 +26,7 @@ def choice_of(
     """How tokens that will stand at ``positions`` are chosen for seats, outside of a graph."""
     device = table.device
     tokens = torch.zeros(len(seats), dtype=torch.int64, device=device)
-    choice = make_choice(len(seats), width, table.num_ends, tokens, device)
+    choice = make_choice(len(seats), width, table.num_ends, tokens)
     choice.gather(table, table.index(seats))
     choice.positions.copy_(send(torch.tensor(positions), device))
     return choice
@@ -37,7 +42,7 @@ def choose_now(
 ) -> Choice:
     """:func:`choice_of`, of ``logits [R, V]``, which are for these seats."""
     choice = choice_of(table, seats, positions, width)
-    choice.apply(logits, is_greedy=all(each.is_greedy for each in choosing))
+    choice.apply(logits, drawing_of(choosing))
     return choice
 
 
@@ -50,8 +55,9 @@ class DeviceChoice:
     seats: tuple[Seat, ...]
     logits: Tensor
     choice: Choice
-    is_greedy: bool
+    drawing: Drawing | None
     readings: Readings
+    ends: Ends
     reader: Callable[[], Chosen] | None = None
 
     def choose(self, masks: Mapping[Seat, np.ndarray]) -> Tensor:
@@ -69,8 +75,8 @@ class DeviceChoice:
             is_allowed = ((bits.unsqueeze(-1) >> places) & 1).flatten(1)[:, :width].bool()
             chosen_from = logits.index_select(0, at).masked_fill(~is_allowed, float("-inf"))
             logits = logits.index_copy(0, at, chosen_from)
-        self.choice.apply(logits, is_greedy=self.is_greedy)
-        self.reader = self.readings.of(self.choice.tokens, self.choice.why)
+        self.choice.apply(logits, self.drawing)
+        self.reader = self.readings.of(self.choice.tokens, self.choice.why, self.ends)
         return self.choice.tokens
 
     def read(self) -> Chosen:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.step import Chosen
+from tilewright.compiler.targets.step import END_TOKEN, GOES_ON, Chosen
+
+Ends = Mapping[int, Collection[int]]
+"""End tokens of rows that have more than the device has room for."""
 
 _NUM_PLACES = 16
 """Parts that may be under way: two steps, of decode rows and of several prompts each."""
@@ -22,10 +25,10 @@ class Readings:
         self._readers: list[Callable[[], Chosen] | None] = [None] * _NUM_PLACES
         self._next = 0
 
-    def of(self, tokens: Tensor, why: Tensor) -> Callable[[], Chosen]:
+    def of(self, tokens: Tensor, why: Tensor, ends: Ends) -> Callable[[], Chosen]:
         """What gives ``tokens [R]`` and ``why [R]`` (uint8) once they have arrived."""
         if self._device.type != "cuda":
-            found = Chosen(tokens.tolist(), why.tolist())
+            found = _chosen(tokens.tolist(), why.tolist(), ends)
             return lambda: found
         if not self._places:
             self._places = [
@@ -49,8 +52,15 @@ class Readings:
         def read() -> Chosen:
             if not kept:
                 event.synchronize()
-                kept.append(Chosen(places[0].tolist(), places[1].tolist()))
+                kept.append(_chosen(places[0].tolist(), places[1].tolist(), ends))
             return kept[0]
 
         self._readers[index] = read
         return read
+
+
+def _chosen(tokens: list[int], why: list[int], ends: Ends) -> Chosen:
+    for row, more in ends.items():
+        if why[row] == GOES_ON and tokens[row] in more:
+            why[row] = END_TOKEN
+    return Chosen(tokens, why)

@@ -15,21 +15,22 @@ from torch import Tensor
 from tilewright.compiler.targets.step import Choosing, Seat
 
 _MAX_TOP_K = (1 << 31) - 1
-_TEMPERATURE, _TOP_P, _TOP_K, _SEED, _NUM_NUMBERS = range(5)
+_TEMPERATURE, _TOP_P, _TOP_K, _SEED, _MIN_P, _NUM_NUMBERS = range(6)
 
 
 class Parameters:
     """How the tokens of R rows are chosen, greedily until told otherwise.
 
-    ``words [R, 4 + E]`` (int64) holds them all, so that one copy writes or gathers them; the others
-    are its columns: ``temperature`` and ``top_p [R]`` float64 (values of float32), ``top_k`` and
-    ``seeds [R]`` int64, ``end_tokens [R, E]`` int64, padded with -1.
+    ``words [R, 5 + E]`` (int64) holds them all, so that one copy writes or gathers them; the others
+    are its columns: ``temperature [R]`` float64 (values of float32), ``top_p`` and ``min_p [R]``
+    float64, ``top_k`` and ``seeds [R]`` int64, ``end_tokens [R, E]`` int64, padded with -1.
     """
 
     def __init__(self, num_rows: int, num_ends: int, device: torch.device) -> None:
         self.words = torch.zeros(num_rows, _NUM_NUMBERS + num_ends, dtype=torch.int64).to(device)
         self.temperature = self.words[:, _TEMPERATURE].view(torch.float64)
         self.top_p = self.words[:, _TOP_P].view(torch.float64)
+        self.min_p = self.words[:, _MIN_P].view(torch.float64)
         self.top_k, self.seeds = self.words[:, _TOP_K], self.words[:, _SEED]
         self.end_tokens = self.words[:, _NUM_NUMBERS:]
         self.top_p.fill_(1.0)
@@ -54,24 +55,20 @@ class SeatTable:
         """End tokens that a seat has room for."""
         return self.parameters.end_tokens.shape[1]
 
-    def widen(self, num_ends: int) -> None:
-        """Make room for more end tokens a seat; what reads the tensor must look for it again."""
-        fresh = Parameters(len(self.tokens), num_ends, self.device)
-        fresh.words[:, : self.parameters.words.shape[1]] = self.parameters.words
-        self.parameters = fresh
-
     def open(self, opened: Mapping[Seat, Choosing]) -> None:
-        """Write how tokens are chosen for seats that begin."""
+        """Write how tokens are chosen for seats that begin; end tokens as far as there is room."""
         if not opened:
             return
         chosen = opened.values()
         rows = Parameters(len(opened), self.num_ends, torch.device("cpu"))
         rows.temperature[:] = torch.tensor([c.temperature for c in chosen], dtype=torch.float32)
-        rows.top_p[:] = torch.tensor([c.top_p for c in chosen], dtype=torch.float32)
+        rows.top_p[:] = torch.tensor([c.top_p for c in chosen], dtype=torch.float64)
+        rows.min_p[:] = torch.tensor([c.min_p for c in chosen], dtype=torch.float64)
         rows.top_k[:] = torch.tensor([min(c.top_k, _MAX_TOP_K) for c in chosen])
         rows.seeds[:] = torch.tensor([_signed(c.seed) for c in chosen])
         for row, c in zip(rows.end_tokens, chosen, strict=True):
-            row[: len(c.end_tokens)] = torch.tensor(c.end_tokens, dtype=torch.int64)
+            ends = c.end_tokens[: self.num_ends]
+            row[: len(ends)] = torch.tensor(ends, dtype=torch.int64)
         both = send(torch.cat([torch.tensor(list(opened))[:, None], rows.words], 1), self.device)
         self.parameters.words.index_copy_(0, both[:, 0], both[:, 1:])
 

@@ -1,29 +1,83 @@
-"""Which captured step takes so many rows, and where captures keep what they make."""
+"""What is captured, and when: all of it before anybody waits."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tilewright.compiler.targets.cuda import buckets as buckets_module
+from tests.tiny import compiled, precision_of, tiny_model
+from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.targets.cuda import capture
 from tilewright.compiler.targets.cuda.buckets import Buckets
+from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
 
 
-def test_what_is_captured_anew_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of old captures may still be read, and their pool goes with the last of them."""
-    handles = iter(range(9))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
-    for name in ("DecodeBucket", "PromptBucket"):
-        monkeypatch.setattr(buckets_module, name, lambda steps, *made: made)
-    steps: Any = SimpleNamespace(device=torch.device("cuda"))
-    ends = [3]
-    made: Any = Buckets(
-        steps, rows=(1, 2, 4), tokens=(16, 64), num_choosable=lambda: 61, num_ends=lambda: ends[0]
-    )
-    assert made.decode(3) == (4, 61, 3, 0) and made.prompt(17) == (64, 61, 3, 0)
-    ends[0] = 40
-    made.renew()
-    assert made.decode(3) == (4, 61, 40, 1) and made.decode(1) == (1, 61, 40, 1)
+class Counted:
+    """Stands for a capture: it is counted, and the step itself does nothing."""
+
+    made = 0
+
+    def __init__(self, run: Any, device: Any, pool: Any) -> None:
+        Counted.made += 1
+
+    def __call__(self) -> None:
+        pass
+
+
+class Unrun:
+    """Steps that compute nothing, and attend in two ways where prompts are long."""
+
+    device = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "Captured", Counted)
+    Counted.made = 0
+
+
+def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
+    steps: Any = Unrun()
+    made = Buckets(steps, rows=(1, 2, 4), tokens=(16, 1024), num_choosable=lambda: 61, num_ends=3)
+    made.prepare()
+    kinds = 1 + len(EVERY_DRAWING)
+    assert Counted.made == 3 * kinds + kinds + (kinds + 1)  # a long prompt begins at 0, or does not
+    for count in (1, 2, 3, 4):
+        for drawing in (None, *EVERY_DRAWING):
+            made.decode(count).run(drawing)
+    for count in (1, 16, 17, 1024):
+        for first in (0, 64):
+            for drawing in (None, *EVERY_DRAWING):
+                made.prompt(count).run(torch.zeros(count, dtype=torch.int64), first, 0, drawing)
+    assert Counted.made == 3 * kinds + kinds + (kinds + 1)
+
+
+def test_nothing_is_captured_once_a_loop_is_warm() -> None:
+    """Requests of all kinds, several at a time, with more end tokens than the device looks for."""
+    model = tiny_model(num_layers=1, hidden_size=16, num_heads=1, num_kv_heads=1)
+    options: dict[str, Any] = {"compute": "fast", "max_batch": 5, "max_context": 64}
+    executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
+    loop = EngineLoop(executable)
+    loop.warm_up()
+    ready = Counted.made
+    assert ready > 0
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 3},
+        {"temperature": 0.7, "top_p": 0.5, "end_tokens": tuple(range(1, 60))},
+        {"temperature": 0.7, "top_k": 9, "top_p": 0.5, "min_p": 0.1},
+    ]
+    for count in (1, 5):
+        requests = [
+            Request(at, (3,) * (1 + 7 * at), SamplingParams(max_tokens=4, seed=at, **kind))
+            for at, kind in enumerate(kinds[:count])
+        ]
+        loop.generate(requests)
+        assert all(each.finish_reason for each in requests)
+    assert Counted.made == ready
+    executable.close()

@@ -24,7 +24,8 @@ from tests.tiny import (
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.cuda import capture
 from tilewright.compiler.targets.cuda import steps as steps_module
-from tilewright.compiler.targets.cuda.capture import Captured, make_choice, prompt_buckets
+from tilewright.compiler.targets.cuda.capture import Captured, prompt_buckets
+from tilewright.compiler.targets.cuda.choice import Drawing, make_choice
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
@@ -55,7 +56,7 @@ def test_fewer_rows_leave_no_parameters_of_the_rows_before() -> None:
         for seat, each in enumerate(ends)
     ]
     table.open({Seat(seat): each for seat, each in enumerate(chosen)})
-    choice = make_choice(4, VOCABULARY, 3, torch.zeros(4, dtype=torch.int64), CPU)
+    choice = make_choice(4, VOCABULARY, 3, torch.zeros(4, dtype=torch.int64))
     choice.gather(table, table.index([Seat(0), Seat(1), Seat(2), Seat(3)]))
     choice.gather(table, table.index([Seat(2), Seat(1)], 4))
     by = choice.parameters
@@ -72,11 +73,11 @@ def test_a_choice_without_a_number_says_so(is_greedy: bool, device: torch.device
     logits = torch.full((4, 40), -3.0, device=device)
     logits[0, 5], logits[1], logits[2], logits[3, 11] = float("nan"), -torch.inf, torch.nan, 90.0
     tokens = torch.zeros(4, dtype=torch.int64, device=device)
-    choice = make_choice(4, 40, 2, tokens, device)
+    choice = make_choice(4, 40, 2, tokens)
     choice.parameters.end_tokens[3, 1] = 11
     if not is_greedy:
         choice.parameters.temperature.fill_(0.7)
-    choice.apply(logits, is_greedy=is_greedy)
+    choice.apply(logits, None if is_greedy else Drawing(True, True))
     assert choice.why.tolist() == [NOT_A_NUMBER] * 3 + [END_TOKEN]
 
 
@@ -126,8 +127,8 @@ def test_a_long_bucket_tells_a_prompt_s_start_from_its_rest(
     if first:
         step(found, [(handle, random_tokens(first), 0)])
     step(found, [(handle, random_tokens(9), first)])
-    kept = list(inner._buckets.prompts[16]._captured)
-    assert kept == ([(True, True), (True, False)] if first else [(True, True)])
+    kept = list(inner._buckets.prompts[16]._passes)
+    assert kept == ([True, False] if first else [True])
 
 
 CHANGES: dict[str, Any] = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -114,19 +115,20 @@ def test_end_tokens_finish_their_own_row_alone(executable: Executable) -> None:
     assert read([replace(one, end_tokens=each) for each in ends]) == expected
 
 
-def test_more_end_tokens_than_there_is_room_for_make_room(executable: Executable) -> None:
-    """Those of seats that were open before still count, also where they were in a bucket."""
-    inner: Any = executable
+def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Executable) -> None:
+    """Nothing is captured anew for them; those of a seat that is taken later are its own."""
     seats = started(executable, [GREEDY, GREEDY])
     tokens = executable.step(first_step(seats)).parts[0].read().tokens
     release(executable, seats)
-    rows = [Choosing(end_tokens=(tokens[0],)), Choosing(end_tokens=(*range(100, 140), tokens[1]))]
-    seats = started(executable, rows[:1])
-    executable.step(first_step(seats))
-    release(executable, seats)
-    assert inner._table.num_ends < 41
-    seats = started(executable, rows)
-    assert executable.step(first_step(seats)).parts[0].read() == Chosen(tokens, [END_TOKEN] * 2)
+    many = Choosing(end_tokens=(*range(100, 140), tokens[1]))
+    for rows, why in (([many, many], [GOES_ON, END_TOKEN]), ([GREEDY] * 2, [GOES_ON] * 2)):
+        seats = started(executable, rows)
+        assert executable.step(first_step(seats)).parts[0].read() == Chosen(tokens, why)
+        release(executable, seats)
+    seats = started(executable, [many, many])
+    output = executable.step(replace(first_step(seats), masked=True))
+    executable.choose(output, {seat: np.arange(61) == tokens[1] for seat in seats})
+    assert output.parts[0].read() == Chosen([tokens[1]] * 2, [END_TOKEN] * 2)
     release(executable, seats)
 
 

@@ -1,11 +1,7 @@
-"""The next token of every row: the likeliest in two kernels, or a sample in torch operations.
-
-Both make the choices of `ops.sample`, and both can be captured in a CUDA graph.
-"""
+"""The likeliest next token of every row, in two kernels that can be captured in a CUDA graph."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,9 +19,6 @@ _NOTHING = tl.constexpr(-(2**63))
 _NAN = tl.constexpr(2**31 - 1)
 _INFINITY = tl.constexpr(0x7F800000)
 _LEAST = tl.constexpr(-0x7F800001)  # minus infinity
-
-_MASK = 0xFFFFFFFF
-_ROUNDS = 10
 
 
 @triton.jit
@@ -108,65 +101,3 @@ def choose(
         count, num_ends, scratch.stride(0), end_tokens.stride(0),
         BLOCK=block_of(count), ENDS=block_of(num_ends), **chained(logits),
     )  # fmt: skip
-
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """:func:`ops.uniform` of int64 seeds and positions of one shape: float64 in [0, 1).
-
-    Products of 32-bit words wrap around in int64, which leaves their 64 bits right.
-    """
-    counter = [positions & _MASK, (positions >> 32) & _MASK]
-    counter += [torch.zeros_like(positions), torch.zeros_like(positions)]
-    key = [seeds & _MASK, (seeds >> 32) & _MASK]
-    for _ in range(_ROUNDS):
-        first, second = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
-        counter = [
-            ((second >> 32) & _MASK) ^ counter[1] ^ key[0],
-            second & _MASK,
-            ((first >> 32) & _MASK) ^ counter[3] ^ key[1],
-            first & _MASK,
-        ]
-        key = [(key[0] + 0x9E3779B9) & _MASK, (key[1] + 0xBB67AE85) & _MASK]
-    return counter[0].double() / 2.0**32
-
-
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """Token ids ``[R]`` from ``logits [R, V]``, row by row what :data:`ops.sample` picks.
-
-    Parameters are ``[R]`` each, see :class:`tilewright.compiler.targets.step.Choosing`; every row
-    is sampled and sorted, and the greedy ones are then taken from an argmax. No value is read by
-    the host.
-    """
-    vocabulary = logits.shape[-1]
-    wide = logits.float()
-    heat = temperature.float().unsqueeze(-1)
-    scaled = (wide - wide.amax(-1, keepdim=True)) / heat.masked_fill(heat <= 0.0, 1.0)
-    scaled = scaled.masked_fill(~_kept(scaled, top_k, top_p), float("-inf"))
-    cumulative = scaled.double().softmax(-1).cumsum(-1)
-    target = uniform(seeds.long(), positions.long()).unsqueeze(-1) * cumulative[:, -1:]
-    chosen = torch.searchsorted(cumulative, target, right=True).clamp(max=vocabulary - 1)
-    return torch.where(heat <= 0.0, logits.argmax(-1, keepdim=True), chosen).squeeze(-1)
-
-
-def _kept(scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """bool ``[R, V]``: what is among the top k and, of these, in the nucleus.
-
-    Equal logits are ranked by token id, lowest first.
-    """
-    vocabulary = scaled.shape[-1]
-    ranked, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
-    limit = top_k.long().unsqueeze(-1)
-    limit = limit.masked_fill((limit <= 0) | (limit > vocabulary), vocabulary)
-    keep = torch.arange(vocabulary, device=scaled.device) < limit
-    share = top_p.double().unsqueeze(-1)
-    weights = ranked.masked_fill(~keep, float("-inf")).double().softmax(-1)
-    keep = keep & ((weights.cumsum(-1) - weights < share) | (share >= 1.0))
-    keep[:, 0] = True
-    return torch.zeros_like(keep).scatter(-1, order, keep)
