@@ -132,6 +132,31 @@ def _begin_kernel(
 
 
 @triton.jit
+def _measure(
+    row_ptr, numbers, at, inside, start, stop, shift,
+    SUMS: tl.constexpr, FIRST: tl.constexpr, RANGES: tl.constexpr,
+):  # fmt: skip
+    """How many of some logits have keys in each range, and what they weigh (0 unless SUMS)."""
+    peak, heat = tl.load(numbers + _PEAK).to(tl.float32), tl.load(numbers + _HEAT).to(tl.float32)
+    least = tl.load(numbers + _LEAST)
+    key, weights = _weigh(row_ptr, at, inside, peak, heat, least, EXACT=SUMS)
+    if FIRST:
+        which = tl.minimum(key.to(tl.float32, bitcast=True) * 2.0, RANGES - 1.0).to(tl.int32)
+    else:
+        which = (key - start) >> shift
+    which = tl.where((key >= start) & (key < stop), which, -1)
+    ranges = tl.arange(0, RANGES)
+    counts = tl.zeros([RANGES], tl.int32)
+    sums = tl.zeros([RANGES], tl.float64)
+    for each in tl.static_range(RANGES):
+        is_here = which == each
+        counts = tl.where(ranges == each, tl.sum(is_here.to(tl.int32)), counts)
+        if SUMS:
+            sums = tl.where(ranges == each, tl.sum(tl.where(is_here, weights, 0.0)), sums)
+    return counts, sums
+
+
+@triton.jit
 def _search_kernel(
     keys_ptr, numbers_ptr, counts_ptr, sums_ptr, arrived_ptr, logits_ptr,
     vocabulary, num_chunks, logits_stride,
@@ -146,80 +171,82 @@ def _search_kernel(
     wait_for_inputs(CHAINED)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys, numbers = keys_ptr + row * 8, numbers_ptr + row * 8
-    heat = tl.load(numbers + _HEAT)
-    share, top_k = tl.load(numbers + _SHARE), tl.load(numbers + _TOP_K)
-    low_key, rest = tl.load(keys + _LOW), tl.load(keys + _REST)
     if FIRST:
-        start, stop, before = 0, low_key, 0.0 * heat
-        is_busy = (heat > 0.0) & ((share < 1.0) if SUMS else (top_k > 0.0))
-        if not is_busy:
+        wanted = tl.load(numbers + _SHARE) < 1.0 if SUMS else tl.load(numbers + _TOP_K) > 0.0
+        if not (wanted & (tl.load(numbers + _HEAT) > 0.0)):
             tl.store(keys + _BUSY, 0)
             return
+        start, stop = 0, tl.load(keys + _LOW)
     else:
-        start, stop = tl.load(keys + _FROM), tl.load(keys + _UPTO)
-        before = tl.load(numbers + _BEFORE)
         if tl.load(keys + _BUSY) == 0:
             return
-    width = stop - start
-    shift = width * 0
+        start, stop = tl.load(keys + _FROM), tl.load(keys + _UPTO)
+    shift = (stop - start) * 0
     for bit in tl.static_range(5, 31):
-        shift += (width > (1 << bit)).to(tl.int32)
-    ranges = tl.arange(0, RANGES)
-    place = (row * num_chunks + chunk) * RANGES + ranges
-    counts = tl.zeros([RANGES], tl.int32)
-    sums = tl.zeros([RANGES], tl.float64)
-    is_empty = start < 0
+        shift += (stop - start > (1 << bit)).to(tl.int32)
+    own = (row * num_chunks + chunk) * RANGES
+    is_empty = stop < 0
     if not FIRST:  # where none of the range before was, none is now
-        is_empty = (
-            tl.load(counts_ptr + (row * num_chunks + chunk) * RANGES + tl.load(keys + _RANGE)) == 0
-        )
+        is_empty = tl.load(counts_ptr + own + tl.load(keys + _RANGE)) == 0
+    counts, sums = tl.zeros([RANGES], tl.int32), tl.zeros([RANGES], tl.float64)
     if not is_empty:
-        at = chunk * CHUNK + tl.arange(0, CHUNK)
-        peak, least = tl.load(numbers + _PEAK).to(tl.float32), tl.load(numbers + _LEAST)
-        row_ptr = logits_ptr + row * logits_stride
-        key, weights = _weigh(
-            row_ptr, at, at < vocabulary, peak, heat.to(tl.float32), least, EXACT=SUMS
+        at, row_ptr = chunk * CHUNK + tl.arange(0, CHUNK), logits_ptr + row * logits_stride
+        counts, sums = _measure(
+            row_ptr, numbers, at, at < vocabulary, start, stop, shift, SUMS, FIRST, RANGES
         )
-        if FIRST:
-            distance = tl.minimum(key.to(tl.float32, bitcast=True) * 2.0, RANGES - 1.0)
-            which = distance.to(tl.int32)
-        else:
-            which = (key - start) >> shift
-        which = tl.where((key >= start) & (key < stop), which, -1)
-        for each in tl.static_range(RANGES):
-            is_here = which == each
-            counts = tl.where(ranges == each, tl.sum(is_here.to(tl.int32)), counts)
-            if SUMS:
-                sums = tl.where(ranges == each, tl.sum(tl.where(is_here, weights, 0.0)), sums)
-    tl.store(counts_ptr + place, counts)
+    tl.store(counts_ptr + own + tl.arange(0, RANGES), counts)
     if SUMS:
-        tl.store(sums_ptr + place, sums)
+        tl.store(sums_ptr + own + tl.arange(0, RANGES), sums)
     tl.debug_barrier()
-    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") != num_chunks - 1:
-        return
-    tl.debug_barrier()
-    tl.store(arrived_ptr + row, 0)
+    if tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel") == num_chunks - 1:
+        tl.debug_barrier()
+        tl.store(arrived_ptr + row, 0)
+        first = row * num_chunks * RANGES
+        counts, sizes = _totals(
+            counts_ptr + first, sums_ptr + first, num_chunks, SUMS, RANGES, CHUNKS
+        )
+        _narrow(keys, numbers, counts, sizes, start, stop, shift, SUMS, FIRST, RANGES)
+
+
+@triton.jit
+def _totals(
+    counts_ptr, sums_ptr, num_chunks,
+    SUMS: tl.constexpr, RANGES: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Of all chunks of a row: counts of each range, and what is searched by, counts or sums."""
     chunks = tl.arange(0, CHUNKS)
-    every = (row * num_chunks + chunks[:, None]) * RANGES + ranges[None, :]
-    is_chunk = chunks[:, None] < num_chunks
-    counts = tl.sum(tl.load(counts_ptr + every, mask=is_chunk, other=0, cache_modifier=".cg"), 0)
+    every = chunks[:, None] * RANGES + tl.arange(0, RANGES)[None, :]
+    inside = chunks[:, None] < num_chunks
+    counts = tl.sum(tl.load(counts_ptr + every, mask=inside, other=0, cache_modifier=".cg"), 0)
     sizes = counts.to(tl.float64)
     if SUMS:
-        sizes = tl.sum(tl.load(sums_ptr + every, mask=is_chunk, other=0.0, cache_modifier=".cg"), 0)
-    goal = top_k
+        sizes = tl.sum(tl.load(sums_ptr + every, mask=inside, other=0.0, cache_modifier=".cg"), 0)
+    return counts, sizes
+
+
+@triton.jit
+def _narrow(
+    keys, numbers, counts, sizes, start, stop, shift,
+    SUMS: tl.constexpr, FIRST: tl.constexpr, RANGES: tl.constexpr,
+):  # fmt: skip
+    """Go on with the last range that begins below the goal; a range of one key is the end."""
+    ranges = tl.arange(0, RANGES)
+    before = 0.0 * tl.sum(sizes)
+    if not FIRST:
+        before = tl.load(numbers + _BEFORE)
+    goal = tl.load(numbers + _TOP_K)
+    ends_above = before < 0.0
     if SUMS:
         goal = tl.load(numbers + _GOAL)
         if FIRST:
-            below, one = tl.sum(sizes), _weight_of(low_key)
-            of_rest = tl.where(rest > 0, rest.to(tl.float64) * one, 0.0)
-            goal = share * (below + of_rest)
-            if below < goal:  # the nucleus ends where top-k does, or earlier among its equals
+            rest, below, one = tl.load(keys + _REST), tl.sum(sizes), _weight_of(stop)
+            share = tl.load(numbers + _SHARE)
+            goal = share * (below + tl.where(rest > 0, rest.to(tl.float64) * one, 0.0))
+            ends_above = below < goal  # where top-k does, or earlier among its equals
+            if ends_above:
                 tl.store(keys + _REST, _count_before(below, one, goal, rest))
-                tl.store(keys + _BUSY, 0)
-                return
     befores = before + tl.cumsum(sizes, 0) - sizes
-    is_last = (befores < goal) & (counts > 0)
-    found = tl.max(tl.where(is_last, ranges, -1))
+    found = tl.max(tl.where((befores < goal) & (counts > 0), ranges, -1))
     found = tl.where(found < 0, tl.min(tl.where(counts > 0, ranges, RANGES - 1)), found)
     before = tl.sum(tl.where(ranges == found, befores, 0.0))
     count = tl.sum(tl.where(ranges == found, counts, 0))
@@ -230,21 +257,19 @@ def _search_kernel(
     else:
         low, high = start + (found << shift), start + ((found + 1) << shift)
     high = tl.minimum(high, stop)
+    is_found = (high - low == 1) & (not ends_above)
     tl.store(numbers + _BEFORE, before)
     tl.store(numbers + _GOAL, goal)
     tl.store(keys + _FROM, low)
     tl.store(keys + _UPTO, high)
     tl.store(keys + _RANGE, found)
-    is_found = high - low == 1
-    tl.store(keys + _BUSY, tl.where(is_found, 0, 1))
+    tl.store(keys + _BUSY, tl.where(is_found | ends_above, 0, 1))
     if is_found:
         tl.store(keys + _LOW, low)
         tl.store(keys + _HIGH, high)
-        if SUMS:
-            # of equals that top-k cuts off there are as many as it leaves
-            tl.store(keys + _REST, _count_before(before, _weight_of(low), goal, count))
-        else:
-            tl.store(keys + _REST, tl.minimum(goal - before, count.to(tl.float64)).to(tl.int32))
+        # of equals that top-k cuts off there are as many as it leaves
+        one = _weight_of(low) if SUMS else 1.0
+        tl.store(keys + _REST, _count_before(before, one, goal, count))
 
 
 @triton.jit
