@@ -220,8 +220,8 @@ class CudaExecutable(Executable):
     def _chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
         """What the device chose, on its way to the host."""
         kept = logits.to("cpu", copy=True) if step.want_logits else None
-        places = choice.tokens[: len(seats)], choice.why[: len(seats)]
-        read = self._readings.of(*places, self._ends_of(seats))
+        count, ends = len(seats), self._ends_of(seats)
+        read = self._readings.of(choice.tokens[:count], choice.why[:count], ends)
         return Part(seats, read, None if kept is None else lambda: kept)
 
     def _ends_of(self, seats: tuple[Seat, ...]) -> Ends:
@@ -350,8 +350,7 @@ class CudaExecutable(Executable):
         lengths = [each.length for each in chosen_for]
         choice = choice_of(self._table, seats, lengths, self.num_choosable)
         drawing = drawing_of(each.choosing for each in chosen_for)
-        ends = self._ends_of(seats)
-        late = DeviceChoice(seats, logits, choice, drawing, self._readings, ends)
+        late = DeviceChoice(seats, logits, choice, drawing, self._readings, self._ends_of(seats))
         self._waiting.append(late)
         return Part(seats, late.read, (lambda: logits.to("cpu")) if step.want_logits else None)
 
