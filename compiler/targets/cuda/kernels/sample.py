@@ -2,8 +2,8 @@
 chosen before, and rows that are greedy or have no number to choose from stay as they are.
 
 Tokens are ordered by a key, the bits of how far a scaled logit lies below the largest. The key at
-which top-k or the nucleus ends is found by counting, or by adding up, those of 32 ranges of keys,
-then of 32 parts of one of these, and so on. Every sum is made in one order whatever the batch.
+which top-k or the nucleus ends is found digit by digit, by counts or sums of 32 ranges of keys.
+Every sum is made in one order whatever the batch.
 
 Legend: B rows, V logits, C chunks of a row, N ranges.
 """
@@ -27,8 +27,7 @@ from tilewright.compiler.targets.cuda.kernels.launch import (
 
 CHUNK = 2048
 """Logits that one program looks at."""
-_RANGES = 32
-_NUM_SEARCHES = 7
+_RANGES, _NUM_SEARCHES = 32, 7
 """Launches of a search: the first cuts at halves of 1 and leaves at most 2 ** 30 keys."""
 _END = tl.constexpr(0x7F800000)  # a key above all that are there
 _NOT_A_NUMBER = tl.constexpr(2)
@@ -89,7 +88,7 @@ def _weigh(logits_ptr, at, inside, peak, heat, least, EXACT: tl.constexpr):
     weights = tl.zeros_like(wide)
     if EXACT:
         weights = tl.where(there, tl.exp(wide), 0.0)
-        there = there & (weights >= least)
+        there &= weights >= least
         weights = tl.where(there, weights, 0.0)
     elif least > 0.0:
         there = there & (tl.exp(wide) >= least)
@@ -146,8 +145,7 @@ def _measure(
         which = (key - start) >> shift
     which = tl.where((key >= start) & (key < stop), which, -1)
     ranges = tl.arange(0, RANGES)
-    counts = tl.zeros([RANGES], tl.int32)
-    sums = tl.zeros([RANGES], tl.float64)
+    counts, sums = tl.zeros([RANGES], tl.int32), tl.zeros([RANGES], tl.float64)
     for each in tl.static_range(RANGES):
         is_here = which == each
         counts = tl.where(ranges == each, tl.sum(is_here.to(tl.int32)), counts)
@@ -321,8 +319,7 @@ def _draw_kernel(
     if heat == 0.0:
         return
     low, high, rest = tl.load(keys + _LOW), tl.load(keys + _HIGH), tl.load(keys + _REST)
-    one = tl.where(rest > 0, _weight_of(low), 0.0)
-    chunks = tl.arange(0, CHUNKS)
+    one, chunks = tl.where(rest > 0, _weight_of(low), 0.0), tl.arange(0, CHUNKS)
     is_chunk = chunks < num_chunks
     weights = tl.load(weights_ptr + row * num_chunks + chunks, mask=is_chunk, other=0.0)
     ties = tl.load(ties_ptr + row * num_chunks + chunks, mask=is_chunk, other=0)
@@ -347,9 +344,8 @@ def _draw_kernel(
     passes = is_kept & (before + tl.cumsum(each, 0) > goal)
     token = tl.min(tl.where(passes, within, CHUNK))
     token = tl.where(token < CHUNK, token, tl.max(tl.where(is_kept, within, 0)))
-    token = (found * CHUNK + token).to(tl.int64)
+    token, end = (found * CHUNK + token).to(tl.int64), tl.arange(0, ENDS)
     tl.store(tokens_ptr + row, token)
-    end = tl.arange(0, ENDS)
     ends = tl.load(ends_ptr + row * ends_stride + end, mask=end < num_ends, other=-1)
     tl.store(why_ptr + row, tl.max((ends == token).to(tl.int32)).to(tl.uint8))
 
@@ -374,12 +370,11 @@ def draw(
     ``has_top_p``: whether any row has one; where none has, nothing is searched for.
     """
     num_rows, vocabulary = logits.shape
-    count = triton.cdiv(vocabulary, scratch.chunk)
+    count, keys, numbers = triton.cdiv(vocabulary, scratch.chunk), scratch.keys, scratch.numbers
     assert logits.dtype == torch.float32 and logits.stride(1) == words.stride(1) == 1
     assert scratch.weights.shape[0] >= num_rows and scratch.weights.shape[1] == count
     assert tokens.is_contiguous() and why.is_contiguous() and positions.is_contiguous()
-    keys, numbers, stride = scratch.keys, scratch.numbers, logits.stride(0)
-    options = chained(logits)
+    stride, options = logits.stride(0), chained(logits)
     _begin_kernel[(num_rows,)](
         keys, numbers, logits, tokens, why, words, positions, stride, words.stride(0), **options
     )
