@@ -19,6 +19,7 @@ import torch
 
 from bench.engine.compiled import CompiledReference
 from tilewright.compiler.commands.arguments import option, parse
+from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
@@ -53,7 +54,7 @@ PARTS = ("eager", "operations", "memory", "compiled")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Arguments:
-    engine: str = option("the engine.py that is measured", "engine")
+    engine: str | None = option("the engine.py that is measured", "engine", nargs="?")
     config: str | None = option("a model_config.json (default: 12 layers of 768, heads of 192)")
     device: str = option("cuda or cpu", default="cuda")
     output: str | None = option("a JSON file that every part is written to when it is done")
@@ -66,15 +67,31 @@ class _Arguments:
 
 
 def main(argv: list[str]) -> int:
-    """Run ``tilewright bench-engine`` with the arguments behind it; returns the exit code."""
+    """Run ``tilewright bench-engine`` with the arguments behind it; returns the exit code.
+
+    Raises:
+        ConfigError: where no engine is named, or the configuration cannot be read.
+    """
     given = parse(
         _Arguments, argv, prog="tilewright bench-engine", description="An engine beside torch."
     )
-    config = json.loads(Path(given.config).read_text("utf-8")) if given.config else HIDDEN_LIKE
+    if given.engine is None:
+        raise ConfigError("no engine; allowed: tilewright bench-engine engine.py")
+    config = _read_config(given.config) if given.config else HIDDEN_LIKE
     with tempfile.TemporaryDirectory() as folder:
         settings = read_settings(config, torch.device(given.device))
         torch.save(random_weights(settings, 0), Path(folder) / "model.pt")
         return _Measured(given, config, folder, settings).run()
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--config {path}: {one_line(error)}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"--config {path}: no JSON object")
+    return found
 
 
 class _Measured:
@@ -88,6 +105,7 @@ class _Measured:
         self.found: dict[str, Any] = {"config": config, "torch": torch.__version__}
         if self.device.type == "cuda":
             self.found["device"] = torch.cuda.get_device_name(self.device)
+        assert given.engine is not None
         self.module = load_engine(given.engine)
         self.tensors = load_weights(folder, settings)
         self.reference = Reference(self.tensors, settings, self.device)

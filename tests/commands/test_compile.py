@@ -196,11 +196,13 @@ def test_mlir_without_weights(
 
 
 def test_dumps_show_every_pass(run: Run, checkpoint: Path, tmp_path: Path) -> None:
-    run("compile", checkpoint, "-o", tmp_path / "out", "--dump", tmp_path / "dump" / "it")
+    onnx = ("--backend", "onnxruntime")
+    run("compile", checkpoint, "-o", tmp_path / "out", *onnx, "--dump", tmp_path / "dump" / "it")
     names = sorted(path.name for path in (tmp_path / "dump" / "it").iterdir())
     assert names[0] == "01_canonicalize_graph.txt" and names[-1].endswith("fuse_rope_attention.txt")
-    run("bench", "--no-results", "--model", checkpoint, *ASKED, "--dump", tmp_path / "run")
-    run("bench", "--no-results", "--model", checkpoint, *ASKED, "--dump", tmp_path / "again")
+    run("bench", "--no-results", "--model", checkpoint, *ASKED, *onnx, "--dump", tmp_path / "run")
+    again = ("--dump", tmp_path / "again")
+    run("bench", "--no-results", "--model", checkpoint, *ASKED, *onnx, *again)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
     assert sorted(path.name for path in (tmp_path / "again").iterdir()) == names, "not cached"
 

@@ -17,7 +17,8 @@ ASKED = ("--prompt", "hello", "--max-generated-tokens", "5", "--no-stop-at-eos")
 
 @pytest.fixture
 def compiled(run: Run, checkpoint: Path, tmp_path: Path) -> Path:
-    run("compile", checkpoint, "-o", tmp_path / "out", "--precision", "bf16")
+    asked = ("--precision", "bf16", "--backend", "onnxruntime")
+    run("compile", checkpoint, "-o", tmp_path / "out", *asked)
     return tmp_path / "out"
 
 

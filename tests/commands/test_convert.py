@@ -90,6 +90,7 @@ def test_the_cache(
     run("convert", tiny_gguf, "-o", tmp_path / "out", "--weights", "f32")
     for number, path in enumerate((tiny_gguf, tmp_path / "out"), start=1):
         argv = ("convert", path, "--to", "cache", "--precision", "all-q40")
+        argv = (*argv, "--backend", "onnxruntime")
         assert "tiny for cpu, all-q40: in the cache" in run(*argv)
         kept = [entry for entry in (tmp_path / "cache" / "programs").iterdir() if entry.is_dir()]
         assert len(kept) == number

@@ -10,6 +10,7 @@ import torch
 
 from tests.tiny import compiled, joined, precision_of, tiny_model
 from tilewright.compiler.ops.choose import Row, choose_tokens
+from tilewright.compiler.targets.cuda.choice import drawing_of
 from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of
 from tilewright.compiler.targets.cuda.readings import Readings
 from tilewright.compiler.targets.cuda.seats import SeatTable
@@ -63,8 +64,9 @@ def test_masks_on_the_device_choose_as_the_definition_does(choosing: Choosing) -
         seats,
         logits,
         choice_of(table, seats, (9, 10, 11), 43),
-        choosing.is_greedy,
+        drawing_of([choosing]),
         Readings(4, torch.device("cpu")),
+        {},
     )
     before = logits.clone()
     found = late.choose(masks).tolist()

@@ -45,7 +45,7 @@ from tilewright.compiler.bench.table import Table
 from tilewright.compiler.bench.timing import Run
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
 from tilewright.compiler.targets.base import Seat
-from tilewright.compiler.targets.cpu.executable import CpuExecutable
+from tilewright.compiler.targets.host import HostExecutable
 from tilewright.models import shapes
 
 CEILINGS = Ceilings("made up", (100.0,), (1000.0,), "bf16")
@@ -398,12 +398,12 @@ def test_routing_is_told_of_models_that_choose(
     counted = []
 
     def chosen_experts(
-        self: CpuExecutable, seats: Sequence[Seat], tokens: Sequence[int]
+        self: HostExecutable, seats: Sequence[Seat], tokens: Sequence[int]
     ) -> list[int]:
         counted.append(([self.length(seat) for seat in seats], len(tokens)))
         return [2, 5]
 
-    monkeypatch.setattr(CpuExecutable, "chosen_experts", chosen_experts, raising=False)
+    monkeypatch.setattr(HostExecutable, "chosen_experts", chosen_experts, raising=False)
     row = dataclasses.replace(row, shape="tiny-moe")
     assert bench(choices([row]), measured=CEILINGS) == 0
     assert counted == [([128, 128], 2)]
