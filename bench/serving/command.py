@@ -161,9 +161,10 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
             }
             if not found["tilewright"] or not found["llama.cpp"]:
                 continue
-            ratio = statistics.median(found["tilewright"]) / statistics.median(found["llama.cpp"])
+            ours, theirs = (statistics.median(found[each]) for each in ("tilewright", "llama.cpp"))
+            ratio = f"{ours / theirs:.2f} x" if theirs else ""
             cells = [_median_and_range(found[server]) for server in found]
-            lines.append([cell_text(pair), str(users), title, *cells, f"{ratio:.2f} x"])
+            lines.append([cell_text(pair), str(users), title, *cells, ratio])
     heads = ["ours / theirs", "users", "figure", "tilewright", "llama.cpp", "run", "ratio"]
     return Table.of(heads, lines).markdown()
 

@@ -55,6 +55,8 @@ def test_the_table_has_medians_spread_and_ratio() -> None:
     ]
     line = render(rows).splitlines()[-1]
     assert "50.0 (30.0 to 60.0)" in line and "22.5 (20.0 to 25.0)" in line and "2.22 x" in line
+    nothing = [{**row, "output_tokens_per_second": 0.0} for row in rows]
+    assert " x " not in render(nothing).splitlines()[-1], "there is no ratio to nothing"
 
 
 def test_what_cannot_be_compared_is_refused(
