@@ -8,7 +8,6 @@ import importlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.grids import grid
+from tests.targets.native_checks import (
+    HELD,
+    WIDER,
+    check_exact,
+    check_instruction_sets,
+    check_rows_alone,
+)
 from tests.targets.test_conformance import EXACT, SHAPES, assert_near, shaped, tokens_of
 from tests.tiny import (
     compiled,
@@ -33,12 +39,10 @@ from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cpu.native import NativeTarget, build, library
+from tilewright.compiler.targets.cpu.native import build, library
 from tilewright.compiler.targets.cpu.native.assemble import assemble, program_of
 from tilewright.compiler.targets.cpu.native.assembly import Assembly
-from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
 from tilewright.compiler.targets.cpu.native.room import check_room, kept_bytes, position_bytes
 from tilewright.compiler.targets.cpu.native.weights import WEIGHTS, map_weights, write_weights
 from tilewright.compiler.targets.program.instructions import Needs, Plan
@@ -46,12 +50,6 @@ from tilewright.compiler.targets.program.plan import make_plan
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
-WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
-HELD: list[tuple[str, str, dict[str, str]]] = [
-    *((name, "in", {}) for name in ("fp32", "bf16", "fp16", "bfp8", "bfp4")),
-    *((name, "in", WIDER) for name in ("q40", "q80", "q41")),
-    *((name, "out", {}) for name in ("bfp8", "bfp4")),
-]
 FAST = [
     *(
         (name, fidelity)
@@ -63,28 +61,6 @@ FAST = [
 ]
 
 
-def native(
-    model: SimpleNamespace,
-    precision: PrecisionConfig,
-    folder: Path,
-    *,
-    compute: str = "fast",
-    num_threads: int = 2,
-    isa: int = -1,
-    batch: int = 1,
-) -> NativeExecutable:
-    """An executable on one instruction set."""
-    options = CompileOptions(batch, 64, compute=compute, num_threads=num_threads)
-    target = NativeTarget()
-    graph_module = lowered(model, target="cpu-native", precision=precision)[0]
-    plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
-    assembly = assemble(plan, exact=compute == "exact")
-    write_weights(list(assembly.wanted), weight_source(model), folder, lambda *_: None)
-    mapped = map_weights(list(assembly.wanted), folder)
-    contract = target.contract(graph_module, options)
-    return NativeExecutable(plan, assembly, mapped, options, contract, isa=isa)
-
-
 @pytest.mark.parametrize(("shape", "held"), grid([(each,) for each in SHAPES], HELD))
 def test_exact_is_the_reference(shape: str, held: tuple[str, str, dict[str, str]]) -> None:
     """Whatever the format: its values are held exactly."""
@@ -92,10 +68,7 @@ def test_exact_is_the_reference(shape: str, held: tuple[str, str, dict[str, str]
     model = shaped(shape)
     tokens = tokens_of(model, 19)
     precision = precision_of(name, block_axis=axis, **others)
-    expected = prefill(compiled(model, precision=precision), tokens)
-    executable = compiled(model, "cpu-native", precision=precision)
-    assert_near(prefill(executable, tokens, [17, 1]), expected, EXACT)
-    executable.close()
+    check_exact(model, tokens, precision, [17, 1])
 
 
 @pytest.mark.parametrize("model_type", ["gemma3_text", "mistral", "phi3", "qwen3"])
@@ -105,10 +78,7 @@ def test_dense_architectures_are_the_reference(model_type: str) -> None:
     small = {"num_layers": 1, "intermediate_size": 32, "num_heads": 2, "num_kv_heads": 1}
     model = tiny_model(std=0.2, model_type=model_type, **{"hidden_size": 16, **small, **changes})
     tokens, precision = random_tokens(40), precision_of("bf16")
-    expected = prefill(compiled(model, precision=precision), tokens)
-    executable = compiled(model, "cpu-native", precision=precision)
-    assert_near(prefill(executable, tokens, [6, 1, 20]), expected, EXACT)
-    executable.close()
+    check_exact(model, tokens, precision, [6, 1, 20])
 
 
 @pytest.mark.parametrize(("name", "fidelity"), FAST)
@@ -116,15 +86,7 @@ def test_every_instruction_set_has_the_same_bits(name: str, fidelity: str, tmp_p
     """Also a row's bits on one thread and on three, and however its prompt was cut."""
     model, tokens = tiny_model(std=0.2, hidden_size=48, head_dim=24), random_tokens(21)
     precision = precision_of(name, fidelity, **WIDER)
-    first = None
-    for isa in range(library.library().tw_best_isa() + 1):
-        executable = native(model, precision, tmp_path, isa=isa, num_threads=1 + isa)
-        whole = prefill(executable, tokens)
-        first = whole if first is None else first
-        assert torch.equal(whole, first)
-        for cuts in ([1] * 20, [3, 1, 7, 9]):
-            assert torch.equal(prefill(executable, tokens, cuts), whole)
-        executable.close()
+    check_instruction_sets(model, tokens, precision, tmp_path)
 
 
 @pytest.fixture(scope="module", params=[("bfp4", "lofi"), ("q80", "hifi4")], ids=str)
@@ -141,15 +103,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     many: Executable, count: int, seed: int
 ) -> None:
     """The same bits alone and among any number of others, in any of the places."""
-    prompts = [random_tokens(1 + (seed + at) % 9, seed=seed + at) for at in range(count)]
-    handles = [take_seat(many, 20) for _ in prompts]
-    for handle, prompt in zip(handles, prompts, strict=True):
-        step(many, [(handle, prompt, 0)])
-    together = step(many, [(h, [7], len(p)) for h, p in zip(handles, prompts, strict=True)])
-    for handle in handles:
-        leave_seat(many, handle)
-    at = seed % count
-    assert torch.equal(prefill(many, [*prompts[at], 7], [len(prompts[at])])[-1], together[at])
+    check_rows_alone(many, count, seed)
 
 
 def test_long_contexts_are_merged_as_one(tmp_path: Path) -> None:

@@ -15,20 +15,23 @@ from hypothesis import strategies as st
 from tests import architecture_checks as checks
 from tests.grids import grid
 from tests.models.test_qwen3_5_moe import make
+from tests.targets.native_checks import (
+    HELD,
+    WIDER,
+    check_exact,
+    check_instruction_sets,
+    check_rows_alone,
+)
 from tests.targets.test_conformance import EXACT, assert_near
-from tests.targets.test_native import HELD, WIDER, native
 from tests.tiny import (
     compiled,
-    leave_seat,
     precision_of,
     prefill,
     random_tokens,
-    step,
-    take_seat,
     tiny_model,
 )
 from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cpu.native import build, library
+from tilewright.compiler.targets.cpu.native import build
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -69,19 +72,13 @@ def test_experts_are_held_exactly(
     name, axis, others = held
     model, tokens = small("qwen3_moe", **changes), random_tokens(19)
     precision = precision_of(name, block_axis=axis, **others)
-    expected = prefill(compiled(model, precision=precision), tokens)
-    executable = compiled(model, "cpu-native", precision=precision)
-    assert_near(prefill(executable, tokens, [17, 1]), expected, EXACT)
-    executable.close()
+    check_exact(model, tokens, precision, [17, 1])
 
 
 def test_gate_and_up_of_unequal_formats_are_apart() -> None:
     model, tokens = small("qwen3_moe"), random_tokens(19)
     precision = precision_of("bfp8", layers="*.experts.up_proj: {experts_ff1_3: bf16}")
-    expected = prefill(compiled(model, precision=precision), tokens)
-    executable = compiled(model, "cpu-native", precision=precision)
-    assert_near(prefill(executable, tokens, [17, 1]), expected, EXACT)
-    executable.close()
+    check_exact(model, tokens, precision, [17, 1])
 
 
 @pytest.mark.parametrize(
@@ -94,15 +91,7 @@ def test_every_instruction_set_has_the_same_bits(
     """Also a row's bits on one thread and on three, and however its prompt was cut."""
     model, tokens = small(model_type), random_tokens(21)
     precision = precision_of(name, fidelity, **WIDER)
-    first = None
-    for isa in range(library.library().tw_best_isa() + 1):
-        executable = native(model, precision, tmp_path, isa=isa, num_threads=1 + isa)
-        whole = prefill(executable, tokens)
-        first = whole if first is None else first
-        assert torch.equal(whole, first)
-        for cuts in ([1] * 20, [3, 1, 7, 9]):
-            assert torch.equal(prefill(executable, tokens, cuts), whole)
-        executable.close()
+    check_instruction_sets(model, tokens, precision, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -118,15 +107,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(
     many: Executable, count: int, seed: int
 ) -> None:
     """The same bits alone and among any number of others, in any of the places."""
-    prompts = [random_tokens(1 + (seed + at) % 9, seed=seed + at) for at in range(count)]
-    seats = [take_seat(many, 20) for _ in prompts]
-    for seat, prompt in zip(seats, prompts, strict=True):
-        step(many, [(seat, prompt, 0)])
-    together = step(many, [(h, [7], len(p)) for h, p in zip(seats, prompts, strict=True)])
-    for seat in seats:
-        leave_seat(many, seat)
-    at = seed % count
-    assert torch.equal(prefill(many, [*prompts[at], 7], [len(prompts[at])])[-1], together[at])
+    check_rows_alone(many, count, seed)
 
 
 def test_sequences_keep_their_state_to_themselves() -> None:

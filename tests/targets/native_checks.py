@@ -1,0 +1,87 @@
+"""What every model on the native cpu backend is held to, dense or with experts and kept state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+
+from tests.targets.test_conformance import EXACT, assert_near
+from tests.tiny import compiled, leave_seat, lowered, prefill, random_tokens, step, take_seat
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.cpu.native import NativeTarget, library
+from tilewright.compiler.targets.cpu.native.assemble import assemble
+from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+from tilewright.compiler.targets.cpu.native.weights import map_weights, write_weights
+from tilewright.compiler.targets.program.instructions import Needs
+from tilewright.compiler.targets.program.plan import make_plan
+
+WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
+HELD: list[tuple[str, str, dict[str, str]]] = [
+    *((name, "in", {}) for name in ("fp32", "bf16", "fp16", "bfp8", "bfp4")),
+    *((name, "in", WIDER) for name in ("q40", "q80", "q41")),
+    *((name, "out", {}) for name in ("bfp8", "bfp4")),
+]
+
+
+def native(
+    model: SimpleNamespace,
+    precision: PrecisionConfig,
+    folder: Path,
+    *,
+    compute: str = "fast",
+    num_threads: int = 2,
+    isa: int = -1,
+    batch: int = 1,
+) -> NativeExecutable:
+    """An executable on one instruction set."""
+    options = CompileOptions(batch, 64, compute=compute, num_threads=num_threads)
+    target = NativeTarget()
+    graph_module = lowered(model, target="cpu-native", precision=precision)[0]
+    plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
+    assembly = assemble(plan, exact=compute == "exact")
+    write_weights(list(assembly.wanted), weight_source(model), folder, lambda *_: None)
+    mapped = map_weights(list(assembly.wanted), folder)
+    contract = target.contract(graph_module, options)
+    return NativeExecutable(plan, assembly, mapped, options, contract, isa=isa)
+
+
+def check_exact(
+    model: SimpleNamespace, tokens: list[int], precision: PrecisionConfig, cuts: list[int]
+) -> None:
+    """The exact mode has the reference's logits, its prompt cut into these pieces."""
+    expected = prefill(compiled(model, precision=precision), tokens)
+    executable = compiled(model, "cpu-native", precision=precision)
+    assert_near(prefill(executable, tokens, cuts), expected, EXACT)
+    executable.close()
+
+
+def check_instruction_sets(
+    model: SimpleNamespace, tokens: list[int], precision: PrecisionConfig, folder: Path
+) -> None:
+    """Each has the same bits, on one thread and on several, and however the prompt is cut."""
+    first = None
+    for isa in range(library.library().tw_best_isa() + 1):
+        executable = native(model, precision, folder, isa=isa, num_threads=1 + isa)
+        whole = prefill(executable, tokens)
+        first = whole if first is None else first
+        assert torch.equal(whole, first)
+        for cuts in ([1] * 20, [3, 1, 7, 9]):
+            assert torch.equal(prefill(executable, tokens, cuts), whole)
+        executable.close()
+
+
+def check_rows_alone(many: Executable, count: int, seed: int) -> None:
+    """A row has the same bits alone and among ``count`` rows, in any of their places."""
+    prompts = [random_tokens(1 + (seed + at) % 9, seed=seed + at) for at in range(count)]
+    seats = [take_seat(many, 20) for _ in prompts]
+    for seat, prompt in zip(seats, prompts, strict=True):
+        step(many, [(seat, prompt, 0)])
+    together = step(many, [(h, [7], len(p)) for h, p in zip(seats, prompts, strict=True)])
+    for seat in seats:
+        leave_seat(many, seat)
+    at = seed % count
+    assert torch.equal(prefill(many, [*prompts[at], 7], [len(prompts[at])])[-1], together[at])
