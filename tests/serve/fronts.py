@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     "{% if tools %}{{ tools | tojson }}{% endif %}"
 )
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
 FAKE = Path(__file__).with_name("fake_engine.py")
 
 
@@ -108,3 +110,30 @@ def running_front(
         ends.set()
         thread.join(20)
         assert not faults and not thread.is_alive(), faults
+
+
+def chat(text: str, **changes: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 4, **changes}
+
+
+def raw(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return HEAD + b"content-length: %d\r\n\r\n" % len(data) + data
+
+
+def read_all(client: socket.socket) -> bytes:
+    data = b""
+    try:
+        while piece := client.recv(1 << 16):
+            data += piece
+    except ConnectionError:
+        pass
+    return data
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def is_idle(running: Running) -> bool:
+    return not running.front.client.num_live and not running.front.client.num_waiting

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from bench.cuda import command as bench_cuda
 from bench.cuda import kernel_profile
 from bench.cuda import measure as bench_cuda_measure
-from bench.cuda.command import COLUMNS, Choices, bench, main, programs
+from bench.cuda.command import COLUMNS, Choices, bench
 from bench.cuda.kernel_profile import Line, StepProfile, kernel_rows, part_rows
 from bench.cuda.measure import (
     Bench,
@@ -29,11 +28,9 @@ from bench.cuda.rows import (
     DECODE_SHARE,
     PREFILL_SECONDS,
     PREFILL_SHARE,
-    ROWS,
     START,
     TTFT,
     BenchRow,
-    find_rows,
 )
 from tilewright.compiler.bench.perf_md import parse
 from tilewright.compiler.bench.perf_tables import render_results
@@ -43,7 +40,7 @@ from tilewright.compiler.bench.roofline import Work
 from tilewright.compiler.bench.selection import BATCH_32, SHORT, speed_table
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.bench.timing import Run
-from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError
+from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.targets.base import Seat
 from tilewright.compiler.targets.host import HostExecutable
 from tilewright.models import shapes
@@ -63,78 +60,6 @@ def run(ttft_ms: float, decode_tsu: float) -> Run:
 
 def choices(rows: Sequence[BenchRow], results: Path | None = None, **changes: Any) -> Choices:
     return Choices(tuple(rows), 2, results, changes.pop("is_profiled", False), "cpu")
-
-
-def test_the_rows_are_what_was_promised() -> None:
-    """Model, precision, users, floor and goal of the table, and the bounds beside it."""
-    decode = {
-        (row.shape.rpartition("-")[2], row.precision, row.batch): (row.floor, row.goal)
-        for row in ROWS
-        if row.metric == DECODE and not row.shape.startswith("qwen3-")
-    }
-    assert decode == {
-        ("8b", "bf16", 1): (240, 265),
-        ("8b", "bf16", 8): (1800, 2050),
-        ("8b", "bf16", 32): (6600, 7500),
-        ("8b", "bf16", 64): (12300, 14000),
-        ("8b", "bf16", 128): (18500, 23000),
-        ("8b", "bf16", 256): (24500, 31000),
-        ("8b", "all-bfp8", 1): (400, 480),
-        ("8b", "all-bfp8", 8): (2600, 3000),
-        ("8b", "all-bfp8", 32): (8000, 10000),
-        ("8b", "all-bfp8", 64): (15000, 18500),
-        ("8b", "all-bfp8", 128): (22500, 27000),
-        ("8b", "all-bfp8", 256): (28500, 34000),
-        ("8b", "performance", 1): (480, 600),
-        ("8b", "performance", 32): (11500, 13500),
-        ("8b", "performance", 64): (18000, 22000),
-        ("8b", "performance", 256): (29500, 36000),
-        ("1b", "bf16", 1): (1150, 1450),
-        ("1b", "performance", 1): (1900, 2800),
-        ("70b", "performance", 1): (60, 68),
-        ("a3b", "bf16", 1): (300, 430),
-        ("a3b", "bf16", 4): (850, 1000),
-        ("a3b", "bf16", 16): (1850, 1950),
-        ("a3b", "bf16", 64): (3650, 3800),
-        ("a3b", "bf16", 128): (5000, 5600),
-        ("a3b", "bf16", 256): (8000, 9500),
-        ("a3b", "all-bfp8", 1): (650, 750),
-        ("a3b", "all-bfp8", 64): (4800, 5600),
-    }
-    others = {(row.metric, row.prompt_length): row.floor for row in ROWS if row.metric != DECODE}
-    assert others == {
-        (TTFT, 128): 7,
-        (TTFT, 1024): 30,
-        (PREFILL_SHARE, 2048): 60,
-        (PREFILL_SHARE, 8192): 60,
-        (DECODE_SHARE, 32768): None,
-        (PREFILL_SECONDS, 65536): 5,
-        (DECODE_SHARE, 65536): 70,
-        (START, 128): 15,
-    }
-    assert len({row.name for row in ROWS}) == len(ROWS)
-    assert all(row.num_generated == 200 for row in ROWS)
-    assert all(row.prompt_length + row.num_generated <= row.program[-1] for row in ROWS)
-
-
-def test_rows_by_name_and_by_beginning() -> None:
-    assert find_rows([]) == ROWS
-    found = [row.name for row in find_rows(["8b-start", "1b-*"])]
-    assert found == ["1b-bf16-b1", "1b-performance-b1", "8b-start"]
-    with pytest.raises(ConfigError, match="'7b-bf16-b1'; allowed: 8b-bf16-b1, "):
-        find_rows(["8b-start", "7b-bf16-b1"])
-    with pytest.raises(ConfigError, match="'9b-"):
-        find_rows(["9b-*"])
-
-
-def test_programs_are_shared_and_starts_come_last() -> None:
-    found = [[row.name for row in rows] for rows in programs(ROWS)]
-    users = ("b1", "ttft", "b8", "b32", "b64", "b128", "b256")
-    assert found[0] == [f"8b-bf16-{each}" for each in users]
-    assert [f"8b-performance-b{each}" for each in (1, 32, 64, 256)] in found
-    assert sum("8b-prefill-2k" in rows and "8b-decode-64k" in rows for rows in found) == 1
-    assert found[-1] == ["8b-start"]
-    assert programs([ROWS[-1], ROWS[0]]) == [(ROWS[0],), (ROWS[-1],)]
 
 
 @pytest.mark.parametrize(
@@ -358,34 +283,6 @@ def test_a_start_that_fails_is_said(
     monkeypatch.setattr(bench_cuda_measure, "_DEMO", demo)
     assert bench(choices([tiny("start", START)]), measured=CEILINGS) == 1
     assert "saying 'tilewright: no such thing'" in capfd.readouterr().out
-
-
-def test_the_list_says_all(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["--list", "--rows", "70b-*"]) == 0
-    out, _ = capfd.readouterr()
-    assert "random weights" in out and "70b-performance-b1" in out and "8b-bf16" not in out
-
-
-def test_quick_rows_are_no_table_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Choices] = []
-    monkeypatch.setattr(bench_cuda, "bench", lambda asked: seen.append(asked) or 0)
-    assert main(["--rows", "8b-bf16-b1", "--quick"]) == 0
-    assert main(["--rows", "8b-bf16-b1", "--repeats", "7"]) == 0
-    quick, whole = seen
-    assert (quick.repeats, quick.rows[0].num_generated, quick.results) == (2, 40, None)
-    assert (whole.repeats, whole.rows[0].num_generated, whole.target) == (7, 200, "cuda")
-
-
-def test_mistakes_are_refused(tmp_path: Path) -> None:
-    for argv, words in [
-        (["--rows", "no"], "--rows 'no'; allowed: 8b-bf16-b1"),
-        (["--repeats", "0"], "allowed: integers"),
-        (["--rows"], "--rows"),
-        (["--results", str(tmp_path)], str(tmp_path)),
-    ]:
-        with pytest.raises(ConfigError) as error:
-            main(argv)
-        assert words in str(error.value)
 
 
 def test_routing_is_told_of_models_that_choose(
