@@ -219,11 +219,12 @@ def stored_formats(model: CompilableModel) -> dict[str, str]:
 
 
 def check_options(options: CompileOptions, max_positions: int) -> None:
-    """Refuse a batch, a context, threads or a compute mode that no target could serve.
+    """Refuse a batch, a context, threads, ranks or a compute mode that no target could serve.
 
     Raises:
-        ConfigError: a batch or context out of range, or an unknown compute mode.
+        ConfigError: a batch, context or ranks out of range, or an unknown compute mode.
     """
+    options.parallel.check()
     if options.compute not in COMPUTE_MODES:
         raise ConfigError(f"compute {options.compute!r}; {allowed(COMPUTE_MODES, options.compute)}")
     if options.max_batch < 1:

@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "registry", "environment", "files", "child", "plain_yaml"),
     ("formats",),
     ("devices",),
+    ("distributed",),
     ("precision",),
     ("ops",),
     ("ir",),

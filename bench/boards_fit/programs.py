@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PHASES, Phase, PrecisionConfig, load_precision
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent.lower import lower_program
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.target import MESHES
 from tilewright.compiler.tracer import trace
 from tilewright.models.architectures.table import architecture_of

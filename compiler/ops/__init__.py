@@ -6,6 +6,14 @@ from tilewright.compiler.ops.attention import (
     attention_step,
     rope_attention_step,
 )
+from tilewright.compiler.ops.collectives import (
+    COLLECTIVES,
+    all_gather,
+    all_reduce,
+    all_reduce_add,
+    all_to_all,
+    reduce_scatter,
+)
 from tilewright.compiler.ops.delta_rule import (
     causal_conv1d,
     causal_conv1d_step,
@@ -37,6 +45,7 @@ from tilewright.compiler.ops.rounding import round_q80
 from tilewright.compiler.ops.sample import sample, uniform
 
 __all__ = [
+    "COLLECTIVES",
     "OPERATORS",
     "Cost",
     "DeltaNormArguments",
@@ -45,6 +54,10 @@ __all__ = [
     "Operator",
     "RopeAttentionArguments",
     "add_rms_norm",
+    "all_gather",
+    "all_reduce",
+    "all_reduce_add",
+    "all_to_all",
     "attention",
     "attention_step",
     "causal_conv1d",
@@ -59,6 +72,7 @@ __all__ = [
     "gated_delta_rule_step",
     "gelu",
     "linear",
+    "reduce_scatter",
     "rms_norm",
     "rope",
     "rope_attention_step",

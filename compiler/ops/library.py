@@ -17,11 +17,14 @@ NAMESPACE = "tilewright"
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one call must do at the least: floating-point operations and elements moved."""
+    """What one call must do at the least: floating-point operations, elements moved, and elements
+    that a rank sends to others.
+    """
 
     flops: float = 0.0
     elements_read: float = 0.0
     elements_written: float = 0.0
+    elements_sent: float = 0.0
 
 
 CostFunction = Callable[..., Cost]

@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import NodeInfo
@@ -78,6 +79,7 @@ class CompileOptions:
     that costs some speed; `Capabilities.invariant` says what comes of it.
     ``max_step_tokens``: of prompts, what a step will be given; memory for work on them is reserved
     where a target needs any.
+    ``parallel``: the ranks that the model is spread over; see :class:`Parallel`.
     """
 
     max_batch: int = 1
@@ -87,6 +89,7 @@ class CompileOptions:
     memory_fraction: float | None = None
     is_strict: bool = False
     max_step_tokens: int = 65_536
+    parallel: Parallel = ALONE
 
 
 class Executable(ABC):

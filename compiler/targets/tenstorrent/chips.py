@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from tilewright.compiler.distributed.mesh import COLUMNS, ROWS, Mesh
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import load_dense
-from tilewright.compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh
 from tilewright.compiler.targets.tenstorrent.program import Value, Weight
 
 Chip = tuple[int, int]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from tilewright.compiler.distributed.mesh import ROWS
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.targets.tenstorrent.emit_ttnn_lines import DTYPES, HEADS, Lines, quoted
-from tilewright.compiler.targets.tenstorrent.mesh import ROWS
 from tilewright.compiler.targets.tenstorrent.product_blocks import prompt_blocks, step_blocks
 from tilewright.compiler.targets.tenstorrent.program import (
     WIDTH_SHARDED,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from tilewright.compiler import __version__
+from tilewright.compiler.distributed.mesh import ROWS, Split
 from tilewright.compiler.formats import FIDELITIES
 from tilewright.compiler.targets.tenstorrent.emit_ttnn_lines import (
     DTYPES,
@@ -13,7 +14,6 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn_lines import (
     mark_of,
     quoted,
 )
-from tilewright.compiler.targets.tenstorrent.mesh import ROWS, Split
 from tilewright.compiler.targets.tenstorrent.product_blocks import step_blocks
 from tilewright.compiler.targets.tenstorrent.program import (
     Attention,

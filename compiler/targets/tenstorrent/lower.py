@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.devices import get_device
+from tilewright.compiler.distributed.mesh import COLUMNS, ROWS, Mesh, Split, deal
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.recipe import WeightRecipe
@@ -26,7 +27,6 @@ from tilewright.compiler.targets.tenstorrent.lower_context import (
     recipe_of,
     whose,
 )
-from tilewright.compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh, Split, deal
 from tilewright.compiler.targets.tenstorrent.program import (
     DECODE,
     PREFILL,

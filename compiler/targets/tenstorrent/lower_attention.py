@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from tilewright.compiler import ops
+from tilewright.compiler.distributed.mesh import ROWS, HeadSplit, Split, join, split_heads
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.state import StateSpec
@@ -16,7 +17,6 @@ from tilewright.compiler.targets.tenstorrent.lower_context import (
     recipe_of,
     whose,
 )
-from tilewright.compiler.targets.tenstorrent.mesh import ROWS, HeadSplit, Split, join, split_heads
 from tilewright.compiler.targets.tenstorrent.program import (
     Attention,
     Cache,

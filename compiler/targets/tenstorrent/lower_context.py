@@ -6,11 +6,11 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from tilewright.compiler.distributed.mesh import Mesh, Split, deal
 from tilewright.compiler.ir.info import NodeInfo, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.precision import output_format
 from tilewright.compiler.targets.tenstorrent import placement
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh, Split, deal
 from tilewright.compiler.targets.tenstorrent.program import (
     ComputeConfig,
     Instruction,

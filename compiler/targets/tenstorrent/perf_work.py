@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.compiler.distributed.mesh import ROWS
 from tilewright.compiler.formats.block_float import TILE
-from tilewright.compiler.targets.tenstorrent.mesh import ROWS
 from tilewright.compiler.targets.tenstorrent.placement import GRID, NUM_BANKS
 from tilewright.compiler.targets.tenstorrent.program import (
     DECODE,

@@ -10,11 +10,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tilewright.compiler.distributed.mesh import Mesh, Split
 from tilewright.compiler.formats import FIDELITIES, get_format
 from tilewright.compiler.formats.block_float import TILE, BlockFloat
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh, Split
 
 DRAM, L1 = "dram", "l1"
 INTERLEAVED, WIDTH_SHARDED, HEIGHT_SHARDED = "interleaved", "width_sharded", "height_sharded"

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.errors import (
     CheckpointError,
     CompileError,
@@ -49,7 +50,6 @@ from tilewright.compiler.targets.tensor_files import save_tensors
 from tilewright.compiler.targets.tenstorrent.chips import Dealt, axes_of, check_part, load_weight
 from tilewright.compiler.targets.tenstorrent.lower import lower_program
 from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.placement import (
     ACTIVATION_FORMATS,
     CACHE_FORMATS,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tilewright.compiler.targets.tenstorrent.mesh import Split
+from tilewright.compiler.distributed.mesh import Split
 from tilewright.compiler.targets.tenstorrent.program import (
     Cache,
     ComputeConfig,

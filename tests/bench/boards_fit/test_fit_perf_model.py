@@ -21,10 +21,10 @@ from bench.boards_fit.report import Residual, Study, study_report, study_rows
 from bench.boards_fit.rows import read_rows
 from tests.tiny import lowered, tiny_model
 from tilewright.compiler.bench import perf_md
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.errors import ConfigError, TilewrightError
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.tenstorrent.lower import lower_program
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.perf_work import program_work
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -22,6 +22,7 @@ import torch
 
 from tests.targets.tenstorrent.boards import board, board_precision, programs
 from tests.tiny import QWEN2, lowered, tiny_config, tiny_model
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.formats import get_format
@@ -35,7 +36,6 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
 )
 from tilewright.compiler.targets.tenstorrent.lower import lower_program
 from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Rotate
 from tilewright.models.architectures.table import architecture_of
 

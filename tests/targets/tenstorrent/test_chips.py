@@ -9,10 +9,10 @@ import torch
 
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import tiny_model
+from tilewright.compiler.distributed.mesh import COLUMNS, ROWS, Mesh
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.tenstorrent.chips import Dealt, along, axes_of, load_weight
-from tilewright.compiler.targets.tenstorrent.mesh import COLUMNS, ROWS, Mesh
 from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
 
 MESH = Mesh(4, 2)

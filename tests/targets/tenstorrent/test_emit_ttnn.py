@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import QWEN2, check_golden, tiny_model
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CompileError, NoRoomError
 from tilewright.compiler.targets.base import CompileOptions
@@ -27,7 +28,6 @@ from tilewright.compiler.targets.tenstorrent.emit_ttnn import (
     prompt_length,
     write_weights,
 )
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.product_blocks import (
     PromptBlocks,
     prompt_blocks,

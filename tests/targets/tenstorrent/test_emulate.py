@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.targets.tenstorrent.boards import board_precision, emulated
 from tests.tiny import QWEN2, compiled, prefill, random_tokens, tiny_model
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 
 TOKENS = random_tokens(11)
 CHUNKS = [5, 3, 1, 1]

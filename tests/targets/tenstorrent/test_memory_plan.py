@@ -8,10 +8,10 @@ import pytest
 
 from tests.targets.tenstorrent.boards import board_precision, programs
 from tests.tiny import tiny_model
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory, plan_memory
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.program import DeviceProgram, Matmul
 
 TILE = {"bf16": 2048, "bfp8": 1088}

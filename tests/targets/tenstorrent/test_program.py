@@ -6,8 +6,8 @@ import pytest
 
 from tests.targets.tenstorrent.boards import programs
 from tests.tiny import tiny_model
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.formats import FIDELITIES
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.program import (
     DRAM,
     L1,

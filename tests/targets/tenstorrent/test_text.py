@@ -10,7 +10,7 @@ from torch.fx import GraphModule
 
 from tests.targets.tenstorrent.boards import OPTIONS, board, board_precision, programs
 from tests.tiny import QWEN2, check_golden, lowered, tiny_model
-from tilewright.compiler.targets.tenstorrent.mesh import Mesh
+from tilewright.compiler.distributed.mesh import Mesh
 from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
 from tilewright.compiler.targets.tenstorrent.text import program_text
 

@@ -7,18 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.tenstorrent.mesh import (
+from tilewright.compiler.distributed.mesh import (
     COLUMNS,
     ROWS,
+    UNEVEN,
     HeadSplit,
     Mesh,
     Run,
     Split,
     deal,
+    in_shares,
     join,
     split_heads,
 )
+from tilewright.compiler.errors import CompileError
 
 COUNTS = st.sampled_from([1, 2, 3, 4, 8])
 
@@ -176,3 +178,88 @@ def test_joined_shares_stand_in_order() -> None:
     left, right = deal(4, 2, unit=1), deal(2, 2, unit=1)
     both = join(left, right)
     assert [both.indices(rank).tolist() for rank in (0, 1)] == [[0, 1, 0], [2, 3, 1]]
+
+
+@given(st.integers(1, 300), COUNTS, st.sampled_from([1, 8, 16]), st.data())
+def test_shares_without_zeros_are_whole_units(
+    size: int, count: int, unit: int, data: st.DataObject
+) -> None:
+    shares = data.draw(st.none() | st.lists(st.integers(1, 9), min_size=count, max_size=count))
+    policy = in_shares(shares) if shares else UNEVEN
+    num_units = -(-size // unit)
+    if num_units < count:
+        with pytest.raises(CompileError, match=f"allowed: at most {num_units} ranks"):
+            deal(size, count, unit=unit, policy=policy)
+        return
+    split = deal(size, count, unit=unit, policy=policy)
+    assert split.is_in_order
+    assert sum(split.sizes) == size
+    units = [-(-each // unit) for each in split.sizes]
+    assert sum(units) == num_units, "no unit is cut"
+    assert min(units) >= 1
+    if not shares:
+        assert units == sorted(units, reverse=True)
+        assert units[0] - units[-1] <= 1
+    else:
+        fair = [num_units * share / sum(shares) for share in shares]
+        assert all(has < due + 1 or has == 1 for has, due in zip(units, fair, strict=True))
+
+
+@given(head_counts(), st.booleans())
+def test_uneven_heads_form_uniform_groups(counts: tuple[int, int, int], is_shared: bool) -> None:
+    num_heads, num_kv_heads, count = counts
+    policy = in_shares(range(1, count + 1)) if is_shared else UNEVEN
+    split = split_heads(*counts, policy)
+    assert [q for queries in split.query_of for q in queries] == list(range(num_heads))
+    for queries, keys in zip(split.query_of, split.kv_of, strict=True):
+        a_group, left = divmod(len(queries), len(keys))
+        assert a_group >= 1
+        assert not left
+        for at, query in enumerate(queries):
+            assert query is not None
+            assert keys[at // a_group] == query // (num_heads // num_kv_heads)
+    held = [key for keys in split.kv_of for key in keys]
+    assert held == sorted(held)  # type: ignore[type-var]
+    assert set(held) == set(range(num_kv_heads))
+    assert len(held) == max(num_kv_heads, count)
+
+
+@pytest.mark.parametrize(
+    ("counts", "units", "query_of"),
+    [
+        ((6, 3, 2), (1, 1), ((0, 1, 2, 3), (4, 5))),
+        ((6, 2, 5), (1, 1), ((0,), (1,), (2,), (3, 4), (5,))),
+        # Heads of 80 columns in blocks of 32 are dealt in pairs.
+        ((8, 8, 3), (1, 2), ((0, 1, 2, 3), (4, 5), (6, 7))),
+        ((8, 4, 2), (1, 4), ((0, 1, 2, 3), (4, 5, 6, 7))),
+    ],
+)
+def test_uneven_heads_by_hand(
+    counts: tuple[int, int, int], units: tuple[int, int], query_of: tuple[tuple[int, ...], ...]
+) -> None:
+    found = split_heads(*counts, UNEVEN, kv_unit=units[0], query_unit=units[1])
+    assert found.query_of == query_of
+
+
+@pytest.mark.parametrize(
+    ("counts", "kv_unit", "message"),
+    [
+        ((4, 2, 5), 1, "4 query heads over 5 ranks; allowed: at most 4"),
+        ((8, 2, 4), 2, "2 key/value heads in blocks of 2, over 4 ranks; allowed: at most 1 ranks"),
+        ((8, 4, 3), 2, "4 in blocks of 2 are 2, over 3 ranks; allowed: at most 2 ranks"),
+    ],
+)
+def test_heads_that_no_ranks_can_share_are_refused(
+    counts: tuple[int, int, int], kv_unit: int, message: str
+) -> None:
+    with pytest.raises(CompileError) as caught:
+        split_heads(*counts, UNEVEN, kv_unit=kv_unit)
+    assert str(caught.value) == message
+
+
+def test_shares_in_heads_and_in_columns() -> None:
+    columns = Split(((Run(32, 32), Run(None, 16)), (Run(0, 48),)))
+    heads = columns.in_units(16)
+    assert heads.shares == ((Run(2, 2), Run(None, 1)), (Run(0, 3),))
+    assert heads.times(16) == columns
+    assert not heads.is_in_order

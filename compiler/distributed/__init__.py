@@ -1,0 +1,1 @@
+"""Meshes of chips and ranks, and what runs over them."""
