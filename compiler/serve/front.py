@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,22 +17,12 @@ from tilewright.compiler import __version__
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.matchers import grammars_of
 from tilewright.compiler.runtime.messages import Ready
-from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.serve.answers import Choice
-from tilewright.compiler.serve.calls import CallReader
 from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient
 from tilewright.compiler.serve.errors import ApiError, invalid, unsupported
 from tilewright.compiler.serve.forms import Job
+from tilewright.compiler.serve.jobs import Served, make_job, read_calls, template_variables
 from tilewright.compiler.serve.metrics import Metrics
-from tilewright.compiler.serve.prepare import (
-    Asked,
-    Prompt,
-    check_prompt,
-    encode,
-    render_chat,
-    sampling_for,
-)
-from tilewright.compiler.serve.reasoning import OPEN, ReasoningSplitter, begins_in_reasoning
+from tilewright.compiler.serve.prepare import Prompt, check_prompt, encode, render_chat
 from tilewright.compiler.serve.requests import (
     ChatRequest,
     Common,
@@ -45,7 +34,6 @@ from tilewright.compiler.serve.requests import (
 )
 from tilewright.compiler.serve.says import tell
 from tilewright.compiler.serve.settings import Settings
-from tilewright.compiler.serve.stops import StopMatcher
 from tilewright.compiler.serve.structured import GrammarTrials, behind_reasoning, read_grammar
 from tilewright.compiler.serve.template import TemplateFacts, read_template
 from tilewright.compiler.serve.texts import TextCoder
@@ -179,8 +167,7 @@ class Front:
         )
         job.unheld = unheld
         if tools is not None:
-            for choice in job.choices:
-                self._read_calls(choice, tools)
+            read_calls(job, tools, self.template.checked_format())
         return job
 
     async def _call_grammar(
@@ -215,27 +202,17 @@ class Front:
     ) -> str:
         """The text of a request's chat; see `render_chat`. ``effort``: how much to reason."""
         _, coder = self.up()
-        variables = {**self.settings.template_variables, **(request.chat_template_kwargs or {})}
-        if effort is not None:
-            variables.setdefault("reasoning_effort", effort)
-            if effort == "none":
-                variables["enable_thinking"] = False
+        given, asked = self.settings.template_variables, request.chat_template_kwargs
         return await self.in_thread(
             render_chat,
             coder,
             request.messages or (),
             facts=self.template,
             tools=tools,
-            variables=variables,
+            variables=template_variables(given, asked, effort),
             continues=continues,
             opens=request.add_generation_prompt is not False,
         )
-
-    def _read_calls(self, choice: Choice, tools: ToolsAsked) -> None:
-        """Let an answer's calls be told from its content."""
-        form = self.template.checked_format()
-        choice.reader = CallReader(form.parser(tools.tools), form.new_id, tools.is_parallel)
-        choice.show(form.tokens)
 
     async def completion_job(self, request: CompletionRequest) -> Job:
         """What a completion asks of the engine.
@@ -299,69 +276,21 @@ class Front:
         n = request.n or 1
         if len(prompts) * n > self.settings.max_queue:
             raise invalid(f"n: {len(prompts)} prompts of {n} choices are too many", "n")
-        asked = self._asked(request, prompts, limit=limit, num_top=num_top, grammar=grammar)
-        options = request.stream_options
-        return Job(
-            request_id=("chatcmpl-" if is_chat else "cmpl-") + secrets.token_hex(12),
-            created=int(time.time()),
-            model=self.names(ready)[0],
+        served = Served(
+            ready=ready,
+            coder=coder,
+            name=self.names(ready)[0],
             fingerprint=self.fingerprint,
-            coder=coder,
-            asked=asked,
-            choices=[self._choice(request, one, coder, is_chat=is_chat) for one in asked],
-            n=n,
-            priority=request.priority or 0,
-            cache_salt=request.cache_salt or "",
-            is_chat=is_chat,
-            echo=bool(getattr(request, "echo", False)),
-            num_top=num_top,
-            streams=bool(request.stream),
-            include_usage=bool(options and options.include_usage),
-            continuous_usage=bool(options and options.continuous_usage_stats),
-            timings=bool(request.timings),
-            return_token_ids=bool(request.return_token_ids),
+            defaults=self.defaults,
         )
-
-    def _asked(
-        self,
-        request: Common,
-        prompts: Sequence[Prompt],
-        *,
-        limit: int | None,
-        num_top: int | None,
-        grammar: GrammarSpec | None,
-    ) -> list[Asked]:
-        """``n`` choices of each prompt, which differ in their seed."""
-        ready, coder = self.up()
-        asked = []
-        for prompt in prompts:
-            first = sampling_for(
-                request,
-                prompt,
-                ready,
-                coder,
-                limit=limit,
-                logprobs=num_top,
-                defaults=self.defaults,
-                has_grammar=grammar is not None,
-                scores_prompt=bool(getattr(request, "echo", False)),
-            )
-            seeds = range(request.n or 1)
-            asked += [Asked(prompt, with_seed(first, at), grammar) for at in seeds]
-        return asked
-
-    def _choice(self, request: Common, asked: Asked, coder: TextCoder, *, is_chat: bool) -> Choice:
-        keeps = bool(request.include_stop_str_in_output)
-        thinks = is_chat and OPEN in (coder.chat_template or "")
-        return Choice(
-            coder=coder,
-            sampling=asked.sampling,
-            matcher=StopMatcher(request.stops, includes=keeps),
-            splitter=ReasoningSplitter(
-                is_open=is_chat and begins_in_reasoning(asked.prompt.text), may_open=thinks
-            ),
-            keeps_end=keeps,
-            prompt=asked.prompt.tokens if asked.sampling.prompt_logprobs is not None else (),
+        return make_job(
+            served,
+            request,
+            prompts,
+            limit=limit,
+            num_top=num_top,
+            is_chat=is_chat,
+            grammar=grammar,
         )
 
 
@@ -380,9 +309,3 @@ def capacity(ready: Ready) -> str:
         parts.append(f"{ready.num_snapshots} snapshots")
     parts.append(f"prefix cache {'on' if ready.shares_prefixes else 'off'}")
     return ", ".join(parts)
-
-
-def with_seed(sampling: SamplingParams, at: int) -> SamplingParams:
-    """The sampling of choice ``at``: the seed, plus its number, in 64 bits."""
-    seed = (sampling.seed + at + (1 << 63)) % (1 << 64) - (1 << 63)
-    return replace(sampling, seed=seed)
