@@ -112,7 +112,7 @@ struct Model {
 
     TwProgram program(int isa) {
         return {sizeof(TwProgram), TW_VERSION, sizeof(TwInstruction), sizeof(TwTensor), 3, isa, kSeats, kContext, 512,
-                (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 3, 5,
+                (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 3, 5, isa == 1,
                 instructions.data(), tensors.data(), widths.data(), states};
     }
 };

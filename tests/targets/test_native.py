@@ -40,7 +40,7 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cpu.native import build, library
+from tilewright.compiler.targets.cpu.native import build, library, room
 from tilewright.compiler.targets.cpu.native.assemble import assemble, program_of
 from tilewright.compiler.targets.cpu.native.assembly import Assembly
 from tilewright.compiler.targets.cpu.native.room import check_room, kept_bytes, position_bytes
@@ -250,6 +250,29 @@ def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
     check_room(states, 8, 64, 11 * seat)
     with pytest.raises(CompileError, match="allowed: a machine with more memory"):
         check_room(states, 1, 64, seat - 1)
+
+
+def test_weights_on_large_pages_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has its own then: what was mapped is let go, and the file may be gone."""
+    model, tokens = tiny_model(std=0.2, num_layers=1), random_tokens(9)
+    executable = native(model, precision_of("bfp4"), tmp_path, num_threads=3)
+    expected = prefill(executable, tokens)
+    executable.close()
+    monkeypatch.setattr(room, "_WORTH_COPYING", 0)
+    monkeypatch.setattr(room, "_SPARE", 0)
+    monkeypatch.setenv("TILEWRIGHT_LARGE_PAGES", "0")
+    assert not room.are_large_pages_worth(1)
+    monkeypatch.delenv("TILEWRIGHT_LARGE_PAGES")
+    assert not room.are_large_pages_worth(room.memory_bytes())
+    if not room.are_large_pages_worth(1):
+        pytest.skip("the system gives no large pages")
+    executable = native(model, precision_of("bfp4"), tmp_path, num_threads=3)
+    assert executable._mapped is None
+    (tmp_path / WEIGHTS).unlink()
+    assert torch.equal(prefill(executable, tokens), expected)
+    executable.close()
 
 
 def test_more_threads_than_cores_are_allowed_and_said() -> None:

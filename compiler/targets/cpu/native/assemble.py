@@ -46,9 +46,19 @@ def assemble(plan: Plan, *, exact: bool) -> Assembly:
 
 
 def program_of(
-    plan: Plan, assembly: Assembly, mapped: Mapped, options: CompileOptions, *, isa: int = -1
+    plan: Plan,
+    assembly: Assembly,
+    mapped: Mapped,
+    options: CompileOptions,
+    *,
+    isa: int = -1,
+    large_pages: bool = False,
 ) -> lib.TwProgram:
-    """The structure that an engine is opened with. ``isa``: of `library.ISA_NAMES`, -1 the best."""
+    """The structure that an engine is opened with.
+
+    ``isa``: of `library.ISA_NAMES`, -1 the best. ``large_pages``: whether the engine copies its
+    weights onto large pages; it does not need what is mapped then.
+    """
     tensors = [
         lib.TwTensor(
             kind=lib.KINDS.index(wanted.kind),
@@ -75,6 +85,7 @@ def program_of(
         num_buffers=len(plan.buffers),
         num_states=len(assembly.states),
         logits=roles.index(LOGITS),
+        large_pages=large_pages,
         instructions=(lib.TwInstruction * len(assembly.instructions))(*assembly.instructions),
         tensors=(lib.TwTensor * len(tensors))(*tensors),
         widths=(ctypes.c_int32 * len(roles))(*(buffer.width for buffer in plan.buffers)),

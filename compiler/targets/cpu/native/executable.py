@@ -13,6 +13,7 @@ from tilewright.compiler.targets.base import Capabilities, CompileOptions, Memor
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cpu.native import library as lib
 from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS, Assembly, program_of
+from tilewright.compiler.targets.cpu.native.room import are_large_pages_worth
 from tilewright.compiler.targets.cpu.native.weights import Mapped
 from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.program.instructions import Plan
@@ -50,12 +51,14 @@ class NativeExecutable(HostExecutable):
         found = lib.library()
         used = found.tw_best_isa() if isa < 0 else isa
         self.device_detail = _described(lib.ISA_NAMES[used], options.num_threads or 1)
-        self._library, self._mapped = found, mapped
+        self._library = found
         self._lengths = [0] * options.max_batch
-        self._engine: int | None = lib.open_engine(
-            program_of(plan, assembly, mapped, options, isa=isa)
-        )
         self._weight_bytes = sum(each.num_bytes for each in assembly.wanted)
+        large_pages = are_large_pages_worth(self._weight_bytes)
+        self._mapped = None if large_pages else mapped  # its engine reads it until it is closed
+        self._engine: int | None = lib.open_engine(
+            program_of(plan, assembly, mapped, options, isa=isa, large_pages=large_pages)
+        )
         self._sequence_bytes = int(found.tw_sequence_bytes(self._engine))
         self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
 

@@ -19,7 +19,7 @@ from ctypes import (
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native.build import library_path
 
-VERSION = 3
+VERSION = 4
 _ERROR_BYTES = 512
 
 ISA_NAMES = ("scalar", "AVX2", "AVX-512 VNNI BF16")
@@ -118,6 +118,7 @@ class TwProgram(Structure):
         ("num_buffers", c_int32),
         ("num_states", c_int32),
         ("logits", c_int32),
+        ("large_pages", c_int32),
         ("instructions", POINTER(TwInstruction)),
         ("tensors", POINTER(TwTensor)),
         ("widths", POINTER(c_int32)),

@@ -23,6 +23,8 @@ class Memory {
     uint8_t* data() const { return data_; }
     void release(int64_t first, int64_t num_bytes);  // zeros again
 
+    void use_large_pages();
+
   private:
     uint8_t* data_ = nullptr;
     int64_t num_bytes_ = 0;
@@ -36,6 +38,21 @@ struct Routing {
     std::vector<int32_t> entries, slots;     // in order of experts; of entries: where in that order
     std::vector<int32_t> chosen, firsts;     // experts that have entries; where theirs begin, and the end
     int32_t num_chosen = 0, top_k = 0;
+};
+
+// How many of a thread's own pieces of work are taken, of the turn that all threads are in.
+struct alignas(64) Pieces {
+    std::atomic<uint64_t> word{0};  // the turn, then a count
+
+    // The next of so many pieces; -1 where all are taken.
+    int64_t take(uint32_t turn, int64_t count) {
+        uint64_t found = word.load(std::memory_order_relaxed);
+        for (;;) {
+            const uint64_t taken = found >> 32 == turn ? found & 0xffffffffu : 0;
+            if ((int64_t)taken >= count) return -1;
+            if (word.compare_exchange_weak(found, (uint64_t)turn << 32 | (taken + 1), std::memory_order_relaxed)) return (int64_t)taken;
+        }
+    }
 };
 
 struct Engine {
@@ -63,6 +80,10 @@ struct Engine {
     int64_t max_wide = 0, max_query = 0, scratch_bytes = 0;
     std::unique_ptr<Pool> pool;
     std::vector<std::atomic<int32_t>> counters;
+    std::vector<Pieces> pieces;              // of threads
+    uint32_t turns = 0;                      // of even sharing, before the present step
+    std::vector<int32_t> next_products;      // of instructions: the next product, or this one
+    Memory weights;                          // where they are held on large pages
 
     uint8_t* cache_of(int state, int seat) const {
         return cache->data() + cache_offsets[state] + seat * layouts[state].seat_bytes;
@@ -76,6 +97,7 @@ struct Worker {
     const TwStep& step;
     int thread;
     int32_t num_rows;      // of the present instruction
+    uint32_t turns = 0;    // of even sharing, since the program was opened
     int region = 0;
 
     const Kernels& kernels() const { return *engine.kernels; }
@@ -93,6 +115,21 @@ struct Worker {
 
     void meet() { engine.pool->meet(thread); }
 
+    // Share `count` pieces of work so that a thread makes the same ones in every step, one after
+    // another, and then what others have not begun. All threads meet before it and after it.
+    // `make(piece, is_last)`: the last of a thread's own.
+    template <class Make> void share_evenly(int64_t count, Make make) {
+        const int threads = engine.pool->size();
+        const uint32_t turn = ++turns;
+        for (int i = 0; i < threads; i++) {
+            const int whose = (thread + i) % threads;
+            const int64_t begin = first_of(whose, count), end = first_of(whose + 1, count);
+            for (int64_t at; (at = engine.pieces[whose].take(turn, end - begin)) >= 0;)
+                make(begin + at, i == 0 && begin + at + 1 == end);
+        }
+    }
+    int64_t first_of(int64_t whose, int64_t count) const { return whose * count / engine.pool->size(); }
+
     // Share `count` pieces of work among the threads; ends without waiting for the others.
     template <class Make> void share(int64_t count, Make make) {
         std::atomic<int32_t>& next = engine.counters[region++];
@@ -105,7 +142,7 @@ struct Worker {
 
 constexpr int kRegions = 4;  // at most, of an instruction
 
-void run_linear(Worker& worker, const TwInstruction& each);
+void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following);
 void run_attend(Worker& worker, const TwInstruction& each, int32_t index);
 void make_angles(Worker& worker);
 void run_route(Worker& worker, const TwInstruction& each);

@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 3 };
+enum { TW_VERSION = 4 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
@@ -67,6 +67,7 @@ struct TwProgram {
     int32_t max_seats, max_context, max_tokens;
     int32_t num_instructions, num_tensors, num_buffers, num_states;
     int32_t logits;                           // the buffer that is the caller's
+    int32_t large_pages;                      // 1: tensors are copied onto large pages, and not read again
     const TwInstruction* instructions;
     const TwTensor* tensors;
     const int32_t* widths;                    // of buffers, in floats

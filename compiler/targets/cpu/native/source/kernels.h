@@ -27,11 +27,12 @@ struct Result {
     const int64_t* offsets;  // of rows, in floats, where they do not follow each other; or null
 };
 
-// Two neighbouring panels of a weight.
+// Two neighbouring panels of a weight, and the two that are read next: they are fetched meanwhile.
 struct PanelPair {
     int32_t kind, columns;
     const uint8_t* first;
     const uint8_t* second;
+    const uint8_t* ahead[2];
 };
 
 // Keys and values of one head of one sequence; see caches.h.

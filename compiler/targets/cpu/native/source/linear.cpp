@@ -23,9 +23,42 @@ Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
     return result;
 }
 
+constexpr int64_t kMostAhead = 65536, kNear = 16384;
+
+// Where a thread's own panels of a product begin.
+struct Panels {
+    PanelSize size;
+    int64_t num_pairs;
+    const uint8_t* data;
+
+    Panels(const Engine& engine, const TwInstruction& each) {
+        const TwTensor& weight = engine.tensors[each.weight];
+        size = panel_size(weight.kind, weight.columns);
+        num_pairs = num_panels(weight.rows, each.flags & TW_PAIRED) / 2;
+        data = (const uint8_t*)weight.data;
+    }
+    const uint8_t* pair(int64_t index) const { return data + index * 2 * size.total; }
+};
+
+// What is fetched while a pair is multiplied: the thread's next pair, behind its last the first of
+// the next product; of long panels, what is near, for the processor itself finds the rest.
+PanelPair pair_of(Worker& worker, const TwTensor& weight, const Panels& panels, const Panels& next, int64_t index, bool is_last) {
+    const uint8_t* first = panels.pair(index);
+    PanelPair pair{weight.kind, weight.columns, first, first + panels.size.total, {}};
+    if (panels.size.total > kMostAhead) {
+        pair.ahead[0] = pair.first + kNear;
+        pair.ahead[1] = pair.second + kNear;
+    } else {
+        const Panels& whose = is_last ? next : panels;
+        pair.ahead[0] = whose.pair(is_last ? worker.first_of(worker.thread, next.num_pairs) : index + 1);
+        pair.ahead[1] = pair.ahead[0] + whose.size.total;
+    }
+    return pair;
+}
+
 }  // namespace
 
-void run_linear(Worker& worker, const TwInstruction& each) {
+void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following) {
     const Kernels& kernels = worker.kernels();
     const TwTensor& weight = worker.engine.tensors[each.weight];
     const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
@@ -47,13 +80,10 @@ void run_linear(Worker& worker, const TwInstruction& each) {
         worker.meet();
     }
     const Operand x{rows.values, rows.row_bytes, rows.scales, rows.sums, rows.num_blocks};
-    const PanelSize size = panel_size(weight.kind, weight.columns);
-    const int64_t num_pairs = num_panels(weight.rows, each.flags & TW_PAIRED) / 2;
-    worker.share(num_pairs, [&](int64_t pair) {
-        const uint8_t* panel = (const uint8_t*)weight.data + pair * 2 * size.total;
-        PanelPair panels{weight.kind, weight.columns, panel, panel + size.total};
-        Result result = result_of(worker, each, pair);
-        multiply(kernels, arithmetic, panels, x, num_rows, result, scratch);
+    const Panels panels(worker.engine, each), next(worker.engine, following);
+    worker.share_evenly(panels.num_pairs, [&](int64_t pair, bool is_last) {
+        const PanelPair both = pair_of(worker, weight, panels, next, pair, is_last);
+        multiply(kernels, arithmetic, both, x, num_rows, result_of(worker, each, pair), scratch);
     });
 }
 

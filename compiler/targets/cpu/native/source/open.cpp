@@ -48,6 +48,13 @@ void Memory::release(int64_t first, int64_t num_bytes) {
     if (madvise(data_ + first, num_bytes, MADV_DONTNEED)) std::memset(data_ + first, 0, num_bytes);
 }
 
+void Memory::use_large_pages() {
+#if defined(MADV_HUGEPAGE)
+    const uintptr_t page = 4096, from = ((uintptr_t)data_ + page - 1) / page * page;
+    madvise((void*)from, (uintptr_t)data_ + num_bytes_ - from, MADV_HUGEPAGE);  // where there are none, no harm
+#endif
+}
+
 namespace {
 
 const Kernels* choose(int32_t isa) {
@@ -140,6 +147,52 @@ void place_buffers(Engine& engine) {
     for (int32_t i = 0; i < engine.program.num_threads; i++) engine.scratch.emplace_back(engine.scratch_bytes);
 }
 
+constexpr int64_t kLargePage = 2 << 20;
+
+struct Copy {
+    Engine& engine;
+    std::vector<int64_t> offsets;
+    uint8_t* to;
+};
+
+// A thread takes its own panels first, so that they lie in the memory that is nearest to it.
+void copy_own(void* given, int thread) {
+    const Copy& copy = *(Copy*)given;
+    const int64_t num_threads = copy.engine.pool->size();
+    for (size_t i = 0; i < copy.offsets.size(); i++) {
+        const TwTensor& each = copy.engine.tensors[i];
+        const int64_t unit = each.kind == TW_VECTOR ? (int64_t)each.num_bytes : 2 * panel_size(each.kind, each.columns).total;
+        const int64_t count = (int64_t)each.num_bytes / unit;
+        const int64_t first = thread * count / num_threads * unit, last = (thread + 1) * count / num_threads * unit;
+        std::memcpy(copy.to + copy.offsets[i] + first, (const uint8_t*)each.data + first, last - first);
+    }
+}
+
+void copy_weights(Engine& engine) {
+    Copy copy{engine, {}, nullptr};
+    int64_t total = 0;
+    for (const TwTensor& each : engine.tensors) {
+        copy.offsets.push_back(total);
+        total += rounded(each.num_bytes, 64);
+    }
+    engine.weights = Memory(total + kLargePage);
+    engine.weights.use_large_pages();
+    copy.to = (uint8_t*)rounded((int64_t)engine.weights.data(), kLargePage);
+    engine.pool->run(copy_own, &copy);
+    for (size_t i = 0; i < copy.offsets.size(); i++) engine.tensors[i].data = copy.to + copy.offsets[i];
+}
+
+void find_next_products(Engine& engine) {
+    const int32_t count = (int32_t)engine.instructions.size();
+    engine.next_products.resize(count);
+    for (int32_t i = 0; i < count; i++) {
+        int32_t next = i;
+        do next = (next + 1) % count;
+        while (next != i && engine.instructions[next].op != TW_LINEAR);
+        engine.next_products[i] = next;
+    }
+}
+
 Engine* open_program(const TwProgram& program) {
     check_program(program);
     auto engine = std::make_unique<Engine>();
@@ -158,7 +211,10 @@ Engine* open_program(const TwProgram& program) {
     engine->program.widths = engine->program_widths.data();
     size_t regions = engine->instructions.size() * kRegions + engine->frequencies.size();
     engine->counters = std::vector<std::atomic<int32_t>>(regions);
+    engine->pieces = std::vector<Pieces>(program.num_threads);
+    find_next_products(*engine);
     engine->pool = std::make_unique<Pool>(program.num_threads);
+    if (program.large_pages) copy_weights(*engine);
     return engine.release();
 }
 

@@ -50,6 +50,15 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
     }
 }
 
+// Asks for bytes [from, from + count) of the panels that are read next, into the second cache: what
+// a processor fetches by itself ends with a page, and a panel is a few pages long.
+inline void fetch(const PanelPair& pair, int64_t from, int64_t count) {
+    for (int64_t at = from; at < from + count; at += 64) {
+        __builtin_prefetch(pair.ahead[0] + at, 0, 1);
+        __builtin_prefetch(pair.ahead[1] + at, 0, 1);
+    }
+}
+
 // int8 rows: sums of a block are integers, and so exact.
 template <int KIND, int M> struct Int8Tile {
     static constexpr int kParts = kBlock / scale_length(KIND), kGroups = 8 / kParts;
@@ -58,11 +67,12 @@ template <int KIND, int M> struct Int8Tile {
     const int32_t* rows[M];
     const float* own[M];
     const int32_t* sums[M];
-    int64_t num_blocks;
+    int64_t num_blocks, fetched;  // fetched: bytes of the next panels a block
 
     Int8Tile(const PanelPair& pair, const Operand& x, int64_t row)
         : codes{pair.first, pair.second}, num_blocks(x.num_blocks) {
         const int64_t behind = panel_size(KIND, pair.columns).codes;
+        fetched = row ? 0 : panel_size(KIND, pair.columns).total / num_blocks;
         scales[0] = pair.first + behind;
         scales[1] = pair.second + behind;
         for (int m = 0; m < M; m++) {
@@ -122,8 +132,9 @@ TW_UNROLL
         }
     }
 
-    void run(Tile<M>& tile) const {
+    void run(const PanelPair& pair, Tile<M>& tile) const {
         for (int64_t block = 0; block < num_blocks; block++) {
+            fetch(pair, block * fetched, fetched);
             part<0>(block, tile);
             if constexpr (kParts == 2) part<1>(block, tile);
         }
@@ -201,7 +212,7 @@ template <int KIND> struct MakeInt8 {
     template <int M> void rows(int64_t row) {
         Tile<M> tile;
         clear(tile);
-        Int8Tile<KIND, M>(pair, x, row).run(tile);
+        Int8Tile<KIND, M>(pair, x, row).run(pair, tile);
         finish(tile, result, row);
     }
 };
@@ -228,7 +239,10 @@ template <int KIND> struct MakeBf16 {
         Tile<M> tile;
         clear(tile);
         if constexpr (KIND == TW_BF16)
-            tile_bf16<M>({pair.first, pair.second, 64, x.num_blocks * 16}, own, x.row_bytes / 4, tile);
+            for (int64_t block = 0; block < x.num_blocks; block++) {
+                if (!row) fetch(pair, block * 1024, 1024);
+                tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16}, own + block * 16, x.row_bytes / 4, tile);
+            }
         else
             tile_scaled<KIND, M>(pair, codes, own, x.row_bytes / 4, tile);
         finish(tile, result, row);

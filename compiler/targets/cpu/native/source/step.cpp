@@ -57,9 +57,17 @@ void run_rows(Worker& worker, const TwInstruction& each) {
     });
 }
 
-void run_step(void* context, int thread) {
-    auto& [engine, step] = *(std::pair<Engine&, const TwStep&>*)context;
-    Worker worker{engine, step, thread, step.num_tokens};
+struct Context {
+    Engine& engine;
+    const TwStep& step;
+    uint32_t turns;
+};
+
+void run_step(void* given, int thread) {
+    Context& context = *(Context*)given;
+    Engine& engine = context.engine;
+    const TwStep& step = context.step;
+    Worker worker{engine, step, thread, step.num_tokens, engine.turns};
     make_angles(worker);
     for (size_t i = 0; i < engine.instructions.size(); i++) {
         const TwInstruction& each = engine.instructions[i];
@@ -67,7 +75,7 @@ void run_step(void* context, int thread) {
         if (!worker.num_rows) break;
         switch (each.op) {
             case TW_EMBED: run_embed(worker, each); break;
-            case TW_LINEAR: run_linear(worker, each); break;
+            case TW_LINEAR: run_linear(worker, each, engine.instructions[engine.next_products[i]]); break;
             case TW_ATTEND: run_attend(worker, each, (int32_t)i); break;
             case TW_ROUTE: run_route(worker, each); break;
             case TW_EXPERTS: case TW_EXPERT_SUM: run_experts(worker, each); break;
@@ -77,6 +85,7 @@ void run_step(void* context, int thread) {
         }
         if (i + 1 < engine.instructions.size()) worker.meet();
     }
+    if (thread == 0) context.turns = worker.turns;
 }
 
 bool fits(const Engine& engine, const TwStep& step) {
@@ -108,8 +117,9 @@ int32_t tw_step(void* engine, const TwStep* step) {
     Engine& own = *(Engine*)engine;
     if (!tw::fits(own, *step)) return 1;
     for (auto& each : own.counters) each.store(0, std::memory_order_relaxed);
-    std::pair<Engine&, const TwStep&> context(own, *step);
+    tw::Context context{own, *step, 0};
     own.pool->run(tw::run_step, &context);
+    own.turns = context.turns;
     return 0;
 }
 
