@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.grids import grid
+from tests.targets.native_checks import native
 from tests.targets.native_checks import (
     HELD,
     WIDER,
