@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.grids import grid
-from tests.targets.native_checks import native
 from tests.targets.native_checks import (
     HELD,
     WIDER,
     check_exact,
     check_instruction_sets,
     check_rows_alone,
+    native,
 )
 from tests.targets.test_conformance import EXACT, SHAPES, assert_near, shaped, tokens_of
 from tests.tiny import (
