@@ -39,6 +39,7 @@ CLONE_VERBS = {
     "bench-engine": (f"{_BENCH}.engine.command", "a generated engine beside torch"),
     "bench-front": (f"{_BENCH}.serving.front_alone", "what the server's front takes, alone"),
     "bench-cuda": (f"{_BENCH}.cuda.command", "measure the CUDA target, random weights"),
+    "bench-collectives": (f"{_BENCH}.cuda.collectives", "exchanges between two GPUs"),
     "perf-check": (f"{_BENCH}.perf_check", "measure PERF.md's rows again: are they reproduced?"),
     "fit-perf-model": (f"{_BENCH}.boards_fit.command", "fit the time model of boards"),
 }

@@ -17,6 +17,7 @@ import torch
 
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cuda.kernels import (
+    exchange,
     native,
     native_attention,
     native_delta,
@@ -32,13 +33,14 @@ SOURCES = [
     native_delta_prompt.SOURCE,
     native_experts.ROUTE,
     native_experts.PRODUCTS,
+    exchange.SOURCE,
 ]
 HEAD = """
 #include <cstddef>
 #define __device__
 #define __forceinline__
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32;
-typedef long long i64; constexpr int PAIRS = 8;
+typedef long long i64; typedef unsigned long long u64; struct uint4; constexpr int PAIRS = 8;
 struct float2 { float x, y; };
 """
 

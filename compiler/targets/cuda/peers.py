@@ -1,0 +1,162 @@
+"""Memory that the GPUs of a host reach in each other: one allocation a rank, outside torch's pool.
+
+Captured graphs hold its addresses, so it is freed only when the group ends. Knows nothing of what
+is written there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from tilewright.compiler.errors import CompileError, allowed
+from tilewright.compiler.targets.cuda.kernels.nvrtc import check
+
+Swap = Callable[[bytes], list[bytes]]
+"""Hands every rank's bytes to all, in rank order; comes back when all have called it."""
+
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+}
+"""What every process of a group has in its environment: libraries then leave the switches of NVLink
+alone, whose state outlives a process."""
+
+_HANDLE_BYTES = 64
+_PATTERN = 0x5EED0000
+
+
+def check_no_multicast() -> None:
+    """To be asked before a library for several GPUs is opened.
+
+    Raises:
+        CompileError: where the environment lets it use the switches of NVLink.
+    """
+    for name, value in NO_MULTICAST.items():
+        if os.environ.get(name) != value:
+            raise CompileError(
+                f"{name} is {os.environ.get(name)!r}; {allowed([value])}, for processes with "
+                "several GPUs"
+            )
+
+
+def why_not(devices: list[int]) -> str:
+    """Which of these GPUs of this machine do not reach each other's memory; empty where all do."""
+    from cuda.bindings import driver
+
+    check(driver.cuInit(0))
+    handles = [check(driver.cuDeviceGet(each)) for each in devices]
+    for one, first in zip(devices, handles, strict=True):
+        for other, second in zip(devices, handles, strict=True):
+            if one != other and not check(driver.cuDeviceCanAccessPeer(first, second)):
+                return f"GPU {one} cannot reach the memory of GPU {other}"
+    return ""
+
+
+class Peers:
+    """A rank's memory, and that of the others as this process reaches it.
+
+    Attributes:
+        addresses: where each rank's begins, by rank.
+        num_bytes: of each of them.
+    """
+
+    def __init__(
+        self, rank: int, num_bytes: int, device: torch.device, swap: Swap, *, fill: int
+    ) -> None:
+        """All ranks call it together, each with its own ``rank`` and ``device``. The memory is full
+        of the 32-bit word ``fill`` when it returns, on every rank.
+
+        Raises:
+            CompileError: where memory of another rank cannot be opened, or is not what it wrote.
+        """
+        from cuda.bindings import driver
+
+        assert num_bytes % 4 == 0
+        self.rank, self.num_bytes, self._swap = rank, num_bytes, swap
+        self._device, self._opened = device, list[int]()
+        with torch.cuda.device(device):
+            torch.zeros(1, device=device)  # makes the context
+            self._own: int | None = int(check(driver.cuMemAlloc(num_bytes)))
+            check(driver.cuMemsetD32(self._own, fill, num_bytes // 4))
+            torch.cuda.synchronize(device)
+            handle = check(driver.cuIpcGetMemHandle(self._own))
+            found = swap(ctypes.string_at(handle.getPtr(), _HANDLE_BYTES))
+            self.count = len(found)
+            self.addresses = [
+                self._own if each == rank else self._open(each, found[each])
+                for each in range(self.count)
+            ]
+            self._check(fill)
+
+    def _open(self, rank: int, data: bytes) -> int:
+        from cuda.bindings import driver
+
+        handle = driver.CUipcMemHandle()
+        ctypes.memmove(handle.getPtr(), data, _HANDLE_BYTES)
+        lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        try:
+            address = int(check(driver.cuIpcOpenMemHandle(handle, lazily)))
+        except RuntimeError as error:
+            raise CompileError(
+                f"the memory of rank {rank}'s GPU cannot be opened here ({error}); allowed: GPUs "
+                "of one machine that reach each other's memory, in containers that share its IPC"
+            ) from error
+        self._opened.append(address)
+        return address
+
+    def _check(self, fill: int) -> None:
+        """A word of every rank's in the memory of every other, read there."""
+        for rank, address in enumerate(self.addresses):
+            _write(address + 4 * self.rank, _word(self.rank, rank))
+        self._swap(b"")
+        own = self.addresses[self.rank]
+        for rank in range(self.count):
+            if (found := _read(own + 4 * rank)) != _word(rank, self.rank):
+                raise CompileError(
+                    f"rank {rank} wrote {_word(rank, self.rank):#x} into the memory of rank "
+                    f"{self.rank}, which reads {found:#x}: their GPUs do not reach each other"
+                )
+            _write(own + 4 * rank, fill)
+        self._swap(b"")
+
+    def close(self) -> None:
+        """Free the memory once all ranks have called this; nothing may run on it any more."""
+        from cuda.bindings import driver
+
+        if self._own is None:
+            return
+        own, self._own = self._own, None
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize(self._device)
+            for address in self._opened:
+                check(driver.cuIpcCloseMemHandle(address))
+            self._opened.clear()
+            with suppress(OSError, EOFError):  # of a group whose others have gone
+                self._swap(b"")
+            check(driver.cuMemFree(own))
+
+
+def _word(writer: int, reader: int) -> int:
+    return _PATTERN + 256 * writer + reader
+
+
+def _write(address: int, word: int) -> None:
+    from cuda.bindings import driver
+
+    check(driver.cuMemsetD32(address, word, 1))
+    torch.cuda.synchronize()
+
+
+def _read(address: int) -> int:
+    from cuda.bindings import driver
+
+    word: Any = ctypes.c_uint32()
+    check(driver.cuMemcpyDtoH(ctypes.addressof(word), address, 4))
+    return int(word.value)
