@@ -90,7 +90,7 @@ def _measured(asked: _Asked) -> Iterable[Figure]:
 
 def _serve(ends: list[Connection], asked: _Asked) -> Iterable[Figure]:
     """Hand bytes round between the ranks, and pass rank 0's figures on."""
-    limit, waiting = time.monotonic() + _SECONDS, dict[int, bytes]()
+    limit, waiting, done = time.monotonic() + _SECONDS, dict[int, bytes](), set[int]()
     while time.monotonic() < limit:
         ready = wait(ends, timeout=1.0)
         for rank, end in enumerate(ends):
@@ -106,8 +106,11 @@ def _serve(ends: list[Connection], asked: _Asked) -> Iterable[Figure]:
                 yield _kept(Figure(*content), asked)
             elif kind == "note":
                 note(err(), f"rank {rank}: {content}")
-            else:
                 return
+            else:
+                done.add(rank)
+        if len(done) == len(ends):
+            return
         if len(waiting) == len(ends):
             for end in ends:
                 end.send([waiting[rank] for rank in range(len(ends))])

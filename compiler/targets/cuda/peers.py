@@ -102,7 +102,7 @@ class Peers:
         ctypes.memmove(handle.getPtr(), data, _HANDLE_BYTES)
         lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         try:
-            address = int(check(driver.cuIpcOpenMemHandle(handle, lazily)))
+            address = int(check(driver.cuIpcOpenMemHandle(handle, int(lazily))))
         except RuntimeError as error:
             raise CompileError(
                 f"the memory of rank {rank}'s GPU cannot be opened here ({error}); allowed: GPUs "
