@@ -166,6 +166,14 @@ class Child:
         self._process.wait()
         return self._finish()
 
+    def kill(self) -> Ended:
+        """End it and all it started at once, whatever state it is in."""
+        if self._ended is not None:
+            return self._ended
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        return self._finish()
+
     def write(self, data: bytes) -> None:
         """Send bytes to its standard input; nothing where it has closed that: `wait` says why."""
         assert self._process.stdin is not None, "started without pipes"

@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _command(verb)(rest)
     except TilewrightError as error:
-        return _fail(str(error))
+        return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
@@ -97,9 +97,9 @@ def _usage() -> str:
     return "\n".join(lines)
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int) -> int:
     print(f"tilewright: {' '.join(message.split())}", file=sys.stderr)
-    return EXIT_USER_ERROR
+    return code
 
 
 if __name__ == "__main__":

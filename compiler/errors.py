@@ -10,7 +10,11 @@ _LONGEST_NAME = 80
 
 
 class TilewrightError(Exception):
-    """A user's error, in one line: what was wrong, where, what is allowed. Commands exit with 2."""
+    """A user's error, in one line: what was wrong, where, what is allowed. Commands exit with its
+    ``exit_code``.
+    """
+
+    exit_code = 2
 
 
 class CheckpointError(TilewrightError):
@@ -27,6 +31,20 @@ class CompileError(TilewrightError):
 
 class NoRoomError(CompileError):
     """What was compiled cannot be written: a full disk, a limit, no temporary folder."""
+
+
+class RankError(TilewrightError):
+    """A rank of several has ended, hangs or does not answer: the whole group ends."""
+
+    exit_code = 3
+
+
+class ExchangeError(RankError):
+    """An exchange between ranks has failed: ``rank`` is the one that did not take its part."""
+
+    def __init__(self, said: str, rank: int) -> None:
+        super().__init__(said)
+        self.rank = rank
 
 
 class RequestError(TilewrightError):

@@ -1,1 +1,1 @@
-"""Meshes of chips and ranks, and what runs over them."""
+"""Meshes of chips and ranks, and what runs over them: who the ranks are, how they meet."""

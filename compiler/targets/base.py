@@ -131,6 +131,17 @@ class Executable(ABC):
         """
         raise AssertionError("this executable offers no late choice")
 
+    def told(self, step: Step) -> Step:
+        """What the other ranks are told of a step that rank 0 is about to make: here, the step."""
+        return step
+
+    def follow(self, step: Step) -> None:
+        """Make a follower's part of a step, of which nothing is read."""
+        self.step(step)
+
+    def follow_choice(self) -> None:  # noqa: B027 (most followers are told the tokens)
+        """Make a follower's part of :meth:`choose`."""
+
     @abstractmethod
     def reset(self) -> None:
         """Close every seat and forget every page, for a runtime that begins anew."""

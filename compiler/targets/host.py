@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import numpy as np
@@ -38,6 +38,10 @@ from tilewright.compiler.targets.step import (
     Step,
     StepOutput,
 )
+
+
+_NOTHING = Part((), lambda: Chosen((), ()))
+"""What a follower says of a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,12 @@ class HostExecutable(Executable):
 
     A forward pass that raises has changed nothing that counts: no seat has gone on, and what it
     wrote behind a seat's length is written again.
+
+    Of several ranks, rank 0 alone chooses: the others are told the tokens that seats read, and
+    ``follows`` is true of them.
     """
+
+    follows = False
 
     def __init__(self) -> None:
         self._sittings: dict[Seat, Sitting] = {}
@@ -141,6 +150,21 @@ class HostExecutable(Executable):
             if part is not None:
                 parts.append(part)
         return StepOutput(tuple(parts))
+
+    def told(self, step: Step) -> Step:
+        held = {seat: self._sittings[seat].token for seat in step.decode if seat in self._sittings}
+        forced = {seat: token for seat, token in held.items() if token is not None}
+        return replace(
+            step,
+            forced={**forced, **step.forced},
+            masked=False,
+            logprobs=None,
+            want_logits=False,
+        )
+
+    def follow(self, step: Step) -> None:
+        self.follows = True
+        self.step(step)
 
     def _apply(self, edit: Edit) -> None:
         if isinstance(edit, Open):
@@ -232,6 +256,8 @@ class HostExecutable(Executable):
 
     def _echo(self, chunk: Chunk, logits: Tensor, step: Step) -> Part:
         """All rows of a chunk; the last one chooses where that is asked for."""
+        if self.follows:
+            return _NOTHING
         seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
         echo = None
         if step.logprobs is not None:
@@ -241,6 +267,8 @@ class HostExecutable(Executable):
         return Part(seats, choice.read, (lambda: logits) if step.want_logits else None)
 
     def _part(self, seats: tuple[Seat, ...], logits: Tensor, step: Step) -> Part:
+        if self.follows:
+            return _NOTHING
         if step.want_logits or step.masked:
             logits = logits.clone()
         choice = self._begin(seats, logits, step, None)

@@ -1,0 +1,339 @@
+"""The ranks of one model: rank 0, which leads and watches, and its followers.
+
+Every rank says once a second that it lives, in every phase, so that one that has ended, hangs or is
+stopped is noticed whatever the others do. The group lives or dies as one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from tilewright.compiler.child import Child
+from tilewright.compiler.distributed.channel import (
+    Address,
+    Channel,
+    ChannelClosedError,
+    Listener,
+    Message,
+    call,
+)
+from tilewright.compiler.errors import RankError
+
+BEAT, FAILED, END, GATHER, JOB = 1, 2, 3, 4, 5
+FIRST_FREE_KIND = 16
+"""Kinds of messages from here on are the users' of a group."""
+
+LOADING_SECONDS = 120.0
+"""How long ranks wait for each other while models are opened and loaded."""
+
+PATIENCE_SECONDS = 5.0
+"""What children get to end by themselves."""
+
+_BEAT_SECONDS, _LOOK_SECONDS, _VERDICT_SECONDS = 1.0, 0.1, 0.5
+
+
+class Peers(Protocol):
+    """What a rank's executable may ask of the others while it is made ready."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """What every rank gives, in their order; all ranks must call it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A follower as rank 0 knows it; ``child`` where rank 0 has started it itself."""
+
+    rank: int
+    pid: int
+    place: str
+    channel: Channel
+    child: Child | None = None
+
+    @property
+    def name(self) -> str:
+        """``rank 1 (GPU 1, pid 4711)``."""
+        return f"rank {self.rank} ({self.place}{', ' if self.place else ''}pid {self.pid})"
+
+
+class Leader:
+    """Rank 0's side: it tells all followers, hears each of them, and knows the first failure.
+
+    Args:
+        members: the followers, of ranks 1 to n - 1 in order.
+        limit_s: how long one may be silent once all are ready; while they load, it is
+            `LOADING_SECONDS` if that is more.
+    """
+
+    rank = 0
+
+    def __init__(self, members: Sequence[Member], address: Address, limit_s: float) -> None:
+        self.members, self.size = tuple(members), len(members) + 1
+        self.address, self.limit_s = address, limit_s
+        self.failure: RankError | None = None
+        self.number = 0
+        self._heard: list[deque[Message]] = [deque() for _ in members]
+        self._last = [time.monotonic()] * len(members)
+        self._is_loading, self._is_closing = True, False
+        self._changed = threading.Condition()
+        self._cut: list[socket.socket] = []
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="ranks")
+        self._watcher.start()
+
+    def tell(self, kind: int, payload: bytes = b"") -> None:
+        """Send a numbered message to every follower.
+
+        Raises:
+            RankError: where one is gone, then and ever after.
+        """
+        self.check()
+        self.number += 1
+        for member in self.members:
+            try:
+                member.channel.send(kind, self.number, payload)
+            except ChannelClosedError as error:
+                self.fail(member.rank, f"is gone ({error})")
+                self.check()
+
+    def hear(self, member: Member, seconds: float) -> Message:
+        """What a follower says next, beats apart.
+
+        Raises:
+            RankError: where it says nothing in time, or the group has failed.
+        """
+        index, deadline = self.members.index(member), time.monotonic() + seconds
+        with self._changed:
+            while not self._heard[index]:
+                if self.failure is not None:
+                    raise self.failure
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    break
+            else:
+                return self._heard[index].popleft()
+        self.fail(member.rank, f"did not answer within {seconds:g} s")
+        raise self._failed()
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """See `Peers`."""
+        found = [data]
+        for member in self.members:
+            message = self.hear(member, LOADING_SECONDS)
+            if message.kind != GATHER:
+                self.fail(member.rank, f"said something else than was asked ({message.kind})")
+                raise self._failed()
+            found.append(message.payload)
+        self.tell(GATHER, msgspec.msgpack.encode(found))
+        return found
+
+    def is_ready(self) -> None:
+        """From now on followers may be silent no longer than the limit."""
+        self._last = [time.monotonic()] * len(self.members)
+        self._is_loading = False
+
+    def cut_with(self, sockets: Sequence[socket.socket]) -> None:
+        """Let the failure of the group end what waits on these sockets too."""
+        self._cut.extend(sockets)
+
+    def check(self) -> None:
+        """Raise the group's failure where there is one (RankError)."""
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, rank: int, said: str) -> None:
+        """Note the first failure, with how the rank's process is, and end the group."""
+        if rank == 0:
+            self.end(f"rank 0 {said}")
+            return
+        member = self.members[rank - 1]
+        with self._changed:
+            if self.failure is None and not self._is_closing:
+                self.failure = RankError(f"{member.name} {said}{self._state_of(member)}")
+            self._changed.notify_all()
+        self._shut()
+
+    def end(self, said: str) -> None:
+        """Note that rank 0 itself cannot go on, and end the group."""
+        with self._changed:
+            self.failure = self.failure or RankError(said)
+            self._changed.notify_all()
+        self._shut()
+
+    def close(self) -> None:
+        """End the followers: they get a moment to end by themselves, then SIGKILL."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        for member in self.members:
+            with contextlib.suppress(ChannelClosedError):
+                if self.failure is None:
+                    member.channel.send(END)
+        self._watcher.join()
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        for member in self.members:
+            if member.child is not None:
+                member.child.wait(max(0.0, deadline - time.monotonic()))
+                member.child.kill()
+                member.child.close()
+            member.channel.close()
+        self._shut()
+
+    def _failed(self) -> RankError:
+        assert self.failure is not None
+        return self.failure
+
+    def _state_of(self, member: Member) -> str:
+        """What is known of a process; a killed one may take a moment to be seen as ended."""
+        if member.child is None:
+            return ""
+        ended = member.child.wait(_VERDICT_SECONDS)
+        if ended is None:
+            return f"; its process {_is_stopped(member.pid)}"
+        last = f": {ended.last[:200]}" if ended.last else ""
+        how = f"signal {-ended.code} ({ended.how})" if ended.code < 0 else ended.how
+        return f"; its process ended by {how}{last}"
+
+    def _shut(self) -> None:
+        for each in (*(member.channel.connection for member in self.members), *self._cut):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def _watch(self) -> None:
+        """Hear all followers, say that rank 0 lives, notice who does not."""
+        sockets = {m.channel.connection: i for i, m in enumerate(self.members)}
+        next_beat = 0.0
+        while self.failure is None and not self._is_closing:
+            ready = select.select(list(sockets), [], [], _LOOK_SECONDS)[0]
+            for each in ready:
+                self._take(sockets[each])
+            now = time.monotonic()
+            limit = max(self.limit_s, LOADING_SECONDS) if self._is_loading else self.limit_s
+            for index, member in enumerate(self.members):
+                if now - self._last[index] > limit and self.failure is None:
+                    self.fail(member.rank, f"has been silent for {limit:g} s")
+            if now >= next_beat:
+                next_beat = now + _BEAT_SECONDS
+                for member in self.members:
+                    member.channel.send_if_free(BEAT)
+
+    def _take(self, index: int) -> None:
+        member = self.members[index]
+        try:
+            messages = member.channel.read_ready()
+        except ChannelClosedError:
+            if not self._is_closing:
+                self.fail(member.rank, "left")
+            return
+        self._last[index] = time.monotonic()
+        for message in messages:
+            if message.kind == FAILED:
+                said = message.payload.decode(errors="replace")
+                self.fail(message.number if message.number >= 0 else member.rank, said)
+            elif message.kind != BEAT:
+                with self._changed:
+                    self._heard[index].append(message)
+                    self._changed.notify_all()
+
+
+class Follower:
+    """A follower's side: it hears rank 0, and ends when rank 0 does."""
+
+    def __init__(self, rank: int, size: int, channel: Channel, address: Address) -> None:
+        self.rank, self.size, self.channel, self.address = rank, size, channel, address
+        self._ended = threading.Event()
+        self._beater = threading.Thread(target=self._beat, daemon=True, name="beat")
+        self._beater.start()
+
+    def receive(self) -> Message:
+        """What rank 0 says next, beats apart.
+
+        Raises:
+            ChannelClosedError: where rank 0 has gone, or has not even said that it lives.
+        """
+        while True:
+            message = self.channel.receive(LOADING_SECONDS)
+            if message is None:
+                raise ChannelClosedError(f"rank 0 has been silent for {LOADING_SECONDS:g} s")
+            if message.kind != BEAT:
+                return message
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """See `Peers`."""
+        self.channel.send(GATHER, 0, data)
+        message = self.receive()
+        if message.kind != GATHER:
+            raise ChannelClosedError("rank 0 has ended the group")
+        return msgspec.msgpack.decode(message.payload, type=list[bytes])
+
+    def fail(self, said: str, *, of: int = -1) -> None:
+        """Tell rank 0 why this rank cannot go on; ``of``: whose fault that is, where not its own."""
+        with contextlib.suppress(ChannelClosedError):
+            self.channel.send(FAILED, of, said.encode()[:2000])
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._ended.set()
+        self.channel.close()
+
+    def _beat(self) -> None:
+        while not self._ended.wait(_BEAT_SECONDS):
+            self.channel.send_if_free(BEAT)
+
+
+def connect_mesh(group: Leader | Follower, token: bytes) -> dict[int, socket.socket]:
+    """A socket to every other rank, by rank; all ranks must call it.
+
+    Raises:
+        ConfigError: where one cannot be reached.
+    """
+    own = group.address
+    if own.path is not None:
+        own = Address(path=own.path.with_name(f"{own.path.name}.{group.rank}"))
+    else:
+        own = Address(own.host)
+    listener = Listener(own, token)
+    try:
+        addresses = group.all_gather(str(listener.address).encode())
+        found = {}
+        for rank in range(group.rank):
+            where = Address.parse(addresses[rank].decode())
+            found[rank] = call(where, group.rank, token, seconds=LOADING_SECONDS)
+        deadline = time.monotonic() + LOADING_SECONDS
+        while len(found) < group.size - 1:
+            came = listener.accept(deadline)
+            if came is None:
+                raise RankError(f"rank {group.rank}: others did not come within the limit")
+            found[came[0]] = came[1]
+    finally:
+        listener.close()
+    if isinstance(group, Leader):
+        group.cut_with(list(found.values()))
+    return found
+
+
+def check_limits(own: Mapping[str, int], group: Peers) -> dict[str, int]:
+    """The least that any rank has of each limit; all ranks must call it."""
+    from tilewright.compiler.distributed.hello import least
+
+    gathered = group.all_gather(msgspec.json.encode(dict(own)))
+    return least([msgspec.json.decode(each, type=dict[str, int]) for each in gathered])
+
+
+def _is_stopped(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "is gone"
+    return "is stopped" if state in "Tt" else "runs"

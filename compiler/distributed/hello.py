@@ -1,0 +1,37 @@
+"""What ranks compare before they work together: hashes of all that must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tilewright.compiler.errors import ConfigError
+
+CODE, CHECKPOINT, PRECISION, OPTIONS = "code", "checkpoint", "precision", "options"
+MESH, TORCH, KERNELS = "mesh", "torch", "kernels"
+
+
+def check_equal(facts: Sequence[Mapping[str, str]]) -> None:
+    """Refuse ranks that differ; ``facts`` are those of each rank, in order.
+
+    Raises:
+        ConfigError: naming the fact, both ranks and what each of them has.
+    """
+    first = facts[0]
+    for rank, found in enumerate(facts):
+        for name in first | dict(found):
+            ours, theirs = first.get(name, "nothing"), found.get(name, "nothing")
+            if ours != theirs:
+                raise ConfigError(
+                    f"rank 0 has {name} {_short(ours)} and rank {rank} {_short(theirs)}; allowed: "
+                    "the same on all ranks"
+                )
+
+
+def least(limits: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """The least of every limit that the ranks have: of pages and seats, say."""
+    return {name: min(each[name] for each in limits) for name in limits[0]}
+
+
+def _short(value: str) -> str:
+    is_hash = len(value) > 20 and all(each in "0123456789abcdef" for each in value)
+    return value[:12] if is_hash else value[:80]

@@ -1,0 +1,144 @@
+"""An executable of several ranks: rank 0 schedules and chooses, its followers run the same steps.
+
+A step is sent before rank 0 makes it itself. Followers decide nothing and answer nothing; what they
+give and get in the middle of a step is between the ranks' own executables.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from tilewright.compiler.distributed.channel import ChannelClosedError
+from tilewright.compiler.distributed.group import (
+    END,
+    FIRST_FREE_KIND,
+    Follower,
+    Leader,
+    check_limits,
+)
+from tilewright.compiler.distributed.launch import Ranks
+from tilewright.compiler.errors import ExchangeError, RankError, one_line
+from tilewright.compiler.targets.base import Executable, MemoryUse
+from tilewright.compiler.targets.step import Seat, Step, StepOutput
+from tilewright.compiler.targets.step_bytes import read_step, step_bytes
+
+_STEP, _AGAIN, _RESET, _PREPARE, _CHOSEN = range(FIRST_FREE_KIND, FIRST_FREE_KIND + 5)
+_LIMITS = ("max_seats", "num_pages", "num_snapshots", "max_prompts", "max_step_tokens")
+
+
+class ShardedExecutable(Executable):
+    """Rank 0's executable, and with it those of all ranks. Every rank calls `agree` first.
+
+    Memory is what rank 0 holds of it.
+    """
+
+    def __init__(self, own: Executable, ranks: Ranks) -> None:
+        self._own, self._ranks, self._leader = own, ranks, ranks.leader
+        agree(own, ranks.leader)
+        self.capabilities, self.contract = own.capabilities, own.contract
+        self.vocab_size = own.vocab_size
+        self.device_name, self.device_detail = own.device_name, own.device_detail
+        self._last: tuple[Seat, ...] | None = None
+        ranks.leader.is_ready()
+
+    @property
+    def num_tokens(self) -> int | None:
+        """See `Executable`."""
+        return self._own.num_tokens
+
+    @num_tokens.setter
+    def num_tokens(self, value: int | None) -> None:
+        self._own.num_tokens = value
+
+    def step(self, step: Step) -> StepOutput:
+        told = self._own.told(step)
+        is_plain = not (told.prompts or told.edits or told.forced or told.masked)
+        if is_plain and told.decode is self._last and not told.want_logits:
+            self._leader.tell(_AGAIN)
+        else:
+            self._leader.tell(_STEP, step_bytes(told))
+            self._last = told.decode if is_plain and not told.want_logits else None
+        return self._guarded("step", step)
+
+    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+        self._leader.tell(_CHOSEN)
+        self._guarded("choose", output, masks)
+
+    def reset(self) -> None:
+        self._leader.tell(_RESET)
+        self._last = None
+        self._guarded("reset")
+
+    def prepare(self) -> None:
+        self._leader.tell(_PREPARE)
+        self._guarded("prepare")
+
+    def memory(self) -> MemoryUse:
+        return self._own.memory()
+
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
+        return self._own.state_bytes(num_positions, num_sequences)
+
+    def close(self) -> None:
+        self._ranks.close()
+        self._own.close()
+
+    def _guarded(self, name: str, *arguments: Any) -> Any:
+        """Do rank 0's part; where it fails, its followers have gone on without it.
+
+        Raises:
+            RankError: then, and ever after.
+        """
+        try:
+            return getattr(self._own, name)(*arguments)
+        except ExchangeError as error:
+            self._leader.fail(error.rank, f"{error} of step {self._leader.number}")
+        except Exception as error:
+            self._leader.end(f"rank 0 failed in step {self._leader.number}: {one_line(error)}")
+            raise
+        self._leader.check()
+        raise AssertionError("a failed group has a failure")
+
+
+def agree(own: Executable, group: Leader | Follower) -> None:
+    """Let every rank's executable promise what the least of them can; all ranks call it."""
+    limits = own.capabilities
+    least = check_limits({name: getattr(limits, name) for name in _LIMITS}, group)
+    own.capabilities = dataclasses.replace(limits, **least)
+
+
+def serve_steps(executable: Executable, follower: Follower) -> None:
+    """Run the steps that rank 0 sends, until it ends the group.
+
+    Raises:
+        RankError: where rank 0 has gone, or an exchange failed.
+    """
+    again = Step()
+    while True:
+        try:
+            message = follower.receive()
+        except ChannelClosedError as error:
+            raise RankError(f"rank {follower.rank}: rank 0 has gone ({error})") from None
+        if message.kind == END:
+            return
+        try:
+            if message.kind == _STEP:
+                again = read_step(message.payload)
+            if message.kind in (_STEP, _AGAIN):
+                executable.follow(again)
+            elif message.kind == _CHOSEN:
+                executable.follow_choice()
+            elif message.kind == _RESET:
+                executable.reset()
+            elif message.kind == _PREPARE:
+                executable.prepare()
+        except ExchangeError as error:
+            follower.fail(f"{error} of step {message.number}", of=error.rank)
+            raise RankError(f"rank {follower.rank}: {error}") from None
+        except Exception as error:
+            follower.fail(f"failed in step {message.number}: {one_line(error)}")
+            raise
