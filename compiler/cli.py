@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tilewright.compiler import __version__
+from tilewright.compiler.commands.following import follow_here, is_follower
 from tilewright.compiler.errors import TilewrightError, allowed
 
 _COMMANDS, _BENCH = "tilewright.compiler.commands", "bench"
@@ -45,6 +46,9 @@ CLONE_VERBS = {
 }
 """What maintainers measure with: in the folder ``bench`` of a clone, not in a wheel."""
 
+_OF_RANKS = ("run", "chat", "bench", "serve")
+"""Verbs that a model of several ranks has; on another rank than 0 they follow it."""
+
 EXIT_USER_ERROR = 2
 _INTERRUPTED = 130
 _CLONE = Path(__file__).resolve().parents[1]
@@ -61,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = arguments
     try:
+        if verb in _OF_RANKS and is_follower(rest):
+            return follow_here(rest)
         return _command(verb)(rest)
     except TilewrightError as error:
         return _fail(str(error), error.exit_code)

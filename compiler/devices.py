@@ -144,14 +144,14 @@ def check_gpu() -> None:
             "target cuda: triton is not installed; allowed: pip install -e '.[cuda]' in the "
             "clone, or --target cpu or reference"
         )
-    if os.environ.get("TRITON_INTERPRET") != "1" and not _num_gpus():
+    if os.environ.get("TRITON_INTERPRET") != "1" and not num_gpus():
         raise CompileError(
             "target cuda: this machine has no GPU that its driver knows; allowed: --target cpu or "
             "reference, or a machine with an NVIDIA GPU and a CUDA build of torch"
         )
 
 
-def _num_gpus() -> int:
+def num_gpus() -> int:
     """How many GPUs the CUDA driver shows this process; 0 where there is no driver."""
     try:
         driver = ctypes.CDLL(_CUDA_DRIVER)

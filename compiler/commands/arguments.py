@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tilewright.compiler.artifacts.places import is_compiled
-from tilewright.compiler.devices import CPU_BACKENDS, check_gpu
+from tilewright.compiler.devices import CPU_BACKENDS, check_gpu, num_gpus
+from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.files import check_fresh
 from tilewright.compiler.passes.dumps import dump_folder
@@ -258,7 +259,7 @@ def output_folder(named: str | None) -> Path:
 class ModelOptions:
     """Checked `ModelArguments`; ``precision`` is None for a compiled folder, which has its own.
     ``notes``: what was chosen for the user, a line each. ``is_auto``: what runs the target cpu is
-    chosen when the model is open; until then it is ONNX Runtime's.
+    chosen when the model is open; until then it is ONNX Runtime's. ``grouping``: the ranks.
     """
 
     path: FoundModel
@@ -268,6 +269,7 @@ class ModelOptions:
     dump_dir: Path | None
     notes: tuple[str, ...] = ()
     is_auto: bool = False
+    grouping: Grouping = field(default_factory=Grouping)
 
 
 def read_model_options(
@@ -286,8 +288,11 @@ def read_model_options(
     if target not in _TARGETS:
         raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS, target)}")
     target = _with_backend(target, arguments.backend)
+    grouping = read_grouping(arguments) if runs else Grouping()
     if target == "cuda" and runs:
         check_gpu()
+        if not grouping.is_alone:
+            check_devices(grouping, num_gpus())
     if arguments.model is not None and is_compiled(arguments.model):
         path = Path(arguments.model).expanduser()
         refuse_given(
@@ -296,7 +301,7 @@ def read_model_options(
             f"the compiled folder {path}, which was compiled with its own; allowed: without "
             "--{name}, or compile the checkpoint again",
         )
-        return ModelOptions(path, target, "fast", precision=None, dump_dir=None)
+        return ModelOptions(path, target, "fast", precision=None, dump_dir=None, grouping=grouping)
     named, notes = arguments.precision or default_precision, tuple[str, ...]()
     if named != AUTO:
         load_precision(named)  # a name is checked before a model is fetched
@@ -314,6 +319,7 @@ def read_model_options(
         dump_dir=dump_dir,
         notes=notes,
         is_auto=target == "cpu" and arguments.backend in (None, AUTO),
+        grouping=grouping,
     )
 
 

@@ -29,6 +29,7 @@ from tilewright.compiler.commands.arguments import (
     take_path,
     values_of,
 )
+from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ def read_asked(
         TilewrightError: for anything that can be seen to be wrong without the model.
     """
     parser = Parser(prog=prog, description=description)
-    add_options(parser, kind, SamplingArguments)
+    add_options(parser, kind, ParallelArguments, SamplingArguments)
     arguments = parser.parse_args(list(argv))
     take_path(arguments)
     sign.show(f"opening {arguments.model or DEFAULT_MODEL}")

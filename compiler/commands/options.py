@@ -32,6 +32,7 @@ from tilewright.compiler.commands.arguments import (
     take_path,
     values_of,
 )
+from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.compiler.errors import ConfigError
 
 DEFAULT_RESULTS = Path("results/results.jsonl")
@@ -125,7 +126,7 @@ class RunOptions:
 def parser() -> argparse.ArgumentParser:
     """The options of ``tilewright bench`` and ``demo/simple_text_demo.py``."""
     found = Parser(prog="tilewright bench", description="Answer prompts with a model; measure it.")
-    add_options(found, PathArguments, _Asked, _CaseChanges, RunOptions)
+    add_options(found, PathArguments, ParallelArguments, _Asked, _CaseChanges, RunOptions)
     return found
 
 

@@ -19,7 +19,7 @@ from tilewright.compiler.commands.serve_options import (
     ServeOptions,
     read_serve_options,
 )
-from tilewright.compiler.errors import ConfigError, RequestError, TilewrightError
+from tilewright.compiler.errors import ConfigError, RankError, RequestError, TilewrightError
 from tilewright.compiler.runtime.messages import Refused
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.serve.engine_client import TOKENIZER
@@ -39,6 +39,9 @@ def main(argv: list[str]) -> int:
     transport = SocketTransport(folder)
     try:
         _serve(folder, read_serve_options(argv[1:]), transport)
+    except RankError as error:  # the front starts all ranks anew
+        print(f"tilewright: {error}", file=sys.stderr)
+        return error.exit_code
     except TilewrightError as error:
         transport.send([Refused(" ".join(str(error).split()))])
         return 2

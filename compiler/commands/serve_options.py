@@ -21,6 +21,7 @@ from tilewright.compiler.commands.arguments import (
     take_path,
     values_of,
 )
+from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.serve.tools.formats import FORMATS
 
@@ -192,7 +193,8 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
         description="Serve a model over HTTP, as OpenAI's API does; with timings: true in a "
         "request, llama.cpp's figures come too, in streams with the end of each choice.",
     )
-    add_options(parser, CheckpointArguments, _Asked, ServeOptions, without=("dump", "output"))
+    kinds = (CheckpointArguments, ParallelArguments, _Asked, ServeOptions)
+    add_options(parser, *kinds, without=("dump", "output"))
     arguments = parser.parse_args(list(argv))
     arguments.dump = None
     take_path(arguments)

@@ -11,6 +11,8 @@ from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.places import digest_memory, is_compiled
 from tilewright.compiler.artifacts.program import compile_cached, load_program
 from tilewright.compiler.commands.arguments import ModelOptions
+from tilewright.compiler.commands.ranks import Job, compile_ranks
+from tilewright.compiler.distributed import hello
 from tilewright.compiler.driver import Compiled, compile_model, resolve_precision
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
@@ -126,6 +128,35 @@ def compile_source(
         CompileError, CheckpointError, ConfigError: where the parts do not fit together.
     """
     choices = settle_backend(choices, progress)
+    grouping = choices.grouping
+    if grouping.is_alone:
+        return compile_alone(source, choices, options, progress, use_cache=use_cache)
+    options = replace(options, parallel=grouping.parallel)
+    job = Job(str(source.path), choices.target, choices.precision, options, use_cache)
+
+    def run(own: CompileOptions) -> Compiled:
+        return compile_alone(source, choices, own, progress, use_cache=use_cache)
+
+    return compile_ranks(job, grouping, facts_of(source, choices), run)
+
+
+def facts_of(source: Source, choices: ModelOptions) -> dict[str, str]:
+    """What ranks must have in common of a model and what was chosen for it."""
+    return {
+        hello.CHECKPOINT: source.content_hash,
+        hello.PRECISION: precision_of(source, choices.precision).id,
+    }
+
+
+def compile_alone(
+    source: Source,
+    choices: ModelOptions,
+    options: CompileOptions,
+    progress: Progress,
+    *,
+    use_cache: bool,
+) -> Compiled:
+    """This process's own program: of the whole model, or of its rank's part."""
     compiled = _compile(source, choices, options, progress, use_cache=use_cache)
     compiled.executable.num_tokens = source.tokenizer.num_ids
     return compiled

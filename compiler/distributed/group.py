@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -40,16 +39,6 @@ PATIENCE_SECONDS = 5.0
 """What children get to end by themselves."""
 
 _BEAT_SECONDS, _LOOK_SECONDS, _VERDICT_SECONDS = 1.0, 0.1, 0.5
-
-
-class Peers(Protocol):
-    """What a rank's executable may ask of the others while it is made ready."""
-
-    rank: int
-    size: int
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """What every rank gives, in their order; all ranks must call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +266,7 @@ class Follower:
         return msgspec.msgpack.decode(message.payload, type=list[bytes])
 
     def fail(self, said: str, *, of: int = -1) -> None:
-        """Tell rank 0 why this rank cannot go on; ``of``: whose fault that is, where not its own."""
+        """Tell rank 0 why this rank cannot go on, or that the rank ``of`` is why."""
         with contextlib.suppress(ChannelClosedError):
             self.channel.send(FAILED, of, said.encode()[:2000])
 
@@ -291,43 +280,56 @@ class Follower:
             self.channel.send_if_free(BEAT)
 
 
-def connect_mesh(group: Leader | Follower, token: bytes) -> dict[int, socket.socket]:
-    """A socket to every other rank, by rank; all ranks must call it.
+class Peers:
+    """What a rank's executable may ask of the others while it is made ready, and where it finds
+    them in its steps.
 
-    Raises:
-        ConfigError: where one cannot be reached.
+    ``limit_s``: how long one of them may take until an exchange gives up.
     """
-    own = group.address
-    if own.path is not None:
-        own = Address(path=own.path.with_name(f"{own.path.name}.{group.rank}"))
-    else:
-        own = Address(own.host)
-    listener = Listener(own, token)
-    try:
-        addresses = group.all_gather(str(listener.address).encode())
-        found = {}
-        for rank in range(group.rank):
-            where = Address.parse(addresses[rank].decode())
-            found[rank] = call(where, group.rank, token, seconds=LOADING_SECONDS)
-        deadline = time.monotonic() + LOADING_SECONDS
-        while len(found) < group.size - 1:
-            came = listener.accept(deadline)
-            if came is None:
-                raise RankError(f"rank {group.rank}: others did not come within the limit")
-            found[came[0]] = came[1]
-    finally:
-        listener.close()
-    if isinstance(group, Leader):
-        group.cut_with(list(found.values()))
-    return found
 
+    def __init__(self, group: Leader | Follower, token: bytes, limit_s: float) -> None:
+        self._group, self._token, self.limit_s = group, token, limit_s
+        self.rank, self.size = group.rank, group.size
 
-def check_limits(own: Mapping[str, int], group: Peers) -> dict[str, int]:
-    """The least that any rank has of each limit; all ranks must call it."""
-    from tilewright.compiler.distributed.hello import least
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """What every rank gives, in their order; all ranks must call it."""
+        return self._group.all_gather(data)
 
-    gathered = group.all_gather(msgspec.json.encode(dict(own)))
-    return least([msgspec.json.decode(each, type=dict[str, int]) for each in gathered])
+    def least(self, limits: Mapping[str, int]) -> dict[str, int]:
+        """The least that any rank has of each limit; all ranks must call it."""
+        gathered = self.all_gather(msgspec.json.encode(dict(limits)))
+        found = [msgspec.json.decode(each, type=dict[str, int]) for each in gathered]
+        return {name: min(each[name] for each in found) for name in limits}
+
+    def connect(self) -> dict[int, socket.socket]:
+        """A socket to every other rank, by rank, which ends with the group; all ranks must call it.
+
+        Raises:
+            ConfigError, RankError: where one cannot be reached.
+        """
+        group, own = self._group, self._group.address
+        if own.path is not None:
+            own = Address(path=own.path.with_name(f"{own.path.name}.{self.rank}"))
+        else:
+            own = Address(own.host)
+        listener = Listener(own, self._token)
+        try:
+            addresses = self.all_gather(str(listener.address).encode())
+            found = {}
+            for rank in range(self.rank):
+                where = Address.parse(addresses[rank].decode())
+                found[rank] = call(where, self.rank, self._token, seconds=LOADING_SECONDS)
+            deadline = time.monotonic() + LOADING_SECONDS
+            while len(found) < self.size - 1:
+                came = listener.accept(deadline)
+                if came is None:
+                    raise RankError(f"rank {self.rank}: others did not come within the limit")
+                found[came[0]] = came[1]
+        finally:
+            listener.close()
+        if isinstance(group, Leader):
+            group.cut_with(list(found.values()))
+        return found
 
 
 def _is_stopped(pid: int) -> str:

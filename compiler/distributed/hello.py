@@ -18,18 +18,13 @@ def check_equal(facts: Sequence[Mapping[str, str]]) -> None:
     """
     first = facts[0]
     for rank, found in enumerate(facts):
-        for name in first | dict(found):
+        for name in {**first, **found}:
             ours, theirs = first.get(name, "nothing"), found.get(name, "nothing")
             if ours != theirs:
                 raise ConfigError(
                     f"rank 0 has {name} {_short(ours)} and rank {rank} {_short(theirs)}; allowed: "
                     "the same on all ranks"
                 )
-
-
-def least(limits: Sequence[Mapping[str, int]]) -> dict[str, int]:
-    """The least of every limit that the ranks have: of pages and seats, say."""
-    return {name: min(each[name] for each in limits) for name in limits[0]}
 
 
 def _short(value: str) -> str:

@@ -112,9 +112,7 @@ def join(place: Place) -> Follower:
     return Follower(place.rank, place.size, channel, address)
 
 
-def serve_machine(
-    machines: Machines, size: int, command: Sequence[str], token: bytes
-) -> int:
+def serve_machine(machines: Machines, size: int, command: Sequence[str], token: bytes) -> int:
     """Start this further machine's ranks and wait for their end; the exit code of the first that
     failed.
     """

@@ -1,11 +1,17 @@
-"""How a model is spread over ranks: what a user may ask for, before any rank exists."""
+"""How a model is spread over ranks: what a user may ask for, before any rank exists.
+
+Imports no torch: command lines are read with it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from tilewright.compiler.distributed.mesh import UNEVEN, Policy, in_shares
 from tilewright.compiler.errors import ConfigError, allowed
+
+if TYPE_CHECKING:
+    from tilewright.compiler.distributed.mesh import Policy
 
 WIRES = ("fp32", "bf16", "q80")
 """Formats in which partial sums travel."""
@@ -40,6 +46,8 @@ class Parallel:
     @property
     def policy(self) -> Policy:
         """How axes are dealt over all ranks of the group."""
+        from tilewright.compiler.distributed.mesh import UNEVEN, in_shares
+
         return in_shares(self.shares) if self.shares else UNEVEN
 
     def check(self) -> None:

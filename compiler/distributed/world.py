@@ -93,8 +93,8 @@ def place_of(environ: Mapping[str, str] = os.environ) -> Place | None:
     if _RANK in environ:
         address = Address.parse(environ.get(_MEET, ""))
         token = environ.get(_TOKEN, "").encode()
-        numbers = [_number(environ, name) for name in (_RANK, _SIZE, _LOCAL)]
-        return Place(*numbers, address, token)
+        rank, size, local = (_number(environ, name) for name in (_RANK, _SIZE, _LOCAL))
+        return Place(rank, size, local, address, token)
     if not all(name in environ for name in _TORCHRUN) or _number(environ, "WORLD_SIZE") < 2:
         return None
     rank, size, local, local_size, _, port = (
@@ -123,8 +123,7 @@ def machines_of(given: Machines | None, environ: Mapping[str, str] = os.environ)
     found = found or Machines()
     if not 0 <= found.rank < found.count:
         raise ConfigError(
-            f"machine {found.rank} of {found.count}; allowed: 0 to {found.count - 1} "
-            "(--node-rank)"
+            f"machine {found.rank} of {found.count}; allowed: 0 to {found.count - 1} (--node-rank)"
         )
     return found
 

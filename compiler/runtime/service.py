@@ -9,7 +9,7 @@ import traceback
 from collections import deque
 from dataclasses import dataclass, replace
 
-from tilewright.compiler.errors import RequestError, one_line
+from tilewright.compiler.errors import RankError, RequestError, one_line
 from tilewright.compiler.runtime.loop import EngineLoop, LostDeviceError
 from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.runtime.messages import (
@@ -242,7 +242,7 @@ class EngineService:
             Exception: what it is given, where the device is lost, or it is not known whose step
                 it was: this engine cannot go on.
         """
-        lost = isinstance(error, LostDeviceError) or _is_of_device(error)
+        lost = isinstance(error, LostDeviceError | RankError) or _is_of_device(error)
         if lost or not self.loop.failed:
             raise error
         self._num_failures += 1

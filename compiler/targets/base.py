@@ -13,6 +13,7 @@ import numpy as np
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
 from tilewright.compiler.formats import get_format
@@ -79,7 +80,8 @@ class CompileOptions:
     that costs some speed; `Capabilities.invariant` says what comes of it.
     ``max_step_tokens``: of prompts, what a step will be given; memory for work on them is reserved
     where a target needs any.
-    ``parallel``: the ranks that the model is spread over; see :class:`Parallel`.
+    ``parallel``: the ranks that the model is spread over; see :class:`Parallel`. ``rank``: of
+    them, the one whose program this is.
     """
 
     max_batch: int = 1
@@ -90,6 +92,7 @@ class CompileOptions:
     is_strict: bool = False
     max_step_tokens: int = 65_536
     parallel: Parallel = ALONE
+    rank: int = 0
 
 
 class Executable(ABC):
@@ -130,6 +133,9 @@ class Executable(ABC):
                 a seat is not named.
         """
         raise AssertionError("this executable offers no late choice")
+
+    def join(self, peers: Peers) -> None:  # noqa: B027 (some have nothing to exchange)
+        """Meet the executables of the other ranks, before the first step; all ranks call it."""
 
     def told(self, step: Step) -> Step:
         """What the other ranks are told of a step that rank 0 is about to make: here, the step."""

@@ -39,7 +39,6 @@ from tilewright.compiler.targets.step import (
     StepOutput,
 )
 
-
 _NOTHING = Part((), lambda: Chosen((), ()))
 """What a follower says of a part."""
 

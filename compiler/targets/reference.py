@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import INPUT, NodeInfo, info
 from tilewright.compiler.ir.recipe import WeightRecipe, load_values
@@ -42,6 +43,7 @@ from tilewright.compiler.targets.contract import (
     build_contract,
 )
 from tilewright.compiler.targets.host import Batch, HostExecutable
+from tilewright.compiler.targets.peer_values import Exchange, RankInterpreter, has_collectives
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from tilewright.compiler.targets.step import Snapshot
 from tilewright.compiler.targets.tensor_files import save_tensors
@@ -198,6 +200,17 @@ class ReferenceExecutable(HostExecutable):
             has_sequence_state=bool(self._own_states()),
         )
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
+        self._run: Callable[..., Tensor] = graph_module
+        self._exchange: Exchange | None = None
+
+    def join(self, peers: Peers) -> None:
+        if has_collectives(self._graph_module):
+            self._exchange = Exchange.of(peers)
+            self._run = RankInterpreter(self._graph_module, self._exchange).run
+
+    def close(self) -> None:
+        if self._exchange is not None:
+            self._exchange.close()
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
@@ -212,7 +225,7 @@ class ReferenceExecutable(HostExecutable):
             step_values[str(node.target)] if info(node).role == INPUT else self._values[node.name]
             for node in self._inputs
         ]
-        logits: Tensor = self._graph_module(*arguments).float()
+        logits: Tensor = self._run(*arguments).float()
         return logits
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:

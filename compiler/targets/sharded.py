@@ -18,7 +18,7 @@ from tilewright.compiler.distributed.group import (
     FIRST_FREE_KIND,
     Follower,
     Leader,
-    check_limits,
+    Peers,
 )
 from tilewright.compiler.distributed.launch import Ranks
 from tilewright.compiler.errors import ExchangeError, RankError, one_line
@@ -31,14 +31,14 @@ _LIMITS = ("max_seats", "num_pages", "num_snapshots", "max_prompts", "max_step_t
 
 
 class ShardedExecutable(Executable):
-    """Rank 0's executable, and with it those of all ranks. Every rank calls `agree` first.
+    """Rank 0's executable, and with it those of all ranks. Every rank calls `meet` first.
 
     Memory is what rank 0 holds of it.
     """
 
     def __init__(self, own: Executable, ranks: Ranks) -> None:
-        self._own, self._ranks, self._leader = own, ranks, ranks.leader
-        agree(own, ranks.leader)
+        self._own, self._ranks = own, ranks
+        self._leader: Leader = ranks.leader
         self.capabilities, self.contract = own.capabilities, own.contract
         self.vocab_size = own.vocab_size
         self.device_name, self.device_detail = own.device_name, own.device_detail
@@ -104,10 +104,13 @@ class ShardedExecutable(Executable):
         raise AssertionError("a failed group has a failure")
 
 
-def agree(own: Executable, group: Leader | Follower) -> None:
-    """Let every rank's executable promise what the least of them can; all ranks call it."""
+def meet(own: Executable, peers: Peers) -> None:
+    """Let a rank's executable join the others, and promise what the least of them can; all ranks
+    call it.
+    """
+    own.join(peers)
     limits = own.capabilities
-    least = check_limits({name: getattr(limits, name) for name in _LIMITS}, group)
+    least: dict[str, Any] = dict(peers.least({name: getattr(limits, name) for name in _LIMITS}))
     own.capabilities = dataclasses.replace(limits, **least)
 
 

@@ -10,7 +10,7 @@ from tilewright.compiler.targets.step import Chunk, Edit, Seat, Step
 
 _EDITS: tuple[type, ...] = get_args(Edit)
 _KINDS = {kind: number for number, kind in enumerate(_EDITS)}
-_READERS = [msgspec.msgpack.Decoder(kind) for kind in _EDITS]
+_READERS: list[msgspec.msgpack.Decoder[Any]] = [msgspec.msgpack.Decoder(kind) for kind in _EDITS]
 _Fields = tuple[
     tuple[Seat, ...],
     tuple[Chunk, ...],

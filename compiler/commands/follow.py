@@ -1,0 +1,78 @@
+"""A follower of rank 0: a process that loads its part of a model and runs the steps it is sent.
+
+Rank 0 starts it (`--tensor-parallel`), or torchrun, or a further machine of a group does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+import warnings
+
+from tilewright.compiler.distributed.group import JOB, Follower, Peers
+from tilewright.compiler.distributed.launch import join
+from tilewright.compiler.distributed.world import Place, place_of
+from tilewright.compiler.errors import RankError, TilewrightError, one_line
+
+
+def main(argv: list[str]) -> int:
+    """Follow rank 0 until it ends the group; returns the exit code.
+
+    Args:
+        argv: the model's path on this machine, where it is not rank 0's.
+    """
+    place = place_of()
+    assert place is not None, "started by rank 0, or torchrun"
+    return _follow(place, argv[0] if argv else None)
+
+
+def _follow(place: Place, path: str | None) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and tells us
+    follower = join(place)
+    try:
+        _serve(follower, place, path)
+    except RankError as error:
+        follower.fail(str(error), of=getattr(error, "rank", -1))
+        raise
+    except Exception as error:
+        follower.fail(f"failed: {one_line(error, 1000)}")
+        raise
+    finally:
+        follower.close()
+    return 0
+
+
+def _serve(follower: Follower, place: Place, path: str | None) -> None:
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.compiler.commands.arguments import ModelOptions
+    from tilewright.compiler.commands.ranks import compare, read_job
+    from tilewright.compiler.commands.source import compile_alone, facts_of, open_source
+    from tilewright.compiler.driver import silent
+    from tilewright.compiler.targets.sharded import meet, serve_steps
+    from tilewright.models import find_model_or_shape
+
+    message = follower.receive()
+    assert message.kind == JOB, "rank 0 begins with a job"
+    job = read_job(message.payload)
+    source = open_source(find_model_or_shape(path or job.path))
+    options = dataclasses.replace(job.options, rank=follower.rank)
+    choices = ModelOptions(
+        source.path, job.target, options.compute, precision=job.precision, dump_dir=None
+    )
+    compare(follower, facts_of(source, choices), options)
+    compiled = compile_alone(source, choices, options, silent, use_cache=job.use_cache)
+    executable = compiled.executable
+    try:
+        meet(executable, Peers(follower, place.token, options.parallel.peer_limit))
+        serve_steps(executable, follower)
+    finally:
+        executable.close()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except TilewrightError as error:
+        print(f"tilewright: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)

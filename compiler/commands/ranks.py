@@ -1,0 +1,117 @@
+"""A model over ranks: rank 0 tells the others what to load, all compare who they are, and meet."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tilewright.compiler.artifacts.digests import sources_digest
+from tilewright.compiler.distributed import hello
+from tilewright.compiler.distributed.group import JOB, Follower, Leader, Peers
+from tilewright.compiler.distributed.grouping import Grouping
+from tilewright.compiler.distributed.launch import Ranks, gather, pack
+from tilewright.compiler.distributed.world import shared_token
+from tilewright.compiler.driver import Compiled
+from tilewright.compiler.environment import versions
+from tilewright.compiler.precision import PrecisionConfig
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.sharded import ShardedExecutable, meet
+
+FOLLOW = ("-m", "tilewright.compiler.commands.follow")
+_KERNELS = (".cu", ".cuh", ".cpp", ".h", ".inl")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a rank is to load, as rank 0 was asked; a follower has a ``path`` of its own, maybe."""
+
+    path: str
+    target: str
+    precision: PrecisionConfig | None
+    options: CompileOptions
+    use_cache: bool
+
+
+def compile_ranks(
+    job: Job,
+    grouping: Grouping,
+    facts: Mapping[str, str],
+    run: Callable[[CompileOptions], Compiled],
+) -> Compiled:
+    """The executable of all ranks, led by this process.
+
+    Args:
+        facts: what is to be equal on all ranks, beside what `compare` knows itself.
+        run: compiles rank 0's own part.
+
+    Raises:
+        ConfigError: where ranks do not come, or differ.
+        RankError: where one fails.
+    """
+    parallel = grouping.parallel
+    ranks = _gather(grouping, job.target)
+    leader = ranks.leader
+    try:
+        leader.tell(JOB, pack(job))
+        compare(leader, facts, job.options)
+        compiled = run(job.options)
+        meet(compiled.executable, Peers(leader, ranks.token, parallel.peer_limit))
+        executable = ShardedExecutable(compiled.executable, ranks)
+    except BaseException:
+        failure = leader.failure
+        ranks.close()
+        if failure is not None:
+            raise failure from None
+        raise
+    return dataclasses.replace(compiled, executable=executable)
+
+
+def read_job(data: bytes) -> Job:
+    """The job that rank 0 sent."""
+    return msgspec.msgpack.decode(data, type=Job)
+
+
+def compare(group: Leader | Follower, facts: Mapping[str, str], options: CompileOptions) -> None:
+    """Refuse ranks that differ in what must be equal; all ranks call it.
+
+    Raises:
+        ConfigError: naming what differs, on every rank.
+    """
+    own = {
+        hello.CODE: sources_digest(),
+        hello.TORCH: versions(("torch",))["torch"],
+        hello.KERNELS: _kernels_digest(),
+        hello.MESH: f"1x{options.parallel.tensor}",
+        hello.OPTIONS: hashlib.sha256(pack(dataclasses.replace(options, rank=0))).hexdigest(),
+        **facts,
+    }
+    found = group.all_gather(msgspec.json.encode(own))
+    hello.check_equal([msgspec.json.decode(each, type=dict[str, str]) for each in found])
+
+
+@functools.cache
+def _kernels_digest() -> str:
+    digest, root = hashlib.sha256(), Path(__file__).resolve().parents[1]
+    for path in sorted(each for each in root.rglob("*") if each.suffix in _KERNELS):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _gather(grouping: Grouping, target: str) -> Ranks:
+    parallel, machines = grouping.parallel, grouping.machines
+    devices = parallel.devices or tuple(range(parallel.tensor))
+    return gather(
+        parallel.tensor,
+        FOLLOW,
+        machines=machines,
+        token=shared_token(machines.host, False) if machines.count > 1 else None,
+        limit_s=parallel.peer_limit,
+        place=grouping.place,
+        places=[f"GPU {each}" for each in devices] if target == "cuda" else (),
+    )

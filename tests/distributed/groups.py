@@ -1,0 +1,60 @@
+"""Groups of ranks for tests: followers as threads of this process, or as small processes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tilewright.compiler.distributed.group import Follower, Leader
+from tilewright.compiler.distributed.launch import Ranks, gather, join
+from tilewright.compiler.distributed.world import Machines, Place, local_place
+
+MACHINES = Machines()
+
+
+@contextlib.contextmanager
+def thread_group(
+    folder: Path, size: int, follow: Callable[[Follower, bytes], None], *, limit_s: float = 10.0
+) -> Iterator[tuple[Leader, Ranks]]:
+    """A group whose followers are threads that run ``follow``; what one raises is raised here."""
+    place = local_place(folder, size)
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        follower = join(Place(rank, size, rank, place.address, place.token))
+        try:
+            follow(follower, place.token)
+        except BaseException as error:
+            errors.append(error)
+            follower.fail(str(error))
+        finally:
+            follower.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, size)]
+    for each in threads:
+        each.start()
+    ranks = gather(size, (), machines=MACHINES, token=None, limit_s=limit_s, place=place, places=())
+    try:
+        yield ranks.leader, ranks
+    finally:
+        ranks.close()
+        for each in threads:
+            each.join(20)
+    if errors:
+        raise errors[0]
+
+
+def process_group(code: str, size: int = 2, *, limit_s: float = 1.5) -> Ranks:
+    """A group whose followers run ``code`` with ``follower`` in it, and without torch."""
+    program = (
+        "from tilewright.compiler.distributed.launch import join\n"
+        "from tilewright.compiler.distributed.world import place_of\n"
+        "follower = join(place_of())\n"
+    )
+    return gather(size, ("-c", program + code), machines=MACHINES, token=None, limit_s=limit_s)
+
+
+assert sys.platform == "linux", "ranks are tested where they run"

@@ -1,0 +1,165 @@
+"""Ranks meet, prove a token, and notice each other's end, silence and failure."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.groups import MACHINES, process_group, thread_group
+from tests.test_child import gone
+from tilewright.compiler.distributed import group
+from tilewright.compiler.distributed.channel import (
+    Address,
+    Channel,
+    ChannelClosedError,
+    Listener,
+    call,
+)
+from tilewright.compiler.distributed.group import END, Follower, Peers
+from tilewright.compiler.distributed.hello import check_equal
+from tilewright.compiler.distributed.launch import gather
+from tilewright.compiler.errors import ConfigError, RankError
+
+WAITS = "while follower.receive().kind != 3: pass\n"
+EARLY = "import time; time.sleep(60)\n"
+
+
+@pytest.fixture(autouse=True)
+def _short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "PATIENCE_SECONDS", 0.3)
+
+
+def test_frames_arrive_whole_and_in_order() -> None:
+    ours, theirs = socket.socketpair()
+    sender, receiver = Channel(ours), Channel(theirs)
+    big = os.urandom(1 << 20)
+    thread = threading.Thread(target=lambda: [sender.send(7, i, big[:i]) for i in (0, 1, 1 << 20)])
+    thread.start()
+    for number in (0, 1, 1 << 20):
+        message = receiver.receive(5.0)
+        assert message is not None
+        assert (message.kind, message.number, message.payload) == (7, number, big[:number])
+    thread.join()
+    assert receiver.receive(0.01) is None
+    sender.close()
+    with pytest.raises(ChannelClosedError):
+        receiver.receive(5.0)
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_who_does_not_know_the_token_is_hung_up_on(tmp_path: Path, is_local: bool) -> None:
+    address = Address(path=tmp_path / "s") if is_local else Address("127.0.0.1")
+    listener = Listener(address, b"right")
+    found: list[tuple[int, socket.socket] | None] = []
+    thread = threading.Thread(target=lambda: found.append(listener.accept(time.monotonic() + 5)))
+    thread.start()
+    with pytest.raises(ConfigError, match="hung up on rank 3; allowed: the same TILEWRIGHT_TOKEN"):
+        call(listener.address, 3, b"wrong", seconds=5)
+    right = call(listener.address, 1, b"right", seconds=5)
+    thread.join()
+    assert found[0] is not None and found[0][0] == 1
+    right.close()
+    found[0][1].close()
+    if address.path is not None:
+        assert address.path.stat().st_mode & 0o777 == 0o600
+    listener.close()
+    with pytest.raises(ConfigError, match=r"did not answer rank 1 within 0\.1 s"):
+        call(listener.address, 1, b"right", seconds=0.1)
+
+
+def test_ranks_gather_and_connect_to_each_other(tmp_path: Path) -> None:
+    heard: dict[int, object] = {}
+
+    def follow(follower: Follower, token: bytes) -> None:
+        _meet(Peers(follower, token, 5.0), heard)
+        while follower.receive().kind != END:
+            pass
+
+    with thread_group(tmp_path, 3, follow) as (leader, ranks):
+        _meet(Peers(leader, ranks.token, 5.0), heard)
+    gathered = [b"0", b"1", b"2"], {"pages": 10}
+    others = {0: [b"1", b"2"], 1: [b"0", b"2"], 2: [b"0", b"1"]}
+    assert heard == {rank: (*gathered, found) for rank, found in others.items()}
+
+
+def _meet(peers: Peers, heard: dict[int, object]) -> None:
+    gathered = peers.all_gather(str(peers.rank).encode())
+    least = peers.least({"pages": 10 + peers.rank})
+    sockets = peers.connect()
+    for each in sockets.values():
+        each.sendall(str(peers.rank).encode())
+    heard[peers.rank] = gathered, least, [sockets[rank].recv(1) for rank in sorted(sockets)]
+    for each in sockets.values():
+        each.close()
+
+
+def test_a_difference_is_named_with_both_values() -> None:
+    same = {"code": "a" * 64, "torch": "2.11.0"}
+    check_equal([same, same])
+    with pytest.raises(ConfigError, match=r"rank 0 has torch 2\.11\.0 and rank 1 2\.12\.0"):
+        check_equal([same, {**same, "torch": "2.12.0"}])
+    with pytest.raises(ConfigError, match="rank 0 has code aaaaaaaaaaaa and rank 2 bbbbbbbbbbbb;"):
+        check_equal([same, same, {**same, "code": "b" * 64}])
+    with pytest.raises(ConfigError, match="rank 0 has extra nothing and rank 1 x"):
+        check_equal([same, {**same, "extra": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (signal.SIGKILL, r"rank 1 \(pid \d+\) left; its process ended by signal 9 \(SIGKILL\)"),
+        (signal.SIGSTOP, r"rank 1 \(pid \d+\) has been silent for 1\.5 s; its process is stopped"),
+    ],
+)
+def test_the_end_and_the_halt_of_a_rank_end_the_group(number: int, said: str) -> None:
+    ranks = process_group(WAITS, 3)
+    leader = ranks.leader
+    leader.is_ready()
+    leader.tell(16)
+    os.kill(leader.members[0].pid, number)
+    began = time.monotonic()
+    while leader.failure is None and time.monotonic() - began < 6:
+        time.sleep(0.02)
+    with pytest.raises(RankError, match=said):
+        leader.check()
+    with pytest.raises(RankError, match=said):  # then and ever after
+        leader.tell(16)
+    pids = [member.pid for member in leader.members]
+    ranks.close()
+    assert time.monotonic() - began < 1.5 + 5
+    assert all(gone(pid) for pid in pids)
+
+
+def test_what_a_rank_says_of_its_failure_is_passed_on() -> None:
+    ranks = process_group("follower.fail('its weights are wrong'); " + EARLY)
+    with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) its weights are wrong; its process r"):
+        ranks.leader.hear(ranks.leader.members[0], 10)
+    ranks.close()
+
+
+def test_a_rank_that_ends_at_its_start_is_said_to() -> None:
+    code = ("-c", "raise SystemExit('broken')")
+    with pytest.raises(RankError, match="rank 1 ended at its start: broken"):
+        gather(2, code, machines=MACHINES, token=None, limit_s=1.0)
+
+
+def test_followers_end_when_rank_0_is_killed() -> None:
+    code = (
+        "import os, signal, sys, time\n"
+        "sys.path.insert(0, '.')\n"
+        "from tests.distributed.groups import process_group\n"
+        f"ranks = process_group({WAITS!r}, 3)\n"
+        "print(*(member.pid for member in ranks.leader.members), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    pids = [int(each) for each in done.stdout.split()]
+    assert len(pids) == 2 and all(gone(pid) for pid in pids)

@@ -1,0 +1,158 @@
+"""Steps of several ranks: sent as bytes, followed, and the same as one rank's."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from tests.distributed.groups import thread_group
+from tests.tiny import compiled, tiny_model
+from tilewright.compiler import ops
+from tilewright.compiler.distributed.group import Follower, Peers
+from tilewright.compiler.errors import ExchangeError, RankError
+from tilewright.compiler.ops.collectives import all_gather_group, all_reduce_group
+from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.targets.null import NullExecutable
+from tilewright.compiler.targets.peer_values import Exchange, RankInterpreter
+from tilewright.compiler.targets.sharded import ShardedExecutable, meet, serve_steps
+from tilewright.compiler.targets.step import (
+    Back,
+    Choosing,
+    Chunk,
+    Close,
+    Copy,
+    Drop,
+    HostPlace,
+    Load,
+    Open,
+    Out,
+    Pages,
+    Save,
+    Seat,
+    Snapshot,
+    Step,
+)
+from tilewright.compiler.targets.step_bytes import read_step, step_bytes
+
+S = [Seat(number) for number in range(5)]
+
+
+def test_every_kind_of_edit_survives_the_way() -> None:
+    choosing = Choosing(temperature=0.5, bias=((3, 1.5),), seed=(1 << 64) - 1, end_tokens=(2, 0))
+    edits = (
+        *(Open(S[1], choosing, (1, 2), keeps=1), Close(S[2]), Pages(S[1], 1, (7, 8))),
+        *(Save(S[0], Snapshot(3)), Load(S[0], Snapshot(3)), Copy(S[0], S[1], 5)),
+        *(Out(S[0], HostPlace(1)), Back(S[0], HostPlace(1)), Drop(HostPlace(1))),
+    )
+    chunk = Chunk(S[3], 4, (5, 6), True, ((5, Snapshot(1)),), echoes=True, also=(S[4],))
+    step = Step((S[0],), (chunk,), edits, {S[0]: 9}, masked=True, logprobs=3, want_logits=True)
+    assert read_step(step_bytes(step)) == step
+    assert read_step(step_bytes(Step())) == Step()
+
+
+def _null(model: Any, max_batch: int) -> NullExecutable:
+    executable = compiled(model, "null", max_batch=max_batch)
+    assert isinstance(executable, NullExecutable)
+    return executable
+
+
+def test_followers_make_the_steps_of_rank_0(tmp_path: Path) -> None:
+    model = tiny_model(num_layers=1)
+    own, *others = (_null(model, 8 - rank) for rank in range(3))
+
+    def follow(follower: Follower, token: bytes) -> None:
+        executable = others[follower.rank - 1]
+        meet(executable, Peers(follower, token, 5.0))
+        serve_steps(executable, follower)
+
+    with thread_group(tmp_path, 3, follow) as (leader, ranks):
+        meet(own, Peers(leader, ranks.token, 5.0))
+        executable = ShardedExecutable(own, ranks)
+        assert executable.capabilities.max_seats == 6  # the least of all ranks
+        loop = EngineLoop(executable)
+        loop.warm_up()
+        sampling = [SamplingParams(max_tokens=9, temperature=t) for t in (0.0, 0.7, 0.0, 1.0)]
+        requests = [Request(i, (1, 2, 3 + i), each) for i, each in enumerate(sampling)]
+        loop.generate(requests)
+        assert [len(each.output) for each in requests] == [9] * 4
+    for each in others:
+        assert each.num_steps == own.num_steps > 9
+        seats = set(own._sittings)
+        assert {s: each.length(s) for s in seats} == {s: own.length(s) for s in seats}
+
+
+def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path: Path) -> None:
+    own, other = (_null(tiny_model(num_layers=1), 1) for _ in range(2))
+
+    def follow(follower: Follower, token: bytes) -> None:
+        meet(other, Peers(follower, token, 5.0))
+        with pytest.raises(AssertionError, match="leaves a gap"):
+            serve_steps(other, follower)
+
+    with thread_group(tmp_path, 2, follow) as (leader, ranks):
+        meet(own, Peers(leader, ranks.token, 5.0))
+        executable = ShardedExecutable(own, ranks)
+        with pytest.raises(AssertionError, match="leaves a gap"):
+            executable.step(Step(edits=(Open(S[0], Choosing()),), prompts=(Chunk(S[0], 5, (1,)),)))
+        with pytest.raises(RankError, match=r"rank 0 failed in step|rank 1 .* failed in step"):
+            executable.step(Step())
+
+
+def _rank_graph() -> fx.GraphModule:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    total = graph.call_function(ops.all_reduce.overload, (x, 3, "bf16"))
+    side = graph.call_function(ops.all_gather.overload, (x, [2, 2, 2], 0))
+    graph.output((total, side))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def test_collectives_between_sockets_are_those_of_ranks_in_one_process(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(2, 70_000, generator=generator) for _ in range(3)]
+    found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def run(peers: Peers) -> None:
+        exchange = Exchange.of(peers)
+        found[peers.rank] = RankInterpreter(_rank_graph(), exchange).run(values[peers.rank])
+        exchange.close()
+
+    def follow(follower: Follower, token: bytes) -> None:
+        run(Peers(follower, token, 10.0))
+        follower.receive()
+
+    with thread_group(tmp_path, 3, follow) as (leader, ranks):
+        run(Peers(leader, ranks.token, 10.0))
+    for rank in range(3):
+        total, side = found[rank]
+        assert torch.equal(total, all_reduce_group(values, "bf16")[rank])
+        assert torch.equal(side, all_gather_group(values, [2, 2, 2], 0)[rank])
+
+
+def test_a_rank_that_takes_no_part_is_named_with_the_exchange(tmp_path: Path) -> None:
+    ends = threading.Event()
+
+    def follow(follower: Follower, token: bytes) -> None:
+        exchange = Exchange.of(Peers(follower, token, 5.0))
+        exchange.all_gather(b"x")
+        ends.wait(10)
+        exchange.close()
+        follower.receive()
+
+    with thread_group(tmp_path, 2, follow) as (leader, ranks):
+        exchange = Exchange.of(Peers(leader, ranks.token, 0.2))
+        assert exchange.all_gather(b"yz") == [b"yz", b"x"]
+        said = r"did not answer exchange 2 within 0\.2 s"
+        with pytest.raises(ExchangeError, match=said) as error:
+            exchange.all_gather(b"")
+        assert error.value.rank == 1
+        ends.set()
+        with pytest.raises(ExchangeError, match="did not answer exchange 3"):
+            exchange.all_gather(b"")
