@@ -23,7 +23,8 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.sharded import ShardedExecutable, meet
 
-FOLLOW = ("-m", "tilewright.compiler.commands.follow")
+FOLLOW = ("-m", f"{__package__}.follow")
+"""What starts a follower: a module that imports this one, behind ``python``."""
 _KERNELS = (".cu", ".cuh", ".cpp", ".h", ".inl")
 
 
