@@ -84,6 +84,7 @@ class Child:
         has_pipes: whether it is talked with: `write` and `read`. Otherwise its standard input is
             empty, and `output` gives what it wrote once it has ended.
         environment: variables besides this process's own.
+        cores: CPUs that it, and all it starts, may run on; empty: those that this process may.
         what: who cannot be started, in the error that says so.
 
     Raises:
@@ -99,6 +100,7 @@ class Child:
         max_bytes: int | None = None,
         has_pipes: bool = False,
         environment: Mapping[str, str] | None = None,
+        cores: Sequence[int] = (),
         what: str = "a process",
     ) -> None:
         self._timeout_s, self._started = timeout_s, time.monotonic()
@@ -118,7 +120,7 @@ class Child:
                 stderr=self._errors,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
                 start_new_session=True,
-                preexec_fn=_before_start(os.getpid(), max_bytes),
+                preexec_fn=_before_start(os.getpid(), max_bytes, cores),
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:
             self._files.close()
@@ -284,9 +286,9 @@ def _open_log(log: Path | None) -> IO[bytes]:
     return log.open("ab+")
 
 
-def _before_start(parent: int, max_bytes: int | None) -> Callable[[], None]:
+def _before_start(parent: int, max_bytes: int | None, cores: Sequence[int]) -> Callable[[], None]:
     """What the child does first: die with its parent, be the kernel's first choice where memory
-    is short, keep to its limit.
+    is short, keep to its limit and its cores.
     """
     library = ctypes.CDLL(None)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -300,6 +302,8 @@ def _before_start(parent: int, max_bytes: int | None) -> Callable[[], None]:
                 os._exit(1)
             with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
                 file.write("1000")
+        if cores:
+            os.sched_setaffinity(0, cores)
         if limit is not None:
             resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import struct
 from collections import OrderedDict
 from collections.abc import Sequence
 
@@ -27,8 +28,9 @@ def chain_keys(tokens: Sequence[int], page_size: int, salt: str = "") -> list[by
     """
     keys: list[bytes] = []
     last = salt.encode()
+    packed = struct.pack(f"<{len(tokens)}I", *tokens)
     for end in range(page_size, len(tokens) + 1, page_size):
-        page = b"".join(token.to_bytes(4, "little") for token in tokens[end - page_size : end])
+        page = packed[4 * (end - page_size) : 4 * end]
         digest = hashlib.blake2b(last + b"\0" + page, digest_size=_DIGEST_BYTES, key=_PROCESS_KEY)
         last = digest.digest()
         keys.append(last)

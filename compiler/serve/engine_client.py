@@ -1,121 +1,132 @@
-"""The front's side of an engine: starts it, asks it, hears it, starts it again when it dies.
+"""The front's side of its engines: asks them, hears them, and goes on where one of them dies.
 
-Knows token ids and messages; texts and HTTP are for who asks.
+Knows token ids and messages; texts and HTTP are for who asks, processes for `EngineProcess`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 from pathlib import Path
 
-from tilewright.compiler.child import PYTHON, Child, Ended
-from tilewright.compiler.errors import TilewrightError, one_line
+import msgspec
+
+from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.runtime.grammar import GrammarSpec
-from tilewright.compiler.runtime.messages import (
-    Beat,
-    Forget,
-    FromEngine,
-    Ready,
-    Refused,
-    Stop,
-    Submit,
-    ToEngine,
-    Tokens,
-)
+from tilewright.compiler.runtime.messages import Cancel, Forget, Ready, Submit, ToEngine, Tokens
+from tilewright.compiler.runtime.pages import chain_keys
 from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.serve.engine_process import (
+    DOWN,
+    HUNG_SECONDS,
+    LOADING,
+    READY,
+    EngineProcess,
+)
 from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.folders import MeetingFolder
-from tilewright.compiler.serve.says import say, say_fault, write
-from tilewright.compiler.serve.sockets import FrontSocket, from_engine
-from tilewright.compiler.serve.tickets import Desk, Limits, Ticket
+from tilewright.compiler.serve.routing import Router
+from tilewright.compiler.serve.says import say
+from tilewright.compiler.serve.settings import Replica
+from tilewright.compiler.serve.tickets import Answer, Desk, Limits, Ticket
 
 TOKENIZER = "tokenizer"
 """The folder in which the engine leaves its model's tokenizer for the front."""
 
-LOADING, READY, DOWN = "loading", "ready", "down"
-HEALTHY_SECONDS, HUNG_SECONDS = 10.0, 60.0
-_LOOK_SECONDS = 0.1
-_MAX_RESTARTS, _RESTART_WINDOW = 3, 600.0
+_PAGE = 64
+"""Tokens of a page by which requests are told apart, where an engine has no pages."""
 
 
 class EngineClient:
-    """The front's end of its engine process: starts it, asks it, and starts it again.
+    """The front's end of its engine processes: starts them, asks them, and starts them again.
+
+    Requests are taken from when all have been up until the last one is gone for good. What runs on
+    one that dies fails; what had not begun there goes to another.
 
     Args:
         command: what follows ``python`` and the folder's place in it, ``{}``.
-        on_ready: told the folder and what the engine says, each time one is up. What it raises
-            ends the client: `ended` tells why.
+        on_ready: told the number of an engine, its folder and what it says, each time one is up.
+            What it raises ends that engine.
+        replicas: one for each engine.
+
+    Attributes:
+        ready: what all engines together have: seats, pages and bytes are sums, lengths the least.
+        ended: told why, behind an exit code, once there will be no engine any more.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        on_ready: Callable[[Path, Ready], Awaitable[None]],
+        on_ready: Callable[[int, Path, Ready], Awaitable[None]],
         *,
+        replicas: Sequence[Replica] = (Replica(),),
         limits: Limits | None = None,
         hung_seconds: float = HUNG_SECONDS,
     ) -> None:
-        self.state = LOADING
         self.ready: Ready | None = None
-        self.beat = Beat(0, 0, 0, 0, 0, 0)
-        self.num_restarts = 0
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._command = tuple(command)
         self._on_ready = on_ready
         self._desk = Desk(self._give, limits or Limits())
-        self._hung_seconds = hung_seconds
-        self._outbox: list[ToEngine] = []
-        self._is_flushing = False
-        self._socket: FrontSocket | None = None
-        self._child: Child | None = None
-        self._last_beat = 0.0
-        self._restarted: deque[float] = deque()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._is_closing = False
+        self._router = Router(len(replicas))
+        self._has_begun = False
+        self._beginning = asyncio.Lock()
         self._folder = MeetingFolder()
+        self.engines = tuple(
+            EngineProcess(
+                number,
+                f"replica {number}" if len(replicas) > 1 else "the engine",
+                command,
+                replica,
+                folder=self._folder.path / str(number),
+                listener=self,
+                hung_seconds=hung_seconds,
+            )
+            for number, replica in enumerate(replicas)
+        )
+
+    @property
+    def state(self) -> str:
+        """``loading`` until all engines have been up, and while none is but one will be;
+        ``ready`` while one is; ``down`` where there will be none.
+        """
+        states = [each.state for each in self.engines]
+        if self.ended.done() or not {LOADING, READY}.intersection(states):
+            return DOWN
+        return READY if self._has_begun and READY in states else LOADING
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the engine is up and has been heard of lately."""
-        return self.state == READY and time.monotonic() - self._last_beat < HEALTHY_SECONDS
+        """Whether requests are taken, and an engine has been heard of lately."""
+        return self.state == READY and any(each.is_healthy for each in self.engines)
+
+    @property
+    def missing(self) -> list[int]:
+        """The engines that are not up, or have not been heard of lately, by their numbers."""
+        return [each.number for each in self.engines if not each.is_healthy]
 
     @property
     def num_live(self) -> int:
-        """The number of requests that wait or run in the engine."""
+        """The number of requests that wait or run in the engines."""
         return len(self._desk)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that the engine has not begun."""
+        """Requests that no engine has begun."""
         return self._desk.num_waiting
 
+    @property
+    def num_restarts(self) -> int:
+        """How often an engine was started again, all together."""
+        return sum(each.num_restarts for each in self.engines)
+
     def start(self) -> None:
-        """Start the engine; requests are taken once it is ready."""
-        folder = self._folder.path / str(self.num_restarts)
-        folder.mkdir(mode=0o700)
-        self.state = LOADING
-        self._socket = FrontSocket(folder, partial(self._take_frame, folder=folder))
-        command = [part.replace("{}", str(folder)) for part in self._command]
-        self._child = Child([*PYTHON, *command], what="the engine")
-        self._tasks = [asyncio.ensure_future(self._watch(self._child))]
+        """Start the engines; requests are taken once all are ready."""
+        for engine in self.engines:
+            engine.start()
 
     async def close(self) -> None:
-        """End the engine's process, kindly first, and remove its folder."""
-        self._is_closing = True
-        if self._socket is not None:
-            self._socket.send([Stop()])
-        if self._child is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._child.wait, 3.0)
-            self._kill()
-            await asyncio.get_running_loop().run_in_executor(None, self._child.close)
-        self._leave()
+        """End the engines' processes, kindly first, and remove their folder."""
+        await asyncio.gather(*(each.close() for each in self.engines))
         self._folder.remove()
 
     def submit(
@@ -136,9 +147,9 @@ class EngineClient:
         Raises:
             ApiError: 503 while there is no engine, 429 where too much waits already.
         """
-        if self.state != READY or self.ready is None:
-            code = "loading" if self.state == LOADING else "engine_down"
-            raise ApiError(503, code, f"the engine is {self.state}", headers={"retry-after": "5"})
+        if (state := self.state) != READY or self.ready is None:
+            code = "loading" if state == LOADING else "engine_down"
+            raise ApiError(503, code, f"the engine is {state}", headers={"retry-after": "5"})
         obeyed = grammars or [None] * len(prompts)
         messages = [
             Submit(0, tuple(prompt), each, priority, grammar, cache_salt, client)
@@ -146,123 +157,128 @@ class EngineClient:
         ]
         return self._desk.submit(messages, max_context=self.ready.max_context)
 
+    def engine_of(self, request_id: int) -> int:
+        """The number of the engine that a request is on; 0 where it is on none."""
+        return self._router.engine_of(request_id) or 0
+
     def under_way(self) -> list[dict[str, object]]:
         """List what an operator may know of each request: nothing of its text."""
-        return self._desk.under_way()
+        return [
+            {**known, "engine": self._router.engine_of(request_id)}
+            for request_id, known in self._desk.under_way()
+        ]
 
     def forget_prefixes(self) -> None:
         """Let no later prompt share what was computed until now."""
-        self._give(Forget())
+        self._router.forget()
+        for engine in self.engines:
+            engine.give(Forget())
 
     def fail_all(self, code: str, message: str) -> None:
         """Tell all who wait for answers that none will come, with a code and a message."""
         self._desk.fail(code, message)
 
-    def _give(self, message: ToEngine) -> None:
-        """What is asked in one turn of the event loop travels as one frame."""
-        self._outbox.append(message)
-        if not self._is_flushing:
-            self._is_flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+    async def begin(self, engine: int, folder: Path, ready: Ready) -> None:
+        """See `Listener`; one at a time, for the first of them brings the tokenizer.
 
-    def _flush(self) -> None:
-        self._is_flushing = False
-        messages, self._outbox = self._outbox, []
-        if self._socket is not None and self.state == READY and messages:
-            self._socket.send(messages)
+        Raises:
+            ConfigError: where it serves another thing than the others, which no fingerprint could
+                tell its clients.
+        """
+        async with self._beginning:
+            others = [each for each in self.engines if each.number != engine]
+            for known in (each.ready for each in others if each.ready and each.state != DOWN):
+                _check_alike(self.engines[engine].name, ready, known)
+            await self._on_ready(engine, folder, ready)
 
-    def _take_frame(self, data: bytes, *, folder: Path) -> None:
-        if self.ended.done():
-            return
-        try:
-            for message in from_engine.decode(data):
-                self._hear(message, folder)
-        except Exception as error:
-            self._end_of(error)
+    def began(self, engine: int) -> None:
+        """See `Listener`."""
+        known = [each.ready for each in self.engines if each.ready is not None]
+        self.ready = _together(known)
+        self._has_begun |= all(each.state == READY for each in self.engines)
+        self._place_left()
 
-    def _hear(self, message: FromEngine, folder: Path) -> None:
+    def hear(self, engine: int, message: Answer) -> None:
+        """See `Listener`."""
         if isinstance(message, Tokens):  # most are
-            self._desk.hear(message, self.beat.num_running)
-        elif isinstance(message, Beat):
-            self.beat, self._last_beat = message, time.monotonic()
-        elif isinstance(message, Ready):
-            self._tasks.append(asyncio.ensure_future(self._begin(message, folder)))
-        elif isinstance(message, Refused):
-            self._end(f"2 {message.message}")
-        else:
-            self._desk.hear(message, self.beat.num_running)
-
-    async def _begin(self, ready: Ready, folder: Path) -> None:
-        try:
-            await self._on_ready(folder, ready)
-        except Exception as error:  # nobody awaits this task: what ends it is told here
-            self._end_of(error)
+            self._router.advance(message.request_id, len(message.tokens))
+            self._desk.hear(message)
             return
-        self.ready, self.state, self._last_beat = ready, READY, time.monotonic()
-        for asked in self._desk.unanswered():  # those that waited when the last engine ended
-            self._give(asked)
+        self._desk.hear(message, sum(each.beat.num_running for each in self.engines))
+        if message.request_id not in self._desk:
+            self._router.leave(message.request_id)
 
-    def _end_of(self, error: Exception) -> None:
-        if isinstance(error, TilewrightError):
-            self._end(f"2 {error}")
+    def lost(self, engine: int, said: str) -> None:
+        """See `Listener`."""
+        self._desk.fail("engine_error", said, started_of=self._router.lose(engine))
+        self._place_left()
+
+    def gone(self, engine: int, said: str) -> None:
+        """See `Listener`."""
+        reason = said.partition(" ")[2]
+        if self._has_begun and any(each.state != DOWN for each in self.engines):
+            self.lost(engine, reason)
+            say(f"{reason}; the other replicas go on without it")
             return
-        say_fault(error, "hearing the engine")
-        self._end(f"1 {type(error).__name__}: {one_line(error)}")
-
-    async def _watch(self, child: Child) -> None:
-        """Wait for the engine's end; kill it where it hangs."""
-        while (ended := child.poll()) is None:
-            await asyncio.sleep(_LOOK_SECONDS)
-            if self.state == READY and time.monotonic() - self._last_beat > self._hung_seconds:
-                self._kill()
-        if not self._is_closing and not self.ended.done():
-            await asyncio.sleep(_LOOK_SECONDS)  # what it said last is still heard
-            self._take_end(ended)
-
-    def _take_end(self, ended: Ended) -> None:
-        if self.ended.done():
-            return
-        write("".join(f"{line}\n" for line in ended.said))
-        was_ready, self.state = self.state == READY, DOWN
-        now = time.monotonic()
-        while self._restarted and now - self._restarted[0] > _RESTART_WINDOW:
-            self._restarted.popleft()
-        said = f"the engine ended ({ended.how})"
-        self._desk.fail("engine_error", said, started_only=True)
-        if len(self._restarted) >= _MAX_RESTARTS or (not was_ready and not self.num_restarts):
-            self._end(f"1 {said}: {ended.last}")
-            return
-        say(f"{said}; starting it again")
-        self._restarted.append(now)
-        self.num_restarts += 1
-        self._outbox = []
-        watcher = asyncio.current_task()
-        self._leave(keep=watcher)
-        if self._child is not None:
-            self._child.close()
-        self.start()
-
-    @property
-    def pid(self) -> int:
-        """The id of the engine's process; 0 where there is none."""
-        return self._child.pid if self._child is not None else 0
-
-    def _end(self, said: str) -> None:
-        """There is no engine any more, and there will be none; ``said`` begins with the code."""
-        self.state = DOWN
-        self.fail_all("engine_down", said.partition(" ")[2])
+        self.fail_all("engine_down", reason)
         if not self.ended.done():
             self.ended.set_result(said)
 
-    def _leave(self, keep: asyncio.Task[None] | None = None) -> None:
-        for task in self._tasks:
-            if task is not keep:
-                task.cancel()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+    def _place_left(self) -> None:
+        """Ask an engine for what none has, once there is one."""
+        if self.state == READY:
+            for asked in self._desk.asked_again(besides=self._router):
+                self._give(asked)
 
-    def _kill(self) -> None:
-        if self._child is not None and self._child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._child.pid, signal.SIGKILL)
+    def _give(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            engine = self._place(message)
+        else:
+            assert isinstance(message, Cancel), message
+            engine = self._router.leave(message.request_id)
+        if engine is not None:
+            self.engines[engine].give(message)
+
+    def _place(self, asked: Submit) -> int | None:
+        assert self.ready is not None
+        ready = [each for each in self.engines if each.state == READY]
+        heard = [each for each in ready if each.is_healthy]
+        size = self.ready.page_size or _PAGE
+        keys: list[bytes] = []
+        is_shared = self.ready.shares_prefixes and asked.sampling.prompt_logprobs is None
+        if len(self.engines) > 1 and is_shared:
+            keys = chain_keys(asked.prompt, size, asked.cache_salt)
+        held = self.ready.num_pages or self.ready.max_seats * self.ready.max_context // size
+        return self._router.place(
+            asked.request_id,
+            keys,
+            num_prompt=len(asked.prompt),
+            num_answer=asked.sampling.max_tokens,
+            usable=[each.number for each in heard or ready],
+            most_keys=held // len(self.engines),
+            like=asked.like,
+        )
+
+
+def _together(engines: Sequence[Ready]) -> Ready:
+    """What engines that serve the same have together; a request has one of them alone."""
+    first = engines[0]
+    return msgspec.structs.replace(
+        first,
+        max_seats=sum(each.max_seats for each in engines),
+        max_context=min(each.max_context for each in engines),
+        max_positions=min(each.max_positions for each in engines),
+        num_pages=sum(each.num_pages for each in engines),
+        num_snapshots=sum(each.num_snapshots for each in engines),
+        cache_bytes=sum(each.cache_bytes for each in engines),
+    )
+
+
+def _check_alike(name: str, ready: Ready, known: Ready) -> None:
+    """Refuse an engine that serves another thing than one that is up. Raises ConfigError."""
+    facts = {**ready.facts, "vocabulary": str(ready.vocab_size), "pages": str(ready.page_size)}
+    others = {**known.facts, "vocabulary": str(known.vocab_size), "pages": str(known.page_size)}
+    for key in sorted(facts.keys() | others.keys()):
+        if facts.get(key) != others.get(key):
+            said = f"{name}: {key} {facts.get(key)}; allowed: {others.get(key)}, as the others have"
+            raise ConfigError(said)

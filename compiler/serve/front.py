@@ -17,7 +17,8 @@ from tilewright.compiler import __version__
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.matchers import grammars_of
 from tilewright.compiler.runtime.messages import Ready
-from tilewright.compiler.serve.engine_client import LOADING, TOKENIZER, EngineClient
+from tilewright.compiler.serve.engine_client import TOKENIZER, EngineClient
+from tilewright.compiler.serve.engine_process import LOADING
 from tilewright.compiler.serve.errors import ApiError, invalid, unsupported
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.jobs import Served, make_job, read_calls, template_variables
@@ -68,12 +69,17 @@ class Front:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="texts")
         limits = Limits(max_queue=settings.max_queue, queue_timeout=settings.queue_timeout)
         self.client = EngineClient(
-            command, self._take_ready, limits=limits, hung_seconds=settings.hung_seconds
+            command,
+            self._take_ready,
+            replicas=settings.replicas,
+            limits=limits,
+            hung_seconds=settings.hung_seconds,
         )
         self.metrics = self._metrics("")
 
     def _metrics(self, model: str) -> Metrics:
-        return Metrics(self.settings.metrics_prefix, model, lambda: self.client.pid)
+        pids = [partial(getattr, each, "pid") for each in self.client.engines]
+        return Metrics(self.settings.metrics_prefix, model, pids)
 
     async def close(self) -> None:
         """End the engine; texts that are still being made are left."""
@@ -82,8 +88,8 @@ class Front:
         if self.trials is not None:
             self.trials.close()
 
-    async def _take_ready(self, folder: Path, ready: Ready) -> None:
-        """The engine is up: read its tokenizer, and name things."""
+    async def _take_ready(self, engine: int, folder: Path, ready: Ready) -> None:
+        """An engine is up: read its tokenizer, and name things."""
         if self.coder is None:
             coder = await self.in_thread(self._load_coder, folder / TOKENIZER)
             forced = self.settings.tool_format
@@ -92,7 +98,9 @@ class Front:
             self.metrics = self._metrics(self.names(ready)[0])
             ends = self.coder.eos_ids
             self.trials = GrammarTrials(grammars_of(folder / TOKENIZER, ends, ready.vocab_size))
-            tell(f"tilewright: {capacity(ready)}")
+        if not self.client.engines[engine].num_restarts:
+            name = f"replica {engine}: " if len(self.client.engines) > 1 else ""
+            tell(f"tilewright: {name}{capacity(ready)}")
         self.defaults = {**self.settings.defaults, **json.loads(ready.facts.get("sampling", "{}"))}
         facts = [f"{key}={ready.facts[key]}" for key in sorted(ready.facts)]
         digest = hashlib.sha256("\n".join([__version__, *facts]).encode())

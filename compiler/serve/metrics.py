@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
+from typing import Any, Protocol, TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -35,69 +36,98 @@ _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000
 _LABELS = ("model_name", "engine")
 _EXEMPLAR = "request_id"
 _EXEMPLAR_CHARACTERS = 128 - len(_EXEMPLAR)  # of name and value together
+_T = TypeVar("_T")
 OPEN_METRICS = openmetrics.CONTENT_TYPE_LATEST
 
 
 class Metrics:
-    """Counters, gauges and histograms of one front, and what both processes hold of memory and
-    files (``process_...`` and ``engine_process_...``).
+    """What one front says of its engines, and what its processes hold of memory and files
+    (``process_...`` and ``engine_process_...``).
+
+    Args:
+        engine_pids: tells the process of each engine, 0 where there is none.
     """
 
-    def __init__(self, prefix: str, model: str, engine_pid: Callable[[], int]) -> None:
+    def __init__(self, prefix: str, model: str, engine_pids: Sequence[Callable[[], int]]) -> None:
         disable_created_metrics()
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        ProcessCollector("engine", engine_pid, registry=self.registry)
-        self._prefix, self._labels = prefix, {"model_name": model, "engine": "0"}
-        self.running = self._gauge("num_requests_running", "requests that have a seat")
-        self.waiting = self._gauge("num_requests_waiting", "requests in the queue")
-        self.pages = self._gauge("kv_cache_usage_perc", "share of the pages that is held, 0 to 1")
-        self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
-        self.generation_tokens = self._counter("generation_tokens", "tokens of answers")
-        self.cached_tokens = self._counter("prompt_tokens_cached", "tokens not computed again")
-        self.queries = self._counter("prefix_cache_queries", "tokens looked up")
-        self.hits = self._counter("prefix_cache_hits", "tokens found")
-        self.swapped = self._gauge("num_requests_swapped", "requests whose state made room")
-        self.snapshots = self._gauge("snapshots_used", "snapshots that hold a state")
-        self._engine = _EngineCounts(prefix, self._labels)
-        self.registry.register(self._engine)
-        self.success = self._counter("request_success", "ended", "finished_reason")
-        self.refused = self._counter("requests_refused", "answered with an error", "code")
-        self.first = self._histogram("time_to_first_token_seconds", _FIRST)
-        self.between = self._histogram("inter_token_latency_seconds", _BETWEEN)
-        self.per_token = self._histogram("request_time_per_output_token_seconds", _BETWEEN)
-        whole = self._name("e2e_request_latency_seconds")
-        self.whole = Histogram(whole, whole, _LABELS, registry=self.registry, buckets=_SECONDS)
-        self.queued = self._histogram("request_queue_time_seconds", _SECONDS)
-        self.prefill = self._histogram("request_prefill_time_seconds", _SECONDS)
-        self.decode = self._histogram("request_decode_time_seconds", _SECONDS)
-        self.inference = self._histogram("request_inference_time_seconds", _SECONDS)
-        self.prompt_length = self._histogram("request_prompt_tokens", _LENGTHS)
-        self.computed = self._histogram("request_prefill_kv_computed_tokens", _LENGTHS)
-        self.answer_length = self._histogram("request_generation_tokens", _LENGTHS)
-        self.max_tokens = self._histogram("request_params_max_tokens", _LENGTHS)
-        self.num_choices = self._histogram("request_params_n", (1, 2, 5, 10, 16))
+        self.registry.register(_EngineProcesses(engine_pids))
+        made = _Families(prefix, self.registry)
+        self._engines = [
+            EngineMetrics(made, {"model_name": model, "engine": str(number)})
+            for number in range(len(engine_pids))
+        ]
+        self._refused = made.counter("requests_refused", "answered with an error", "code")
+        # who was refused was given to none of several
+        self._nobody = {"model_name": model, "engine": "0" if len(engine_pids) == 1 else ""}
+        self._counts = _EngineCounts(prefix, [each.labels for each in self._engines])
+        self.registry.register(self._counts)
 
-    def _name(self, name: str) -> str:
-        return f"{self._prefix}:{name}"
-
-    def _gauge(self, name: str, text: str) -> Gauge:
-        made = Gauge(self._name(name), text, _LABELS, registry=self.registry)
-        return made.labels(**self._labels)
-
-    def _counter(self, name: str, text: str, more: str = "") -> Counter:
-        labels = (*_LABELS, more) if more else _LABELS
-        made = Counter(self._name(name), text, labels, registry=self.registry)
-        return made if more else made.labels(**self._labels)
-
-    def _histogram(self, name: str, buckets: Sequence[float]) -> _Counted:
-        made = _Counted(self._name(name), name, buckets, self._labels)
-        self.registry.register(made)
-        return made
+    def of(self, engine: int) -> EngineMetrics:
+        """Those of one engine."""
+        return self._engines[engine]
 
     def refuse(self, code: str) -> None:
         """Count a request that was answered with an error."""
-        self.refused.labels(**self._labels, code=code).inc()
+        self._refused.labels(**self._nobody, code=code).inc()
+
+    def render(self, engines: Sequence[EngineState], *, is_open: bool = False) -> bytes:
+        """The text, with what each engine said last; ``is_open``: OpenMetrics, with exemplars."""
+        for own, engine in zip(self._engines, engines, strict=True):
+            own.show(engine)
+        self._counts.engines = engines
+        write = openmetrics.generate_latest if is_open else generate_latest
+        return write(self.registry)
+
+
+class EngineState(Protocol):
+    """What an engine has said of itself."""
+
+    @property
+    def ready(self) -> Ready | None: ...
+
+    @property
+    def beat(self) -> Beat: ...
+
+    @property
+    def num_restarts(self) -> int: ...
+
+
+class EngineMetrics:
+    """Counters, gauges and histograms of one engine, as its front sees it."""
+
+    def __init__(self, made: _Families, labels: Mapping[str, str]) -> None:
+        self.labels = labels
+        gauge, counter, histogram = (
+            lambda *said: made.gauge(*said).labels(**labels),
+            lambda *said: made.counter(*said).labels(**labels),
+            lambda name, bounds: made.histogram(name, bounds).child(labels),
+        )
+        self.running = gauge("num_requests_running", "requests that have a seat")
+        self.waiting = gauge("num_requests_waiting", "requests in the queue")
+        self.pages = gauge("kv_cache_usage_perc", "share of the pages that is held, 0 to 1")
+        self.prompt_tokens = counter("prompt_tokens", "tokens of prompts")
+        self.generation_tokens = counter("generation_tokens", "tokens of answers")
+        self.cached_tokens = counter("prompt_tokens_cached", "tokens not computed again")
+        self.queries = counter("prefix_cache_queries", "tokens looked up")
+        self.hits = counter("prefix_cache_hits", "tokens found")
+        self.swapped = gauge("num_requests_swapped", "requests whose state made room")
+        self.snapshots = gauge("snapshots_used", "snapshots that hold a state")
+        self.success = made.counter("request_success", "ended", "finished_reason")
+        self.first = histogram("time_to_first_token_seconds", _FIRST)
+        self.between = histogram("inter_token_latency_seconds", _BETWEEN)
+        self.per_token = histogram("request_time_per_output_token_seconds", _BETWEEN)
+        self.whole = made.exemplified("e2e_request_latency_seconds", _SECONDS)
+        self.queued = histogram("request_queue_time_seconds", _SECONDS)
+        self.prefill = histogram("request_prefill_time_seconds", _SECONDS)
+        self.decode = histogram("request_decode_time_seconds", _SECONDS)
+        self.inference = histogram("request_inference_time_seconds", _SECONDS)
+        self.prompt_length = histogram("request_prompt_tokens", _LENGTHS)
+        self.computed = histogram("request_prefill_kv_computed_tokens", _LENGTHS)
+        self.answer_length = histogram("request_generation_tokens", _LENGTHS)
+        self.max_tokens = histogram("request_params_max_tokens", _LENGTHS)
+        self.num_choices = histogram("request_params_n", (1, 2, 5, 10, 16))
 
     def take_prompt(self, length: int, choice: Choice, *, num_choices: int) -> None:
         """Count a prompt of so many tokens, which is computed once for all of its choices, when the
@@ -114,11 +144,11 @@ class Metrics:
 
     def take(self, choice: Choice, *, seconds: float, request_id: str = "") -> None:
         """Count one answer that came to its end ``seconds`` after it was asked for."""
-        self.success.labels(**self._labels, finished_reason=choice.finish_reason or "stop").inc()
+        self.success.labels(**self.labels, finished_reason=choice.finish_reason or "stop").inc()
         count = len(choice.tokens)
         self.generation_tokens.inc(count)
         named = {_EXEMPLAR: request_id[:_EXEMPLAR_CHARACTERS]} if request_id.isascii() else None
-        self.whole.labels(**self._labels).observe(seconds, named)
+        self.whole.labels(**self.labels).observe(seconds, named)
         self.answer_length.observe(count)
         self.max_tokens.observe(choice.sampling.max_tokens)
         if choice.started is not None:
@@ -130,44 +160,87 @@ class Metrics:
             if count > 1:
                 self.per_token.observe(done.decode_s / (count - 1))
 
-    def render(
-        self, ready: Ready | None, beat: Beat, num_restarts: int, *, is_open: bool = False
-    ) -> bytes:
-        """The text, with what the engine said last; ``is_open``: as OpenMetrics, with exemplars."""
+    def show(self, engine: EngineState) -> None:
+        """Set the gauges to what the engine has said last."""
+        beat, ready = engine.beat, engine.ready
         self.running.set(beat.num_running)
         self.waiting.set(beat.num_waiting)
         self.swapped.set(beat.num_swapped)
         self.snapshots.set(beat.num_snapshots_used)
         pages = ready.num_pages if ready is not None else 0
         self.pages.set(beat.num_pages_held / pages if pages else 0.0)
-        self._engine.show(ready, beat, num_restarts)
-        write = openmetrics.generate_latest if is_open else generate_latest
-        return write(self.registry)
 
 
-class _Counted(Collector):
+class _Families:
+    """Metrics by name, each made once and shared by all engines."""
+
+    def __init__(self, prefix: str, registry: CollectorRegistry) -> None:
+        self._prefix, self._registry = prefix, registry
+        self._made: dict[str, Any] = {}
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        return self._once(name, lambda full: Gauge(full, text, _LABELS, registry=self._registry))
+
+    def counter(self, name: str, text: str, more: str = "") -> Counter:
+        labels = (*_LABELS, more) if more else _LABELS
+        return self._once(name, lambda full: Counter(full, text, labels, registry=self._registry))
+
+    def exemplified(self, name: str, bounds: Sequence[float]) -> Histogram:
+        """A histogram that takes exemplars."""
+        return self._once(
+            name,
+            lambda full: Histogram(full, full, _LABELS, registry=self._registry, buckets=bounds),
+        )
+
+    def histogram(self, name: str, bounds: Sequence[float]) -> _Histograms:
+        def make(full: str) -> _Histograms:
+            made = _Histograms(full, name, bounds)
+            self._registry.register(made)
+            return made
+
+        return self._once(name, make)
+
+    def _once(self, name: str, make: Callable[[str], _T]) -> _T:
+        if name not in self._made:
+            self._made[name] = make(f"{self._prefix}:{name}")
+        found: _T = self._made[name]
+        return found
+
+
+class _Counted:
     """A histogram that every token may go into: no lock, for one thread observes, and no exemplars.
 
     ``bounds``: the upper bounds of its counts.
     """
 
-    def __init__(
-        self, name: str, text: str, bounds: Sequence[float], labels: Mapping[str, str]
-    ) -> None:
-        self._name, self._text, self._bounds, self._labels = name, text, bounds, labels
-        self._tally = Tally([0] * (len(bounds) + 1))
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.tally = Tally([0] * (len(bounds) + 1))
 
     def observe(self, value: float) -> None:
         """Count a value."""
-        self._tally.counts[bisect_left(self._bounds, value)] += 1
-        self._tally.total += value
+        self.tally.counts[bisect_left(self._bounds, value)] += 1
+        self.tally.total += value
+
+
+class _Histograms(Collector):
+    """Histograms of one name, an engine each."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._children: list[tuple[tuple[str, ...], _Counted]] = []
+
+    def child(self, labels: Mapping[str, str]) -> _Counted:
+        """A new one of these labels."""
+        made = _Counted(self._bounds)
+        self._children.append((tuple(labels.values()), made))
+        return made
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
-        found = HistogramMetricFamily(self._name, self._text, labels=tuple(self._labels))
-        found.add_metric(
-            tuple(self._labels.values()), _buckets(self._bounds, self._tally), self._tally.total
-        )
+        found = HistogramMetricFamily(self._name, self._text, labels=_LABELS)
+        for values, own in self._children:
+            found.add_metric(values, _buckets(self._bounds, own.tally), own.tally.total)
         yield found
 
 
@@ -177,18 +250,42 @@ def _buckets(bounds: Sequence[float], tally: Tally) -> list[tuple[str, int]]:
     return list(zip(spelled, accumulate(tally.counts), strict=True))
 
 
+class _EngineProcesses(Collector):
+    """What the engines' processes hold, under one name each, with the engine as the label of
+    several.
+    """
+
+    def __init__(self, pids: Sequence[Callable[[], int]]) -> None:
+        self._sources = [ProcessCollector("engine", pid, registry=None) for pid in pids]
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: there may be no process yet."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """See `Collector`."""
+        found: dict[str, Metric] = {}
+        for number, source in enumerate(self._sources):
+            labels = {"engine": str(number)} if len(self._sources) > 1 else {}
+            for metric in source.collect():
+                kept = found.setdefault(
+                    metric.name, Metric(metric.name, metric.documentation, metric.type)
+                )
+                for sample in metric.samples:
+                    kept.add_sample(sample.name, labels, sample.value)
+        return found.values()
+
+
 class _EngineCounts(Collector):
-    """What the engine counts itself: its totals and tallies, as its last beat told them."""
+    """What each engine counts itself: its totals and tallies, as its last beat told them.
 
-    def __init__(self, prefix: str, labels: Mapping[str, str]) -> None:
+    Attributes:
+        engines: what `collect` tells of from now on.
+    """
+
+    def __init__(self, prefix: str, labels: Sequence[Mapping[str, str]]) -> None:
         self._prefix, self._labels = prefix, labels
-        self._ready: Ready | None = None
-        self._beat = Beat(0, 0, 0, 0, 0, 0)
-        self._num_restarts = 0
-
-    def show(self, ready: Ready | None, beat: Beat, num_restarts: int) -> None:
-        """What `collect` tells from now on."""
-        self._ready, self._beat, self._num_restarts = ready, beat, num_restarts
+        self.engines: Sequence[EngineState] = ()
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance: names depend on what was counted."""
@@ -196,38 +293,53 @@ class _EngineCounts(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """See `Collector`."""
-        values = tuple(self._labels.values())
-        totals = {
-            "num_preemptions": (self._beat.num_preemptions, "requests that made room for others"),
-            "tokens_dropped": (self._beat.num_dropped, "computed for requests that had ended"),
-            "engine_restarts": (self._num_restarts, "of the engine process"),
-        }
-        for name, (value, text) in totals.items():
+        engines = list(zip(self._labels, self.engines, strict=False))
+        for name, (read, text) in _TOTALS.items():
             counter = CounterMetricFamily(self._name(name), text, labels=_LABELS)
-            counter.add_metric(values, value)
+            for labels, engine in engines:
+                counter.add_metric(tuple(labels.values()), read(engine))
             yield counter
         for name, kind in ((STEP, "kind"), (HOST, "part"), (IDLE, ""), (SIZE, "")):
-            yield self._histogram(name, kind, values)
-        if self._ready is not None:
-            cache = {"num_gpu_blocks": self._ready.num_pages, "block_size": self._ready.page_size}
-            cache["num_snapshots"] = self._ready.num_snapshots
-            labels = {**self._labels, **{key: str(value) for key, value in cache.items()}}
+            yield self._histogram(name, kind)
+        infos = [(labels, _cache_info(each.ready)) for labels, each in engines if each.ready]
+        if infos:
+            names = (*_LABELS, *infos[0][1])
             info = GaugeMetricFamily(
-                self._name("cache_config_info"), "of the pool of pages", labels=tuple(labels)
+                self._name("cache_config_info"), "of the pool of pages", labels=names
             )
-            info.add_metric(tuple(labels.values()), 1)
+            for labels, cache in infos:
+                info.add_metric((*labels.values(), *cache.values()), 1)
             yield info
 
-    def _histogram(self, name: str, kind: str, values: tuple[str, ...]) -> Metric:
+    def _histogram(self, name: str, kind: str) -> Metric:
         full = f"{name}_total" if name == SIZE else name
         labels = (*_LABELS, kind) if kind else _LABELS
         found = HistogramMetricFamily(self._name(full), full, labels=labels)
-        for key, tally in self._beat.tallies.items():
-            own, _, which = key.partition("/")
-            if own == name:
-                buckets = _buckets(bounds_of(name), tally)
-                found.add_metric((*values, which) if kind else values, buckets, tally.total)
+        for own, engine in zip(self._labels, self.engines, strict=False):
+            values = tuple(own.values())
+            for key, tally in engine.beat.tallies.items():
+                counted, _, which = key.partition("/")
+                if counted == name:
+                    buckets = _buckets(bounds_of(name), tally)
+                    found.add_metric((*values, which) if kind else values, buckets, tally.total)
         return found
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"
+
+
+_TOTALS: dict[str, tuple[Callable[[EngineState], int], str]] = {
+    "num_preemptions": (
+        lambda each: each.beat.num_preemptions,
+        "requests that made room for others",
+    ),
+    "tokens_dropped": (lambda each: each.beat.num_dropped, "computed for requests that had ended"),
+    "engine_restarts": (lambda each: each.num_restarts, "of the engine process"),
+}
+
+
+def _cache_info(ready: Ready) -> dict[str, str]:
+    pool = {"num_gpu_blocks": ready.num_pages, "block_size": ready.page_size}
+    return {
+        key: str(value) for key, value in {**pool, "num_snapshots": ready.num_snapshots}.items()
+    }

@@ -10,6 +10,21 @@ MAX_BODY = 8 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """What one of several engines has of its own; they share nothing.
+
+    Attributes:
+        arguments: what follows the command of all.
+        environment: variables besides the front's own.
+        cores: CPUs that it may run on; empty: those that the front may.
+    """
+
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The front's part of ``tilewright serve``'s options.
 
@@ -19,6 +34,7 @@ class Settings:
         tool_format: how calls of functions come; None: as the chat template's marks tell.
         defaults: sampling parameters of requests that do not say them.
         metrics_prefix: ``tilewright`` or ``vllm``.
+        replicas: the engines, one for each.
         hung_seconds: how long no step may end before the engine is started again.
         write_timeout: how long a client may accept nothing of what it is sent.
         has_admin: whether it is told who has a seat, and caches are forgotten, when asked.
@@ -33,6 +49,7 @@ class Settings:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     tool_format: str | None = None
     defaults: Mapping[str, float] = field(default_factory=dict)
+    replicas: tuple[Replica, ...] = (Replica(),)
     max_queue: int = 1024
     queue_timeout: float = 600.0
     drain_timeout: float = 30.0

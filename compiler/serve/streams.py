@@ -57,6 +57,7 @@ class Follower:
         request_id: str = "",
     ) -> None:
         self._job, self._client, self._metrics = job, client, metrics
+        self._of = [metrics.of(0)] * len(job.asked)  # until an engine has begun them
         self._aside, self._request_id = aside, request_id
         self._num_shown = [0] * len(job.asked)
         self._began = time.perf_counter()
@@ -113,6 +114,7 @@ class Follower:
                 choice.finished = ticket.cancel(index)
         elif isinstance(message, Started):
             choice.started = choice.started or message
+            self._of[index] = self._metrics.of(self._client.engine_of(message.request_id))
             return
         elif isinstance(message, Failed):
             status = 503 if message.code in _UNAVAILABLE else 500
@@ -136,18 +138,18 @@ class Follower:
     def _time(self, index: int, count: int) -> None:
         now, last = time.perf_counter(), self._last[index]
         if last is None:
-            self._metrics.first.observe(now - self._began)
+            self._of[index].first.observe(now - self._began)
         else:
-            self._metrics.between.observe((now - last) / count)
+            self._of[index].between.observe((now - last) / count)
         self._last[index] = now
 
     def _ended(self, index: int, choice: Choice) -> None:
         self._num_left -= 1
         seconds = time.perf_counter() - self._began
-        self._metrics.take(choice, seconds=seconds, request_id=self._request_id)
+        self._of[index].take(choice, seconds=seconds, request_id=self._request_id)
         if index % self._job.n == 0:  # the choices of a prompt are one request
             length = len(self._job.asked[index].prompt.tokens)
-            self._metrics.take_prompt(length, choice, num_choices=self._job.n)
+            self._of[index].take_prompt(length, choice, num_choices=self._job.n)
 
 
 async def answer_whole(job: Job, follower: Follower, aside: Aside) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -158,6 +158,10 @@ class Desk:
     def __len__(self) -> int:
         return len(self._asked)
 
+    def __contains__(self, request_id: object) -> bool:
+        """Whether a request is under way."""
+        return request_id in self._asked
+
     def submit(self, messages: Sequence[Submit], *, max_context: int) -> Ticket:
         """Ask for answers, together; each message gets a number of its own, and names the first one
         of the same prompt.
@@ -197,12 +201,15 @@ class Desk:
             self._measure(asked.message, done)
         return done
 
-    def hear(self, message: Answer, num_running: int) -> None:
-        """Hand a message of the engine to who waits for it."""
+    def hear(self, message: Answer, num_running: int | None = None) -> None:
+        """Hand a message of an engine to who waits for it. ``num_running``: how many requests run,
+        where that is known anew.
+        """
         asked = self._asked.get(message.request_id)
         if asked is None:
             return
-        self._num_running = max(1, num_running)
+        if num_running is not None:
+            self._num_running = max(1, num_running)
         if isinstance(message, Tokens):
             asked.hear_tokens()
         elif isinstance(message, Started):
@@ -215,31 +222,36 @@ class Desk:
             self._forget(message.request_id)
         asked.ticket.put(asked.index, message)
 
-    def fail(self, code: str, said: str, *, started_only: bool = False) -> None:
-        """Tell those who wait, or those whose requests have begun, that nothing will come."""
-        for request_id, asked in list(self._asked.items()):
-            if asked.has_started or not started_only:
+    def fail(self, code: str, said: str, *, started_of: Iterable[int] | None = None) -> None:
+        """Tell those who wait that nothing will come: all, or of ``started_of`` those whose
+        requests have begun.
+        """
+        for request_id in list(self._asked if started_of is None else started_of):
+            asked = self._asked.get(request_id)
+            if asked is not None and (asked.has_started or started_of is None):
                 self.cancel(request_id)
                 asked.ticket.put(asked.index, Failed(request_id, code, said))
 
-    def under_way(self) -> list[dict[str, object]]:
-        """What an operator may know of each request: nothing of its text."""
-        return [
-            {
-                "id": request_id,
-                "state": "running" if asked.has_started else "waiting",
-                "prompt_tokens": len(asked.message.prompt),
-                "max_tokens": asked.message.sampling.max_tokens,
-                "priority": asked.message.priority,
-            }
-            for request_id, asked in self._asked.items()
-        ]
+    def under_way(self) -> Iterator[tuple[int, dict[str, object]]]:
+        """Each request, and what an operator may know of it: nothing of its text."""
+        for request_id, asked in self._asked.items():
+            yield (
+                request_id,
+                {
+                    "id": request_id,
+                    "state": "running" if asked.has_started else "waiting",
+                    "prompt_tokens": len(asked.message.prompt),
+                    "max_tokens": asked.message.sampling.max_tokens,
+                    "priority": asked.message.priority,
+                },
+            )
 
-    def unanswered(self) -> Iterator[Submit]:
-        """What an engine that is new must be asked."""
-        for asked in list(self._asked.values()):
-            asked.given_at = time.perf_counter()
-            yield asked.message
+    def asked_again(self, *, besides: Container[int]) -> Iterator[Submit]:
+        """What an engine must be asked that nobody is asked now, ``besides`` what somebody is."""
+        for request_id, asked in list(self._asked.items()):
+            if request_id not in besides:
+                asked.given_at = time.perf_counter()
+                yield asked.message
 
     def _check_room(self, messages: Sequence[Submit], max_context: int) -> None:
         most = self._limits.max_queued_contexts * max_context

@@ -25,8 +25,10 @@ from tilewright.compiler.runtime.messages import (
     Tokens,
 )
 from tilewright.compiler.serve.app import make_app
-from tilewright.compiler.serve.engine_client import READY, EngineClient
+from tilewright.compiler.serve.engine_client import EngineClient
+from tilewright.compiler.serve.engine_process import READY
 from tilewright.compiler.serve.front import Front
+from tilewright.compiler.serve.routing import Router
 from tilewright.compiler.serve.server import listen
 from tilewright.compiler.serve.settings import Settings
 from tilewright.compiler.serve.structured import GrammarTrials
@@ -66,9 +68,14 @@ class ScriptedClient(EngineClient):
     """
 
     def __init__(self, coder: Tokenizer) -> None:
-        self.coder, self.state, self.asked = coder, READY, list[Submit]()
+        self.coder, self.asked = coder, list[Submit]()
+        self.engines, self._router = (), Router(1)
         self.ready = Ready(coder.vocab_size, 4, 4096, 4096, facts={"name": "scripted"})
         self._desk = Desk(self._give, Limits())
+
+    @property
+    def state(self) -> str:
+        return READY
 
     @property
     def is_healthy(self) -> bool:

@@ -65,6 +65,7 @@ async def _props(request: web.Request) -> web.Response:
             "model": front.names(ready)[0],
             "system_fingerprint": front.fingerprint,
             "total_slots": ready.max_seats,
+            "replicas": len(front.client.engines),
             "max_model_len": ready.max_positions,
             "num_pages": ready.num_pages,
             "page_size": ready.page_size,

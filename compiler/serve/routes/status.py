@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 
 from tilewright.compiler import __version__
@@ -10,10 +12,13 @@ from tilewright.compiler.serve.metrics import OPEN_METRICS
 
 
 async def _health(request: web.Request) -> web.Response:
-    state = request.app[FRONT].health()
-    if state == "ok":
-        return json_response({"status": "ok"})
-    return json_response({"status": state}, status=503, headers={"retry-after": "5"})
+    front = request.app[FRONT]
+    said: dict[str, Any] = {"status": front.health()}
+    if len(front.client.engines) > 1:
+        said |= {"replicas": len(front.client.engines), "missing": front.client.missing}
+    if said["status"] == "ok":
+        return json_response(said)
+    return json_response(said, status=503, headers={"retry-after": "5"})
 
 
 async def _live(request: web.Request) -> web.Response:
@@ -26,9 +31,8 @@ async def _version(request: web.Request) -> web.Response:
 
 async def _metrics(request: web.Request) -> web.Response:
     front = request.app[FRONT]
-    client = front.client
     is_open = "application/openmetrics-text" in request.headers.get("accept", "")
-    data = front.metrics.render(client.ready, client.beat, client.num_restarts, is_open=is_open)
+    data = front.metrics.render(front.client.engines, is_open=is_open)
     kind = OPEN_METRICS if is_open else "text/plain; version=0.0.4"
     return web.Response(body=data, headers={"content-type": kind})
 
