@@ -112,6 +112,7 @@ DEVICES.register(
 )
 
 _ISA_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "asimddp")
+_TOPOLOGY = Path("/sys/devices/system/cpu")
 _CPUINFO = Path("/proc/cpuinfo")
 _CUDA_DRIVER = "libcuda.so.1"
 
@@ -194,3 +195,24 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def usable_cpus(topology: Path = _TOPOLOGY) -> tuple[int, ...]:
+    """The numbers of the CPUs that this process may run on, those of a package side by side, and
+    in it the hyper-threads of a core; in order of their numbers where the system tells no more.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return tuple(range(os.cpu_count() or 1))
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        folder = topology / f"cpu{cpu}" / "topology"
+        try:
+            package, core = (
+                int((folder / name).read_text(encoding="ascii"))
+                for name in ("physical_package_id", "core_id")
+            )
+        except (OSError, ValueError):
+            return 0, 0, cpu
+        return package, core, cpu
+
+    return tuple(sorted(os.sched_getaffinity(0), key=place))

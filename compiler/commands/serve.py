@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
 
 
 def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
+    from tilewright.compiler.commands.replicas import replicas_of
     from tilewright.compiler.serve.says import tell
     from tilewright.compiler.serve.server import serve
     from tilewright.compiler.serve.settings import Settings
@@ -63,6 +64,7 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
         template_variables=options.template_variables,
         tool_format=options.tool_format,
         defaults=options.defaults,
+        replicas=replicas_of(options),
         max_queue=options.max_queue,
         queue_timeout=options.queue_timeout,
         drain_timeout=options.drain_timeout,

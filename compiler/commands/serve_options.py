@@ -15,6 +15,7 @@ from tilewright.compiler.commands.arguments import (
     Parser,
     add_options,
     integer,
+    numbers,
     option,
     read_model_options,
     real,
@@ -143,7 +144,24 @@ class ServeOptions:
         default=False,
         group="engine",
     )
-    threads: int | None = option("CPU threads", group="engine", type=integer(1, 1024))
+    threads: int | None = option(
+        "CPU threads, of all replicas together", group="engine", type=integer(1, 1024)
+    )
+    replicas: int = option(
+        "engines behind the one server, each with GPUs or CPU cores of its own; a request goes to "
+        "the one that has its beginning, or has least to do",
+        "--replicas",
+        "--data-parallel-size",
+        default=1,
+        group="engine",
+        type=integer(1, 64),
+    )
+    devices: tuple[int, ...] | None = option(
+        "the GPUs that are used, dealt out among replicas (default: from 0 on)",
+        group="engine",
+        metavar="N,N",
+        type=numbers,
+    )
     no_cache: bool = option("compile anew and keep nothing", default=False, group="engine")
     api_key: tuple[str, ...] = option(
         "keys that clients must have one of", default=(), group="requests", metavar="KEY"

@@ -157,10 +157,6 @@ class EngineClient:
         ]
         return self._desk.submit(messages, max_context=self.ready.max_context)
 
-    def engine_of(self, request_id: int) -> int:
-        """The number of the engine that a request is on; 0 where it is on none."""
-        return self._router.engine_of(request_id) or 0
-
     def under_way(self) -> list[dict[str, object]]:
         """List what an operator may know of each request: nothing of its text."""
         return [
@@ -204,7 +200,8 @@ class EngineClient:
             self._router.advance(message.request_id, len(message.tokens))
             self._desk.hear(message)
             return
-        self._desk.hear(message, sum(each.beat.num_running for each in self.engines))
+        num_running = sum(each.beat.num_running for each in self.engines)
+        self._desk.hear(message, num_running, engine=engine)
         if message.request_id not in self._desk:
             self._router.leave(message.request_id)
 

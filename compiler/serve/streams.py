@@ -114,7 +114,7 @@ class Follower:
                 choice.finished = ticket.cancel(index)
         elif isinstance(message, Started):
             choice.started = choice.started or message
-            self._of[index] = self._metrics.of(self._client.engine_of(message.request_id))
+            self._of[index] = self._metrics.of(ticket.engines[index])
             return
         elif isinstance(message, Failed):
             status = 503 if message.code in _UNAVAILABLE else 500

@@ -79,10 +79,14 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One or several requests that are waited for together; their answers come with an index."""
+    """One or several requests that are waited for together; their answers come with an index.
+
+    ``engines``: the number of the engine that has begun each, by that index.
+    """
 
     ids: list[int]
     _desk: Desk
+    engines: dict[int, int] = field(default_factory=dict)
     _timer: asyncio.TimerHandle | None = None
     _found: list[tuple[int, Answer]] = field(default_factory=list)
     _finished: dict[int, Finished] = field(default_factory=dict)
@@ -201,7 +205,7 @@ class Desk:
             self._measure(asked.message, done)
         return done
 
-    def hear(self, message: Answer, num_running: int | None = None) -> None:
+    def hear(self, message: Answer, num_running: int | None = None, *, engine: int = 0) -> None:
         """Hand a message of an engine to who waits for it. ``num_running``: how many requests run,
         where that is known anew.
         """
@@ -215,6 +219,7 @@ class Desk:
         elif isinstance(message, Started):
             if not asked.has_started:
                 self._count(asked.message, -1)
+                asked.ticket.engines[asked.index] = engine
             asked.hear_start(message)
         else:
             if isinstance(message, Finished):

@@ -53,10 +53,14 @@ class Server(Asked):
             return False
 
     def engine_pid(self) -> int:
+        return self.engine_pids()[0]
+
+    def engine_pids(self) -> list[int]:
+        """Of its engines, in the order in which they were started."""
         found = subprocess.run(
             ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, check=True
         )
-        return int(found.stdout.split()[0])
+        return sorted(int(each) for each in found.stdout.split())
 
 
 def post(server: Server, path: str, body: Any) -> tuple[int, Any]:

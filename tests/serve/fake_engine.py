@@ -2,8 +2,9 @@
 
 The first byte of the prompt's last line says what happens: ``C`` the process ends, ``H`` it hangs,
 ``N`` the logits are no numbers, ``F`` the step fails, ``S`` a token every 10 ms, ``W`` it waits for
-ever, but a second engine answers; otherwise all tokens come at once. Answers are the alphabet,
-over and over.
+ever, but any engine after the first answers; otherwise all tokens come at once. Answers are the
+alphabet, over and over. ``FAKE_LATE`` in the environment: seconds until it is ready,
+``FAKE_PRECISION``: what it says of itself.
 """
 
 from __future__ import annotations
@@ -101,10 +102,12 @@ def main(folder: Path) -> None:
     """Say that we are ready, and serve."""
     transport = SocketTransport(folder)
     byte_tokenizer(256, "fake").save(folder / TOKENIZER)  # grammars are compiled from it
-    facts = {"name": "fake", "target": "null", "precision": "{}", "weights": "random"}
+    time.sleep(float(os.environ.get("FAKE_LATE", "0")))
+    precision = os.environ.get("FAKE_PRECISION", "{}")
+    facts = {"name": "fake", "target": "null", "precision": precision, "weights": "random"}
     transport.send([Ready(256, 4, CONTEXT, CONTEXT, facts=facts)])
     try:
-        FakeEngine(transport, is_first=folder.name == "0").run()
+        FakeEngine(transport, is_first=folder.parts[-2:] == ("0", "0")).run()
     finally:
         transport.close()
 

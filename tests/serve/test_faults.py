@@ -127,6 +127,34 @@ def test_an_engine_that_dies_is_started_again(start_server: Start) -> None:
     assert server.gauge("engine_restarts_total") == 1
 
 
+def test_a_killed_replica_costs_its_own_answers_alone(start_server: Start) -> None:
+    server = start_server(*SLOW, "--replicas", "2", "--threads", "2")
+    assert server.get("/health") == {"status": "ok", "replicas": 2, "missing": []}
+    first, _ = server.engine_pids()
+    with connect(server) as client:
+        client.sendall(raw_request({**LONG, "stream": True}))
+        data = client.recv(1 << 16)
+        found: list[Any] = []
+        asked = {**LONG, "max_tokens": 8}
+        threads = [in_background(server, asked, found) for _ in range(6)]
+        os.kill(first, signal.SIGKILL)
+        while b'"error"' not in data and (piece := client.recv(1 << 16)):
+            data += piece
+    for thread in threads:
+        thread.join(60)
+    failed = [answer for status, answer in found if status != 200]
+    assert b'"code":"engine_error"' in data and b"replica 0 ended (SIGKILL)" in data
+    assert len(found) == 6 and len(failed) <= 2, "those that ran on it, at most its seats"
+    assert server.get("/health") in [
+        {"status": "ok", "replicas": 2, "missing": missing} for missing in ([0], [])
+    ]
+    server.wait_until(lambda: server.get("/health")["missing"] == [], seconds=60)
+    assert len(server.engine_pids()) == 2 and server.gauge("engine_restarts_total") == 1
+    assert post(server, "/v1/chat/completions", asked)[0] == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(20) == 0
+
+
 def test_an_engine_that_cannot_start_is_one_line_and_code_2(start_server: Start) -> None:
     server = start_server("--target", "null", "--chat-template", "/nowhere", waits=False)
     assert server.process.wait(60) == 2

@@ -51,7 +51,7 @@ def model(tmp_path: Path) -> SimpleNamespace:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine without one, and nobody who asks for the interpreter."""
-    monkeypatch.setattr("tilewright.compiler.devices._num_gpus", lambda: 0)
+    monkeypatch.setattr("tilewright.compiler.devices.num_gpus", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 

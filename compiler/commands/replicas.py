@@ -1,0 +1,109 @@
+"""What each replica of ``tilewright serve`` has of this machine: GPUs, or cores and threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import TypeVar
+
+import msgspec
+
+from tilewright.compiler.artifacts.places import MANIFEST, is_compiled
+from tilewright.compiler.commands.arguments import ModelOptions
+from tilewright.compiler.commands.serve_options import ServeOptions
+from tilewright.compiler.devices import num_gpus, usable_cpus
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.files import read_regular
+from tilewright.compiler.serve.says import say
+from tilewright.compiler.serve.settings import Replica
+from tilewright.models import ShapeName
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_T = TypeVar("_T")
+
+
+def replicas_of(options: ServeOptions) -> tuple[Replica, ...]:
+    """Deal what this machine has, as far as the options name it.
+
+    Raises:
+        ConfigError: where there are fewer GPUs or threads than replicas.
+    """
+    if _target_of(options.model) == "cuda":
+        return _with_gpus(options)
+    if options.devices is not None:
+        raise ConfigError("--devices: are GPUs; allowed: with --target cuda")
+    return (Replica(),) if options.replicas == 1 else _with_cores(options)
+
+
+def _with_gpus(options: ServeOptions) -> tuple[Replica, ...]:
+    """A replica sees its own GPUs alone, numbered from 0."""
+    if options.replicas == 1 and options.devices is None:
+        return (Replica(),)
+    there = num_gpus()
+    devices = options.devices or tuple(range(options.replicas))
+    if max(devices) >= there:
+        raise ConfigError(
+            f"--replicas {options.replicas}, --devices {_listed(devices)}: this machine has "
+            f"{there} GPUs; allowed: 0 to {there - 1}, one or more a replica"
+        )
+    if len(devices) != options.replicas:
+        raise ConfigError(
+            f"--replicas {options.replicas}, --devices {_listed(devices)}; allowed: one a replica"
+        )
+    names = os.environ.get(_VISIBLE, "").split(",")
+    visible = names if names != [""] else [str(each) for each in range(there)]
+    return tuple(
+        Replica(
+            arguments=("--devices", _listed(range(len(own)))),
+            environment={_VISIBLE: ",".join(visible[each] for each in own)},
+        )
+        for own in _dealt(devices, options.replicas)
+    )
+
+
+def _with_cores(options: ServeOptions) -> tuple[Replica, ...]:
+    """A replica has cores of its own, and as many threads; where there are fewer cores than
+    replicas, all share them, which is said.
+    """
+    cores, count = usable_cpus(), options.replicas
+    threads = options.threads or len(cores)
+    if threads < count:
+        raise ConfigError(
+            f"--replicas {count} with {threads} threads; allowed: up to {threads} replicas, or "
+            "more --threads"
+        )
+    own = _dealt(cores[:threads], count)
+    if len(cores) < count:
+        say(f"{count} replicas share {len(cores)} cores")
+        own = [()] * count
+    return tuple(
+        Replica(arguments=("--threads", str(len(mine))), cores=pinned)
+        for mine, pinned in zip(_dealt(range(threads), count), own, strict=True)
+    )
+
+
+def _dealt(things: Sequence[_T], count: int) -> list[tuple[_T, ...]]:
+    """``count`` shares of neighbours, as even as they can be, larger ones first."""
+    sizes = [len(things) // count + (at < len(things) % count) for at in range(count)]
+    ends = accumulate(sizes, initial=0)
+    return [tuple(things[first:last]) for first, last in pairwise(ends)]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ",".join(str(each) for each in numbers)
+
+
+class _Manifest(msgspec.Struct):
+    target: str
+
+
+def _target_of(model: ModelOptions) -> str:
+    """What a model runs on: as asked, or as a folder was compiled for."""
+    path = model.path
+    if isinstance(path, ShapeName) or not is_compiled(path):
+        return model.target
+    try:
+        return msgspec.json.decode(read_regular(path / MANIFEST), type=_Manifest).target
+    except (OSError, msgspec.MsgspecError):
+        return model.target  # the engine says what is wrong with it

@@ -1,0 +1,102 @@
+"""How a machine is dealt out among replicas; nothing is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tilewright.compiler.commands import replicas
+from tilewright.compiler.commands.replicas import replicas_of
+from tilewright.compiler.commands.serve_options import read_serve_options
+from tilewright.compiler.devices import usable_cpus
+from tilewright.compiler.errors import ConfigError
+
+
+def dealt(*argv: str, cores: tuple[int, ...] = (), monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments and cores of each replica of a CPU server on a machine of these cores."""
+    monkeypatch.setattr(replicas, "usable_cpus", lambda: cores)
+    found = replicas_of(read_serve_options(["shape:tiny", *argv]))
+    return [(each.arguments, each.cores) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("argv", "cores", "expected"),
+    [
+        ("", (0, 1), [((), ())]),
+        ("--replicas 2", (4, 0), [("1", (4,)), ("1", (0,))]),
+        ("--data-parallel-size 2", (0, 1, 2), [("2", (0, 1)), ("1", (2,))]),
+        ("--replicas 2 --threads 2", tuple(range(8)), [("1", (0,)), ("1", (1,))]),
+        ("--replicas 2 --threads 6", (0, 1), [("3", (0,)), ("3", (1,))]),
+        ("--replicas 3 --threads 3", (0, 1), [("1", ()), ("1", ()), ("1", ())]),
+    ],
+)
+def test_cores_and_threads_are_divided(
+    argv: str,
+    cores: tuple[int, ...],
+    expected: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    wanted = [(("--threads", said) if said else (), own) for said, own in expected]
+    assert dealt(*argv.split(), cores=cores, monkeypatch=monkeypatch) == wanted
+    is_shared = len(cores) < len(expected)
+    assert ("3 replicas share 2 cores" in capfd.readouterr().err) == is_shared
+
+
+def test_gpus_are_dealt_and_seen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def dealt(count: int, devices: tuple[int, ...] | None) -> list[Any]:
+        asked: Any = SimpleNamespace(
+            replicas=count,
+            devices=devices,
+            model=SimpleNamespace(path=Path("/nowhere"), target="cuda"),
+        )
+        return [(each.arguments, dict(each.environment)) for each in replicas_of(asked)]
+
+    monkeypatch.setattr(replicas, "num_gpus", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    own, name = ("--devices", "0"), "CUDA_VISIBLE_DEVICES"
+    assert dealt(1, None) == [((), {})], "as it was"
+    assert dealt(1, (2,)) == [(own, {name: "2"})]
+    assert dealt(2, None) == [(own, {name: "0"}), (own, {name: "1"})]
+    assert dealt(2, (3, 1)) == [(own, {name: "3"}), (own, {name: "1"})]
+    monkeypatch.setenv(name, "GPU-a,GPU-b,7,GPU-d")
+    assert dealt(2, (3, 2)) == [(own, {name: "GPU-d"}), (own, {name: "7"})]
+    for count, devices, said in (
+        (5, None, "this machine has 4 GPUs; allowed: 0 to 3"),
+        (2, (0, 4), "--devices 0,4: this machine has 4 GPUs"),
+        (2, (0,), "--replicas 2, --devices 0; allowed: one a replica"),
+        (1, (0, 1), "--replicas 1, --devices 0,1; allowed: one a replica"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            dealt(count, devices)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("--replicas 0", "allowed: integers, 1 to 64"),
+        ("--replicas 3 --threads 2", "allowed: up to 2 replicas"),
+        ("--devices 0", "--devices: are GPUs; allowed: with --target cuda"),
+        ("--devices 0,0", "allowed: numbers from 0, each once, as 0,1"),
+        ("--devices x", "allowed: numbers from 0, each once, as 0,1"),
+    ],
+)
+def test_what_cannot_be_dealt_is_said(argv: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        replicas_of(read_serve_options(["shape:tiny", *argv.split()]))
+
+
+def test_hyper_threads_of_a_core_and_cores_of_a_package_are_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    assert usable_cpus(tmp_path) == tuple(range(8))
+    for cpu in range(8):  # two packages of two cores of two threads, as Linux numbers them
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "physical_package_id").write_text(f"{cpu % 2}\n")
+        (folder / "core_id").write_text(f"{cpu // 2 % 2}\n")
+    assert usable_cpus(tmp_path) == (0, 4, 2, 6, 1, 5, 3, 7)
