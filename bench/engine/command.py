@@ -49,7 +49,7 @@ HIDDEN_LIKE = {
 }
 """The sizes that the goals are said for."""
 
-PARTS = ("eager", "operations", "memory", "compiled")
+PARTS = ("eager", "operations", "memory", "compiled_decode", "compiled_prefill")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,19 +138,24 @@ class _Measured:
         return {"create_s": created, "create_again_s": again, "cases": self._cases(engine)}
 
     def _eager(self) -> dict[str, Any]:
-        """The reference as it stands, and with a cache."""
+        """With a cache, and the reference as it stands, which is slow: once."""
         cached = Engine(TorchExecutor(self.tensors, self.settings, self.device), self.settings)
-        return {"reference": self._cases(self.reference), "with a cache": self._cases(cached)}
+        plain = self._cases(self.reference, repeats=1)
+        return {"with a cache": self._cases(cached), "reference": plain}
 
-    def _compiled(self) -> dict[str, Any]:
+    def _compiled_decode(self) -> dict[str, Any]:
+        """Steps of 8 requests; their prompts are eager, since each shape takes a minute."""
+        engine = CompiledReference(self.reference, mode=self.given.mode, prompts=False)
+        return self._cases(engine, "decode 8 x 32 + 16")
+
+    def _compiled_prefill(self) -> dict[str, Any]:
         engine = CompiledReference(self.reference, mode=self.given.mode)
-        names = ("decode 8 x 32 + 16", "prefill 4 x 128")
-        return self._cases(engine, names)
+        return self._cases(engine, "prefill 4 x 128")
 
-    def _cases(self, engine: Any, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    def _cases(self, engine: Any, only: str = "", repeats: int | None = None) -> dict[str, Any]:
         found = {}
         for name, calls in cases(self.given.scale).items():
-            if names and name not in names:
+            if only and name != only:
                 continue
             trace = Trace(calls, self.settings.vocab_size, self.given.device)
             ours = trace.run(engine)
@@ -158,19 +163,16 @@ class _Measured:
             theirs = trace.run(self.reference)
             errors = [error_of(a, b) for a, b in zip(ours, theirs, strict=True)]
             engine.remove(trace.requests)
-            seconds = [self._timed(trace, engine) for _ in range(self.given.repeats)]
-            engine.remove(trace.requests)
+            each = range(repeats or self.given.repeats)
+            seconds = [trace.seconds(engine, self._wait) for _ in each]
             median = statistics.median(seconds)
             found[name] = {"ms": median * 1e3, "all_ms": [1e3 * s for s in seconds]}
             found[name] |= {"tokens_per_s": trace.num_tokens / median, "error": max(errors)}
+            if trace.num_decoded:
+                decode = statistics.median(trace.decode_seconds(engine, self._wait) for _ in each)
+                found[name]["decode_tokens_per_s"] = trace.num_decoded / decode
+            engine.remove(trace.requests)
         return found
-
-    def _timed(self, trace: Trace, engine: Any) -> float:
-        self._wait()
-        begun = time.perf_counter()
-        trace.run(engine)
-        self._wait()
-        return time.perf_counter() - begun
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -17,11 +17,17 @@ from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
 
 class CompiledReference:
     """The reference's arithmetic in batches over a static cache; each shape is compiled once, by
-    ``mode`` of torch.compile.
+    ``mode`` of torch.compile; without ``prompts``, those of decode steps alone.
     """
 
     def __init__(
-        self, reference: Reference, *, num_seats: int = 16, length: int = 256, mode: str
+        self,
+        reference: Reference,
+        *,
+        num_seats: int = 16,
+        length: int = 256,
+        mode: str,
+        prompts: bool = True,
     ) -> None:
         self._reference, s = reference, reference.settings
         shape = s.num_layers, 2, num_seats, s.num_kv_heads, length, s.head_dim
@@ -31,6 +37,7 @@ class CompiledReference:
         self._lengths: dict[int, int] = {}
         self._seats: dict[int, int] = {}
         self._step: Any = torch.compile(self._eager, mode=mode, fullgraph=True, dynamic=False)
+        self._step_of_prompts = self._step if prompts else self._eager
 
     @torch.no_grad()
     def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
@@ -54,7 +61,8 @@ class CompiledReference:
         starts = torch.tensor([self._lengths[request] for request in request_ids]).to(device)
         seats = torch.tensor([self._seats[request] for request in request_ids]).to(device)
         positions = starts[:, None] + torch.arange(tokens.shape[1], device=device)
-        logits: Tensor = self._step(tokens.to(device), positions, seats)
+        step = self._step if tokens.shape[1] == 1 else self._step_of_prompts
+        logits: Tensor = step(tokens.to(device), positions, seats)
         for request in request_ids:
             self._lengths[request] += tokens.shape[1]
         return logits.clone()

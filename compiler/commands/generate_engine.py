@@ -200,13 +200,13 @@ class _Search:
         changes: Sequence[dict[str, Any]] = ()
         if self.device == "cuda":
             changes = (
-                {"chained": False},
-                {"columns": 128},
-                {"rows": 32},
-                {"columns": 512, "stages": 2},
-                {"warps": 8},
-                {"queries": 128},
+                {"least_outputs": 8},
+                {"columns": 512, "warps": 4},
+                {"parts": 4},
+                {"few_rows": 16},
                 {"keys": 64},
+                {"outputs": 32},
+                {"chained": False},
             )
         for change in changes:
             if (so_far := self.best) is not None:

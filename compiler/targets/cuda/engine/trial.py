@@ -62,6 +62,7 @@ def run_trial(asked: Trial) -> dict[str, Any]:
     config = json.loads(Path(asked.config).read_text("utf-8"))
     device = torch.device(asked.device)
     settings = read_settings(config, device)
+    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
     make = _maker(asked, config, settings, device)
     begun = time.perf_counter()
     engine = make()
@@ -79,7 +80,7 @@ def run_trial(asked: Trial) -> dict[str, Any]:
             if asked.fresh:
                 del engine
                 engine = make()
-            seconds.append(_timed(trace, engine, device))
+            seconds.append(trace.seconds(engine, wait))
         engine.remove(trace.requests)
         found["cases"][name] = {
             "error": _worst(logits, expected[name]),
@@ -101,16 +102,6 @@ def _maker(
         return partial(Reference, load_weights(asked.weights, settings), settings, device)
     module = load_engine(asked.engine)
     return partial(module.create_engine, config, asked.weights, asked.device)
-
-
-def _timed(trace: Trace, engine: Any, device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begun = time.perf_counter()
-    trace.run(engine)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begun
 
 
 def _worst(ours: list[Tensor], expected: list[Tensor]) -> float:

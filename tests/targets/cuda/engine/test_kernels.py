@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.targets.cuda.engine.conftest import CONFIG, Folder
+from tilewright.compiler.targets.cuda.engine.parts import launches
 from tilewright.compiler.targets.cuda.engine.parts.cuda_steps import Captured, CudaExecutor
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
@@ -70,7 +71,8 @@ def test_kernels_have_the_references_logits(
     executor.splits = 2
     same("decode", [4], torch.tensor([7]))
     if style == "interleaved":
-        monkeypatch.setattr(f"{PARTS}.launches.FEW_ROWS", 8)
+        fewer = dataclasses.replace(launches.CHOICES, few_rows=8, columns=16)
+        monkeypatch.setattr(launches, "CHOICES", fewer)
         same("prefill", [4], prompts(33))  # many: the library's, over two pages
         same("decode", [4, 9], torch.tensor([8, 1]))
 

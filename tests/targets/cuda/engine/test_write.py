@@ -98,5 +98,5 @@ def test_it_runs_where_nothing_of_this_project_is_installed(
 
 
 def test_choices_are_written_where_they_differ(plan: Plan) -> None:
-    text = engine_text(plan, Choices(rows=32, chained=False), title="x", num_layers=2)
-    assert "\nCHOICES = Choices(chained=False, rows=32)\n" in text
+    text = engine_text(plan, Choices(outputs=32, chained=False), title="x", num_layers=2)
+    assert "\nCHOICES = Choices(chained=False, outputs=32)\n" in text

@@ -85,72 +85,100 @@ def swiglu_kernel(out, gate_up, width, BLOCK: tl.constexpr, CHAINED: tl.constexp
 
 
 @jit
-def norm_scales(here, is_row, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """What RMSNorm multiplies each row by; ``here``: the rows' first ``COLUMNS`` columns."""
-    squares = tl.zeros([ROWS], tl.float32)
-    for first in range(0, width, COLUMNS):
-        inside = is_row[:, None] & (first + tl.arange(0, COLUMNS) < width)[None, :]
-        values = tl.load(here + first, mask=inside, other=0.0).to(tl.float32)
-        squares += tl.sum(values * values, 1)
-    return tl.rsqrt(squares / width + eps)
+def norm_scales(
+    values, here_x, is_row, column, eps, WIDTH: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """What RMSNorm multiplies each row by; ``values [P, B, C]``: its first columns."""
+    squares = tl.sum(tl.sum(values.to(tl.float32) * values.to(tl.float32), 2), 0)
+    for first in range(COLUMNS, WIDTH, COLUMNS):
+        wanted = is_row[None, :, None] & (first + column < WIDTH)[:, None, :]
+        others = tl.load(here_x + first, mask=wanted, other=0.0).to(tl.float32)
+        squares += tl.sum(tl.sum(others * others, 2), 0)
+    return tl.rsqrt(squares / WIDTH + eps)
+
+
+@jit
+def multiplied(
+    sums, values, tile, factors, scale, dtype: tl.constexpr, NORM: tl.constexpr
+):  # fmt: skip
+    """``sums [P, B, O]`` with ``values [P, B, C]`` times ``tile [P, O, C]`` added; RMSNorm of the
+    values, where there is one, comes first: ``scale [B]`` of the rows, ``factors [P, C]``.
+    """
+    if NORM:
+        normed = (values.to(tl.float32) * scale[None, :, None]).to(dtype).to(tl.float32)
+        values = (normed * factors.to(tl.float32)[:, None, :]).to(dtype)
+    return tl.dot(values, tl.permute(tile, (0, 2, 1)), sums)
+
+
+@jit
+def put(here, values, kept, ADDED: tl.constexpr):
+    """Store values, or add them to what is there."""
+    if ADDED:
+        before = tl.load(here, mask=kept, other=0.0).to(tl.float32)
+        values = (before + values.to(tl.float32)).to(values.dtype)
+    tl.store(here, values, mask=kept)
 
 
 @jit
 def product_kernel(
-    out, x, weight, norm, num_rows, num_outputs, width, eps, ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr,
-    RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr, STAGES: tl.constexpr,
+    out, x, weight, norm, num_rows, num_outputs, eps, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, NORM: tl.constexpr,
+    RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program i: ``OUTPUTS`` columns of ``out [B, outputs] = x [B, width] weight^T`` for all rows,
-    at most ``ROWS``; each weight is read once.
+    at most ``ROWS``; each weight is read once, the first before the kernels ahead have ended, the
+    next while those before are multiplied. Warps share the columns, in ``PARTS``, not the outputs.
     """
-    begin(CHAINED)
     dtype = out.dtype.element_ty
+    EACH: tl.constexpr = COLUMNS // PARTS
     row = tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
-    here_x = x + row[:, None] * width + column[None, :]
+    column = tl.arange(0, PARTS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
     is_row, is_output = row < num_rows, output < num_outputs
+    here_x = x + row[None, :, None] * WIDTH + column[:, None, :]
+    here_w = weight + output[None, :, None] * WIDTH + column[:, None, :]
+    to_ups = num_outputs.to(tl.int64) * WIDTH
+    wanted = is_output[None, :, None] & (column < WIDTH)[:, None, :]
+    tile = tl.load(here_w, mask=wanted, other=0.0)
+    up_tile = tl.load(here_w + to_ups, mask=wanted, other=0.0) if SWIGLU else tile
+    factors = tl.load(norm + column, mask=column < WIDTH, other=0.0) if NORM else column
+    begin(CHAINED)
+    wanted = is_row[None, :, None] & (column < WIDTH)[:, None, :]
+    values = tl.load(here_x, mask=wanted, other=0.0)
     scale = tl.full([ROWS], 1.0, tl.float32)
     if NORM:
-        scale = norm_scales(here_x, is_row, width, eps, ROWS, COLUMNS)
-    here_w = weight + output[:, None] * width + column[None, :]
-    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    ups = tl.zeros([ROWS, OUTPUTS], tl.float32)
-    for first in tl.range(0, width, COLUMNS, num_stages=STAGES):
-        inside = (first + column < width)[None, :]
-        values = tl.load(here_x + first, mask=is_row[:, None] & inside, other=0.0)
-        if NORM:
-            factors = tl.load(norm + first + column, mask=first + column < width, other=0.0)
-            normed = (values.to(tl.float32) * scale[:, None]).to(dtype).to(tl.float32)
-            values = (normed * factors.to(tl.float32)[None, :]).to(dtype)
-        tile = tl.load(here_w + first, mask=is_output[:, None] & inside, other=0.0)
-        sums = tl.dot(values, tl.trans(tile), sums)
+        scale = norm_scales(values, here_x, is_row, column, eps, WIDTH, COLUMNS)
+    sums = tl.zeros([PARTS, ROWS, OUTPUTS], tl.float32)
+    ups = tl.zeros([PARTS, ROWS, OUTPUTS], tl.float32)
+    for first in tl.range(COLUMNS, WIDTH, COLUMNS, num_stages=1):
+        inside = first + column < WIDTH
+        wanted = is_output[None, :, None] & inside[:, None, :]
+        next_tile = tl.load(here_w + first, mask=wanted, other=0.0)
+        next_up = tl.load(here_w + to_ups + first, mask=wanted, other=0.0) if SWIGLU else next_tile
+        next_factors = tl.load(norm + first + column, mask=inside, other=0.0) if NORM else factors
+        wanted = is_row[None, :, None] & inside[:, None, :]
+        next_values = tl.load(here_x + first, mask=wanted, other=0.0)
+        sums = multiplied(sums, values, tile, factors, scale, dtype, NORM)
         if SWIGLU:
-            up_tile = tl.load(
-                here_w + num_outputs.to(tl.int64) * width + first,
-                mask=is_output[:, None] & inside,
-                other=0.0,
-            )
-            ups = tl.dot(values, tl.trans(up_tile), ups)
+            ups = multiplied(ups, values, up_tile, factors, scale, dtype, NORM)
+        tile, up_tile, factors, values = next_tile, next_up, next_factors, next_values
+    result = tl.sum(multiplied(sums, values, tile, factors, scale, dtype, NORM), 0)
+    if SWIGLU:
+        ups = multiplied(ups, values, up_tile, factors, scale, dtype, NORM)
+        result = silu_times(result, tl.sum(ups, 0), dtype)
     here_out = out + row[:, None] * num_outputs + output[None, :]
     kept = is_row[:, None] & is_output[None, :]
-    if SWIGLU:
-        result = silu_times(sums, ups, dtype)
-    else:
-        result = sums.to(dtype)
-    if RESIDUAL:
-        before = tl.load(here_out, mask=kept, other=0.0).to(tl.float32)
-        result = (before + result.to(tl.float32)).to(dtype)
-    tl.store(here_out, result, mask=kept)
+    put(here_out, result.to(dtype), kept, RESIDUAL)
 
 
 @jit
-def turned_head(
-    x, turns, D: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.constexpr
+def turned_heads(
+    x, inside, turns, D: tl.constexpr, E: tl.constexpr, INTERLEAVED: tl.constexpr
 ):  # fmt: skip
-    """The head ``[E]`` at ``x``, rotated by a position's cosines and sines at ``turns``."""
-    d = tl.arange(0, E)
+    """The heads ``[N, E]`` that begin at ``x [N, 1]``, those ``inside``, rotated by the cosines and
+    sines at ``turns``, of each or of all.
+    """
+    d = tl.arange(0, E)[None, :]
     if INTERLEAVED:
         is_second = d % 2 == 1
         pair, partner = d // 2, tl.where(is_second, d - 1, d + 1)
@@ -158,8 +186,9 @@ def turned_head(
         is_second = d >= D // 2
         pair = tl.where(is_second, d - D // 2, d)
         partner = tl.where(is_second, d - D // 2, d + D // 2)
-    own = tl.load(x + d, mask=d < D, other=0.0).to(tl.float32)
-    other = tl.load(x + partner, mask=d < D, other=0.0).to(tl.float32)
+    real = inside & (d < D)
+    own = tl.load(x + d, mask=real, other=0.0).to(tl.float32)
+    other = tl.load(x + partner, mask=real, other=0.0).to(tl.float32)
     cos = tl.load(turns + pair, mask=d < D, other=0.0).to(tl.float32)
     sin = tl.load(turns + D // 2 + pair, mask=d < D, other=0.0).to(tl.float32)
     return (own * cos + tl.where(is_second, other, -other) * sin).to(x.dtype.element_ty)
@@ -167,28 +196,30 @@ def turned_head(
 
 @jit
 def remember_kernel(
-    turned, qkv, cache, places, starts, turns, layer_offset, H: tl.constexpr, G: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    CHAINED: tl.constexpr,
+    turned, qkv, cache, places, starts, turns, num_rows, layer_offset, TOKENS: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
+    INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, h): head h of token t. q and k are rotated into ``turned [T, H + G, D]``; k and v
-    go to the token's place in its page, unless that is -1.
+    """Program (i, h): head h of a block of tokens. q and k are rotated into ``turned [T, H + G,
+    D]``; k and v go to the tokens' places in their pages, unless those are -1.
     """
     begin(CHAINED)
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    d = tl.arange(0, E)
-    position = row - tl.load(starts + row)
-    place = tl.load(places + row)
-    kept = tl.where(place != -1, D, 0)
-    x = qkv + (row * (H + 2 * G) + head) * D
+    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head, d = tl.program_id(1), tl.arange(0, E)[None, :]
+    is_row = row < num_rows
+    position = tl.where(is_row, row - tl.load(starts + row, mask=is_row, other=0), 0)
+    place = tl.load(places + row, mask=is_row, other=-1)
+    real = is_row[:, None] & (d < D)
+    x = qkv + ((row * (H + 2 * G) + head) * D)[:, None]
     if head < H + G:
-        value = turned_head(x, turns + position * D, D, E, INTERLEAVED)
-        tl.store(turned + (row * (H + G) + head) * D + d, value, mask=d < D)
+        own_turns = turns + (position * D)[:, None]
+        value = turned_heads(x, is_row[:, None], own_turns, D, E, INTERLEAVED)
+        tl.store(turned + ((row * (H + G) + head) * D)[:, None] + d, value, mask=real)
     else:
-        value = tl.load(x + d, mask=d < D, other=0.0)
+        value = tl.load(x + d, mask=real, other=0.0)
     if head >= H:  # keys of a layer's page lie before its values, a head's positions together
-        here = cache + layer_offset + place + (head - H) * PAGE * D + d
-        tl.store(here, value, mask=d < kept)
+        here = cache + (layer_offset + place + (head - H) * PAGE * D)[:, None] + d
+        tl.store(here, value, mask=real & (place != -1)[:, None])
 
 
 @jit
@@ -234,81 +265,83 @@ def attend_prompt_kernel(
 
 
 @jit
-def attend_pages(
-    peak, total, sums, q, layer, pages, first_block, stop_block, position, scale, G: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr,
+def remembered(
+    layer, pages, first, stop, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of ``q [E]``, with blocks of ``KEYS`` cached positions added: those of a
-    layer and head, before ``position``.
+    """Keys and values ``[KEYS, E]`` of a layer and head from position ``first`` on; zeros from
+    ``stop``.
     """
-    d, at = tl.arange(0, E), tl.arange(0, KEYS)
-    for block in range(first_block, stop_block):
-        first = block * KEYS
-        page = tl.multiple_of(tl.load(pages + first // PAGE), 16)
-        seen = first + at < position
-        inside = seen[:, None] & (d < D)[None, :]
-        here = layer + page + (first % PAGE) * D + at[:, None] * D + d[None, :]
-        k = tl.load(here, mask=inside, other=0.0).to(tl.float32)
-        scores = tl.where(seen, tl.sum(q[None, :] * k, 1) * scale, -1.0e30)
-        new_peak = tl.maximum(peak, tl.max(scores, 0))
-        weights = tl.exp(scores - new_peak)
-        fade = tl.exp(peak - new_peak)
-        v = tl.load(here + G * PAGE * D, mask=inside, other=0.0).to(tl.float32)
-        total = total * fade + tl.sum(weights, 0)
-        sums = sums * fade + tl.sum(weights[:, None] * v, 0)
-        peak = new_peak
-    return peak, total, sums
+    at, d = tl.arange(0, KEYS)[:, None], tl.arange(0, E)[None, :]
+    page = tl.load(pages + first // PAGE, mask=first < stop, other=0)
+    here = layer + tl.multiple_of(page, 16) + (first % PAGE) * D + at * D + d
+    real = (first + at < stop) & (d < D)
+    keys = tl.load(here, mask=real, other=0.0)
+    return keys, tl.load(here + G * PAGE * D, mask=real, other=0.0)
+
+
+@jit
+def attended(peak, total, sums, q, k, v, num_keys, scale, KEYS: tl.constexpr):
+    """The running softmax of ``q [R, E]`` with ``num_keys`` of these keys and values added."""
+    seen = (tl.arange(0, KEYS) < num_keys)[None, :]
+    scores = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, -1.0e30)
+    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    weights = tl.where(seen, tl.exp(scores - new_peak[:, None]), 0.0)
+    fade = tl.exp(peak - new_peak)
+    sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None])
+    return new_peak, total * fade + tl.sum(weights, 1), sums
 
 
 @jit
 def attend_token_kernel(
     out, parts, qkv, cache, table, seats, positions, turns, layer_offset, table_width, scale,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, KEYS: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr, CHAINED: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    KEYS: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, INTERLEAVED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (b, h, s): part s of what row b's token attends to in head h; the token itself is of
-    part 0, which also remembers its k and v. A negative position is a row of padding.
+    """Program (b, g, s): part s of what row b's token attends to in the ``R`` or fewer heads of
+    group g; the token itself is of part 0, which also remembers its k and v. A negative position is
+    a row of padding. What earlier steps have remembered is read before the wait.
     """
-    begin(CHAINED)
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    group, d = head // (H // G), tl.arange(0, E)
-    position = tl.load(positions + row)
-    real = tl.where(position >= 0, D, 0)
-    position = tl.maximum(position, 0)
+    row, group, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    known = tl.load(positions + row)
+    position, real = tl.maximum(known, 0), tl.where(known >= 0, D, 0)
     pages = table + tl.load(seats + row) * table_width
-    heads = qkv + row.to(tl.int64) * (H + 2 * G) * D
-    own_turns = turns + position * D
-    q = turned_head(heads + head * D, own_turns, D, E, INTERLEAVED).to(tl.float32)
-    peak = tl.full([1], -1.0e30, tl.float32)
-    total = tl.zeros([1], tl.float32)
-    sums = tl.zeros([E], tl.float32)
     layer = cache + layer_offset + group * PAGE * D
+    each = tl.cdiv(tl.cdiv(position, KEYS), SPLITS) * KEYS
+    begins, stop = split * each, tl.minimum((split + 1) * each, position)
+    k, v = remembered(layer, pages, begins, stop, G, D, E, KEYS, PAGE)
+    begin(CHAINED)
+    d, head = tl.arange(0, E)[None, :], tl.arange(0, R)[:, None]
+    is_head, one = head < H // G, tl.arange(0, 1)[:, None]
+    qkv += row.to(tl.int64) * (H + 2 * G) * D
+    own_turns = turns + position * D
+    q_heads, k_head = qkv + (group * (H // G) + head) * D, qkv + (H + group + one) * D
+    q = turned_heads(q_heads, is_head, own_turns, D, E, INTERLEAVED)
+    own_k = turned_heads(k_head, one == 0, own_turns, D, E, INTERLEAVED)
+    own_v = tl.load(k_head + G * D + d, mask=d < D, other=0.0)
     if split == 0:
-        k = turned_head(heads + (H + group) * D, own_turns, D, E, INTERLEAVED)
-        v = tl.load(heads + (H + G + group) * D + d, mask=d < D, other=0.0)
-        if head % (H // G) == 0:
-            page = tl.load(pages + position // PAGE)
-            here = layer + page + (position % PAGE) * D + d
-            tl.store(here, k, mask=d < real)
-            tl.store(here + G * PAGE * D, v, mask=d < real)
-        peak = tl.zeros([1], tl.float32) + tl.sum(q * k.to(tl.float32), 0) * scale
-        total += 1.0
-        sums = v.to(tl.float32)
-    num_blocks = tl.cdiv(position, KEYS)
-    each = tl.cdiv(num_blocks, SPLITS)
-    first, stop = split * each, tl.minimum((split + 1) * each, num_blocks)
-    peak, total, sums = attend_pages(
-        peak, total, sums, q, layer, pages, first, stop, position, scale, G, D, E, KEYS, PAGE
-    )
+        here = layer + tl.load(pages + position // PAGE) + (position % PAGE) * D + d
+        tl.store(here, own_k, mask=d < real)
+        tl.store(here + G * PAGE * D, own_v, mask=d < real)
+    is_own = tl.where(split == 0, 1.0, 0.0)
+    score = tl.sum(q.to(tl.float32) * own_k.to(tl.float32), 1) * scale
+    peak, total = tl.where(split == 0, score, -1.0e30), tl.zeros([R], tl.float32) + is_own
+    sums = tl.zeros([R, E], tl.float32) + own_v.to(tl.float32) * is_own
+    for first in tl.range(begins + KEYS, stop, KEYS, num_stages=1):
+        next_k, next_v = remembered(layer, pages, first, stop, G, D, E, KEYS, PAGE)
+        peak, total, sums = attended(peak, total, sums, q, k, v, KEYS, scale, KEYS)
+        begins, k, v = first, next_k, next_v
+    peak, total, sums = attended(peak, total, sums, q, k, v, stop - begins, scale, KEYS)
+    index = row.to(tl.int64) * H + group * (H // G) + head
     if SPLITS == 1:
-        here = out + (row.to(tl.int64) * H + head) * D + d
-        tl.store(here, (sums / total).to(out.dtype.element_ty), mask=d < D)
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + index * D + d, result, mask=is_head & (d < D))
     else:
-        here = parts + ((row * H + head) * SPLITS + split) * (E + 2)
-        tl.store(here + d, sums)
-        one = tl.arange(0, 1)
-        tl.store(here + E + one, peak)
-        tl.store(here + E + 1 + one, total)
+        here = parts + (index * SPLITS + split) * (E + 2)
+        tl.store(here + d, sums, mask=is_head)
+        tl.store(here + E, peak[:, None], mask=is_head)
+        tl.store(here + E + 1, total[:, None], mask=is_head)
 
 
 @jit

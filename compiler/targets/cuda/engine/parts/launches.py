@@ -24,10 +24,10 @@ from tilewright.compiler.targets.cuda.engine.parts.pages import PAGE, Pages
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, turn_table
 from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Executor
 
-FEW_ROWS = 64
-"""Rows up to which a product reads each weight once, in a kernel of ours."""
-
 BLOCK = 1024
+
+TOKENS = 16
+"""Tokens of a prompt that a program rotates a head of."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class CudaKernels(Executor):
     def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
         weight, swiglu = each.weight, each.does.swiglu
         assert weight is not None
-        if len(x) <= FEW_ROWS:
+        if len(x) <= CHOICES.few_rows:
             return self._few_rows(each, weight, x, residual)
         if each.norm is not None:
             x = self.normed(each, x)
@@ -107,18 +107,22 @@ class CudaKernels(Executor):
     def _few_rows(self, each: Bound, weight: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
         outputs = weight.shape[0] // (2 if each.does.swiglu else 1)
         out = x.new_empty(len(x), outputs) if residual is None else residual
-        norm = weight if each.norm is None else each.norm
+        norm, rows, width = weight if each.norm is None else each.norm, _power(len(x)), x.shape[1]
+        block = CHOICES.outputs
+        while block > CHOICES.least_outputs and outputs < block * self.num_processors:
+            block //= 2
         self._launch(
             product_kernel,
-            (-(-outputs // CHOICES.rows),),
-            *(out, x, weight, norm, len(x), outputs, x.shape[1], self.settings.eps),
-            ROWS=_power(len(x)),
-            OUTPUTS=CHOICES.rows,
-            COLUMNS=min(CHOICES.columns, _power(x.shape[1])),
+            (-(-outputs // block),),
+            *(out, x, weight, norm, len(x), outputs, self.settings.eps),
+            WIDTH=width,
+            ROWS=rows,
+            OUTPUTS=block,
+            COLUMNS=min(max(256, CHOICES.columns * 16 // rows), _power(width)),
+            PARTS=min(CHOICES.parts, _power(width) // 16),
             NORM=each.norm is not None,
             RESIDUAL=residual is not None,
             SWIGLU=each.does.swiglu,
-            STAGES=CHOICES.stages,
             num_warps=CHOICES.warps,
         )
         return out
@@ -139,19 +143,21 @@ class CudaKernels(Executor):
         turned = qkv.new_empty(count, s.num_heads + s.num_kv_heads, s.head_dim)
         self._launch(
             remember_kernel,
-            (count, s.qkv_heads),
+            (-(-count // TOKENS), s.qkv_heads),
             *(turned, qkv, self.pages.base, batch.places, batch.starts, self.turns),
-            each.layer * self.pages.layer_size,
-            **self._heads(PAGE=PAGE, INTERLEAVED=s.interleaved),
-            num_warps=1,
+            *(count, each.layer * self.pages.layer_size),
+            **self._heads(TOKENS=TOKENS, PAGE=PAGE, INTERLEAVED=s.interleaved),
         )
+        queries = CHOICES.queries
+        while queries > 16 and -(-count // queries) * s.num_heads < self.num_processors:
+            queries //= 2
         wide = s.head_dim > 128
         self._launch(
             attend_prompt_kernel,
-            (-(-count // CHOICES.queries), s.num_heads),
+            (-(-count // queries), s.num_heads),
             *(out, turned, qkv, batch.starts, count, s.scale),
-            **self._heads(QUERIES=CHOICES.queries, KEYS=32 if wide else 64),
-            num_warps=8 if wide else 4,
+            **self._heads(QUERIES=queries, KEYS=32 if wide else 64),
+            num_warps=8 if wide and queries > 32 else 4,
         )
 
     def _attend_tokens(self, each: Bound, qkv: Tensor, batch: Tokens, out: Tensor) -> None:
@@ -164,11 +170,13 @@ class CudaKernels(Executor):
             parts = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._launch(
             attend_token_kernel,
-            (len(qkv), s.num_heads, splits),
+            (len(qkv), s.num_kv_heads, splits),
             *(out, parts, qkv, self.pages.base, table, batch.seats, batch.positions, self.turns),
             *(each.layer * self.pages.layer_size, table.shape[1], s.scale),
-            **self._heads(SPLITS=splits, KEYS=CHOICES.keys, PAGE=PAGE, INTERLEAVED=s.interleaved),
-            num_warps=4,
+            **self._heads(SPLITS=splits, KEYS=min(CHOICES.keys, PAGE), PAGE=PAGE),
+            R=_power(s.num_heads // s.num_kv_heads),
+            INTERLEAVED=s.interleaved,
+            num_warps=8 if s.head_dim > 128 else 4,
         )
         if splits > 1:
             del sizes["G"]

@@ -76,19 +76,23 @@ class Choices:
 
     Attributes:
         chained: kernels are placed before those ahead of them have ended (Hopper and later).
-        rows, columns, warps, stages: of a decode product: weight rows a program has, columns it
-            takes at once, its warps, and the loads in flight.
+        few_rows: up to which products read each weight once, in a kernel of ours.
+        outputs, least_outputs: of a program of such a product; the fewer, where there are fewer
+            programs than processors.
+        columns, parts, warps: that it takes at once, in how many parts, with how many warps.
         keys: cached positions that decode attention takes at once.
-        queries: tokens of a prompt that a program attends for.
+        queries: tokens of a prompt that a program attends for, fewer where there are few.
         prompts: sizes in tokens of the graphs for prompts; longer ones are launched one by one.
         batches: numbers of requests of the graphs for decode; others are captured when first used.
     """
 
     chained: bool = True
-    rows: int = 16
-    columns: int = 256
-    warps: int = 4
-    stages: int = 3
+    few_rows: int = 64
+    outputs: int = 16
+    least_outputs: int = 16
+    columns: int = 1024
+    parts: int = 8
+    warps: int = 8
     keys: int = 32
     queries: int = 64
     prompts: tuple[int, ...] = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
