@@ -1,4 +1,4 @@
-"""wide.cu on the device: products of 33 to 512 tokens with weights in blocks.
+"""wide.cu on the device: products of 17 to 512 tokens with weights in blocks.
 
 Knows nothing of where its operands come from.
 """
@@ -6,6 +6,7 @@ Knows nothing of where its operands come from.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,13 +23,58 @@ from tilewright.compiler.targets.cuda.kernels.native import (
 
 MAX_TOKENS = 512
 """With more, the library's products of dequantised weights are as fast."""
-MORE_THAN = 32
+MORE_THAN = 16
 """With so many tokens or fewer, linear.cu's products are faster."""
 
 _CHUNK = 64
-_TILES = 16
-_DEPTHS = {("bfp8", 8): 4, ("bfp8", 16): 3, ("bfp4", 8): 6, ("bfp4", 16): 4}
-"""Steps of 128 columns in flight, by format and eights of tokens."""
+_MOST_DEPTH = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a product lies on the device: ``eights`` of tokens and ``groups`` of 64 rows a block,
+    ``together`` blocks of rows that share what they fetch of x, ``resident`` blocks a
+    multiprocessor.
+    """
+
+    eights: int
+    groups: int
+    together: int = 1
+    resident: int = 1
+
+    def kernel(self, held: HeldWeight) -> str:
+        """The name of the kernel that goes so over a weight."""
+        kind = "cut" if num_slices(held) > 1 else "wide"
+        return f"{kind}_{held.kind}_{self.eights}_{self.groups}"
+
+    def step_bytes(self, kind: str) -> int:
+        """Shared memory of a step of 128 columns."""
+        return self.eights * 8 * 256 + 4 * self.groups * TILE_BYTES[kind]
+
+    def depth(self, kind: str) -> int:
+        """Steps in flight."""
+        room = (MOST_SHARED + 2048) // self.resident - 3072
+        return min(_MOST_DEPTH, room // self.step_bytes(kind))
+
+    def shared_bytes(self, kind: str) -> int:
+        """Dynamic shared memory of a block; places begin at a multiple of 1,024."""
+        return self.depth(kind) * self.step_bytes(kind) + 1024
+
+
+WAYS = {
+    "wide": ((4, 2), (4, 4), (8, 2), (8, 4), (16, 2), (16, 4), (32, 2)),
+    "cut": ((4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)),
+}
+"""Eights of tokens and groups of rows that there are kernels for: of a whole K and of slices."""
+
+
+def choose_way(held: HeldWeight, num_tokens: int) -> Way:
+    """How a product with a weight goes."""
+    if num_slices(held) == 1:
+        eights = 4 if num_tokens <= 32 else 8 if num_tokens <= 64 else 16
+        return Way(eights, 4, 2)
+    eights = 4 if num_tokens <= 64 else 8 if num_tokens <= 128 else 16
+    return Way(eights, 1, 4)
 
 
 class _Arrange(ctypes.Structure):
@@ -40,11 +86,25 @@ class _Arrange(ctypes.Structure):
     )
 
 
+class _Wide(ctypes.Structure):
+    """`Wide` of wide.cuh."""
+
+    _fields_ = (("product", Product), ("depth", ctypes.c_int))
+
+
 SOURCE = nvrtc.Source(
     Path(__file__).with_name("wide.cu"),
-    ("arrange", *(f"wide_{kind}_{groups}_{deep}" for (kind, groups), deep in _DEPTHS.items())),
+    (
+        "arrange",
+        *(
+            f"{cut}_{kind}_{eights}_{groups}"
+            for kind in TILE_BYTES
+            for cut, ways in WAYS.items()
+            for eights, groups in ways
+        ),
+    ),
     headers=("primitives.cuh", "tiles.cuh", "wide.cuh"),
-    structures=(("Arrange", _Arrange), ("Product", Product)),
+    structures=(("Arrange", _Arrange), ("Product", Product), ("Wide", _Wide)),
 )
 
 
@@ -65,12 +125,6 @@ def scratch(num_columns: int, device: torch.device) -> Tensor:
     return torch.empty(MAX_TOKENS * num_steps * 256, dtype=torch.uint8, device=device)
 
 
-def shared_bytes(kind: str, groups: int) -> int:
-    """Dynamic shared memory of a block for ``groups`` eights of tokens: the ring, or the sums."""
-    ring = _DEPTHS[kind, groups] * (groups * 8 * 256 + _TILES * TILE_BYTES[kind]) + 1024
-    return max(ring, groups * 8 * (_TILES * 16 + 8) * 4)
-
-
 def linear(
     out: Tensor,
     x: Tensor,
@@ -79,6 +133,7 @@ def linear(
     epilogue: int,
     arranged: Tensor,
     bias: Tensor | None = None,
+    way: Way | None = None,
 ) -> None:
     """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16 with M as :func:`takes` has it and
     with the same bits; ``arranged``: a :func:`scratch`, overwritten.
@@ -86,9 +141,9 @@ def linear(
     num_tokens = len(x)
     assert takes(held, num_tokens) and x.dtype == torch.bfloat16 and x.stride(1) == 1
     assert x.stride(0) % 2 == 0 == x.data_ptr() % 4 and held.data.data_ptr() % 16 == 0
-    groups = 8 if num_tokens <= 64 else 16
-    num_blocks = -(-num_tokens // (8 * groups))
-    places, steps = num_blocks * 8 * groups, held.num_column_tiles
+    way = way or choose_way(held, num_tokens)
+    num_blocks = -(-num_tokens // (8 * way.eights))
+    places, steps = num_blocks * 8 * way.eights, held.num_column_tiles
     assert arranged.data_ptr() % 16 == 0 and arranged.numel() >= places * steps * 256
     arguments = _Arrange(
         x=x.data_ptr(),
@@ -102,18 +157,19 @@ def linear(
     nvrtc.launch(SOURCE, "arrange", at=at, arguments=arguments)
     product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.x, product.x_stride = arranged.data_ptr(), places
-    _launch(product, held, num_blocks, groups)
+    _launch(product, held, num_blocks, way)
 
 
-def _launch(product: Product, held: HeldWeight, num_blocks: int, groups: int) -> None:
+def _launch(product: Product, held: HeldWeight, num_blocks: int, way: Way) -> None:
     """Blocks of all tokens beside each other: they read the same rows of the weight."""
-    slices, shared = num_slices(held), shared_bytes(held.kind, groups)
-    assert shared <= MOST_SHARED
+    shared = way.shared_bytes(held.kind)
+    assert shared <= MOST_SHARED and way.depth(held.kind) > 1
+    row_blocks = -(-held.num_row_tiles // (4 * way.groups))
     at = nvrtc.Launch(
-        (num_blocks, slices, -(-held.num_row_tiles // _TILES)),
-        32 * _TILES,
+        (num_blocks, 1, -(-row_blocks // way.together) * way.together),
+        128 * way.groups,
         shared,
-        cluster=(1, slices, 1),
+        cluster=(1, 1, way.together),
     )
-    name = f"wide_{held.kind}_{groups}_{_DEPTHS[held.kind, groups]}"
-    nvrtc.launch(SOURCE, name, at=at, arguments=product)
+    arguments = _Wide(product=product, depth=way.depth(held.kind))
+    nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

@@ -1,4 +1,4 @@
-// Products of 33 to 512 tokens with a weight in blocks, and how their x is laid out for them.
+// Products of 17 to 512 tokens with a weight in blocks, and how their x is laid out for them.
 // Compiled by NVRTC; held.py says how weights lie. A token's result has the bits that linear.cu
 // gives it: the same chains over K, slices added in the same order.
 
@@ -32,11 +32,36 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
   *(uint4 *)to = make_uint4(v[0], v[1], v[2], v[3]);
 }
 
-#define WIDE(name, F, MT, DEPTH)                                                                  \
-  extern "C" __global__ void __launch_bounds__(WIDE_WARPS * 32, 1)                                \
-  wide_##name##_##MT##_##DEPTH(const Product p) { wide<F, MT, DEPTH>(p); }
+#define WIDE(name, F, MT, G, BLOCKS)                                                              \
+  extern "C" __global__ void __launch_bounds__(G * 128, BLOCKS)                                   \
+  wide_##name##_##MT##_##G(const Wide p) { wide<F, MT, G, false>(p); }
+#define CUT(name, F, MT, G, BLOCKS)                                                               \
+  extern "C" __global__ void __launch_bounds__(G * 128, BLOCKS)                                   \
+  cut_##name##_##MT##_##G(const Wide p) { wide<F, MT, G, true>(p); }
 
-WIDE(bfp8, BFP8, 8, 4)
-WIDE(bfp8, BFP8, 16, 3)
-WIDE(bfp4, BFP4, 8, 6)
-WIDE(bfp4, BFP4, 16, 4)
+WIDE(bfp8, BFP8, 4, 2, 3)
+WIDE(bfp8, BFP8, 4, 4, 1)
+WIDE(bfp8, BFP8, 8, 2, 2)
+WIDE(bfp8, BFP8, 8, 4, 1)
+WIDE(bfp8, BFP8, 16, 2, 2)
+WIDE(bfp8, BFP8, 16, 4, 1)
+WIDE(bfp8, BFP8, 32, 2, 1)
+CUT(bfp8, BFP8, 4, 1, 4)
+CUT(bfp8, BFP8, 4, 2, 2)
+CUT(bfp8, BFP8, 8, 1, 3)
+CUT(bfp8, BFP8, 8, 2, 2)
+CUT(bfp8, BFP8, 16, 1, 2)
+CUT(bfp8, BFP8, 16, 2, 1)
+WIDE(bfp4, BFP4, 4, 2, 3)
+WIDE(bfp4, BFP4, 4, 4, 1)
+WIDE(bfp4, BFP4, 8, 2, 2)
+WIDE(bfp4, BFP4, 8, 4, 1)
+WIDE(bfp4, BFP4, 16, 2, 2)
+WIDE(bfp4, BFP4, 16, 4, 1)
+WIDE(bfp4, BFP4, 32, 2, 1)
+CUT(bfp4, BFP4, 4, 1, 4)
+CUT(bfp4, BFP4, 4, 2, 2)
+CUT(bfp4, BFP4, 8, 1, 3)
+CUT(bfp4, BFP4, 8, 2, 2)
+CUT(bfp4, BFP4, 16, 1, 2)
+CUT(bfp4, BFP4, 16, 2, 1)

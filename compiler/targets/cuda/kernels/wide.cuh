@@ -1,4 +1,4 @@
-// The product of 33 to 512 tokens with a weight in blocks: decoded in registers, where it already
+// The product of 17 to 512 tokens with a weight in blocks: decoded in registers, where it already
 // has the layout of the matrix unit's first operand; x whole rows of tokens from shared memory.
 #pragma once
 
@@ -6,14 +6,10 @@
 
 typedef unsigned long long u64;
 
-constexpr int WIDE_WARPS = 16;               // that multiply: four groups, a row tile a warp
 constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // columns of x that lie together, and a token's bytes
 
 __device__ __forceinline__ void make_barrier(u32 at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
 }
 __device__ __forceinline__ void arrive_for(u32 at, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
@@ -34,6 +30,28 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
+// The same, into every block of the cluster whose bit `mask` has, at the same place of each.
+__device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier,
+                                          u32 mask) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier), "h"((u16)mask) : "memory");
+}
+// Adds one to a word of this block's shared memory, or of another's of the cluster; what it was.
+__device__ __forceinline__ u32 count_here(u32 at) {
+  u32 old;
+  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(at) : "memory");
+  return old;
+}
+__device__ __forceinline__ u32 count_at(u32 at, u32 rank) {
+  u32 old;
+  asm volatile("{\n"
+               ".reg .u32 there;\n"
+               "mapa.shared::cluster.u32 there, %1, %2;\n"
+               "atom.acq_rel.cluster.shared::cluster.add.u32 %0, [there], 1;\n"
+               "}" : "=r"(old) : "r"(at), "r"(rank) : "memory");
+  return old;
+}
 __device__ __forceinline__ void group_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -52,6 +70,16 @@ __device__ __forceinline__ u64 operand_at(u32 address) {
 #define ACC4(i) "+f"(c[i][0]), "+f"(c[i][1]), "+f"(c[i][2]), "+f"(c[i][3])
 #define ACC16(i) ACC4(i), ACC4(i + 1), ACC4(i + 2), ACC4(i + 3)
 // c += 64 rows x 16 columns of a group's four row tiles times the columns of MT * 8 tokens.
+__device__ __forceinline__ void multiply_group(float (&c)[4][4], u32 a0, u32 a1, u32 a2, u32 a3,
+                                               u64 x) {
+  asm volatile(
+      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, adds, 1, 1, 0;}"
+      : ACC16(0)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+}
 __device__ __forceinline__ void multiply_group(float (&c)[8][4], u32 a0, u32 a1, u32 a2, u32 a3,
                                                u64 x) {
   asm volatile(
@@ -77,6 +105,24 @@ __device__ __forceinline__ void multiply_group(float (&c)[16][4], u32 a0, u32 a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
 }
 
+__device__ __forceinline__ void multiply_group(float (&c)[32][4], u32 a0, u32 a1, u32 a2, u32 a3,
+                                               u64 x) {
+  asm volatile(
+      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, 1;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%128, %129, %130, %131}, %132, adds, 1, 1, 0;}"
+      : ACC16(0), ACC16(4), ACC16(8), ACC16(12), ACC16(16), ACC16(20), ACC16(24), ACC16(28)
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
+}
+
 // A word of codes, as decode_bfp8 and decode_bfp4 of tiles.cuh have it.
 __device__ __forceinline__ void decode_word8(u32 &a, u32 &b, u32 w, u32 scale) {
   a = multiply2(w & 0x807F807Fu, scale);
@@ -89,151 +135,204 @@ __device__ __forceinline__ void decode_word4(u32 (&a)[4], u32 w, u32 scale) {
   a[2] = fma2(mask_or(v, 0x000F000Fu, 0x02800280u), scale, offset);
   a[3] = multiply2(v & 0x80708070u, scale);
 }
-// Quarter `i` of a lane's tile, 32 columns: fragments of its rows g (top) and g + 8 (low), two steps
-// of 16 columns.
+// Quarter `i` of a lane's tile, 32 columns, from its words of rows g (w) and g + 8 (v): fragments of
+// two steps of 16 columns. bfp8: words of that half of the tile; bfp4: of all of it.
 template <int F>
-__device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], u32 tile16, u32 tile4,
-                                               int i) {
-  const u32 exponents = read4(tile4);
-  const u32 e0 = scale_of(exponents, i & 2), e1 = scale_of(exponents, (i & 2) + 1);
+__device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], const u32 (&w)[4],
+                                               const u32 (&v)[4], u32 e0, u32 e1, int i) {
   if (F == BFP8) {
-    u32 w[2], v[2];
-    read8(w, tile16 + i * 8 + (i & 2) * 504);  // a piece of each half and row
-    read8(v, tile16 + i * 8 + (i & 2) * 504 + 512);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      decode_word8(top[2 * k], top[2 * k + 1], w[k], e0);
-      decode_word8(low[2 * k], low[2 * k + 1], v[k], e1);
+      decode_word8(top[2 * k], top[2 * k + 1], w[2 * (i & 1) + k], e0);
+      decode_word8(low[2 * k], low[2 * k + 1], v[2 * (i & 1) + k], e1);
     }
   } else {
-    decode_word4(top, read4(tile16 + i * 4), e0);
-    decode_word4(low, read4(tile16 + i * 4 + 512), e1);
+    decode_word4(top, w[i], e0);
+    decode_word4(low, v[i], e1);
   }
 }
 
-// MT * 8 tokens of blockIdx.x, sixteen row tiles of blockIdx.z; where K is cut, the slice of
-// blockIdx.y, whose eight blocks are a cluster and add up their sums as gemm.cuh does. x: what
-// `arrange` made of it, `x_stride` tokens in all.
-template <int F, int MT, int DEPTH> __device__ __forceinline__ void wide(const Product &p) {
-  constexpr int TOKENS = MT * 8, X_HALF = TOKENS * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
-  constexpr int W_BYTES = WIDE_WARPS * step_bytes<F>;
-  extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 full[DEPTH], empty[DEPTH];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const int first_tile = blockIdx.z * WIDE_WARPS, tile = first_tile + warp;
-  const int slice = blockIdx.y, num_slices = gridDim.y, first_token = blockIdx.x * TOKENS;
-  const int first = slice * p.num_steps / num_slices, last = (slice + 1) * p.num_steps / num_slices;
-  const int num_steps = last - first;
-  const u32 x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + DEPTH * X_BYTES;
-  const u32 is_full = shared_address(full), is_empty = shared_address(empty);
-  if (threadIdx.x == 0) {
+struct Wide {
+  Product product;  // x: what `arrange` made of it, `x_stride` tokens in all
+  int depth;        // steps in flight
+};
+constexpr int MOST_DEPTH = 12;
+
+// How a block's shared memory is filled: places of a step's x and weights each, of which a barrier
+// counts the bytes. The blocks of a cluster have the same tokens: each fetches its share of x for all
+// of them. Whoever is the last to leave a place, of a block's warps or of a cluster's blocks, asks for
+// what comes there next, so nobody waits for a free place.
+template <int F, int MT, int G> struct Ring {
+  static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
+  static constexpr u32 W_BYTES = WARPS * step_bytes<F>;
+  const u8 *weight, *x;
+  size_t x_chunk;
+  u32 lane, num_blocks, rank, num_steps, depth, x_ring, w_ring, full, left, freed;
+
+  __device__ __forceinline__ void fetch_weights(u32 step, u32 slot) const {
+    if (lane == 0) arrive_for(full + 8 * slot, X_BYTES + W_BYTES);
+    __syncwarp();
+    if (lane < WARPS)
+      copy_bulk(w_ring + slot * W_BYTES + lane * step_bytes<F>,
+                weight + (size_t)step * step_bytes<F>, step_bytes<F>, full + 8 * slot);
+  }
+  // The share of block `of` of a half of a step's x, to all blocks of the cluster.
+  __device__ __forceinline__ void fetch_x(u32 step, u32 slot, u32 of, u32 half) const {
+    const u32 bytes = X_HALF / num_blocks, at = of * bytes;
+    const u32 to = x_ring + slot * X_BYTES + half * X_HALF + at;
+    const u8 *from = x + (2 * step + half) * x_chunk + at;
+    if (num_blocks == 1) copy_bulk(to, from, bytes, full + 8 * slot);
+    else copy_bulk(to, from, bytes, full + 8 * slot, (1u << num_blocks) - 1);
+  }
+  // A warp has read all of a step's place.
+  __device__ __forceinline__ void leave(u32 step, u32 slot) const {
+    __syncwarp();
+    u32 before = 0;
+    if (lane == 0) before = count_here(left + 4 * slot);
+    before = __shfl_sync(~0u, before, 0);
+    const u32 next = step + depth;
+    if ((before & (WARPS - 1)) != WARPS - 1 || next >= num_steps) return;
+    fetch_weights(next, slot);
+    if (num_blocks == 1) {
+      if (lane < 2) fetch_x(next, slot, 0, lane);
+    } else if (lane < num_blocks) {
+      if ((count_at(freed + 4 * slot, lane) & (num_blocks - 1)) == num_blocks - 1) {
+        fetch_x(next, slot, lane, 0);
+        fetch_x(next, slot, lane, 1);
+      }
+    }
+  }
+};
+
+// What becomes of a lane's sums: rows g and g + 8 of a tile, tokens `token` + 8 m and one on. What is
+// added to is read before anything is written.
+template <int MT>
+__device__ __forceinline__ void finish_tile(Product p, int token, int tile, int g,
+                                            float (&sums)[MT][4]) {
+  if (tile >= p.num_tiles) return;
+  if (p.epilogue == ADD && !p.bias) {
+    const int row = tile * 16 + g;
+    float *out = (float *)p.out + (size_t)token * p.out_stride + row;
+    auto is_there = [&](int m, int i) {
+      return token + 8 * m + (i & 1) < p.num_tokens && row + (i >> 1) * 8 < p.num_rows;
+    };
+    auto place = [&](int m, int i) {
+      return out + (size_t)(8 * m + (i & 1)) * p.out_stride + (i >> 1) * 8;
+    };
 #pragma unroll
-    for (int i = 0; i < DEPTH; ++i) {
-      make_barrier(is_full + 8 * i, 1);
-      make_barrier(is_empty + 8 * i, WIDE_WARPS);
+    for (int first = 0; first < MT; first += 4) {
+      float old[4][4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (is_there(first + m, i)) old[m][i] = *place(first + m, i);
+#pragma unroll
+      for (int m = 0; m < 4; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (is_there(first + m, i))
+            *place(first + m, i) = old[m][i] + sums[first + m][i] * p.scale;
+    }
+    return;
+  }
+#pragma unroll
+  for (int m = 0; m < MT; ++m) {
+    finish(p, token + m * 8, tile, g, sums[m][0], sums[m][2]);
+    finish(p, token + m * 8 + 1, tile, g, sums[m][1], sums[m][3]);
+  }
+}
+
+// G groups of four warps with 64 rows each, MT * 8 tokens. CUT: the eight slices of K, one after
+// the other, are added in order, as gemm.cuh does.
+template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(const Wide &wide) {
+  using R = Ring<F, MT, G>;
+  constexpr int WARPS = 4 * G, TOKENS = MT * 8;
+  const Product &p = wide.product;
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(8) u64 full[MOST_DEPTH];
+  __shared__ u32 left[MOST_DEPTH], freed[MOST_DEPTH];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  R ring;
+  asm volatile("mov.u32 %0, %%cluster_nctaid.z;" : "=r"(ring.num_blocks));
+  asm volatile("mov.u32 %0, %%cluster_ctaid.z;" : "=r"(ring.rank));
+  ring.lane = lane, ring.num_steps = p.num_steps, ring.depth = wide.depth;
+  ring.x_ring = (shared_address(memory) + 1023) & ~1023u;
+  ring.w_ring = ring.x_ring + wide.depth * R::X_BYTES;
+  ring.full = shared_address(full), ring.left = shared_address(left);
+  ring.freed = shared_address(freed);
+  const size_t own = min((int)blockIdx.z * WARPS + lane, p.num_tiles - 1);
+  ring.weight = p.weight + own * p.num_steps * step_bytes<F>;
+  ring.x = (const u8 *)p.x + (size_t)blockIdx.x * (TOKENS * CHUNK_BYTES);
+  ring.x_chunk = (size_t)p.x_stride * CHUNK_BYTES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < wide.depth; ++i) {
+      make_barrier(ring.full + 8 * i, 1);
+      left[i] = freed[i] = 0;
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
   }
   release_dependents();
-  __syncthreads();
-  // A warp's: sixteen lanes ask for a row tile each, two for a half of x.
-  auto fetch_weights = [&](int step) {
-    const u32 slot = step % DEPTH, barrier = is_full + 8 * slot;
-    if (lane == 0) arrive_for(barrier, X_BYTES + W_BYTES);
-    __syncwarp();
-    if (lane >= WIDE_WARPS) return;
-    const size_t own = min(first_tile + lane, p.num_tiles - 1);
-    copy_bulk(w_ring + slot * W_BYTES + lane * step_bytes<F>,
-              p.weight + (own * p.num_steps + first + step) * step_bytes<F>, step_bytes<F>,
-              barrier);
-  };
-  auto fetch_x = [&](int step) {
-    if (lane >= 2) return;
-    const u32 slot = step % DEPTH;
-    const size_t chunk = (size_t)(2 * (first + step) + lane) * p.x_stride + first_token;
-    copy_bulk(x_ring + slot * X_BYTES + lane * X_HALF, (const u8 *)p.x + chunk * CHUNK_BYTES,
-              X_HALF, is_full + 8 * slot);
-  };
+  const bool is_alone = ring.num_blocks == 1;
+  if (is_alone) __syncthreads();
+  else cluster_barrier();
   if (warp == 0) {  // weights never change: they are asked for before x is there
-    const int ahead = min(DEPTH, num_steps);
-    for (int step = 0; step < ahead; ++step) fetch_weights(step);
+    const int ahead = min(wide.depth, p.num_steps);
+    for (int step = 0; step < ahead; ++step) ring.fetch_weights(step, step);
     wait_for_inputs();
-    for (int step = 0; step < ahead; ++step) fetch_x(step);
+    for (int step = 0; step < ahead; ++step)
+      if (lane < 2) ring.fetch_x(step, step, ring.rank, lane);
     __syncwarp();
   }
-  float acc[MT][4] = {};
-  const u32 tile16 = w_ring + warp * step_bytes<F> + lane * 16;
-  const u32 tile4 = w_ring + warp * step_bytes<F> + pieces<F> * 512 + lane * 4;
+  float acc[MT][4] = {}, total[MT][4] = {};
+  const u32 tile16 = ring.w_ring + warp * step_bytes<F> + lane * 16;
+  const u32 tile4 = ring.w_ring + warp * step_bytes<F> + pieces<F> * 512 + lane * 4;
   u32 slot = 0, parity = 0;
-  for (int step = 0; step < num_steps; ++step) {
-    group_wait<0>();
-    if (step > 0) {  // the step before is free: warps ask for the next in its place in turn
-      const u32 free = is_empty + 8 * (slot == 0 ? DEPTH - 1 : slot - 1);
-      if (lane == 0) arrive(free);
-      const int next = step - 1 + DEPTH;
-      if (warp == (step & (WIDE_WARPS - 1)) && next < num_steps) {
-        wait_turn(free, slot == 0 ? parity ^ 1 : parity);
-        fetch_weights(next);
-        fetch_x(next);
+  int step = 0;
+#pragma unroll 1
+  for (int slice = 0; slice < (CUT ? SLICES : 1); ++slice) {
+    const int last = CUT ? (slice + 1) * p.num_steps / SLICES : p.num_steps;
+#pragma unroll 1
+    for (; step < last; ++step) {
+      wait_turn(ring.full + 8 * slot, parity);
+      __syncwarp();
+      u32 w[4], v[4];
+      const u32 from = tile16 + slot * R::W_BYTES, exponents = read4(tile4 + slot * R::W_BYTES);
+      const u64 x = operand_at(ring.x_ring + slot * R::X_BYTES);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        u32 top[4], low[4];
+        if (i == 0 || (F == BFP8 && i == 2)) {
+          read16(w, from + i * 512);
+          read16(v, from + i * 512 + 512);
+        }
+        if (i > 1) group_wait<1>();  // of the quarter before last: its registers are free
+        const u32 e0 = scale_of(exponents, i & 2), e1 = scale_of(exponents, (i & 2) + 1);
+        decode_quarter<F>(top, low, w, v, e0, e1, i);
+        group_fence();
+        const u64 part = x + (i >> 1) * (R::X_HALF >> 4) + (i & 1) * 4;
+        multiply_group(acc, top[0], low[0], top[1], low[1], part);
+        multiply_group(acc, top[2], low[2], top[3], low[3], part + 2);
+        group_commit();
       }
+      group_wait<0>();
+      ring.leave(step, slot);
+      if (++slot == (u32)wide.depth) slot = 0, parity ^= 1;
     }
-    wait_turn(is_full + 8 * slot, parity);
-    __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      u32 top[4], low[4];
-      if (i > 1) group_wait<1>();  // of the quarter before last: its fragments' registers are free
-      decode_quarter<F>(top, low, tile16 + slot * W_BYTES, tile4 + slot * W_BYTES, i);
-      group_fence();
-      const u64 x = operand_at(x_ring + slot * X_BYTES + (i >> 1) * X_HALF) + (i & 1) * 4;
-      multiply_group(acc, top[0], low[0], top[1], low[1], x);
-      multiply_group(acc, top[2], low[2], top[3], low[3], x + 2);
-      group_commit();
-    }
-    if (++slot == DEPTH) slot = 0, parity ^= 1;
+    for (int m = 0; m < MT; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        asm volatile("" : "+f"(acc[m][i])::"memory");
+        if (CUT) {
+          total[m][i] = slice ? total[m][i] + acc[m][i] : acc[m][i];
+          acc[m][i] = 0.0f;
+        }
+      }
   }
-  group_wait<0>();
-#pragma unroll
-  for (int m = 0; m < MT; ++m)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(acc[m][i])::"memory");
   wait_for_inputs();  // what is added to may be what the kernel before writes
-  if (num_slices == 1) {
-    if (tile >= p.num_tiles) return;
-#pragma unroll
-    for (int m = 0; m < MT; ++m) {
-      finish(p, first_token + m * 8 + 2 * t, tile, g, acc[m][0], acc[m][2]);
-      finish(p, first_token + m * 8 + 2 * t + 1, tile, g, acc[m][1], acc[m][3]);
-    }
-    return;
-  }
-  constexpr int WIDTH = WIDE_WARPS * 16 + 8;  // of a token's partial sums
-  float *partial = (float *)memory;
-  __syncthreads();
-#pragma unroll
-  for (int m = 0; m < MT; ++m)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      partial[(m * 8 + 2 * t + (i & 1)) * WIDTH + warp * 16 + g + (i >> 1) * 8] = acc[m][i];
-  cluster_barrier();
-  constexpr int PAIRS = WIDE_WARPS * 8;
-  for (int i = threadIdx.x; i < MT * PAIRS; i += blockDim.x) {
-    const int token = i / PAIRS * 8 + slice, pair = i % PAIRS, owner = first_tile + (pair >> 3);
-    if (first_token + token >= p.num_tokens || owner >= p.num_tiles) continue;
-    const u32 at = shared_address(partial + token * WIDTH + (pair >> 3) * 16 + (pair & 7));
-    float top[SLICES], low[SLICES];
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
-      top[s] = read_of_rank(at, s);
-      low[s] = read_of_rank(at + 32, s);
-    }
-#pragma unroll
-    for (int s = 1; s < SLICES; ++s) {
-      top[0] += top[s];
-      low[0] += low[s];
-    }
-    finish(p, first_token + token, owner, pair & 7, top[0], low[0]);
-  }
-  cluster_barrier();  // nobody's memory goes while another reads it
+  finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, blockIdx.z * WARPS + warp, g, CUT ? total : acc);
+  __syncwarp();
+  if (!is_alone) cluster_barrier();  // nobody's memory goes while another writes or counts
 }

@@ -15,21 +15,26 @@ from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.packing import unpack
 
 KINDS = ["bfp8", "bfp4"]
-BATCHES = [33, 64, 65, 128, 200, 512]
+BATCHES = [17, 33, 64, 65, 128, 200, 512]
 
 
 def test_what_it_takes() -> None:
-    assert native_wide.takes(shaped("bfp8", 48, 200), 33)
-    assert not native_wide.takes(shaped("bfp8", 48, 200), 32)
+    assert native_wide.takes(shaped("bfp8", 48, 200), 17)
+    assert not native_wide.takes(shaped("bfp8", 48, 200), 16)
     assert not native_wide.takes(shaped("bfp8", 48, 202), 64)
     assert not native_wide.takes(shaped("bfp4", 48, 200), 513)
     assert not native_wide.takes(shaped("bf16", 48, 200), 64)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("groups", [8, 16])
-def test_a_block_fits(kind: str, groups: int) -> None:
-    assert native_wide.shared_bytes(kind, groups) <= native.MOST_SHARED
+@pytest.mark.parametrize("rows", [4096, 28672])
+def test_what_is_chosen_is_there_and_fits(kind: str, rows: int) -> None:
+    held = shaped(kind, rows, 4096)
+    for count in range(17, native_wide.MAX_TOKENS + 1):
+        way = native_wide.choose_way(held, count)
+        assert way.kernel(held) in native_wide.SOURCE.names
+        assert way.resident * (way.shared_bytes(kind) + 2048) <= native.MOST_SHARED + 3072
+        assert way.depth(kind) >= 2 and way.together in (1, 2, 4, 8)
 
 
 def test_every_header_is_named_once() -> None:
@@ -94,10 +99,33 @@ def test_products_and_their_bits(kind: str, size: tuple[int, int], gpu: torch.de
         native_wide.linear(out, x[:count], held, epilogue=native.STORE, **how)
         torch.testing.assert_close(out.double(), want[:count], rtol=1e-4, atol=1e-4)
         assert bool(around[count:].isnan().all()) and bool(around[:, size[0] :].isnan().all())
-        assert torch.equal(out[:64], few[:count])
+        assert torch.equal(out[:64], few[: min(count, 64)])
         total = torch.ones(count, size[0], device=gpu)
         native_wide.linear(total, x[:count], held, epilogue=native.ADD, **how)
         assert torch.equal(total, 1 + out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(17000, 640), (4096, 2176)])
+def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: torch.device) -> None:
+    held = weight(kind, size, gpu, paired=False)
+    x = torch.cat([tokens(held, gpu) for _ in range(5)])[:300]
+    arranged = native_wide.scratch(size[1], gpu)
+    want = torch.cat([x.new_zeros(64, size[0], dtype=torch.float32) for _ in range(5)])
+    for first in range(0, 300, 64):
+        part = slice(first, min(300, first + 64))
+        native.linear(
+            want[part], x[part], held, epilogue=native.STORE, num_tokens=part.stop - first
+        )
+    cut = "cut" if native.num_slices(held) > 1 else "wide"
+    for eights, groups in native_wide.WAYS[cut]:
+        for together in (1, 2, 4, 8):
+            way = native_wide.Way(eights, groups, together)
+            out = torch.full((300, size[0]), NAN, device=gpu)
+            how = {"epilogue": native.STORE, "arranged": arranged, "way": way}
+            native_wide.linear(out, x, held, **how)
+            assert torch.equal(out, want[:300]), way
 
 
 @pytest.mark.gpu
