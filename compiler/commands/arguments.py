@@ -52,17 +52,6 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """A type for ``add_argument``: numbers from 0, each once, as ``0,1,5``."""
-    try:
-        found = tuple(int(each) for each in text.split(","))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 0 or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: numbers from 0, each once, as 0,1")
-    return found
-
-
 def real(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
     """A type for ``add_argument``: numbers from (or above) ``least`` to ``most``."""
     span = f"{'above ' if above else ''}{least:g} to {most:g}"

@@ -20,6 +20,8 @@ from tilewright.compiler.serve.settings import Replica
 from tilewright.models import ShapeName
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ALONE = ("--replicas", "1")
+"""For the engine, who reads the user's own options first: it is one."""
 _T = TypeVar("_T")
 
 
@@ -27,58 +29,71 @@ def replicas_of(options: ServeOptions) -> tuple[Replica, ...]:
     """Deal what this machine has, as far as the options name it.
 
     Raises:
-        ConfigError: where there are fewer GPUs or threads than replicas.
+        ConfigError: where there are fewer GPUs or threads than replicas, or each were to be on
+            several machines.
     """
+    count, grouping = options.replicas, options.model.grouping
+    if count == 1:
+        return (Replica(),)
+    if grouping.machines.count > 1 or grouping.place is not None:
+        raise ConfigError(
+            f"--replicas {count} of a group that others start too; allowed: a server a group"
+        )
     if _target_of(options.model) == "cuda":
         return _with_gpus(options)
-    if options.devices is not None:
-        raise ConfigError("--devices: are GPUs; allowed: with --target cuda")
-    return (Replica(),) if options.replicas == 1 else _with_cores(options)
+    if options.devices:
+        raise ConfigError(
+            f"--replicas {count} with --devices {_listed(options.devices)}: have cores; allowed: "
+            "GPUs, with --target cuda"
+        )
+    return _with_cores(options)
 
 
 def _with_gpus(options: ServeOptions) -> tuple[Replica, ...]:
-    """A replica sees its own GPUs alone, numbered from 0."""
-    if options.replicas == 1 and options.devices is None:
-        return (Replica(),)
-    there = num_gpus()
-    devices = options.devices or tuple(range(options.replicas))
-    if max(devices) >= there:
+    """A replica sees its own GPUs alone, numbered from 0, one for each of its ranks."""
+    count, ranks = options.replicas, options.model.grouping.parallel.tensor
+    there, needed = num_gpus(), count * ranks
+    devices = options.devices or tuple(range(needed))
+    if len(set(devices)) != needed or len(devices) != needed:
         raise ConfigError(
-            f"--replicas {options.replicas}, --devices {_listed(devices)}: this machine has "
-            f"{there} GPUs; allowed: 0 to {there - 1}, one or more a replica"
+            f"--devices {_listed(devices)} for {count} replicas of {ranks} ranks; allowed: "
+            f"{needed} numbers, each once"
         )
-    if len(devices) != options.replicas:
+    if not 0 <= min(devices) <= max(devices) < there:
         raise ConfigError(
-            f"--replicas {options.replicas}, --devices {_listed(devices)}; allowed: one a replica"
+            f"--replicas {count} on devices {_listed(devices)}: this machine has {there} GPUs; "
+            f"allowed: devices 0 to {there - 1}, {ranks} a replica"
         )
-    names = os.environ.get(_VISIBLE, "").split(",")
-    visible = names if names != [""] else [str(each) for each in range(there)]
+    named = os.environ.get(_VISIBLE, "").split(",")
+    visible = named if named != [""] else [str(each) for each in range(there)]
     return tuple(
         Replica(
-            arguments=("--devices", _listed(range(len(own)))),
+            arguments=(*_ALONE, "--devices", _listed(range(ranks))),
             environment={_VISIBLE: ",".join(visible[each] for each in own)},
         )
-        for own in _dealt(devices, options.replicas)
+        for own in _dealt(devices, count)
     )
 
 
 def _with_cores(options: ServeOptions) -> tuple[Replica, ...]:
-    """A replica has cores of its own, and as many threads; where there are fewer cores than
-    replicas, all share them, which is said.
+    """A replica has cores of its own, and as many threads, which its ranks share; where there are
+    fewer cores than replicas, all share them, which is said.
     """
     cores, count = usable_cpus(), options.replicas
+    ranks = options.model.grouping.parallel.tensor
     threads = options.threads or len(cores)
-    if threads < count:
+    if threads < count * ranks:
+        most = threads // ranks
         raise ConfigError(
-            f"--replicas {count} with {threads} threads; allowed: up to {threads} replicas, or "
-            "more --threads"
+            f"--replicas {count} of {ranks} ranks with {threads} threads; allowed: up to {most} "
+            "replicas, or more --threads"
         )
     own = _dealt(cores[:threads], count)
     if len(cores) < count:
         say(f"{count} replicas share {len(cores)} cores")
         own = [()] * count
     return tuple(
-        Replica(arguments=("--threads", str(len(mine))), cores=pinned)
+        Replica(arguments=(*_ALONE, "--threads", str(len(mine) // ranks)), cores=pinned)
         for mine, pinned in zip(_dealt(range(threads), count), own, strict=True)
     )
 

@@ -15,7 +15,6 @@ from tilewright.compiler.commands.arguments import (
     Parser,
     add_options,
     integer,
-    numbers,
     option,
     read_model_options,
     real,
@@ -72,6 +71,8 @@ class ServeOptions:
     chat_template: str | None
     tool_format: str | None
     template_variables: dict[str, Any]
+    devices: tuple[int, ...] = ()
+    """The GPUs of all replicas, where there are several."""
     host: str = option("the address to listen on", default="127.0.0.1")
     port: int = option("0: any that is free", default=8000, type=integer(0, 65535))
     detach: bool = option("return once it serves, and leave it running", default=False)
@@ -156,12 +157,6 @@ class ServeOptions:
         group="engine",
         type=integer(1, 64),
     )
-    devices: tuple[int, ...] | None = option(
-        "the GPUs that are used, dealt out among replicas (default: from 0 on)",
-        group="engine",
-        metavar="N,N",
-        type=numbers,
-    )
     no_cache: bool = option("compile anew and keep nothing", default=False, group="engine")
     api_key: tuple[str, ...] = option(
         "keys that clients must have one of", default=(), group="requests", metavar="KEY"
@@ -221,6 +216,9 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
         raise ConfigError(f"--api-key: allowed: up to {_MAX_KEYS}, none of them empty")
     if arguments.detach and not arguments.port:
         raise ConfigError("--detach with --port 0; allowed: a port that is named")
+    devices: tuple[int, ...] = ()
+    if given["replicas"] > 1:  # each has ranks of its own, of which these are the devices
+        devices, arguments.devices = arguments.devices or (), None
     return ServeOptions(
         model=read_model_options(arguments, CHECKPOINT_PRECISION),
         sampling_defaults=arguments.sampling_defaults,
@@ -228,6 +226,7 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
         chat_template=_template(arguments.chat_template),
         tool_format=arguments.tool_format,
         template_variables=_variables(arguments.default_chat_template_kwargs),
+        devices=devices,
         **given,
     )
 

@@ -12,7 +12,11 @@ from tilewright.compiler.commands import replicas
 from tilewright.compiler.commands.replicas import replicas_of
 from tilewright.compiler.commands.serve_options import read_serve_options
 from tilewright.compiler.devices import usable_cpus
+from tilewright.compiler.distributed.grouping import Grouping
+from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.errors import ConfigError
+
+ALONE = ("--replicas", "1")
 
 
 def dealt(*argv: str, cores: tuple[int, ...] = (), monkeypatch: pytest.MonkeyPatch) -> list[Any]:
@@ -40,53 +44,68 @@ def test_cores_and_threads_are_divided(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    wanted = [(("--threads", said) if said else (), own) for said, own in expected]
+    wanted = [((*ALONE, "--threads", said) if said else (), own) for said, own in expected]
     assert dealt(*argv.split(), cores=cores, monkeypatch=monkeypatch) == wanted
     is_shared = len(cores) < len(expected)
     assert ("3 replicas share 2 cores" in capfd.readouterr().err) == is_shared
 
 
 def test_gpus_are_dealt_and_seen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def dealt(count: int, devices: tuple[int, ...] | None) -> list[Any]:
+    def dealt(count: int, devices: tuple[int, ...] = (), ranks: int = 1) -> list[Any]:
         asked: Any = SimpleNamespace(
             replicas=count,
             devices=devices,
-            model=SimpleNamespace(path=Path("/nowhere"), target="cuda"),
+            model=SimpleNamespace(
+                path=Path("/nowhere"), target="cuda", grouping=Grouping(Parallel(ranks))
+            ),
         )
         return [(each.arguments, dict(each.environment)) for each in replicas_of(asked)]
 
     monkeypatch.setattr(replicas, "num_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    own, name = ("--devices", "0"), "CUDA_VISIBLE_DEVICES"
-    assert dealt(1, None) == [((), {})], "as it was"
-    assert dealt(1, (2,)) == [(own, {name: "2"})]
-    assert dealt(2, None) == [(own, {name: "0"}), (own, {name: "1"})]
+    own, name = (*ALONE, "--devices", "0"), "CUDA_VISIBLE_DEVICES"
+    two = (*ALONE, "--devices", "0,1")
+    assert dealt(1) == [((), {})], "as it was"
+    assert dealt(2) == [(own, {name: "0"}), (own, {name: "1"})]
     assert dealt(2, (3, 1)) == [(own, {name: "3"}), (own, {name: "1"})]
+    assert dealt(2, (3, 1, 0, 2), 2) == [(two, {name: "3,1"}), (two, {name: "0,2"})]
     monkeypatch.setenv(name, "GPU-a,GPU-b,7,GPU-d")
     assert dealt(2, (3, 2)) == [(own, {name: "GPU-d"}), (own, {name: "7"})]
-    for count, devices, said in (
-        (5, None, "this machine has 4 GPUs; allowed: 0 to 3"),
-        (2, (0, 4), "--devices 0,4: this machine has 4 GPUs"),
-        (2, (0,), "--replicas 2, --devices 0; allowed: one a replica"),
-        (1, (0, 1), "--replicas 1, --devices 0,1; allowed: one a replica"),
+    for count, devices, ranks, said in (
+        (5, (), 1, "--replicas 5 on devices 0,1,2,3,4: this machine has 4 GPUs; allowed: "),
+        (2, (0, 4), 1, "--replicas 2 on devices 0,4: this machine has 4 GPUs"),
+        (2, (0,), 1, "--devices 0 for 2 replicas of 1 ranks; allowed: 2 numbers, each once"),
+        (2, (0, 0), 1, "--devices 0,0 for 2 replicas"),
+        (2, (0, 1), 2, "--devices 0,1 for 2 replicas of 2 ranks; allowed: 4 numbers, each once"),
     ):
         with pytest.raises(ConfigError, match=said):
-            dealt(count, devices)
+            dealt(count, devices, ranks)
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
         ("--replicas 0", "allowed: integers, 1 to 64"),
-        ("--replicas 3 --threads 2", "allowed: up to 2 replicas"),
-        ("--devices 0", "--devices: are GPUs; allowed: with --target cuda"),
-        ("--devices 0,0", "allowed: numbers from 0, each once, as 0,1"),
-        ("--devices x", "allowed: numbers from 0, each once, as 0,1"),
+        ("--replicas 3 --threads 2", "of 1 ranks with 2 threads; allowed: up to 2 replicas"),
+        ("--replicas 2 --threads 2 --nodes 2", "of 2 ranks with 2 threads; allowed: up to 1"),
+        ("--replicas 2 --devices 0,1", "have cores; allowed: GPUs, with --target cuda"),
+        (
+            "--replicas 2 --nnodes 2 --nodes 2 --master-addr 127.0.0.1",
+            "--replicas 2 of a group that others start too; allowed: a server a group",
+        ),
     ],
 )
 def test_what_cannot_be_dealt_is_said(argv: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         replicas_of(read_serve_options(["shape:tiny", *argv.split()]))
+
+
+def test_an_engine_reads_its_own_share_behind_the_users_options() -> None:
+    user = ["shape:tiny", "--replicas", "2", "--tensor-parallel", "2", "--threads", "8"]
+    for own in replicas_of(read_serve_options(user)):
+        options = read_serve_options([*user, *own.arguments])
+        assert (options.replicas, options.threads) == (1, 2)
+        assert options.model.grouping.parallel.tensor == 2
 
 
 def test_hyper_threads_of_a_core_and_cores_of_a_package_are_neighbours(
