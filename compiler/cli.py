@@ -36,6 +36,7 @@ CLONE_VERBS = {
     "compare-answers": (f"{_BENCH}.peers.answers", "ten answers beside llama.cpp's, same file"),
     "compare-serve": (f"{_BENCH}.serving.command", "our server beside llama.cpp's, in turn"),
     "compare-targets": (f"{_BENCH}.targets.command", "targets beside each other and the reference"),
+    "compare-replicas": (f"{_BENCH}.serving.replicas", "several engines behind one server"),
     "bench-loop": (f"{_BENCH}.host_time", "what the runtime's own work takes a step"),
     "bench-engine": (f"{_BENCH}.engine.command", "a generated engine beside torch"),
     "bench-front": (f"{_BENCH}.serving.front_alone", "what the server's front takes, alone"),

@@ -1,0 +1,172 @@
+"""``tilewright compare-replicas``: several replicas behind one server beside one alone, in turn.
+
+Each is loaded by as many users a replica; on CPUs, one engine with all threads stands beside them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.serving.servers import Contestant, in_turn, running
+from tilewright.compiler.bench.display import decimal, span
+from tilewright.compiler.bench.json_lines import check_writable
+from tilewright.compiler.bench.table import Table
+from tilewright.compiler.child import PYTHON
+from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.devices import describe_cpu
+from tilewright.compiler.environment import environment
+from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.serve.load.client import COMPLETIONS, Heard, at_most, connected
+from tilewright.compiler.serve.load.figures import summary
+from tilewright.compiler.serve.load.shape import Shape
+
+_WARM_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    model: str = option("as of tilewright serve", default="smollm2", metavar="PATH")
+    target: str = option("of every server", default="cpu")
+    precision: str = option("of every server", default="auto", metavar="NAME")
+    replicas: int = option("behind one server", default=2, type=integer(2, 64))
+    users: int = option("of each replica, at a time", default=4, type=integer(1, 4096))
+    answers: int = option("of each user, in a round", default=3, type=integer(1, 1000))
+    input_tokens: int = option("of each prompt", default=128, type=integer(1, 1 << 20))
+    output_tokens: int = option("of each answer", default=128, type=integer(1, 1 << 20))
+    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
+    styles: tuple[str, ...] = option(
+        "how answers are asked for: stream, whole", default=("stream",), choices=("stream", "whole")
+    )
+    rounds: int = option("in turn", default=3, type=integer(1, 1000))
+    results: str | None = option("add every row to a file of JSON lines", metavar="FILE")
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A server, and how many users load it."""
+
+    contestant: Contestant
+    users: int
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print the medians; returns the exit code."""
+    text = "Load replicas behind one server and one engine alone, in turn, by one client."
+    options = parse(_Options, argv, prog="tilewright compare-replicas", description=text)
+    if options.results is not None:
+        check_writable(Path(options.results))
+    rows: list[dict[str, Any]] = []
+    places = _places(options)
+    by_name = {each.contestant.name: each for each in places}
+    facts, host = environment(), describe_cpu().model_name
+    with tempfile.TemporaryDirectory() as logs:
+        for number, contestant in in_turn([each.contestant for each in places], options.rounds):
+            found = _one(options, by_name[contestant.name], Path(logs))
+            for row in found:
+                row |= {"server": contestant.name, "round": number, "model": options.model}
+                row |= {"commit": facts.commit, "date": facts.timestamp, "host": host}
+            rows += found
+            if options.results is not None:
+                with Path(options.results).open("a", encoding="utf-8") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in found)
+    print(render(rows), end="")
+    return 0
+
+
+def _places(options: _Options) -> list[_Place]:
+    """The servers: one replica alone, on CPUs one engine with all threads, and the replicas."""
+    count, users = options.replicas, options.users
+    context = options.input_tokens + options.output_tokens + 64
+    sizes = ["--max-context", str(context), "--no-prefix-cache"]
+
+    def serve(name: str, seats: int, *more: str) -> Contestant:
+        command = [*PYTHON, "-m", "tilewright.compiler.cli", "serve", options.model]
+        command += ["--target", options.target, "--precision", options.precision, *sizes]
+        return Contestant(name, (*command, "--max-seats", str(seats), *more))
+
+    if options.target == "cuda":
+        both = serve(f"{count} replicas", users, "--replicas", str(count))
+        return [_Place(serve("one", users), users), _Place(both, count * users)]
+    threads = options.threads or describe_cpu().num_cores
+    share = max(1, threads // count)
+    cores = ("--replicas", str(count), "--threads", str(threads))
+    return [
+        _Place(serve(f"one, {share} threads", users, "--threads", str(share)), users),
+        _Place(
+            serve(f"one, {threads} threads", count * users, "--threads", str(threads)),
+            count * users,
+        ),
+        _Place(serve(f"{count} replicas", users, *cores), count * users),
+    ]
+
+
+def _one(options: _Options, place: _Place, logs: Path) -> list[dict[str, Any]]:
+    began = time.perf_counter()
+    with running(place.contestant, logs / f"{place.contestant.name}.log") as url:
+        ready = time.perf_counter() - began
+        rows = asyncio.run(_ask(url, options, place.users))
+    return [{"start_seconds": ready, "users": place.users, **row} for row in rows]
+
+
+async def _ask(url: str, options: _Options, users: int) -> list[dict[str, float | str]]:
+    shape = Shape(input_tokens=options.input_tokens, output_tokens=options.output_tokens)
+    async with connected(url, "any") as client:
+        warm = replace(shape, output_tokens=_WARM_TOKENS)
+        await _load(client.stream, warm, users, num_answers=users)
+        return [
+            {
+                "style": style,
+                **await _load(
+                    getattr(client, style), shape, users, num_answers=users * options.answers
+                ),
+            }
+            for style in options.styles
+        ]
+
+
+async def _load(
+    ask: Callable[[str, dict[str, Any]], Awaitable[Heard]],
+    shape: Shape,
+    users: int,
+    *,
+    num_answers: int,
+) -> dict[str, float | str]:
+    chooser = random.Random(shape.seed)
+    jobs = [partial(ask, COMPLETIONS, shape.body(chooser)) for _ in range(num_answers)]
+    heard, seconds = await at_most(users, jobs)
+    row = summary(heard, seconds)
+    if row["failed"]:
+        raise TilewrightError(str(row["why"]))
+    return row
+
+
+def render(rows: Sequence[dict[str, Any]]) -> str:
+    """Medians over rounds with their spread, and each server over the first, as Markdown."""
+    lines = []
+    for style in dict.fromkeys(row["style"] for row in rows):
+        first: float | None = None
+        for name in dict.fromkeys(row["server"] for row in rows):
+            own = [row for row in rows if (row["server"], row["style"]) == (name, style)]
+            rates = [row["output_tokens_per_second"] for row in own]
+            middle = statistics.median(rates)
+            first = first or middle
+            ends = span(min(rates), max(rates), joint=" to ", grouped=True)
+            times = [
+                decimal(statistics.median(row[each] for row in own), grouped=True)
+                for each in ("ttft_ms_p50", "tpot_ms_p50")
+            ]
+            cells = [f"{decimal(middle, grouped=True)} ({ends})", *times]
+            lines.append([style, name, str(own[0]["users"]), *cells, f"{middle / first:.2f} x"])
+    times_of = ["TTFT p50 (ms)", "TPOT p50 (ms)"]
+    heads = ["answers", "server", "users", "output t/s", *times_of, "of the first"]
+    return Table.of(heads, lines).markdown()
