@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.errors import CompileError, ConfigError, allowed
 from tilewright.compiler.formats import stored_together
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
 from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, Stage
+from tilewright.compiler.targets.pipeline import with_ranks
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import grouped_modules, trace
 
@@ -62,7 +64,9 @@ def compile_model(
     progress: Progress | None = None,
     dump_dir: Path | None = None,
 ) -> Compiled:
-    """Trace, rewrite, lower and build ``model`` for a target.
+    """Trace, rewrite, lower and build ``model`` for a target; for a group of ranks
+    (``options.parallel``), the program and the weights of ``options.rank``, whose executable then
+    joins the others' (`Executable.join`).
 
     Nothing is kept (`artifacts` does that), but ``dump_dir`` receives the graph after
     every pass.
@@ -83,10 +87,12 @@ def compile_model(
     check_options(options, model.config.max_positions)
     backend = get_target(target)
     resolved = resolve_precision(model, precision)
-    graph_module, ctx = lower_model(model, resolved, backend.stages(), report, dump_dir=dump_dir)
-    executable = backend.compile(
-        graph_module, weight_source(model, options.max_context), options, report
+    parallel, rank = backend.settled(options), options.rank
+    graph_module, ctx = lower_model(
+        model, resolved, backend.stages(), report, dump_dir=dump_dir, parallel=parallel, rank=rank
     )
+    source = weight_source(model, options.max_context, parallel)
+    executable = backend.compile(graph_module, source, options, report)
     return Compiled(
         executable=executable,
         target=target,
@@ -94,6 +100,36 @@ def compile_model(
         precision=resolved.summary(precision.name),
         notes=tuple(ctx.notes),
         graph=lambda: graph_module,
+    )
+
+
+def compile_virtual(
+    model: CompilableModel,
+    precision: PrecisionConfig,
+    *,
+    target: str = "reference",
+    options: CompileOptions,
+) -> Compiled:
+    """All ranks of ``options.parallel`` in this one process: the oracle for processes of their own.
+
+    As `compile_model`, for targets that run ranks so.
+    """
+    check_options(options, model.config.max_positions)
+    backend, resolved = get_target(target), resolve_precision(model, precision)
+    parallel = backend.settled(options)
+    found = [
+        lower_model(model, resolved, backend.stages(), silent, parallel=parallel, rank=rank)
+        for rank in range(parallel.tensor)
+    ]
+    source = weight_source(model, options.max_context, parallel)
+    graphs = [graph_module for graph_module, _ in found]
+    return Compiled(
+        executable=backend.compile_ranks(graphs, source, options, silent),
+        target=target,
+        compute=options.compute,
+        precision=resolved.summary(precision.name),
+        notes=tuple(found[0][1].notes),
+        graph=lambda: graphs[0],
     )
 
 
@@ -134,16 +170,35 @@ def lower_model(
     report: Progress,
     *,
     dump_dir: Path | None = None,
+    parallel: Parallel = ALONE,
+    rank: int = 0,
 ) -> tuple[GraphModule, PassContext]:
     """Trace the model and run a target's stages, each followed by its verification.
 
+    With ``parallel`` of several ranks it is the program of ``rank``, of its own weights and heads,
+    with collectives where it reads what the others have; `weight_source` with the same
+    ``parallel`` then reads no more than that. Every rank runs it by itself::
+
+        parallel = backend.settled(options)
+        lowered = lower_model(model, resolved, backend.stages(), report, parallel=parallel, rank=r)
+        weights = weight_source(model, options.max_context, parallel)
+        executable = backend.compile(lowered[0], weights, options, report)
+
     ``dump_dir``, else what ``TILEWRIGHT_DUMP`` names, receives the graph after every pass.
+
+    Raises:
+        CompileError: where the model cannot be dealt to so many ranks.
     """
     report("trace", 0, 1)
     graph_module = trace_model(model)
     ctx = PassContext(
-        precision, dump_dir=dump_folder(dump_dir), stored_type=model.checkpoint.stored_type
+        precision,
+        dump_dir=dump_folder(dump_dir),
+        stored_type=model.checkpoint.stored_type,
+        parallel=parallel,
+        rank=rank,
     )
+    stages = stages if parallel.tensor == 1 else with_ranks(stages)
     for index, stage in enumerate(stages):
         report(stage.name, index, len(stages))
         run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
@@ -158,9 +213,14 @@ def constants_of(model: CompilableModel, max_context: int | None = None) -> dict
     return constants
 
 
-def weight_source(model: CompilableModel, max_context: int | None = None) -> ModelWeights:
-    """The model's tensors by name. ``max_context``: see `constants_of`."""
-    return ModelWeights(model, constants_of(model, max_context))
+def weight_source(
+    model: CompilableModel, max_context: int | None = None, parallel: Parallel = ALONE
+) -> ModelWeights:
+    """The model's tensors by name. ``max_context``: see `constants_of`. For a group of several
+    ranks a source that reads of a tensor what a rank keeps.
+    """
+    kind = ModelWeights if parallel.tensor == 1 else RankWeights
+    return kind(model, constants_of(model, max_context))
 
 
 class ModelWeights:
@@ -203,6 +263,56 @@ class ModelWeights:
         begin = outer.start * inner
         rows = torch.from_numpy(found).reshape((outer.stop - outer.start) * inner, -1)
         return rows[first - begin : last - begin]
+
+
+class RankWeights(ModelWeights):
+    """A model's tensors by name for ranks, each of which keeps a part of most: only that is read,
+    as `tilewright.compiler.ir.recipe.ReadsParts` has it.
+    """
+
+    def part(
+        self, name: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
+    ) -> Tensor:
+        wide = slice(None) if columns is None else slice(*columns)
+        if name in self._constants:
+            whole = self(name)
+            whole = whole if rows is None else whole.flatten(0, -2)[slice(*rows)]
+            return whole[..., wide].clone()
+        if rows is None:
+            return self._get(name, None, columns)
+        shape = self._checkpoint.names[name].shape
+        inner = math.prod(shape[1:-1])
+        if inner == 1 or len(shape) == 1:
+            found = self._get(name, slice(*rows), columns)
+            return found.flatten(0, -2) if len(shape) > 2 else found
+        parts = []
+        for first, last, outer in _by_outer(*rows, inner):
+            taken = self._get(name, (outer, slice(first, last)), columns)
+            parts.append(taken.flatten(0, -2))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _get(self, name: str, rows: Any, columns: tuple[int, int] | None) -> Tensor:
+        if columns is None and not isinstance(rows, tuple):
+            found = self._checkpoint.get(name, rows)
+        else:
+            wide = None if columns is None else slice(*columns)
+            found = self._checkpoint.get(name, rows, wide)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def _by_outer(first: int, last: int, inner: int) -> Iterator[tuple[int, int, slice]]:
+    """Rows counted over two axes, as runs of the second one inside slices of the first."""
+    while first < last:
+        outer, begin = divmod(first, inner)
+        whole = (last - first) // inner if begin == 0 else 0
+        if whole:
+            yield 0, inner, slice(outer, outer + whole)
+            first += whole * inner
+        else:
+            end = min(inner, begin + last - first)
+            yield begin, end, slice(outer, outer + 1)
+            first += end - begin
 
 
 def stored_formats(model: CompilableModel) -> dict[str, str]:

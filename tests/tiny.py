@@ -44,6 +44,7 @@ from tilewright.compiler.targets.step import (
 )
 from tilewright.compiler.targets.table import get_target
 from tilewright.models.architectures.table import architecture_of
+from tilewright.models.checkpoints.base import Rows, TensorMeta, inner_part, outer_rows
 from tilewright.models.config import ModelConfig, RopeConfig
 from tilewright.models.sources import stored_shapes
 
@@ -61,18 +62,33 @@ _OP_GROUPS = (
 
 
 class FakeCheckpoint:
-    """Tensors in a dictionary; ``reads`` lists the names asked for, in order."""
+    """Tensors in a dictionary; ``reads`` lists the names asked for, in order, and ``num_bytes``
+    counts what was handed out.
+    """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
         self.reads: list[str] = []
+        self.num_bytes = 0
+
+    @property
+    def names(self) -> dict[str, TensorMeta]:
+        return {
+            name: TensorMeta(tuple(each.shape), "F32", each.nbytes)
+            for name, each in self.tensors.items()
+        }
 
     def stored_type(self, name: str) -> str:
         return "F32"
 
-    def get(self, name: str, rows: slice | None = None) -> Tensor:
+    def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
         self.reads.append(name)
-        return self.tensors[name] if rows is None else self.tensors[name][rows]
+        outer = outer_rows(rows)
+        found = self.tensors[name] if outer is None else self.tensors[name][outer]
+        if isinstance(rows, tuple) or columns is not None:
+            found = inner_part(found, rows, columns)
+        self.num_bytes += found.nbytes
+        return found
 
 
 def tiny_config(**changes: Any) -> ModelConfig:

@@ -22,7 +22,7 @@ from tilewright.compiler.driver import (
     weight_source,
 )
 from tilewright.compiler.environment import environment
-from tilewright.compiler.errors import CheckpointError, one_line
+from tilewright.compiler.errors import CheckpointError, CompileError, one_line
 from tilewright.compiler.ir.serialise import graph_json, read_graph
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Program, Progress
@@ -91,6 +91,11 @@ def load_program(
     """
     options = replace(options, compute=manifest.compute)
     check_options(options, manifest.model.max_positions)
+    if options.parallel.tensor > 1:
+        raise CompileError(
+            f"{folder}: a program of one device for {options.parallel.tensor} ranks; allowed: the "
+            "checkpoint that it was compiled from"
+        )
 
     path = folder / GRAPH
     data = read_file(path)  # now: an entry of the cache may be gone when the graph is asked for
@@ -128,7 +133,7 @@ def compile_cached(
     """
     options = options or CompileOptions()
     check_options(options, model.config.max_positions)
-    if not model.checkpoint.files:
+    if not model.checkpoint.files or options.parallel.tensor > 1:  # whose parts are not kept
         return compile_model(model, precision, target=target, options=options, progress=progress)
     get_target(target)
     summary = resolve_precision(model, precision).summary(precision.name)

@@ -71,6 +71,12 @@ class Run:
     start: int | None
     count: int
 
+    @property
+    def end(self) -> int:
+        """The position behind the last one, of a run that is not of zeros."""
+        assert self.start is not None
+        return self.start + self.count
+
 
 @dataclass(frozen=True, slots=True)
 class Split:
@@ -117,6 +123,29 @@ class Split:
         return Split(
             tuple(
                 tuple(Run(None if r.start is None else r.start * unit, r.count * unit) for r in s)
+                for s in self.shares
+            )
+        )
+
+    def merged(self) -> Split:
+        """The same shares with runs that follow one another as one."""
+        shares = []
+        for share in self.shares:
+            runs: list[Run] = []
+            for run in share:
+                last = runs[-1] if runs else Run(None, 0)
+                if None not in (last.start, run.start) and last.end == run.start:
+                    runs[-1] = Run(last.start, last.count + run.count)
+                else:
+                    runs.append(run)
+            shares.append(tuple(runs))
+        return Split(tuple(shares))
+
+    def moved(self, first: int) -> Split:
+        """The same shares of a part of an axis that begins at ``first`` of it."""
+        return Split(
+            tuple(
+                tuple(Run(None if r.start is None else first + r.start, r.count) for r in s)
                 for s in self.shares
             )
         )

@@ -87,3 +87,29 @@ ALONE = Parallel()
 
 def _listed(numbers: tuple[int, ...]) -> str:
     return ",".join(map(str, numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of a group as the axes that a model is dealt over: all ``count`` of them; and for
+    experts ``expert`` parts, in each of which ``count / expert`` share every expert.
+    """
+
+    count: int
+    expert: int
+    policy: Policy
+
+    def size(self, over: str) -> int:
+        """The number of shares along an axis."""
+        return {RANKS: self.count, TENSOR: self.count // self.expert, EXPERT: self.expert}[over]
+
+    def place(self, over: str, rank: int) -> int:
+        """Which share along an axis is a rank's."""
+        tensor = self.count // self.expert
+        return {RANKS: rank, TENSOR: rank % tensor, EXPERT: rank // tensor}[over]
+
+    def policy_of(self, over: str) -> Policy:
+        """How sizes are dealt along an axis; shares are one a rank, and say nothing of parts."""
+        from tilewright.compiler.distributed.mesh import UNEVEN
+
+        return self.policy if self.size(over) == self.count else UNEVEN

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from tilewright.compiler.distributed.mesh import Split
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
 
@@ -37,13 +38,41 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Dealt:
+    """One axis of a value or a weight that is dealt over a mesh axis, and who has what of it."""
+
+    axis: int
+    over: str
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a value or a weight lies on a mesh: which of its axes are ``dealt``, and over which
+    mesh axis, if any, what the ranks have must still be added (``partial``).
+    """
+
+    dealt: tuple[Dealt, ...] = ()
+    partial: str = ""
+
+    def along(self, axis: int) -> Dealt | None:
+        """How an axis is dealt; None where every rank has all of it."""
+        return next((each for each in self.dealt if each.axis == axis), None)
+
+
+WHOLE = Placement()
+"""All of it on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeInfo:
     """Facts about one node. Passes replace it whole; they never write into it.
 
     ``fqn``: path of the module it came from (weights: of the parameter). ``role``: one of input,
     weight, constant, state, compute. ``layer``: index of the decoder layer, None outside.
     ``tensor_group`` names what a configuration gives one format (``ff2``), ``op_group`` what it
-    gives one fidelity (``li_ff2``).
+    gives one fidelity (``li_ff2``). ``placement``: where its value lies while a graph is dealt over
+    ranks, None before and after.
     """
 
     fqn: str = ""
@@ -55,6 +84,7 @@ class NodeInfo:
     compute: Compute | None = None
     recipe: WeightRecipe | None = None
     state: StateSpec | None = None
+    placement: Placement | None = None
 
 
 _EMPTY = NodeInfo()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from tilewright.compiler.distributed.mesh import Run
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats import get_format
 
@@ -45,6 +46,7 @@ class WeightRecipe:
     precision is assigned; ``block_axis`` is ``in`` (along the last axis) or ``out``.
     ``pad_rows``: rows of zeros added at the end. ``is_stored``: the segments are stored in blocks
     of this very format, so that loading them gives its values and they are not quantised again.
+    ``columns``: the runs of the last axis that are kept of every row, side by side; None: all.
     """
 
     segments: tuple[Segment, ...]
@@ -53,6 +55,7 @@ class WeightRecipe:
     block_axis: str = "in"
     pad_rows: int = 0
     is_stored: bool = False
+    columns: tuple[Run, ...] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -79,7 +82,7 @@ def concatenate(recipes: list[WeightRecipe]) -> WeightRecipe:
     first = recipes[0]
     for other in recipes[1:]:
         assert (other.format, other.block_axis) == (first.format, first.block_axis)
-        assert other.is_stored == first.is_stored
+        assert (other.is_stored, other.columns) == (first.is_stored, first.columns)
         assert other.shape[1:] == first.shape[1:] and not other.pad_rows
     segments = tuple(segment for recipe in recipes for segment in recipe.segments)
     rows = sum(recipe.shape[0] for recipe in recipes)
@@ -99,6 +102,55 @@ def cut(recipe: WeightRecipe, first: int, last: int) -> tuple[Segment, ...]:
             rows = (begin + low, begin + high)
             segment = dataclasses.replace(segment, num_rows=high - low, rows=rows)
         found.append(segment)
+    return tuple(found)
+
+
+def take(recipe: WeightRecipe, kept: Mapping[int, Sequence[Run]]) -> WeightRecipe:
+    """The recipe of a part of a weight: along each axis that ``kept`` names only those runs, in
+    their order. The last of several axes is cut by ``columns``, the others by rewriting segments.
+    """
+    shape, last = list(recipe.shape), len(recipe.shape) - 1
+    for axis, runs in kept.items():
+        assert all(run.start is not None for run in runs), "a rank's share holds no zeros"
+        shape[axis] = sum(run.count for run in runs)
+    columns = recipe.columns
+    if last and last in kept:
+        assert columns is None, "columns are cut once"
+        columns = tuple(kept[last])
+    segments = recipe.segments
+    if any(axis != last or not last for axis in kept):
+        places = [(0, 1)]
+        for axis in range(max(1, last)):
+            size = recipe.shape[axis]
+            places = _inside(places, kept.get(axis, (Run(0, size),)), size)
+        segments = _joined([part for first, end in places for part in cut(recipe, first, end)])
+    return dataclasses.replace(recipe, segments=segments, shape=tuple(shape), columns=columns)
+
+
+def _inside(outer: list[tuple[int, int]], runs: Sequence[Run], size: int) -> list[tuple[int, int]]:
+    """Half-open runs over axes so far, with the runs of one more axis inside them."""
+    if [(run.start, run.count) for run in runs] == [(0, size)]:
+        return [(first * size, end * size) for first, end in outer]
+    indices = (index for first, end in outer for index in range(first, end))
+    starts = [(index * size + (run.start or 0), run.count) for index in indices for run in runs]
+    return [(start, start + count) for start, count in starts]
+
+
+def _joined(segments: list[Segment]) -> tuple[Segment, ...]:
+    """Segments that continue one another as one."""
+    found: list[Segment] = []
+    for each in segments:
+        before = found[-1] if found else None
+        if before and before.rows and each.rows and before.rows[1] == each.rows[0]:
+            longer = dataclasses.replace(
+                each,
+                num_rows=before.num_rows + each.num_rows,
+                rows=(before.rows[0], each.rows[1]),
+            )
+            if longer == dataclasses.replace(before, num_rows=longer.num_rows, rows=longer.rows):
+                found[-1] = longer
+                continue
+        found.append(each)
     return tuple(found)
 
 
@@ -138,6 +190,18 @@ class ReadsStored(Protocol):
         """
 
 
+@runtime_checkable
+class ReadsParts(Protocol):
+    """A source of tensors by name that reads a part of one without the rest."""
+
+    def part(
+        self, name: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
+    ) -> Tensor:
+        """Rows and columns of a tensor, half-open; None: all. Rows are counted over all axes but
+        the last and, where they are named, lie below one another: ``[rows, columns]``.
+        """
+
+
 def load_stored(recipe: WeightRecipe, get: ReadsStored, first: int, last: int) -> Tensor:
     """The bytes of rows ``[first, last)`` of a recipe that ``is_stored``, uint8 ``[rows, bytes]``;
     rows are counted over all axes but the last.
@@ -147,7 +211,22 @@ def load_stored(recipe: WeightRecipe, get: ReadsStored, first: int, last: int) -
     for segment in cut(recipe, first, last):
         begin = segment.rows[0] if segment.rows is not None else 0
         parts.append(get.stored(segment.name, begin, begin + segment.num_rows))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    stored = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return stored if recipe.columns is None else _columns_stored(stored, recipe)
+
+
+def _columns_stored(stored: Tensor, recipe: WeightRecipe) -> Tensor:
+    """The bytes of a recipe's columns, of whole blocks, out of those of whole rows."""
+    assert recipe.format is not None and recipe.columns is not None
+    found = get_format(recipe.format)
+    num_bytes = found.nbytes((1, found.block))
+    parts = []
+    for run in recipe.columns:
+        first, left = divmod(run.start or 0, found.block)
+        assert not left, "a block is cut"
+        blocks = -(-run.count // found.block)
+        parts.append(stored[:, first * num_bytes : (first + blocks) * num_bytes])
+    return torch.cat(parts, dim=1).contiguous()
 
 
 def load_rows(recipe: WeightRecipe, get: ReadsRows, first: int, last: int) -> Tensor:
@@ -155,6 +234,11 @@ def load_rows(recipe: WeightRecipe, get: ReadsRows, first: int, last: int) -> Te
     as it does.
     """
     assert len(recipe.shape) == 2 and not recipe.pad_rows
+    if isinstance(get, ReadsParts):
+        part = dataclasses.replace(
+            recipe, segments=cut(recipe, first, last), shape=(last - first, recipe.shape[1])
+        )
+        return load_dense(part, get)  # type: ignore[arg-type]
     parts = []
     for segment in cut(recipe, first, last):
         begin = segment.rows[0] if segment.rows is not None else 0
@@ -183,12 +267,18 @@ def values_of(dense: Tensor, recipe: WeightRecipe) -> Tensor:
 
 
 def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
-    tensor = get(segment.name)
     expected = (segment.num_rows, *recipe.shape[1:][-1:])
-    if segment.rows is not None:
-        tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
-        tensor = tensor[segment.rows[0] : segment.rows[1]].clone()
-    elif len(recipe.segments) == 1:
+    if isinstance(get, ReadsParts) and (segment.rows is not None or recipe.columns is not None):
+        tensor = _read_part(segment, recipe, get)
+    else:
+        tensor = get(segment.name)
+        if segment.rows is not None:
+            tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
+            tensor = tensor[segment.rows[0] : segment.rows[1]].clone()
+        if recipe.columns is not None:
+            tensor = torch.cat([tensor[..., _slice(run)] for run in recipe.columns], dim=-1)
+    is_one_of_a_stack = recipe.shape[0] == 1 and tensor.dim() < len(recipe.shape)
+    if segment.rows is None and len(recipe.segments) == 1 and not is_one_of_a_stack:
         expected = recipe.shape
     if tuple(tensor.shape) != expected:
         raise CheckpointError(
@@ -202,3 +292,16 @@ def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], T
     if segment.offset:
         tensor = tensor + segment.offset
     return tensor
+
+
+def _slice(run: Run) -> slice:
+    start = run.start or 0
+    return slice(start, start + run.count)
+
+
+def _read_part(segment: Segment, recipe: WeightRecipe, get: ReadsParts) -> Tensor:
+    if recipe.columns is None:
+        return get.part(segment.name, segment.rows, None)
+    places = [_slice(run) for run in recipe.columns]
+    parts = [get.part(segment.name, segment.rows, (each.start, each.stop)) for each in places]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)

@@ -74,7 +74,8 @@ def head_of(graph_module: GraphModule) -> tuple[Node | None, list[Node]]:
     """
     output = next(node for node in graph_module.graph.nodes if node.op == "output")
     head, after = output.args[0], []
-    while isinstance(head, Node) and head.target in ELEMENTWISE and len(head.all_input_nodes) == 1:
+    by_value = {*ELEMENTWISE, ops.all_gather.overload}
+    while isinstance(head, Node) and head.target in by_value and len(head.all_input_nodes) == 1:
         after.append(head)
         head = head.all_input_nodes[0]
     is_product = isinstance(head, Node) and head.target is ops.linear.overload
@@ -110,6 +111,24 @@ def verify_precision(graph_module: GraphModule) -> None:
             assert product_info(node, weight).compute, f"{info(weight).fqn}: no fidelity"
 
 
+def verify_sharded(graph_module: GraphModule) -> None:
+    """Operands of value-by-value operators lie alike, only collectives, sums and scalings read
+    partial values, and the result is whole.
+    """
+    verify_precision(graph_module)
+    scale = {aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor, ops.sigmoid_gate.overload}
+    for node in graph_module.graph.nodes:
+        places = [info(each).placement for each in node.all_input_nodes]
+        found = [place for place in places if place is not None]
+        if any(place.partial for place in found):
+            assert node.target in scale | ops.COLLECTIVES, f"{node.name} reads a partial value"
+        if node.target in ELEMENTWISE or node.target is ops.swiglu.overload:
+            wide = [place.dealt for place in found if not place.partial and place.dealt]
+            assert len(set(wide)) <= 1, f"{node.name}: operands lie apart"
+        if node.op == "output":
+            assert all(not place.dealt and not place.partial for place in found), "a part comes out"
+
+
 def verify_lowered(graph_module: GraphModule) -> None:
     """State is explicit, recipes describe tensors of the shapes the graph reads."""
     left = find_calls(graph_module.graph, *STATEFUL)
@@ -132,5 +151,8 @@ def _verify_input(node: Node) -> None:
         assert actual == expected, f"{facts.fqn}: recipe {expected}, graph {actual}"
         stacked = sum(segment.num_rows for segment in facts.recipe.segments)
         assert stacked == facts.recipe.num_rows, f"{facts.fqn}: segments do not add up"
+        if facts.recipe.columns is not None:
+            width = sum(run.count for run in facts.recipe.columns)
+            assert width == facts.recipe.shape[-1], f"{facts.fqn}: columns do not add up"
     elif facts.role == STATE:
         assert facts.state is not None, f"{facts.fqn}: state without a StateSpec"

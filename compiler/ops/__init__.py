@@ -40,7 +40,7 @@ from tilewright.compiler.ops.fused import (
     fused_linear,
 )
 from tilewright.compiler.ops.library import OPERATORS, Cost, Operator
-from tilewright.compiler.ops.moe import expert_linear, experts, router
+from tilewright.compiler.ops.moe import expert_linear, experts, local_experts, router
 from tilewright.compiler.ops.rounding import round_q80
 from tilewright.compiler.ops.sample import sample, uniform
 
@@ -72,6 +72,7 @@ __all__ = [
     "gated_delta_rule_step",
     "gelu",
     "linear",
+    "local_experts",
     "reduce_scatter",
     "rms_norm",
     "rope",

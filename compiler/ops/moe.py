@@ -45,6 +45,18 @@ def router(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tenso
     return weights.to(logits.dtype).contiguous(), experts.contiguous()
 
 
+@operator(
+    fake=lambda experts, first, count: torch.empty_like(experts),
+    cost=lambda experts, first, count: Cost(0.0, experts.numel(), experts.numel()),
+)
+def local_experts(experts: Tensor, first: int, count: int) -> Tensor:
+    """The experts ``[T, K]`` as the rank that holds ``count`` of them from ``first`` on counts its
+    own, from 0; -1 where an expert is another rank's, with which a product is zero.
+    """
+    is_own = (experts >= first) & (experts < first + count)
+    return torch.where(is_own, experts - first, -1)
+
+
 def _chosen(weight: Tensor, num_tokens: int, top_k: int) -> float:
     """Weights that are read: those of every expert that some token chose."""
     num_experts = weight.shape[0]
@@ -73,12 +85,13 @@ def expert_linear(
     """Products with the experts of each token: ``[T, K, O]``.
 
     ``x [T, C]``, one for all its experts, or ``[T, K, C]``; ``weight [E, O, C]``; ``experts
-    [T, K]``. With ``weights [T, K]`` the products are multiplied by them and summed: ``[T, O]``.
+    [T, K]``, -1 where a product is zero. With ``weights [T, K]`` the products are multiplied by
+    them and summed: ``[T, O]``.
     """
     num_tokens, top_k = experts.shape
     rows = x.unsqueeze(1).expand(-1, top_k, -1) if x.dim() == 2 else x
-    out = x.new_empty((num_tokens, top_k, weight.shape[1]))
-    for expert in experts.unique().tolist():
+    out = x.new_zeros((num_tokens, top_k, weight.shape[1]))
+    for expert in experts[experts >= 0].unique().tolist():
         chosen = experts == expert
         out[chosen] = torch.nn.functional.linear(rows[chosen], weight[expert])
     return out if weights is None else (out * weights.unsqueeze(-1)).sum(1)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
+from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.ir.info import CONSTANT, WEIGHT, info
 from tilewright.compiler.ir.text import graph_text, operator_name
@@ -21,6 +22,7 @@ class PassContext:
     """What passes may ask and tell: the precision asked for, notes for the user, a report of each
     pass that ran, and the folder that graphs are dumped to (None: nowhere). ``stored_type`` tells
     the type that a checkpoint's tensor is stored in, by its name (None: nobody knows).
+    ``parallel`` and ``rank``: the group that a graph is dealt over, and whose program it becomes.
     """
 
     precision: ResolvedPrecision
@@ -28,6 +30,8 @@ class PassContext:
     reports: list[PassReport] = field(default_factory=list)
     dump_dir: Path | None = None
     stored_type: Callable[[str], str] | None = None
+    parallel: Parallel = ALONE
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

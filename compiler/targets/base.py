@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
-from tilewright.compiler.errors import ConfigError, NoRoomError, allowed
+from tilewright.compiler.errors import CompileError, ConfigError, NoRoomError, allowed
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
@@ -268,6 +268,29 @@ class Target(ABC):
         says: here, its format as packed.
         """
         return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
+
+    def settled(self, options: CompileOptions) -> Parallel:
+        """The group that is asked for, with the wire that this target takes where none is named:
+        here, fp32.
+        """
+        parallel = options.parallel
+        return replace(parallel, wire=parallel.wire or "fp32")
+
+    def compile_ranks(
+        self,
+        graphs: Sequence[GraphModule],
+        get_weight: Callable[[str], Tensor],
+        options: CompileOptions,
+        progress: Progress,
+    ) -> Executable:
+        """All ranks of a group in one process, from their programs; for targets that can.
+
+        Raises:
+            CompileError: for a target that runs one rank a process.
+        """
+        raise CompileError(
+            f"{len(graphs)} ranks in one process on target {self.name}; allowed: reference"
+        )
 
     @abstractmethod
     def build(

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tilewright.compiler.ir.verify import check_model, verify_lowered, verify_precision
+from collections.abc import Sequence
+
+from tilewright.compiler.ir.verify import (
+    check_model,
+    verify_lowered,
+    verify_precision,
+    verify_sharded,
+)
 from tilewright.compiler.passes.assign_precision import assign_precision
 from tilewright.compiler.passes.canonicalize_graph import canonicalize_graph
 from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
@@ -14,6 +21,8 @@ from tilewright.compiler.passes.match_router import match_router
 from tilewright.compiler.passes.match_sigmoid_gate import match_sigmoid_gate
 from tilewright.compiler.passes.match_swiglu import match_swiglu
 from tilewright.compiler.passes.runner import Pass
+from tilewright.compiler.passes.shard import shard
+from tilewright.compiler.passes.take_rank import take_rank
 from tilewright.compiler.targets.base import Stage
 
 MATCH = Stage(
@@ -30,6 +39,21 @@ MATCH = Stage(
     check_model,
 )
 PRECISION = Stage("precision", (assign_precision,), verify_precision)
+
+
+SHARD = Stage("shard", (shard,), verify_sharded)
+RANK = Stage("rank", (take_rank,), verify_precision)
+
+
+def with_ranks(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """The pipeline of one rank's program: the graph is dealt, and cut to the rank's part, before
+    anything is fused, when a weight has one role and one axis to cut.
+    """
+    names = [stage.name for stage in stages]
+    if PRECISION.name not in names:
+        return tuple(stages)
+    end = names.index(PRECISION.name) + 1
+    return (*stages[:end], SHARD, RANK, *stages[end:])
 
 
 def fuse(*passes: Pass) -> Stage:

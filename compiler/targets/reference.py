@@ -42,6 +42,7 @@ from tilewright.compiler.targets.contract import (
     NumericContract,
     build_contract,
 )
+from tilewright.compiler.targets.exchange import run_together
 from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.peer_values import Exchange, RankInterpreter, has_collectives
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
@@ -151,6 +152,20 @@ class ReferenceTarget(Target):
         contract = self.contract(graph_module, options)
         return ReferenceExecutable(graph_module, values.__getitem__, options, contract)
 
+    def compile_ranks(
+        self,
+        graphs: Sequence[GraphModule],
+        get_weight: Callable[[str], Tensor],
+        options: CompileOptions,
+        progress: Progress,
+    ) -> Executable:
+        ranks = []
+        for graph_module in graphs:
+            executable = self.compile(graph_module, get_weight, options, progress)
+            assert isinstance(executable, ReferenceExecutable)
+            ranks.append(executable)
+        return VirtualRanks(ranks)
+
 
 def _recipes(graph_module: GraphModule) -> list[WeightRecipe]:
     """Every recipe of the graph once, in the order of its inputs."""
@@ -174,7 +189,7 @@ class ReferenceExecutable(HostExecutable):
     ) -> None:
         super().__init__()
         self.contract = contract
-        self._graph_module = graph_module
+        self.graph_module = graph_module
         self._inputs = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
         self._values: dict[str, Tensor] = {}
         self._states: list[tuple[StateSpec, Tensor]] = []
@@ -204,9 +219,9 @@ class ReferenceExecutable(HostExecutable):
         self._exchange: Exchange | None = None
 
     def join(self, peers: Peers) -> None:
-        if has_collectives(self._graph_module):
+        if has_collectives(self.graph_module):
             self._exchange = Exchange.of(peers)
-            self._run = RankInterpreter(self._graph_module, self._exchange).run
+            self._run = RankInterpreter(self.graph_module, self._exchange).run
 
     def close(self) -> None:
         if self._exchange is not None:
@@ -214,6 +229,11 @@ class ReferenceExecutable(HostExecutable):
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor:
+        logits: Tensor = self._run(*self.arguments(batch)).float()
+        return logits
+
+    def arguments(self, batch: Batch) -> list[Any]:
+        """The values of the graph's inputs for a step, in their order."""
         step_values: dict[str, Any] = {
             "tokens": batch.tokens,
             "positions": batch.positions,
@@ -221,12 +241,10 @@ class ReferenceExecutable(HostExecutable):
             "slots": torch.tensor(batch.seats, dtype=torch.int64),
             "logit_rows": batch.logit_rows,
         }
-        arguments = [
+        return [
             step_values[str(node.target)] if info(node).role == INPUT else self._values[node.name]
             for node in self._inputs
         ]
-        logits: Tensor = self._run(*arguments).float()
-        return logits
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         for spec, state in self._states:
@@ -234,8 +252,12 @@ class ReferenceExecutable(HostExecutable):
             state[target, *part] = state[source, *part]
 
     def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+        self.keep_state(seat, snapshot, self.length(seat))
+
+    def keep_state(self, seat: Seat, snapshot: Snapshot, position: int) -> None:
+        """Keep what a seat of so many positions has of state per sequence."""
         kept = [state[seat].clone() for state in self._own_states()]
-        self._snapshots[snapshot] = self.length(seat), kept
+        self._snapshots[snapshot] = position, kept
 
     def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
         position, kept = self._snapshots[snapshot]
@@ -253,3 +275,42 @@ class ReferenceExecutable(HostExecutable):
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         """The reference keeps every seat whole, whatever it holds."""
         return sum(state.nbytes for _, state in self._states)
+
+
+class VirtualRanks(HostExecutable):
+    """All ranks of a group in one process, advanced from exchange to exchange: the oracle for
+    ranks in processes of their own, which give the same bits.
+    """
+
+    def __init__(self, ranks: Sequence[ReferenceExecutable]) -> None:
+        super().__init__()
+        self.ranks = tuple(ranks)
+        first = self.ranks[0]
+        self.contract, self.capabilities = first.contract, first.capabilities
+        self.vocab_size = first.vocab_size
+
+    def forward(self, batch: Batch) -> Tensor:
+        programs = [(rank.graph_module, rank.arguments(batch)) for rank in self.ranks]
+        first, *others = run_together(programs)
+        assert all(torch.equal(first, each) for each in others), "ranks hold different bits"
+        logits: Tensor = first.float()
+        return logits
+
+    def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
+        for rank in self.ranks:
+            rank.copy_state(source, target, num_positions)
+
+    def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
+        for rank in self.ranks:
+            rank.keep_state(seat, snapshot, self.length(seat))
+
+    def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
+        return {rank.load_state(seat, snapshot) for rank in self.ranks}.pop()
+
+    def memory(self) -> MemoryUse:
+        """Of all ranks together."""
+        uses = [rank.memory() for rank in self.ranks]
+        return MemoryUse(sum(use.weights for use in uses), sum(use.state for use in uses))
+
+    def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
+        return sum(rank.state_bytes(num_positions, num_sequences) for rank in self.ranks)

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tilewright.compiler.errors import CheckpointError, allowed
 
@@ -40,6 +40,10 @@ class TokenizerSource:
     metadata: Mapping[str, object] | None = None
 
 
+Rows: TypeAlias = "slice | tuple[slice, slice] | None"
+"""Which rows of a tensor are read; see `Checkpoint.get`."""
+
+
 class Checkpoint(Protocol):
     """Weights on disk, read lazily, or random ones, made when asked for."""
 
@@ -63,8 +67,9 @@ class Checkpoint(Protocol):
     def tokenizer_source(self) -> TokenizerSource:
         """Where the tokenizer is, for `tilewright.models.tokenizer.load.load_tokenizer`."""
 
-    def get(self, name: str, rows: slice | None = None) -> Tensor:
-        """One tensor, or some ``rows`` of its first axis (step 1), as a fresh tensor.
+    def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
+        """One tensor, or a part of it, as a fresh tensor: some ``rows`` of its first axis (step 1),
+        or of its first two where a pair of slices is given, and some ``columns`` of its last.
 
         It is on the CPU when read from a file, on torch's default device when random.
         fp32, fp16 and bf16 keep their type; quantised types come out as float32.
@@ -143,6 +148,20 @@ def row_range(rows: slice | None, num_rows: int) -> tuple[int, int]:
     start, stop, step = (rows or slice(None)).indices(num_rows)
     assert step == 1, "rows are read with step 1"
     return start, max(start, stop)
+
+
+def outer_rows(rows: Rows) -> slice | None:
+    """The rows of the first axis."""
+    return rows[0] if isinstance(rows, tuple) else rows
+
+
+def inner_part(values: Tensor, rows: Rows, columns: slice | None) -> Tensor:
+    """Of values whose first axis is cut, the rows of the second one and the columns."""
+    if isinstance(rows, tuple):
+        values = values[:, rows[1]]
+    if columns is not None:
+        values = values[..., columns]
+    return values.contiguous()
 
 
 def content_hash(

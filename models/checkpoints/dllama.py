@@ -21,9 +21,12 @@ from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats.ggml_blocks import Bytes, dequantise
 from tilewright.models.architectures.table import architecture_of, check_model_type
 from tilewright.models.checkpoints.base import (
+    Rows,
     TensorMeta,
     TokenizerSource,
     content_hash,
+    inner_part,
+    outer_rows,
     row_range,
     unknown_tensor,
 )
@@ -80,18 +83,18 @@ class DllamaCheckpoint:
             )
         return TokenizerSource(found[0])
 
-    def get(self, name: str, rows: slice | None = None) -> Tensor:
-        """One tensor, or some of its ``rows``.
+    def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
+        """One tensor, or a part of it.
 
         Raises:
             CheckpointError: a name that is not there, or a value that is inf or NaN.
         """
-        dtype, stored = self.stored(name, rows)
+        dtype, stored = self.stored(name, outer_rows(rows))
         shape = (len(stored), *self.names[name].shape[1:])
         values = dequantise(stored, dtype).reshape(shape)
         if values.numel() and not all(math.isfinite(end) for end in torch.aminmax(values.float())):
             raise CheckpointError(f"{self.path}: tensor {name} has values that are inf or NaN")
-        return values
+        return inner_part(values, rows, columns)
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
         """The type (ggml's name) and bytes ``[rows, bytes of a row]``, in Hugging Face's order.

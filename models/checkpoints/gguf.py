@@ -21,9 +21,12 @@ from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats.ggml_blocks import Bytes, dequantise
 from tilewright.models.architectures.table import architecture_of, find_gguf_type
 from tilewright.models.checkpoints.base import (
+    Rows,
     TensorMeta,
     TokenizerSource,
     content_hash,
+    inner_part,
+    outer_rows,
     row_range,
     shown,
     unknown_tensor,
@@ -110,16 +113,18 @@ class GGUFCheckpoint:
     def tokenizer_source(self) -> TokenizerSource:
         return TokenizerSource(self.path, self._metadata)
 
-    def get(self, name: str, rows: slice | None = None) -> Tensor:
+    def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
         shape = self.names[name].shape
-        start, stop = row_range(rows, shape[0])
+        start, stop = row_range(outer_rows(rows), shape[0])
         if name not in self._views:
-            return self._values(name, self._tensors[name], start, stop)
-        parts = [self._values(*each) for each in self._pieces(self._views[name], start, stop)]
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
-        return joined.reshape(stop - start, *shape[1:])
+            values = self._values(name, self._tensors[name], start, stop)
+        else:
+            parts = [self._values(*each) for each in self._pieces(self._views[name], start, stop)]
+            values = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+            values = values.reshape(stop - start, *shape[1:])
+        return inner_part(values, rows, columns)
 
     def stored(self, name: str, rows: slice | None = None) -> tuple[str, Bytes]:
         """The type (ggml's name) and bytes ``[rows, bytes of a row]``, in Hugging Face's order.

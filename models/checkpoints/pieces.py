@@ -44,7 +44,17 @@ class View:
     def rows(self, start: int, stop: int) -> Iterator[Piece]:
         """The pieces of rows ``[start, stop)`` of the first axis."""
         inner = math.prod(self.shape[1:-1])
-        low, high = start * inner, stop * inner
+        return self.all_rows(start * inner, stop * inner)
+
+    def parts(self, start: int, stop: int, first: int, last: int) -> Iterator[Piece]:
+        """The pieces of rows ``[first, last)`` of the second axis, in each of ``[start, stop)`` of
+        the first.
+        """
+        for outer in range(start, stop):
+            yield from self.all_rows(outer * self.shape[1] + first, outer * self.shape[1] + last)
+
+    def all_rows(self, low: int, high: int) -> Iterator[Piece]:
+        """The pieces of rows ``[low, high)`` counted over all axes but the last."""
         for piece in self.pieces:
             first, last = max(low, 0), min(high, piece.stop - piece.first)
             if first < last:

@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from tilewright.models.checkpoints.base import (
+    Rows,
     TensorMeta,
     TokenizerSource,
+    inner_part,
+    outer_rows,
     row_range,
     unknown_tensor,
 )
@@ -60,8 +63,8 @@ class RandomCheckpoint:
         """A source that cannot be read: `byte_tokenizer` makes the tokenizer of such a model."""
         return TokenizerSource(self.path)
 
-    def get(self, name: str, rows: slice | None = None) -> Tensor:
-        """One tensor, or some of its ``rows``, on torch's default device.
+    def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
+        """One tensor, or a part of it, on torch's default device.
 
         Raises:
             CheckpointError: a name that is not there.
@@ -69,16 +72,16 @@ class RandomCheckpoint:
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
         device = torch.get_default_device()
-        if rows is None:
+        if rows is None and columns is None:
             return self._draw(name, device)
         key = name, str(device)
         if key not in self._walked:
             self._walked = {key: self._draw(name, device)}
         values = self._walked[key]
-        start, stop = row_range(rows, values.shape[0])
-        if stop == values.shape[0]:
+        start, stop = row_range(outer_rows(rows), values.shape[0])
+        if stop == values.shape[0] and columns is None:
             self._walked = {}
-        return values[start:stop].clone()
+        return inner_part(values[start:stop], rows, columns).clone()
 
     def _draw(self, name: str, device: torch.device) -> Tensor:
         generator = torch.Generator(device)

@@ -19,9 +19,11 @@ from torch import Tensor
 from tilewright.compiler.errors import CheckpointError, allowed, one_line
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints.base import (
+    Rows,
     TensorMeta,
     TokenizerSource,
     content_hash,
+    outer_rows,
     row_range,
     shown,
     unknown_tensor,
@@ -84,44 +86,57 @@ class SafetensorsCheckpoint:
     def tokenizer_source(self) -> TokenizerSource:
         return TokenizerSource(self.path)
 
-    def get(self, name: str, rows: slice | None = None) -> Tensor:
+    def get(self, name: str, rows: Rows = None, columns: slice | None = None) -> Tensor:
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
         shape = self.names[name].shape
-        start, stop = row_range(rows, shape[0]) if shape else (0, 0)
+        if not shape:
+            return self._read(name, ())
+        start, stop = row_range(outer_rows(rows), shape[0])
+        inner = rows[1] if isinstance(rows, tuple) else slice(None)
+        wide = slice(None) if columns is None else columns
         if name not in self._views:
-            return self._read(name, start, stop)
+            middle = (inner, *[slice(None)] * (len(shape) - 3)) if len(shape) > 2 else ()
+            last = (wide,) if len(shape) > 1 else ()
+            return self._read(name, (slice(start, stop), *middle, *last))
         view = self._views[name]
-        parts = [self._read_piece(piece) for piece in view.rows(start, stop)]
+        if isinstance(rows, tuple):
+            pieces = view.parts(start, stop, *row_range(inner, shape[1]))
+        else:
+            pieces = view.rows(start, stop)
+        parts = [self._read_piece(piece, wide) for piece in pieces]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
-        return joined.reshape(stop - start, *shape[1:])
+        width = len(range(*wide.indices(shape[-1])))
+        if isinstance(rows, tuple):
+            return joined.reshape(stop - start, len(range(*inner.indices(shape[1]))), width)
+        return joined.reshape(stop - start, *shape[1:-1], width)
 
-    def _read(self, name: str, start: int, stop: int, expert: int | None = None) -> Tensor:
-        """Rows of a stored tensor, or of one expert's share of it; a scalar whole."""
+    def _read(self, name: str, where: tuple[int | slice, ...]) -> Tensor:
+        """A part of a stored tensor; a scalar whole."""
         shard = self._shard_of[name]
-        read = self._read_mapped(shard, name, start, stop, expert)
+        read = self._read_mapped(shard, name, where)
         self._num_mapped[shard] += read.nbytes
         if self._num_mapped[shard] > _MOST_MAPPED:  # which stay in memory while the file is open
             self._files[shard] = _open_shard(self.path / shard)
             self._num_mapped[shard] = 0
         return read
 
-    def _read_mapped(
-        self, shard: str, name: str, start: int, stop: int, expert: int | None
-    ) -> Tensor:
+    def _read_mapped(self, shard: str, name: str, where: tuple[int | slice, ...]) -> Tensor:
         file = self._files[shard]
         try:
             view = file.get_slice(self._stored_name[name])
             if not view.get_shape():
                 return _owned(file.get_tensor(self._stored_name[name]))
-            if expert is None:
-                return _owned(view[start:stop])
-            return _owned(view[expert : expert + 1, start:stop])[0]
+            return _owned(view[where])
         except (SafetensorError, OSError) as error:
             raise _unreadable(self.path / shard, error) from None
 
-    def _read_piece(self, piece: Piece) -> Tensor:
-        return self._read(piece.tensor, piece.first, piece.stop, piece.expert)
+    def _read_piece(self, piece: Piece, columns: slice) -> Tensor:
+        rows = slice(piece.first, piece.stop)
+        if piece.expert is None:
+            return self._read(piece.tensor, (rows, columns))
+        expert = slice(piece.expert, piece.expert + 1)
+        return self._read(piece.tensor, (expert, rows, columns))[0]
 
     def stored_type(self, name: str) -> str:
         if name not in self.names:

@@ -26,7 +26,7 @@ from tilewright.compiler.ir.info import INPUT
 from tilewright.compiler.ir.mlir import DIALECTS, MlirModule, emit_mlir
 from tilewright.compiler.ir.recipe import load_dense
 from tilewright.compiler.ir.text import graph_text
-from tilewright.compiler.ops import OPERATORS
+from tilewright.compiler.ops import COLLECTIVES, OPERATORS
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.targets.pipeline import MATCH
 from tilewright.compiler.tracer import trace
@@ -187,7 +187,7 @@ STATEFUL = {
     "delta_rule_norm_step",
 }
 AFTER_LOGITS = {"sample"}
-AFTER_PRECISION = {"round_q80"}
+AFTER_PRECISION = {"round_q80", "local_experts", *(OPERATORS[each].name for each in COLLECTIVES)}
 
 
 def test_every_operator_that_a_model_has_is_tried_below() -> None:

@@ -62,6 +62,12 @@ def check(model: SimpleNamespace, folder: Path) -> None:
         assert torch.equal(found.get(name), tensor), name
         for rows in (slice(1, 3), slice(0, 0)):
             assert torch.equal(found.get(name, rows), tensor[rows]), name
+            if tensor.dim() > 1:
+                part = found.get(name, rows, slice(8, 24))
+                assert torch.equal(part, tensor[rows][..., 8:24]), name
+            if tensor.dim() > 2:
+                part = found.get(name, (rows, slice(0, 1)), slice(1, 3))
+                assert torch.equal(part, tensor[rows, 0:1, ..., 1:3]), name
         assert found.names[name].nbytes == 4 * tensor.numel()
 
 

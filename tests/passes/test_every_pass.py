@@ -42,7 +42,7 @@ from tilewright.compiler.targets.table import get_target
 CPU = {current.name: current for current in pipeline()}
 FUSED = {current.name: current for current in pipeline("cuda")}
 PASSES = CPU | FUSED
-OF_OTHER_TARGETS = {"round_activations", "merge_qkv"}
+OF_OTHER_TARGETS = {"round_activations", "merge_qkv", "shard", "take_rank"}
 """All that holds of it is in the file of its name."""
 FOLDER = Path(__file__).parents[2] / "compiler" / "passes"
 NUM_LAYERS = 2

@@ -1,0 +1,75 @@
+"""Programs of ranks, advanced from exchange to exchange; who carries an exchange is not known here.
+
+A graph that is run so yields each call of a collective, and goes on with what it is sent for it.
+All ranks of a group in one process are the oracle for ranks in processes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from tilewright.compiler import ops
+from tilewright.compiler.ops.collectives import GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One rank's call of a collective: its overload and its arguments, tensors and numbers."""
+
+    target: Any
+    args: tuple[Any, ...]
+
+
+def advance(graph_module: GraphModule, arguments: Sequence[Any]) -> Generator[Call, Any, Any]:
+    """Run a graph on the values of its inputs, in their order; yields every :class:`Call` of a
+    collective, is sent its result, and returns the graph's.
+
+    Values are let go behind their last reader.
+    """
+    given, values = iter(arguments), dict[Node, Any]()
+    for node in graph_module.graph.nodes:
+        if node.op == "placeholder":
+            values[node] = next(given)
+            continue
+        args: Any = map_arg(node.args, values.__getitem__)
+        if node.op == "output":
+            return args[0]
+        if node.target in ops.COLLECTIVES:
+            values[node] = yield Call(node.target, args)
+        else:
+            values[node] = node.target(*args, **node.kwargs)
+        for source in node.all_input_nodes:
+            if source.op != "placeholder" and _last_reader(source) is node:
+                del values[source]
+    raise AssertionError("a graph without an output")
+
+
+def _last_reader(node: Node) -> Node:
+    return max(node.users)
+
+
+def run_together(programs: Sequence[tuple[GraphModule, Sequence[Any]]]) -> list[Any]:
+    """Run the graphs of all ranks, in their order, each with the values of its inputs, from
+    exchange to exchange; returns every rank's result.
+    """
+    running = [advance(graph_module, arguments) for graph_module, arguments in programs]
+    sent: list[Any] = [None] * len(running)
+    with torch.no_grad():
+        while True:
+            calls, results = [], []
+            for rank, each in enumerate(running):
+                try:
+                    calls.append(each.send(sent[rank]))
+                except StopIteration as ended:
+                    results.append(ended.value)
+            if results:
+                assert not calls, "ranks disagree on their exchanges"
+                return results
+            assert len({call.target for call in calls}) == 1, "ranks disagree on an exchange"
+            sent = GROUPS[calls[0].target]([call.args for call in calls])

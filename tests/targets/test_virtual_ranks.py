@@ -1,0 +1,80 @@
+"""The oracle: all ranks of a group in one process have the numbers of one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dealt_models import ARCHITECTURES, BIASES, COUNTS, assert_equal, grouped, logits_of, make
+from tests.tiny import copy_seat, precision_of, prefill, random_tokens, step, take_seat
+from tilewright.compiler.distributed.parallel import ALONE, Parallel
+from tilewright.compiler.driver import compile_virtual
+from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.base import CompileOptions
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_ranks_together_are_one_device(model_type: str) -> None:
+    model = make(model_type)
+    expected = logits_of(model, ALONE)
+    for count in COUNTS:
+        assert_equal(logits_of(model, Parallel(count)), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parallel"),
+    [
+        (BIASES, Parallel(3)),
+        ({"num_kv_heads": 2}, Parallel(5)),  # heads shared by three ranks and by two
+        ({"num_heads": 6, "num_kv_heads": 3}, Parallel(2)),
+        ({"intermediate_size": 64}, Parallel(6)),
+        ({}, Parallel(3, shares=(4, 1, 2))),
+        ({"model_type": "qwen3_moe"}, Parallel(6, expert=6)),
+        ({"model_type": "qwen3_moe"}, Parallel(6, expert=3)),
+        ({"model_type": "qwen3_moe", "num_experts": 5}, Parallel(4, expert=2)),
+        ({"model_type": "qwen3_5_moe"}, Parallel(4, expert=4)),
+        ({"model_type": "qwen3_5_moe"}, Parallel(4, expert=1)),
+    ],
+)
+def test_uneven_shared_and_whole_experts(changes: dict[str, object], parallel: Parallel) -> None:
+    model = make(**changes)  # type: ignore[arg-type]
+    assert_equal(logits_of(model, parallel), logits_of(model, ALONE))
+
+
+def test_a_rounded_wire_moves_the_numbers_a_little() -> None:
+    model = make()
+    expected = logits_of(model, ALONE)
+    by_wire = {
+        wire: float((logits_of(model, Parallel(2, wire=wire)) - expected).abs().max())
+        for wire in ("fp32", "bf16", "q80")
+    }
+    assert by_wire["fp32"] < 1e-5 < by_wire["bf16"] < 0.05
+    assert 1e-5 < by_wire["q80"] < 0.05
+
+
+def test_copies_and_snapshots_are_each_rank_s_own_part() -> None:
+    model = make("qwen3_5")
+    executable, tokens = grouped(model, Parallel(2)).executable, random_tokens(6, vocab_size=131)
+    expected = prefill(executable, tokens)
+    seat = take_seat(executable)
+    step(executable, [(seat, tokens[:4], 0)], rows=range(4))
+    other = copy_seat(executable, seat, 4)
+    found = step(executable, [(other, tokens[4:], 4)], rows=range(2))
+    torch.testing.assert_close(found, expected[4:], atol=1e-5, rtol=1e-5)
+    assert executable.capabilities.num_snapshots > 0
+    assert executable.memory().state == executable.state_bytes(32, 2)
+
+
+def test_targets_of_one_rank_a_process_say_so() -> None:
+    options = CompileOptions(max_context=32, parallel=Parallel(2))
+    with pytest.raises(CompileError) as caught:
+        compile_virtual(make(), precision_of(), target="null", options=options)
+    assert str(caught.value) == "2 ranks in one process on target null; allowed: reference"
+
+
+def test_ranks_hold_parts_of_what_one_device_holds() -> None:
+    model = make(tie_embeddings=False)
+    whole = grouped(model, ALONE).executable.memory()
+    parts = grouped(model, Parallel(2)).executable.memory()
+    assert parts.state == whole.state
+    assert parts.weights < 1.5 * whole.weights  # norms, and the embedding, twice
