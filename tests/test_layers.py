@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("bench",),
     ("sweep",),
     ("serve",),
+    ("batch",),
     ("commands", "cli"),
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -69,6 +70,8 @@ ONLY_IN = {
     "zmq": ("tilewright.compiler.serve",),
     "prometheus_client": ("tilewright.compiler.serve",),
     "llguidance": ("tilewright.compiler.runtime.matchers",),
+    "pyarrow": ("tilewright.compiler.batch.parquet_rows",),
+    "ray": ("tilewright.compiler.commands.batch_ray",),
     "llama_cpp": ("bench.peers",),
     "onnxruntime_genai": ("bench.peers",),
     "openvino_genai": ("bench.peers",),

@@ -97,17 +97,9 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
 
 def _facts(source: Source, compiled: Compiled, options: ServeOptions) -> dict[str, str]:
     """What is served, for people and for the fingerprint."""
-    facts = {
-        "name": source.name,
-        "target": compiled.target,
-        "precision": compiled.precision.heading,
-        "weights": source.weights,
-        "content_hash": source.content_hash,
-        "device": compiled.executable.device_name,
-        "arithmetic": options.arithmetic,
-    }
-    if source.model is not None:
-        facts["parameters"] = str(sum(each.numel() for each in source.model.module.parameters()))
+    from tilewright.compiler.commands.source import served_facts
+
+    facts = served_facts(source, compiled, arithmetic=options.arithmetic)
     if options.sampling_defaults == MODEL:
         facts["sampling"] = json.dumps(_own_sampling(source.path))
     return facts

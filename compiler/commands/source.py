@@ -99,6 +99,22 @@ def precision_of(source: Source, precision: PrecisionConfig | None) -> Precision
     return resolve_precision(source.model, precision).summary(precision.name)
 
 
+def served_facts(source: Source, compiled: Compiled, *, arithmetic: str) -> dict[str, str]:
+    """What is served of a compiled model, by name: what its answers depend on."""
+    facts = {
+        "name": source.name,
+        "target": compiled.target,
+        "precision": compiled.precision.heading,
+        "weights": source.weights,
+        "content_hash": source.content_hash,
+        "device": compiled.executable.device_name,
+        "arithmetic": arithmetic,
+    }
+    if source.model is not None:
+        facts["parameters"] = str(sum(each.numel() for each in source.model.module.parameters()))
+    return facts
+
+
 def settle_backend(choices: ModelOptions, progress: Progress) -> ModelOptions:
     """The choices with what runs the target cpu, where that was left open; a note says which, and
     why. The native library is built now where it was not.

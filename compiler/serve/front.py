@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tilewright.compiler import __version__
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.matchers import grammars_of
 from tilewright.compiler.runtime.messages import Ready
@@ -21,7 +19,13 @@ from tilewright.compiler.serve.engine_client import TOKENIZER, EngineClient
 from tilewright.compiler.serve.engine_process import LOADING
 from tilewright.compiler.serve.errors import ApiError, invalid, unsupported
 from tilewright.compiler.serve.forms import Job
-from tilewright.compiler.serve.jobs import Served, make_job, read_calls, template_variables
+from tilewright.compiler.serve.jobs import (
+    Served,
+    fingerprint_of,
+    make_job,
+    read_calls,
+    template_variables,
+)
 from tilewright.compiler.serve.metrics import Metrics
 from tilewright.compiler.serve.prepare import Prompt, check_prompt, encode, render_chat
 from tilewright.compiler.serve.requests import (
@@ -102,9 +106,7 @@ class Front:
             name = f"replica {engine}: " if len(self.client.engines) > 1 else ""
             tell(f"tilewright: {name}{capacity(ready)}")
         self.defaults = {**self.settings.defaults, **json.loads(ready.facts.get("sampling", "{}"))}
-        facts = [f"{key}={ready.facts[key]}" for key in sorted(ready.facts)]
-        digest = hashlib.sha256("\n".join([__version__, *facts]).encode())
-        self.fingerprint = f"fp_{digest.hexdigest()[:16]}"
+        self.fingerprint = fingerprint_of(ready.facts)
 
     def names(self, ready: Ready) -> tuple[str, ...]:
         """What the model is called, the reported name first."""

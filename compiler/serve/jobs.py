@@ -5,12 +5,14 @@ Knows no event loop and no HTTP: the server's front and offline batches make the
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tilewright.compiler import __version__
 from tilewright.compiler.runtime.grammar import GrammarSpec
 from tilewright.compiler.runtime.messages import Ready
 from tilewright.compiler.runtime.sampling import SamplingParams
@@ -40,6 +42,13 @@ class Served:
     name: str
     fingerprint: str
     defaults: Mapping[str, float]
+
+
+def fingerprint_of(facts: Mapping[str, str]) -> str:
+    """The name of what makes a model's answers what they are: equal where all of it is equal."""
+    told = [f"{key}={facts[key]}" for key in sorted(facts)]
+    digest = hashlib.sha256("\n".join([__version__, *told]).encode())
+    return f"fp_{digest.hexdigest()[:16]}"
 
 
 def template_variables(

@@ -1,0 +1,1 @@
+"""Offline batches: data sets that are made, and our runs beside those of others."""

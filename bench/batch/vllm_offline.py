@@ -1,0 +1,52 @@
+"""vLLM's offline engine on a data set of ``make-batch --token-ids``: the same rows and lengths.
+
+``python vllm_offline.py FOLDER ROWS.jsonl [seats]``: FOLDER has a ``config.json``; its weights are
+random. Runs where vLLM is installed; imports nothing of Tilewright's. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main(folder: str, path: str, seats: str = "256") -> int:
+    """Generate every row to its own length; prints what it took."""
+    from vllm import LLM, SamplingParams
+
+    rows = [json.loads(line)["body"] for line in Path(path).read_text().splitlines()]
+    engine = LLM(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=int(seats),
+        enable_prefix_caching=False,
+        gpu_memory_utilization=0.9,
+    )
+    asked: list[Any] = [{"prompt_token_ids": row["prompt"]} for row in rows]
+    params = [
+        SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=row["max_tokens"], detokenize=False
+        )
+        for row in rows
+    ]
+    engine.generate(asked[:2], params[:2], use_tqdm=False)
+    began = time.perf_counter()
+    outputs = engine.generate(asked, params, use_tqdm=False)
+    seconds = time.perf_counter() - began
+    count = sum(len(each.outputs[0].token_ids) for each in outputs)
+    assert count == sum(row["max_tokens"] for row in rows), "an answer ended early"
+    prompts = sum(len(row["prompt"]) for row in rows)
+    found = {"engine": "vLLM", "rows": len(rows), "seats": int(seats), "seconds": seconds}
+    rates = {"prompt_tokens": prompts, "output_tokens": count}
+    print(json.dumps({**found, **rates, "output_tokens_per_second": count / seconds}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

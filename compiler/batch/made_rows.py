@@ -1,0 +1,49 @@
+"""Rows that are made up: random token ids of one length, for measuring."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.compiler.batch.dataset import encode, spent, write_json
+from tilewright.compiler.batch.records import Item, Record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeRows:
+    """``count`` prompts of ``input_len`` random ids below ``vocabulary``, from a seed; each is
+    answered by ``output_len`` tokens.
+    """
+
+    count: int
+    input_len: int
+    output_len: int
+    vocabulary: int
+    seed: int
+    name: str = "random prompts"
+    suffixes: tuple[str, ...] = (".jsonl", ".json")
+
+    @property
+    def content_hash(self) -> str:
+        """All that they are made of."""
+        return f"{self.input_len} {self.output_len} {self.vocabulary} {self.seed}"
+
+    def __len__(self) -> int:
+        return self.count
+
+    def length(self, row: int) -> int:
+        """The same of every row."""
+        return self.output_len
+
+    def item(self, row: int) -> Item:
+        """A completion of random ids."""
+        draw = random.Random(f"{self.seed} {row}")
+        prompt = [draw.randrange(self.vocabulary) for _ in range(self.input_len)]
+        return Item(row, False, encode({"prompt": prompt, "max_tokens": self.output_len}))
+
+    def write(self, path: Path, records: Iterable[Record]) -> None:
+        """An object a row: its number and its answer."""
+        lines = (encode({"row": each.row + 1, **spent(each, "text")}) for each in records)
+        write_json(path, lines, is_list=path.suffix == ".json")

@@ -1,0 +1,169 @@
+"""From a row's body to a job, as the server's front makes it, but at once and without waiting."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import msgspec
+
+from tilewright.compiler.batch.records import Item
+from tilewright.compiler.errors import ConfigError, RequestError
+from tilewright.compiler.runtime.grammar import GrammarSpec
+from tilewright.compiler.runtime.matchers import Grammars
+from tilewright.compiler.serve.errors import ApiError, refuse, unsupported
+from tilewright.compiler.serve.forms import Job
+from tilewright.compiler.serve.jobs import Served, make_job, read_calls, template_variables
+from tilewright.compiler.serve.prepare import Prompt, check_prompt, encode, render_chat
+from tilewright.compiler.serve.requests import (
+    ChatRequest,
+    Common,
+    CompletionRequest,
+    check_chat,
+    check_common,
+    decode,
+)
+from tilewright.compiler.serve.structured import behind_reasoning, read_grammar
+from tilewright.compiler.serve.template import TemplateFacts
+from tilewright.compiler.serve.tools.asked import ToolsAsked, read_tools
+from tilewright.compiler.serve.tools.grammars import call_grammar
+
+_SEED_BITS = 63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparer:
+    """Makes jobs of rows. The same row gives the same job, whenever it is asked.
+
+    Attributes:
+        max_tokens: of an answer whose request does not say; None: what there is room for.
+        ignore_eos: whether answers go on behind the model's end tokens.
+        seed: rows that name none are given one of their own, made of this and of their number.
+        created: what answers say of when they were made, in seconds since 1970.
+    """
+
+    served: Served
+    template: TemplateFacts
+    grammars: Grammars
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+    seed: int = 0
+    created: int = 0
+
+    def job(self, item: Item) -> Job:
+        """The job of a row.
+
+        Raises:
+            ApiError: 400 for what the server would refuse.
+        """
+        if item.is_chat:
+            job = self._chat(self._with_defaults(decode(item.body, ChatRequest)[0], item))
+        else:
+            asked = self._with_defaults(decode(item.body, CompletionRequest)[0], item)
+            job = self._completion(asked)
+        kind = "chatcmpl" if item.is_chat else "cmpl"
+        job.request_id, job.created = f"{kind}-{item.row}", self.created
+        return job
+
+    def _with_defaults(self, request: Common, item: Item) -> Common:
+        changes: dict[str, object] = {}
+        if request.seed is None:
+            digest = hashlib.blake2b(f"{self.seed} {item.row}".encode(), digest_size=8).digest()
+            changes["seed"] = int.from_bytes(digest) >> (64 - _SEED_BITS)
+        if request.max_tokens is None:
+            changes["max_tokens"] = self.max_tokens
+        if self.ignore_eos:
+            changes["ignore_eos"] = True
+        return msgspec.structs.replace(request, **changes)
+
+    def _chat(self, request: Common) -> Job:
+        assert isinstance(request, ChatRequest)
+        check_chat(request)
+        coder, ready = self.served.coder, self.served.ready
+        tools = read_tools(request.tools, request.tool_choice, request.parallel_tool_calls)
+        if tools is not None:
+            self.template.checked_format()
+        text = render_chat(
+            coder,
+            request.messages,
+            facts=self.template,
+            tools=tools,
+            variables=template_variables(
+                {}, request.chat_template_kwargs, request.reasoning_effort
+            ),
+            continues=bool(request.continue_final_message),
+            opens=request.add_generation_prompt is not False,
+        )
+        prompt = encode(coder, text, ready, add_special=False)
+        check_prompt(prompt, ready, "messages")
+        grammar = self._grammar(request)
+        if tools is not None:
+            grammar = self._call_grammar(tools, text, grammar)
+        elif grammar is not None:
+            grammar = behind_reasoning(grammar, text, coder)
+        job = make_job(
+            self.served,
+            request,
+            [prompt],
+            limit=request.max_completion_tokens or request.max_tokens,
+            num_top=(request.top_logprobs or 0) if request.logprobs else None,
+            is_chat=True,
+            grammar=grammar,
+        )
+        if tools is not None:
+            read_calls(job, tools, self.template.checked_format())
+        return job
+
+    def _completion(self, request: Common) -> Job:
+        assert isinstance(request, CompletionRequest)
+        check_common(request)
+        coder, ready, prompts = self.served.coder, self.served.ready, []
+        if request.suffix:
+            raise unsupported("suffix", "text is only continued at its end")
+        for given in request.prompts():
+            if isinstance(given, str):
+                prompt = encode(coder, given, ready, add_special=True)
+            else:
+                prompt = Prompt("", tuple(given))
+            check_prompt(prompt, ready, "prompt")
+            if request.echo and not isinstance(given, str):
+                prompt = Prompt(coder.decode(given), prompt.tokens)
+            prompts.append(prompt)
+        return make_job(
+            self.served,
+            request,
+            prompts,
+            limit=request.max_tokens,
+            num_top=request.logprobs,
+            is_chat=False,
+            grammar=self._grammar(request),
+        )
+
+    def _grammar(self, request: Common) -> GrammarSpec | None:
+        asked = read_grammar(request)
+        if asked is None:
+            return None
+        self._check(*asked)
+        return asked[0]
+
+    def _check(self, spec: GrammarSpec, param: str) -> None:
+        try:
+            self.grammars.check(spec)
+        except (RequestError, ConfigError) as error:
+            raise refuse(error, "invalid_grammar", param) from None
+
+    def _call_grammar(
+        self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
+    ) -> GrammarSpec | None:
+        """What holds an answer to calls of ``tools``; None where nothing can and nothing must."""
+        form = self.template.checked_format()
+        spec = call_grammar(tools, form, self.served.coder, prompt=prompt, otherwise=otherwise)
+        if spec is None:
+            return None
+        try:
+            self._check(spec, "tools")
+        except ApiError:
+            if tools.must_call or otherwise is not None or any(t.is_strict for t in tools.tools):
+                raise
+            return None
+        return spec

@@ -1,0 +1,204 @@
+"""``tilewright batch``: the rows of a file through an engine, their answers into another file."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.compiler.commands.asking import Sign
+from tilewright.compiler.commands.batch_options import RAY, BatchOptions, read_batch_options
+from tilewright.compiler.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from tilewright.compiler.batch.dataset import DataSet
+    from tilewright.compiler.batch.engine import Ended
+    from tilewright.compiler.batch.figures import Meter
+    from tilewright.compiler.batch.journal import Journal
+    from tilewright.compiler.batch.output import Output
+    from tilewright.compiler.batch.records import Item, Record
+    from tilewright.compiler.commands.batch_progress import Bar
+    from tilewright.compiler.commands.source import Source
+
+EXIT_ROWS_FAILED = 1
+
+
+def main(argv: list[str]) -> int:
+    """Run ``tilewright batch``; returns 1 where a row could not be answered."""
+    options = read_batch_options(argv)
+    with ExitStack() as stack:
+        path = options.output
+        if path is None:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            path = Path(folder) / f"answers{_suffix(options)}"
+        return _run(options, path, Sign())
+
+
+def _suffix(options: BatchOptions) -> str:
+    return options.input.suffix if options.input is not None else ".jsonl"
+
+
+def _run(options: BatchOptions, path: Path, sign: Sign) -> int:
+    import warnings
+
+    warnings.filterwarnings("ignore", module="torch")
+    from tilewright.compiler.batch.output import Output
+    from tilewright.compiler.commands.batch_engine import batch_facts, open_batch_source
+
+    sign.show("opening the data set")
+    data, source = _opened(options, None), None
+    if data is None:
+        source = open_batch_source(options)
+        data = _opened(options, source)
+        assert data is not None
+    output = Output(path)
+    if not output.check(data, resumes=options.resume):
+        sign.note(f"{path} is complete already")
+        return 0
+    source = source or open_batch_source(options)
+    rows = _chosen(options, len(data))
+    facts = {"data set": data.content_hash, "samples": f"{len(rows)} of {len(data)}"}
+    journal = output.begin({**facts, **batch_facts(options, source)})
+    with closing(journal):
+        if len(journal):
+            sign.note(f"{len(journal)} of {len(rows)} rows are there already")
+        meter = _answer(options, source, data, journal, rows=rows, sign=sign)
+        return _end(options, output, data, journal, rows=rows, meter=meter)
+
+
+def _opened(options: BatchOptions, source: Source | None) -> DataSet | None:
+    """The data set; None where it is made up of a model's tokens, and there is no model yet."""
+    from tilewright.compiler.batch.inputs import open_data_set
+    from tilewright.compiler.batch.made_rows import MadeRows
+
+    if options.input is not None:
+        return open_data_set(options.input, options.asking, is_plain=options.is_plain)
+    if source is None:
+        return None
+    assert options.num_samples and options.input_len and options.output_len
+    return MadeRows(
+        count=options.num_samples,
+        input_len=options.input_len,
+        output_len=options.output_len,
+        vocabulary=source.tokenizer.num_ids,
+        seed=options.seed,
+    )
+
+
+def _chosen(options: BatchOptions, count: int) -> list[int]:
+    """The rows that are answered, in their order."""
+    if options.num_samples is None or options.num_samples >= count:
+        return list(range(count))
+    return sorted(random.Random(options.seed).sample(range(count), options.num_samples))
+
+
+def _answer(
+    options: BatchOptions,
+    source: Source,
+    data: DataSet,
+    journal: Journal,
+    *,
+    rows: Sequence[int],
+    sign: Sign,
+) -> Meter | None:
+    """Answer the rows that have no answer yet; None where all have one."""
+    from tilewright.compiler.commands.batch_progress import Bar
+
+    # the longest first: what is left at the end is short, and no seat is empty for long
+    left = sorted((row for row in rows if row not in journal), key=data.length, reverse=True)
+    if not left:
+        return None
+    items = _items(data, left)
+    try:
+        with Bar(data, left, num_done=len(rows) - len(left)) as bar:
+            if options.engine_kind == RAY:
+                from tilewright.compiler.commands.batch_ray import run_on_ray
+
+                return _follow(run_on_ray(options, items, len(left), journal), journal, bar)
+            return _here(options, source, items, journal, bar=bar, sign=sign)
+    except KeyboardInterrupt:
+        sign.note(f"stopped; {len(journal)} of {len(rows)} rows are done, --resume goes on")
+        raise
+    finally:
+        journal.sync()
+
+
+def _here(
+    options: BatchOptions,
+    source: Source,
+    items: Iterator[Item | Record],
+    journal: Journal,
+    *,
+    bar: Bar,
+    sign: Sign,
+) -> Meter:
+    from tilewright.compiler.commands.batch_engine import batch_engine
+
+    created = journal.header.created
+    with batch_engine(options, source, created=created, progress=sign.progress) as engine:
+        sign.clear()
+        from tilewright.compiler.batch.figures import Meter
+
+        meter = Meter()
+        for ended in engine.run(items):
+            if ended:
+                meter.take(
+                    ended,
+                    num_steps=engine.num_steps,
+                    num_decoded=engine.num_output - engine.num_first,
+                )
+            _keep(ended, journal)
+            bar.show(ended, engine.num_output)
+        return meter
+
+
+def _follow(found: Iterator[list[Ended]], journal: Journal, bar: Bar) -> Meter:
+    from tilewright.compiler.batch.figures import Meter
+
+    meter = Meter()
+    for ended in found:
+        ended = [each for each in ended if each.record.row not in journal]
+        meter.take(ended)
+        _keep(ended, journal)
+        bar.show(ended, meter.num_output)
+    return meter
+
+
+def _keep(ended: Sequence[Ended], journal: Journal) -> None:
+    journal.add([each.record for each in ended])
+
+
+def _items(data: DataSet, rows: Sequence[int]) -> Iterator[Item | Record]:
+    """The rows as the engine is asked; of those that cannot be read, what is wrong with them."""
+    from tilewright.compiler.batch.records import refused
+
+    for row in rows:
+        try:
+            yield data.item(row)
+        except ApiError as error:
+            yield refused(row, error)
+
+
+def _end(
+    options: BatchOptions,
+    output: Output,
+    data: DataSet,
+    journal: Journal,
+    *,
+    rows: Sequence[int],
+    meter: Meter | None,
+) -> int:
+    output.finish(data, journal, journal.rows if options.unordered else rows)
+    if meter is not None:
+        print(json.dumps(meter.values()) if options.as_json else "\n".join(meter.lines()))
+    if not journal.num_failed:
+        return 0
+    where = "" if options.output is None else f"; their lines in {options.output} say why"
+    said = f"{journal.num_failed} of {len(rows)} rows could not be answered{where}"
+    print(f"tilewright: {said}", file=sys.stderr)
+    return EXIT_ROWS_FAILED

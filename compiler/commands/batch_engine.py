@@ -1,0 +1,122 @@
+"""An engine for batches, made of a command line: here, or in an actor of Ray's."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tilewright.compiler.batch.engine import BatchEngine
+from tilewright.compiler.batch.preparing import Preparer
+from tilewright.compiler.commands.batch_options import BatchOptions
+from tilewright.compiler.commands.source import (
+    Source,
+    compile_source,
+    open_source,
+    precision_of,
+    served_facts,
+)
+from tilewright.compiler.driver import Compiled
+from tilewright.compiler.runtime.matchers import grammars_of
+from tilewright.compiler.runtime.running import Policy
+from tilewright.compiler.runtime.service import EngineService, QueueTransport
+from tilewright.compiler.serve.jobs import Served, fingerprint_of
+from tilewright.compiler.serve.says import say
+from tilewright.compiler.serve.template import read_template
+from tilewright.compiler.targets.base import CompileOptions, Progress
+from tilewright.models.checkpoints.base import TokenizerSource
+from tilewright.models.tokenizer.load import load_tokenizer
+
+
+def open_batch_source(options: BatchOptions) -> Source:
+    """The model of a batch, with the tokenizer that was asked for; no weights are read."""
+    source = open_source(options.model.path)
+    if options.tokenizer is None:
+        return source
+    return replace(source, tokenizer=load_tokenizer(TokenizerSource(options.tokenizer)))
+
+
+def batch_facts(options: BatchOptions, source: Source) -> dict[str, str]:
+    """What a batch's answers depend on beside its rows, as far as it is known before loading."""
+    asking = options.asking
+    chosen = {**options.sampling, "seed": options.seed, "max_tokens": options.max_tokens}
+    return {
+        "model": source.name,
+        "weights": f"{source.weights} {source.content_hash}",
+        "tokenizer": source.tokenizer.content_hash(),
+        "target": options.model.target,
+        "precision": precision_of(source, options.model.precision).heading,
+        "compute": options.model.compute,
+        "arithmetic": str(options.engine["arithmetic"]),
+        "context": str(min(options.context, source.max_positions)),
+        "sampling": " ".join(f"{name}={chosen[name]}" for name in sorted(chosen)),
+        "ends": "ignored" if options.ignore_eos else "the model's",
+        "rows": f"{asking.prompt_column} {asking.answer_column} chat={asking.is_chat}",
+    }
+
+
+@contextmanager
+def batch_engine(
+    options: BatchOptions, source: Source, *, created: int, progress: Progress
+) -> Iterator[BatchEngine]:
+    """An engine that is compiled and warm; ``created``: what answers say of their time.
+
+    Raises:
+        TilewrightError: where the model, its precision and the target do not fit together.
+    """
+    engine = options.engine
+    compiled = compile_source(
+        source,
+        options.model,
+        CompileOptions(
+            max_batch=options.seats,
+            max_context=min(options.context, source.max_positions),
+            compute=options.model.compute,
+            num_threads=engine["threads"],
+            memory_fraction=engine["memory_fraction"],
+            is_strict=options.is_strict,
+            max_step_tokens=engine["step_tokens"],
+        ),
+        progress,
+        use_cache=not engine["no_cache"],
+    )
+    for note in compiled.notes:
+        say(note)
+    with closing(compiled.executable), tempfile.TemporaryDirectory() as folder:
+        yield _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
+
+
+def _made(
+    options: BatchOptions, source: Source, compiled: Compiled, *, created: int, folder: Path
+) -> BatchEngine:
+    source.tokenizer.save(folder)  # for grammars, which are compiled for it
+    executable, transport = compiled.executable, QueueTransport()
+    grammars = grammars_of(folder, source.tokenizer.eos_ids, executable.vocab_size)
+    policy = Policy(
+        step_ms=0.0,
+        step_tokens=options.engine["step_tokens"],
+        reuses=not options.engine["no_prefix_cache"],
+        host_bytes=int(options.engine["host_cache"] * 1e9),
+    )
+    service = EngineService(executable, transport, policy=policy, grammars=grammars)
+    service.loop.warm_up()
+    facts = served_facts(source, compiled, arithmetic=options.engine["arithmetic"])
+    served = Served(
+        ready=service.ready(facts),
+        coder=source.tokenizer,
+        name=source.name,
+        fingerprint=fingerprint_of(facts),
+        defaults=options.sampling,
+    )
+    preparer = Preparer(
+        served=served,
+        template=read_template(source.tokenizer, None),
+        grammars=grammars,
+        max_tokens=options.max_tokens,
+        ignore_eos=options.ignore_eos,
+        seed=options.seed,
+        created=created,
+    )
+    return BatchEngine(service, transport, preparer)

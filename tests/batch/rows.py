@@ -1,0 +1,70 @@
+"""Records and a data set for tests of batches, and a batch engine on a null or tiny executable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from tilewright.compiler.batch.engine import BatchEngine, Ended
+from tilewright.compiler.batch.preparing import Preparer
+from tilewright.compiler.batch.records import Item, Record, refused
+from tilewright.compiler.runtime.matchers import grammars_of
+from tilewright.compiler.runtime.service import EngineService, QueueTransport
+from tilewright.compiler.serve.errors import ApiError
+from tilewright.compiler.serve.jobs import Served
+from tilewright.compiler.serve.template import read_template
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.null import NullExecutable
+from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+
+VOCABULARY = 256
+
+
+def record(row: int, text: str = "a", *, status: int = 200) -> Record:
+    """What became of a row of one choice, or an error."""
+    if status != 200:
+        return refused(row, ApiError(status, "invalid_value", text))
+    said = {"choices": [{"text": text, "finish_reason": "stop"}]}
+    raw = msgspec.Raw(msgspec.json.encode(said))
+    return Record(row=row, prompt_tokens=2, completion_tokens=len(text), body=raw)
+
+
+def null_executable(seats: int = 4, context: int = 64) -> NullExecutable:
+    """One that chooses token 0, always."""
+    options = CompileOptions(max_batch=seats, max_context=context)
+    return NullExecutable(VOCABULARY, options, NumericContract((), ()))
+
+
+def null_engine(
+    folder: Path, executable: NullExecutable | None = None, *, ignore_eos: bool = True
+) -> BatchEngine:
+    """A batch engine on an executable that needs no weights; its tokens are bytes."""
+    tokenizer = byte_tokenizer(VOCABULARY, "null")
+    tokenizer.save(folder / "tokenizer")
+    transport = QueueTransport()
+    service = EngineService(executable or null_executable(), transport)
+    grammars = grammars_of(folder / "tokenizer", tokenizer.eos_ids, VOCABULARY)
+    served = Served(
+        ready=service.ready({}), coder=tokenizer, name="null", fingerprint="fp", defaults={}
+    )
+    preparer = Preparer(
+        served=served,
+        template=read_template(tokenizer, None),
+        grammars=grammars,
+        ignore_eos=ignore_eos,
+    )
+    return BatchEngine(service, transport, preparer)
+
+
+def run(engine: BatchEngine, items: Sequence[Item | Record]) -> Iterator[Ended]:
+    """All that has ended, in the order in which it did."""
+    for ended in engine.run(iter(items)):
+        yield from ended
+
+
+def completion(row: int, **body: object) -> Item:
+    """A row that is continued."""
+    return Item(row, False, msgspec.json.encode({"prompt": "abc", **body}))
