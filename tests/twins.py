@@ -13,13 +13,8 @@ import transformers
 from torch import Tensor
 
 from tests.tiny import random_tokens
-from tilewright.models.config import (
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    ModelConfig,
-    RopeConfig,
-)
+from tilewright.models.checkpoints.hf_config import hf_values
+from tilewright.models.config import LongRopeScaling, ModelConfig
 from tilewright.models.sources import TensorSource
 
 
@@ -92,19 +87,8 @@ def find_twin(model_type: str) -> Twin:
 def twin_of(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) -> Any:
     """A model of transformers, ready to be called; with ``tensors``, holding just those."""
     twin = find_twin(config.model_type)
-    values: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rope_parameters": hf_rope_parameters(config.rope, config.head_dim),
-    }
+    values = hf_values(config)
+    del values["model_type"]  # the class is of it
     theirs = twin.model(twin.config(**{**values, **twin.changes(config)}))
     if tensors is not None:
         left = theirs.load_state_dict(twin.loaded(dict(tensors)), strict=False)
@@ -112,33 +96,6 @@ def twin_of(config: ModelConfig, tensors: Mapping[str, Tensor] | None = None) ->
         assert left.missing_keys == (["lm_head.weight"] if config.tie_embeddings else [])
         theirs.tie_weights()
     return theirs.eval()
-
-
-def hf_rope_parameters(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
-    """What config.json says of a rotation."""
-    found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
-    if rope.num_rotated is not None:
-        found["partial_rotary_factor"] = rope.num_rotated / head_dim
-    scaling = rope.scaling
-    if isinstance(scaling, LinearScaling):
-        found |= {"rope_type": "linear", "factor": scaling.factor}
-    elif isinstance(scaling, Llama3Scaling):
-        found |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    elif isinstance(scaling, LongRopeScaling):
-        found |= {
-            "rope_type": "longrope",
-            "short_factor": list(scaling.short_factors),
-            "long_factor": list(scaling.long_factors),
-            "original_max_position_embeddings": scaling.original_max_positions,
-            "attention_factor": scaling.attention_factor,
-        }
-    return found
 
 
 def parameters_of(model: SimpleNamespace) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 from bench.peers.worker import cache_name
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.errors import ConfigError
+from tilewright.models.checkpoints.hf_config import hf_values
 
 BUILDER = "onnxruntime_genai.models.builder"
 _BUILD = (*PYTHON, "-m", BUILDER)
@@ -97,19 +98,8 @@ def hf_config(model: Any) -> dict[str, Any]:
         )
     return {
         "architectures": [_CLASSES[config.model_type]],
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_parameters": {"rope_theta": rope.theta, "rope_type": "default"},
+        **hf_values(config),
         "rope_theta": rope.theta,
-        "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
         "dtype": "float32",
         "bos_token_id": model.tokenizer.bos_id,

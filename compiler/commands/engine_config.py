@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.errors import CompileError
-from tilewright.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeConfig
+from tilewright.models.checkpoints.hf_config import hf_values
+from tilewright.models.config import ModelConfig, RopeConfig
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.cuda.engine.parts.settings import Settings
@@ -21,41 +22,18 @@ def engine_config(config: ModelConfig) -> dict[str, Any]:
     rope = config.rope
     if rope.freq_factors is not None or rope.num_rotated not in (None, config.head_dim):
         raise CompileError(f"{config.name}: rotates by factors, or some channels; {_ROTATIONS}")
-    return {
-        "model_type": config.model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": rope.theta,
-        "rope_scaling": _scaling(config),
-        "rope_style": "half",
-    }
+    values = hf_values(config)
+    del values["tie_word_embeddings"]  # weights without a head are tied
+    scaling = values.pop("rope_parameters")
+    theta = scaling.pop("rope_theta")
+    if scaling["rope_type"] not in _KINDS:
+        raise CompileError(f"{config.name}: {scaling['rope_type']} rotation; {_ROTATIONS}")
+    scaled = scaling if scaling["rope_type"] != "default" else None
+    return {**values, "rope_theta": theta, "rope_scaling": scaled, "rope_style": "half"}
 
 
+_KINDS = ("default", "linear", "llama3")
 _ROTATIONS = "allowed: plain, linear or llama3 rotation of all channels"
-
-
-def _scaling(config: ModelConfig) -> dict[str, Any] | None:
-    scaling = config.rope.scaling
-    if scaling is None:
-        return None
-    if isinstance(scaling, LinearScaling):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    if isinstance(scaling, Llama3Scaling):
-        return {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        }
-    raise CompileError(f"{config.name}: {type(scaling).__name__}; {_ROTATIONS}")
 
 
 def model_of(settings: Settings) -> SimpleNamespace:

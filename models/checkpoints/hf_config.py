@@ -9,7 +9,7 @@ from typing import Any
 from tilewright.compiler.errors import allowed
 from tilewright.models.architectures.table import architecture_of, check_model_type
 from tilewright.models.checkpoints.keys import Keys, read_head_dim, read_kv_heads
-from tilewright.models.checkpoints.rope import hf_rope
+from tilewright.models.checkpoints.rope import hf_rope, hf_rope_values
 from tilewright.models.checkpoints.windows import FULL
 from tilewright.models.config import (
     MAX_HEADS,
@@ -103,6 +103,24 @@ def config_of_hf(values: Mapping[str, object], *, where: Path | str) -> ModelCon
     _refuse_hf_extras(keys)
     assert isinstance(config, ModelConfig)
     return config
+
+
+def hf_values(config: ModelConfig) -> dict[str, Any]:
+    """What a ``config.json`` says of a model: the keys that all architectures have."""
+    return {
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.norm_eps,
+        "rope_parameters": hf_rope_values(config.rope, config.head_dim),
+        "tie_word_embeddings": config.tie_embeddings,
+    }
 
 
 def _text_values(

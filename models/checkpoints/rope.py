@@ -63,6 +63,33 @@ def hf_rope(
     return RopeConfig(theta, scaling, num_rotated=num_rotated if fraction != 1.0 else None)
 
 
+def hf_rope_values(rope: RopeConfig, head_dim: int) -> dict[str, Any]:
+    """The ``rope_parameters`` of config.json that say this rotation, factors by frequency aside."""
+    found: dict[str, Any] = {"rope_type": "default", "rope_theta": rope.theta}
+    if rope.num_rotated is not None:
+        found["partial_rotary_factor"] = rope.num_rotated / head_dim
+    scaling = rope.scaling
+    if isinstance(scaling, LinearScaling):
+        found |= {"rope_type": "linear", "factor": scaling.factor}
+    elif isinstance(scaling, Llama3Scaling):
+        found |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        }
+    elif isinstance(scaling, LongRopeScaling):
+        found |= {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short_factors),
+            "long_factor": list(scaling.long_factors),
+            "original_max_position_embeddings": scaling.original_max_positions,
+            "attention_factor": scaling.attention_factor,
+        }
+    return found
+
+
 def _check_sections(keys: Keys, key: str, counts: tuple[int, ...]) -> None:
     """Pairs that turn by each coordinate of an image's parts, which in text are all the position:
     how many there are of each changes nothing, but it must be what it is taken for.

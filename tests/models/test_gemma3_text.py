@@ -15,19 +15,20 @@ from torch import Tensor
 
 from tests import architecture_checks as checks
 from tests.tiny import compiled, prefill, random_tokens, tiny_model
-from tests.twins import Twin, assert_eager_equals_twin, hf_rope_parameters, twin_of
+from tests.twins import Twin, assert_eager_equals_twin, twin_of
 from tilewright.compiler.driver import trace_model
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import WEIGHT, info
 from tilewright.models.architectures.gemma3_text import Gemma3Config
 from tilewright.models.checkpoints.containers import open_checkpoint
 from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.checkpoints.rope import hf_rope_values
 from tilewright.models.config import LinearScaling, RopeConfig
 
 
 def _changes(config: Any) -> dict[str, Any]:
-    full = hf_rope_parameters(config.rope, config.head_dim)
-    sliding = hf_rope_parameters(config.local_rope, config.head_dim)
+    full = hf_rope_values(config.rope, config.head_dim)
+    sliding = hf_rope_values(config.local_rope, config.head_dim)
     return {
         "rope_parameters": {"full_attention": full, "sliding_attention": sliding},
         "layer_types": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.sweep_cells import cell, done, planned, speed_result
-from tilewright.compiler.bench import stats
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.cli import main
 from tilewright.compiler.commands.sweep import run
@@ -192,7 +192,7 @@ def test_a_cell_takes_little_longer_than_the_demo_s_own_run_of_it(
         begun = time.perf_counter()
         subprocess.run(demo, check=True, capture_output=True)
         runs.append(time.perf_counter() - begun)
-    assert stats.median(cells) <= 1.3 * stats.median(runs), (cells, runs)
+    assert statistics.median(cells) <= 1.3 * statistics.median(runs), (cells, runs)
 
 
 def run_of(model: Path) -> str:
