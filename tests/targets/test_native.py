@@ -276,6 +276,20 @@ def test_weights_on_large_pages_are_the_same(
     executable.close()
 
 
+def test_times_of_a_step_are_told_where_they_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TILEWRIGHT_NATIVE_TIMES", "1")
+    executable = compiled(tiny_model(num_layers=2), "cpu-native", precision=precision_of("bf16"))
+    prefill(executable, [3, 4])
+    executable.close()
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "native: 1 steps, microseconds a step"
+    counts = {line.split(" x ")[1]: int(line.split()[1]) for line in said[1:]}
+    assert counts["attend"] == 2 and counts["linear model.layers.*.mlp.down_proj.weight"] == 2
+    assert all(float(line.split()[0]) > 0 for line in said[1:])
+
+
 def test_more_threads_than_cores_are_allowed_and_said() -> None:
     model, num_cores = tiny_model(num_layers=1), describe_cpu().num_cores
     given = {"precision": precision_of("bf16"), "num_threads": num_cores + 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.targets.base import Capabilities, CompileOptions, MemoryUse, Seat
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cpu.native import library as lib
+from tilewright.compiler.targets.cpu.native import times
 from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS, Assembly, program_of
 from tilewright.compiler.targets.cpu.native.room import are_large_pages_worth
 from tilewright.compiler.targets.cpu.native.weights import Mapped
@@ -53,12 +55,15 @@ class NativeExecutable(HostExecutable):
         self.device_detail = _described(lib.ISA_NAMES[used], options.num_threads or 1)
         self._library = found
         self._lengths = [0] * options.max_batch
+        self._times: times.Times | None = None
         self._weight_bytes = sum(each.num_bytes for each in assembly.wanted)
         large_pages = are_large_pages_worth(self._weight_bytes)
         self._mapped = None if large_pages else mapped  # its engine reads it until it is closed
         self._engine: int | None = lib.open_engine(
             program_of(plan, assembly, mapped, options, isa=isa, large_pages=large_pages)
         )
+        if times.are_wanted():
+            self._times = times.Times(self._engine, assembly)
         self._sequence_bytes = int(found.tw_sequence_bytes(self._engine))
         self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
 
@@ -130,6 +135,8 @@ class NativeExecutable(HostExecutable):
         )
         failed = self._library.tw_step(self._engine, ctypes.byref(step))
         assert not failed, "the step does not fit the program"
+        if self._times is not None:
+            self._times.count_step()
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         self._library.tw_copy(self._engine, source, target, num_positions)
@@ -162,6 +169,8 @@ class NativeExecutable(HostExecutable):
 
     def close(self) -> None:
         if self._engine is not None:
+            if self._times is not None:
+                print(self._times.text(), file=sys.stderr)
             self._library.tw_close(self._engine)
             self._engine = None
 

@@ -23,53 +23,48 @@ struct Layer {
     int64_t query_bytes() const { return dim * (layout.is_bf16 ? 2 : 4); }
 };
 
-uint16_t bf16(float x) {
-    uint32_t u;
-    std::memcpy(&u, &x, 4);
-    return (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
-}
-
-// Cosine and sine of every pair of channels, token by token.
+// Cosines, then sines, of every pair of channels, token by token.
 struct Angles {
+    const Kernels& kernels;
     const float* all;
     int64_t num_pairs;
     bool interleaved;
-    float factor;
 
     // Turns one head's channels in place.
     void turn(float* x, int64_t token) const {
-        const float* own = all + token * num_pairs * 2;
+        const float *cosines = all + token * num_pairs * 2, *sines = cosines + num_pairs;
+        if (!interleaved) return kernels.turn(x, cosines, sines, num_pairs);
         for (int64_t i = 0; i < num_pairs; i++) {
-            float* first = interleaved ? x + 2 * i : x + i;
-            float* second = interleaved ? x + 2 * i + 1 : x + i + num_pairs;
-            float cosine = own[2 * i] * factor, sine = own[2 * i + 1] * factor, a = *first, b = *second;
-            *first = a * cosine - b * sine;
-            *second = b * cosine + a * sine;
+            float a = x[2 * i], b = x[2 * i + 1];
+            x[2 * i] = a * cosines[i] - b * sines[i];
+            x[2 * i + 1] = b * cosines[i] + a * sines[i];
         }
     }
 };
 
-void put_key(const Layer& layer, uint8_t* keys, int64_t position, const float* x) {
+// `x`: channels up to whole 16; as many bfloat16 behind them are free.
+void put_key(const Layer& layer, const Kernels& kernels, uint8_t* keys, int64_t position, float* x) {
     const int64_t lane = position % 16;
-    uint8_t* block = keys + position / 16 * layer.dim * 16 * (layer.layout.is_bf16 ? 2 : 4);
-    for (int64_t d = 0; d < layer.state.head_dim; d++) {
-        if (layer.layout.is_bf16) ((uint16_t*)block)[(d / 2 * 16 + lane) * 2 + d % 2] = bf16(x[d]);
-        else ((float*)block)[d * 16 + lane] = x[d];
-    }
+    uint32_t* block = (uint32_t*)(keys + position % kPositions / 16 * (layer.layout.chunk_bytes / 4));
+    uint32_t* values = (uint32_t*)x;  // a channel, or a pair of them, each
+    if (layer.layout.is_bf16) kernels.halves(x, layer.dim, (uint16_t*)(values += layer.dim));
+    const int64_t count = layer.layout.is_bf16 ? layer.dim / 2 : layer.dim;
+    for (int64_t d = 0; d < count; d++) block[d * 16 + lane] = values[d];
 }
 
 // `is_last`: no later position is written in this step; its neighbour in a pair is made 0, so that
 // what was there before weighs nothing, whatever it was.
-void put_value(const Layer& layer, uint8_t* values, int64_t position, const float* x, bool is_last) {
+void put_value(const Layer& layer, const Kernels& kernels, uint8_t* values, int64_t position, const float* x, bool is_last) {
     if (!layer.layout.is_bf16) {
-        std::memcpy((float*)values + position * layer.dim, x, layer.state.head_dim * 4);
+        std::memcpy((float*)values + position % kPositions * layer.dim, x, layer.state.head_dim * 4);
         return;
     }
-    uint16_t* to = (uint16_t*)values + position / 2 * layer.dim * 2;
-    for (int64_t d = 0; d < layer.state.head_dim; d++) {
-        to[d * 2 + position % 2] = bf16(x[d]);
-        if (is_last && position % 2 == 0) to[d * 2 + 1] = 0;
-    }
+    uint16_t* to = (uint16_t*)values + position % kPositions / 2 * layer.dim * 2;
+    const uint16_t* halves = (const uint16_t*)(x + layer.dim);
+    kernels.halves(x, layer.dim, (uint16_t*)halves);
+    for (int64_t d = 0; d < layer.dim; d++) to[d * 2 + position % 2] = halves[d];
+    if (is_last && position % 2 == 0)
+        for (int64_t d = 0; d < layer.dim; d++) to[d * 2 + 1] = 0;
 }
 
 // Turns the query heads of one key/value head of a token, which go to `queries`, and its key, which
@@ -85,18 +80,18 @@ void take_head(Worker& worker, const Layer& layer, int64_t token, int64_t sequen
         angles.turn(x, token);
         uint8_t* to = worker.engine.queries.data() + (token * layer.num_heads + query) * layer.query_bytes();
         if (!layer.layout.is_bf16) std::memcpy(to, x, layer.dim * 4);
-        else for (int64_t d = 0; d < layer.dim; d++) ((uint16_t*)to)[d] = bf16(x[d]);
+        else worker.kernels().halves(x, layer.dim, (uint16_t*)to);
     }
-    uint8_t* keys = worker.engine.cache_of(layer.each.state, step.seats[sequence]) + 2 * head * layer.layout.head_bytes;
     const int64_t position = step.positions[token];
+    uint8_t* keys = worker.engine.cache_of(layer.each.state, step.seats[sequence], head, position);
     const bool is_last = token + 1 == step.bounds[sequence + 1];
     std::memcpy(x, qkv + (layer.num_heads + head) * head_dim, head_dim * 4);
     angles.turn(x, token);
     if (bits) worker.kernels().round_blocks(x, head_dim, bits);
-    put_key(layer, keys, position, x);
+    put_key(layer, worker.kernels(), keys, position, x);
     std::memcpy(x, qkv + (layer.num_heads + layer.num_kv + head) * head_dim, head_dim * 4);
     if (bits) worker.kernels().round_blocks(x, head_dim, bits);
-    put_value(layer, keys + layer.layout.head_bytes, position, x, is_last);
+    put_value(layer, worker.kernels(), keys + layer.layout.chunk_bytes, position, x, is_last);
 }
 
 // What a thread needs to attend with the tokens of one piece of work.
@@ -143,8 +138,8 @@ void attend_tokens(Worker& worker, const Layer& layer, int64_t sequence, int64_t
         scratch.all_sum[row] = 0.0f;
         std::memset(scratch.all + row * dim, 0, dim * 4);
     }
-    const uint8_t* keys = worker.engine.cache_of(each.state, worker.step.seats[sequence]) + 2 * head * layer.layout.head_bytes;
-    const HeadCache cache{keys, keys + layer.layout.head_bytes, (int32_t)dim, layer.layout.is_bf16};
+    const uint8_t* keys = worker.engine.cache_of(each.state, worker.step.seats[sequence], head, 0);
+    const HeadCache cache{keys, keys + layer.layout.chunk_bytes, worker.engine.cache_step, (int32_t)dim, layer.layout.is_bf16};
     const Queries queries{(int32_t)rows, scratch.q, scratch.begins, scratch.ends, each.scale, each.soft_cap};
     const Partial partial{scratch.largest, scratch.sum, scratch.values};
     const int32_t limit = scratch.ends[rows - 1];
@@ -155,10 +150,16 @@ void attend_tokens(Worker& worker, const Layer& layer, int64_t sequence, int64_t
     for (int64_t row = 0; row < rows; row++) {
         int64_t token = first + row / layer.group, query = head * layer.group + row % layer.group;
         float* out = worker.at(each.out, token) + query * layer.state.head_dim;
-        // + 0: a negative zero would tell a row that stood beside others
-        for (int64_t d = 0; d < layer.state.head_dim; d++)
-            out[d] = scratch.all[row * dim + d] / scratch.all_sum[row] + 0.0f;
+        worker.kernels().divide(scratch.all + row * dim, scratch.all_sum[row], layer.state.head_dim, out);
     }
+}
+
+// The first keys that a token will see, while it is made ready.
+void ask_for_keys(const Worker& worker, const Layer& layer, int64_t sequence, int64_t head) {
+    const int64_t end = worker.step.positions[sequence] + 1, window = layer.each.window;
+    const int64_t first = window > 0 && end > window ? end - window : 0;
+    const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.seats[sequence], head, first);
+    for (int64_t at = 0; at < 2 * layer.layout.chunk_bytes; at += 64) __builtin_prefetch(keys + at, 0, 1);
 }
 
 int64_t sequence_of(const TwStep& step, int64_t token) {
@@ -175,15 +176,16 @@ int64_t sequence_of(const TwStep& step, int64_t token) {
 // Cosines and sines of every token, once a step.
 void make_angles(Worker& worker) {
     Engine& engine = worker.engine;
-    for (size_t table = 0; table < engine.frequencies.size(); table++) {
-        const TwTensor& tensor = engine.tensors[engine.frequencies[table]];
+    for (size_t table = 0; table < engine.angle_makers.size(); table++) {
+        const TwInstruction& maker = engine.instructions[engine.angle_makers[table]];
+        const TwTensor& tensor = engine.tensors[maker.other];
         const float* frequency = (const float*)tensor.data;
         worker.share(worker.step.num_tokens, [&](int64_t token) {
             float* to = (float*)engine.angles[table].data() + token * tensor.rows * 2;
             for (int32_t i = 0; i < tensor.rows; i++) {
                 float angle = (float)worker.step.positions[token] * frequency[i];
-                to[2 * i] = std::cos(angle);
-                to[2 * i + 1] = std::sin(angle);
+                to[i] = std::cos(angle) * maker.factor;
+                to[tensor.rows + i] = std::sin(angle) * maker.factor;
             }
         });
     }
@@ -194,10 +196,11 @@ void run_attend(Worker& worker, const TwInstruction& each, int32_t index) {
     const TwStep& step = worker.step;
     const Layer layer(engine, each);
     const float* turns = (const float*)engine.angles[engine.angles_of[index]].data();
-    const Angles angles{turns, engine.tensors[each.other].rows, (each.flags & TW_INTERLEAVED) != 0, each.factor};
+    const Angles angles{worker.kernels(), turns, engine.tensors[each.other].rows, (each.flags & TW_INTERLEAVED) != 0};
     if (step.num_tokens == step.num_sequences) {  // one token each: a head needs no other thread's
         worker.share(step.num_sequences * layer.num_kv, [&](int64_t i) {
             int64_t sequence = i / layer.num_kv, head = i % layer.num_kv;
+            ask_for_keys(worker, layer, sequence, head);
             take_head(worker, layer, sequence, sequence, head, angles);
             attend_tokens(worker, layer, sequence, head, sequence, sequence + 1);
         });

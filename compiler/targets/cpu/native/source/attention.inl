@@ -33,7 +33,7 @@ inline void score(const HeadCache& cache, const Queries& rows, int64_t row, int3
     const int64_t block = dim * width * 16;
     const float places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int two = 0; two < kChunk / 32; two++) {
-        const uint8_t* keys = cache.keys + (at / 16 + 2 * two) * block;
+        const uint8_t* keys = cache.keys + at / kChunk * cache.step + 2 * two * block;
         Tile<M> tile;
         clear(tile);
         dot_products<M>(cache, {keys, keys + block, 64, dim / per_column}, q, dim / per_column, tile);
@@ -85,7 +85,7 @@ template <int M>
 inline void gather_values(const HeadCache& cache, const Partial& partial, int64_t row, int32_t at, int32_t count, const AttendScratch& scratch, const float* kept) {
     const int64_t dim = cache.head_dim;
     const int64_t step = dim * 4, positions = cache.is_bf16 ? 2 : 1;
-    const uint8_t* values = cache.values + at / positions * step;
+    const uint8_t* values = cache.values + at / kChunk * cache.step;
     for (int64_t d = 0; d < dim; d += 32) {
         bool both = d + 16 < dim;
         Tile<M> tile;
@@ -103,6 +103,10 @@ inline void gather_values(const HeadCache& cache, const Partial& partial, int64_
             if (both) store(to + 16, tile.at[m][1]);
         }
     }
+}
+
+inline void ask_for(const uint8_t* from, int64_t num_bytes) {
+    for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(from + at, 0, 1);
 }
 
 struct Attend {
@@ -124,10 +128,14 @@ struct Attend {
         }
         first = first < begin ? begin : first / kChunk * kChunk;
         last = last > end ? end : last;
+        const int64_t bytes = kChunk * cache.head_dim * (cache.is_bf16 ? 2 : 4);
         for (int32_t at = first; at < last; at += kChunk) {
             float kept[M];
+            const bool asks = !row && at + kChunk < last;
+            if (asks) ask_for(cache.keys + (at / kChunk + 1) * cache.step, bytes);
             score<M>(cache, queries, row, at, scratch);
             weigh<M>(cache, running, scratch, kept);
+            if (asks) ask_for(cache.values + (at / kChunk + 1) * cache.step, bytes);
             gather_values<M>(cache, partial, row, at, last - at < kChunk ? last - at : kChunk, scratch, kept);
         }
         for (int m = 0; m < M; m++) {

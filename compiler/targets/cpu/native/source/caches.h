@@ -1,8 +1,10 @@
-// Keys and values of a layer's heads, seat by seat, in the order in which attention reads them.
+// Keys and values of sequences, in the order in which attention reads them: seat by seat, of a seat
+// 64 positions after another, of these layer by layer, and of a layer its heads, keys then values.
+// So what a seat takes grows from its beginning, and large pages are filled.
 //
-// bfloat16: keys [positions / 16][dim / 2][16][2], values [positions / 2][dim][2]; a pair is two
+// Of 64 positions, bfloat16: keys [4][dim / 2][16][2], values [32][dim][2]; a pair is two
 // neighbouring channels of a key, or one channel of two neighbouring positions. float: keys
-// [positions / 16][dim][16], values [positions][dim]. Channels are padded with zeros to whole 16.
+// [4][dim][16], values [64][dim]. Channels are padded with zeros to whole 16.
 #pragma once
 
 #include "panels.h"
@@ -13,20 +15,16 @@ constexpr int kPositions = 64;   // a cache's positions are whole such chunks
 constexpr int kSegment = 512;    // positions that are attended to on their own, then merged
 
 struct CacheLayout {
-    int64_t dim, head_bytes, seat_bytes;  // of keys or of values; of both, of all heads
-    bool is_bf16;
+    int64_t dim = 0, chunk_bytes = 0;  // of 64 positions of a head's keys, or of its values
+    int64_t offset = 0;                // among all that a seat has of 64 positions
+    bool is_bf16 = false;
 
-    CacheLayout(const TwState& state, int64_t max_context) : dim(0), head_bytes(0), seat_bytes(0), is_bf16(false) {
+    explicit CacheLayout(const TwState& state) {
         if (state.kind != TW_KEYS_VALUES) return;
         dim = rounded(state.head_dim, kLanes);
         is_bf16 = state.is_bf16;
-        head_bytes = rounded(max_context, kPositions) * dim * (is_bf16 ? 2 : 4);
-        seat_bytes = rounded(2 * state.num_heads * head_bytes, 4096);
+        chunk_bytes = kPositions * dim * (is_bf16 ? 2 : 4);
     }
-
-    // Bytes that the first positions take of the keys, or the values, of a head; whole blocks of 16.
-    int64_t bytes_of(int64_t num_positions) const { return rounded(num_positions, 16) * position_bytes(); }
-    int64_t position_bytes() const { return dim * (is_bf16 ? 2 : 4); }
 };
 
 // Floats that a seat keeps of a state whatever its length: a window is [positions][channels], a

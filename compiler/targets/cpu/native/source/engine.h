@@ -65,15 +65,15 @@ struct Engine {
     std::vector<int64_t> widths;             // of buffers, rounded to whole lanes
     std::vector<Memory> buffers;
     std::vector<CacheLayout> layouts;
-    std::vector<int64_t> cache_offsets;      // of states
-    std::unique_ptr<Memory> cache;
+    int64_t cache_step = 0, seat_bytes = 0;  // of 64 positions of all layers; of all positions
+    Memory cache;
     std::vector<int64_t> kept_offsets;       // of states, in bytes of what a seat keeps
     int64_t kept_bytes = 0;                  // of a seat
     Memory kept;
     Routing routing;
     std::vector<int32_t> angles_of;          // of instructions: which table of angles, or -1
-    std::vector<int32_t> frequencies;        // of tables: a tensor
-    std::vector<Memory> angles;              // [tokens][frequencies][cosine, sine]
+    std::vector<int32_t> angle_makers;       // of tables: an instruction that reads it
+    std::vector<Memory> angles;              // [tokens][cosines, sines][frequencies], by its factor
     Memory operand;                          // of many rows, for all threads
     std::vector<Memory> scratch;             // of threads
     Memory queries;                          // of all tokens and heads
@@ -82,11 +82,14 @@ struct Engine {
     std::vector<std::atomic<int32_t>> counters;
     std::vector<Pieces> pieces;              // of threads
     uint32_t turns = 0;                      // of even sharing, before the present step
+    int64_t* times = nullptr;                // of instructions; see tw_times
     std::vector<int32_t> next_products;      // of instructions: the next product, or this one
     Memory weights;                          // where they are held on large pages
 
-    uint8_t* cache_of(int state, int seat) const {
-        return cache->data() + cache_offsets[state] + seat * layouts[state].seat_bytes;
+    // The keys of a head in 64 positions; its values follow.
+    uint8_t* cache_of(int state, int64_t seat, int64_t head, int64_t position) const {
+        const CacheLayout& layout = layouts[state];
+        return cache.data() + seat * seat_bytes + position / kPositions * cache_step + layout.offset + 2 * head * layout.chunk_bytes;
     }
     float* kept_of(int state, int seat) const { return (float*)(kept.data() + seat * kept_bytes + kept_offsets[state]); }
 };

@@ -91,6 +91,7 @@ int64_t tw_seat_bytes(void* engine, int32_t num_positions);
 int64_t tw_sequence_bytes(void* engine);      // of what a seat keeps whatever its length
 void tw_save(void* engine, int32_t seat, void* to);
 void tw_load(void* engine, int32_t seat, const void* from);
+void tw_times(void* engine, int64_t* times);  // nanoseconds are added to each instruction's from now on; or null
 void tw_close(void* engine);
 }
 #pragma GCC visibility pop

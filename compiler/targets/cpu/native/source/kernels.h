@@ -35,10 +35,11 @@ struct PanelPair {
     const uint8_t* ahead[2];
 };
 
-// Keys and values of one head of one sequence; see caches.h.
+// Keys and values of one head of one sequence; `step` bytes from 64 positions to the next; see caches.h.
 struct HeadCache {
     const uint8_t* keys;
     const uint8_t* values;
+    int64_t step;
     int32_t head_dim, is_bf16;
 };
 
@@ -86,6 +87,9 @@ struct Kernels {
     void (*blend)(float old, float own, const float* values, int64_t count, float* into);
     void (*to_fp32)(int kind, const uint8_t* panel, int64_t columns, float* out);
     void (*attend)(const HeadCache&, const Queries&, int32_t begin, int32_t end, const Partial&);
+    void (*turn)(float* x, const float* cosines, const float* sines, int64_t num_pairs);
+    void (*halves)(const float* x, int64_t count, uint16_t* out);  // bfloat16, no padding
+    void (*divide)(const float* x, float by, int64_t count, float* out);
     void (*softmax)(const float* x, int64_t count, float* out);
     void (*weigh)(const float* values, const float* weights, int64_t num_values, int64_t stride, int64_t count, float* out);
     void (*unit)(const float* x, int64_t count, float factor, float* out);

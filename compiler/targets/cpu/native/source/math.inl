@@ -114,6 +114,31 @@ void to_bf16(const float* x, int64_t count, uint16_t* out) {
     }
 }
 
+void halves(const float* x, int64_t count, uint16_t* out) {
+    by_lanes(count, [=](int64_t at, int lanes) {
+        uint16_t whole[kLanes];
+        store_halves(lanes < kLanes ? whole : out + at, rounded_to_bf16(load_some(x + at, lanes)));
+        if (lanes < kLanes) __builtin_memcpy(out + at, whole, lanes * 2);
+    });
+}
+
+// Pairs of channels, `num_pairs` apart, by their angles; in place.
+void turn(float* x, const float* cosines, const float* sines, int64_t num_pairs) {
+    by_lanes(num_pairs, [=](int64_t at, int lanes) {
+        vf a = load_some(x + at, lanes), b = load_some(x + num_pairs + at, lanes);
+        vf cosine = load_some(cosines + at, lanes), sine = load_some(sines + at, lanes);
+        store_some(x + at, sub(mul(a, cosine), mul(b, sine)), lanes, false);
+        store_some(x + num_pairs + at, add(mul(b, cosine), mul(a, sine)), lanes, false);
+    });
+}
+
+// + 0: a negative zero would tell a row that stood beside others
+void divide(const float* x, float by, int64_t count, float* out) {
+    by_lanes(count, [=](int64_t at, int lanes) {
+        store_some(out + at, add(div(load_some(x + at, lanes), spread(by)), zeros()), lanes, false);
+    });
+}
+
 void swiglu(const float* gate, const float* up, int64_t count, float* out) {
     by_lanes(count, [=](int64_t at, int lanes) {
         store_some(out + at, silu_times(load_some(gate + at, lanes), load_some(up + at, lanes)), lanes, false);

@@ -74,19 +74,21 @@ const Kernels* choose(int32_t isa) {
 constexpr double kMostState = 0x1p46;  // bytes; sums of more might not fit their integers
 
 void place_caches(Engine& engine) {
-    int64_t total = 0;
+    const double num_chunks = (double)rounded(engine.program.max_context, kPositions) / kPositions;
     double wanted = 0;
     for (const TwState& state : engine.states) {
-        double of_seat = state.kind == TW_KEYS_VALUES ? 2.0 * state.num_heads * CacheLayout(state, engine.program.max_context).head_bytes : 4.0 * num_kept(state);
+        double of_seat = state.kind == TW_KEYS_VALUES ? 2.0 * state.num_heads * num_chunks * CacheLayout(state).chunk_bytes : 4.0 * num_kept(state);
         wanted += (of_seat + 8192) * engine.program.max_seats;
     }
     if (wanted > kMostState) throw std::bad_alloc();
     for (const TwState& state : engine.states) {
-        engine.layouts.emplace_back(state, engine.program.max_context);
-        engine.cache_offsets.push_back(total);
-        total += engine.layouts.back().seat_bytes * engine.program.max_seats;
+        engine.layouts.emplace_back(state);
+        engine.layouts.back().offset = engine.cache_step;
+        engine.cache_step += 2 * state.num_heads * engine.layouts.back().chunk_bytes;
     }
-    engine.cache = std::make_unique<Memory>(total);
+    engine.seat_bytes = rounded((int64_t)num_chunks * engine.cache_step, 4096);
+    engine.cache = Memory(engine.seat_bytes * engine.program.max_seats);
+    if (engine.program.large_pages) engine.cache.use_large_pages();
     for (const TwState& state : engine.states) {
         engine.kept_offsets.push_back(engine.kept_bytes);
         engine.kept_bytes += rounded(num_kept(state) * 4, 64);
@@ -130,9 +132,12 @@ void place_buffers(Engine& engine) {
         int64_t rows = rounded(16 * each.num_heads / engine.states[each.state].num_heads, 16);
         attend_bytes = std::max(attend_bytes, rows * layout.dim * 12 + rows * 6 * 4 + 4096);
         size_t table = 0;
-        while (table < engine.frequencies.size() && engine.frequencies[table] != each.other) table++;
-        if (table == engine.frequencies.size()) {
-            engine.frequencies.push_back(each.other);
+        for (; table < engine.angle_makers.size(); table++) {
+            const TwInstruction& maker = engine.instructions[engine.angle_makers[table]];
+            if (maker.other == each.other && maker.factor == each.factor) break;
+        }
+        if (table == engine.angle_makers.size()) {
+            engine.angle_makers.push_back((int32_t)i);
             engine.angles.emplace_back(tokens * engine.tensors[each.other].rows * 8);
         }
         engine.angles_of.back() = (int32_t)table;
@@ -209,7 +214,7 @@ Engine* open_program(const TwProgram& program) {
     engine->program.states = engine->states.data();
     engine->program_widths.assign(program.widths, program.widths + program.num_buffers);
     engine->program.widths = engine->program_widths.data();
-    size_t regions = engine->instructions.size() * kRegions + engine->frequencies.size();
+    size_t regions = engine->instructions.size() * kRegions + engine->angle_makers.size();
     engine->counters = std::vector<std::atomic<int32_t>>(regions);
     engine->pieces = std::vector<Pieces>(program.num_threads);
     find_next_products(*engine);

@@ -1,6 +1,7 @@
 // A step: all threads walk over the instructions together.
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 #include "engine.h"
@@ -57,6 +58,12 @@ void run_rows(Worker& worker, const TwInstruction& each) {
     });
 }
 
+void add_time(int64_t& to, std::chrono::steady_clock::time_point& since) {
+    const auto now = std::chrono::steady_clock::now();
+    to += std::chrono::duration_cast<std::chrono::nanoseconds>(now - since).count();
+    since = now;
+}
+
 struct Context {
     Engine& engine;
     const TwStep& step;
@@ -68,6 +75,7 @@ void run_step(void* given, int thread) {
     Engine& engine = context.engine;
     const TwStep& step = context.step;
     Worker worker{engine, step, thread, step.num_tokens, engine.turns};
+    auto since = std::chrono::steady_clock::now();
     make_angles(worker);
     for (size_t i = 0; i < engine.instructions.size(); i++) {
         const TwInstruction& each = engine.instructions[i];
@@ -84,6 +92,7 @@ void run_step(void* given, int thread) {
             default: run_rows(worker, each);
         }
         if (i + 1 < engine.instructions.size()) worker.meet();
+        if (engine.times && thread == 0) add_time(engine.times[i], since);
     }
     if (thread == 0) context.turns = worker.turns;
 }
@@ -123,31 +132,23 @@ int32_t tw_step(void* engine, const TwStep* step) {
     return 0;
 }
 
+void tw_times(void* engine, int64_t* times) { ((Engine*)engine)->times = times; }
+
 void tw_clear(void* engine, int32_t seat) {
     Engine& own = *(Engine*)engine;
-    for (size_t i = 0; i < own.layouts.size(); i++)
-        if (own.layouts[i].seat_bytes) own.cache->release(own.cache_of((int)i, seat) - own.cache->data(), own.layouts[i].seat_bytes);
+    if (own.seat_bytes) own.cache.release(seat * own.seat_bytes, own.seat_bytes);
     if (own.kept_bytes) own.kept.release(seat * own.kept_bytes, own.kept_bytes);
 }
 
 void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions) {
     Engine& own = *(Engine*)engine;
-    for (size_t i = 0; i < own.layouts.size(); i++) {
-        const tw::CacheLayout& layout = own.layouts[i];
-        if (own.layouts[i].seat_bytes == 0) continue;
-        for (int32_t half = 0; half < 2 * own.states[i].num_heads; half++)
-            std::memcpy(own.cache_of((int)i, target) + half * layout.head_bytes,
-                        own.cache_of((int)i, source) + half * layout.head_bytes, layout.bytes_of(num_positions));
-    }
+    const int64_t num_bytes = tw::rounded(num_positions, tw::kPositions) / tw::kPositions * own.cache_step;
+    if (num_bytes) std::memcpy(own.cache.data() + target * own.seat_bytes, own.cache.data() + source * own.seat_bytes, num_bytes);
     if (own.kept_bytes) tw_load(engine, target, own.kept.data() + source * own.kept_bytes);
 }
 
 int64_t tw_seat_bytes(void* engine, int32_t num_positions) {
-    Engine& own = *(Engine*)engine;
-    int64_t total = 0;
-    for (size_t i = 0; i < own.layouts.size(); i++)
-        total += own.layouts[i].seat_bytes ? 2 * own.states[i].num_heads * own.layouts[i].position_bytes() * num_positions : 0;
-    return total;
+    return ((Engine*)engine)->cache_step / tw::kPositions * num_positions;
 }
 
 int64_t tw_sequence_bytes(void* engine) { return ((Engine*)engine)->kept_bytes; }
