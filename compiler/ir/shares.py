@@ -179,7 +179,10 @@ def _deal_attention(shares: Shares, attention: Node, second: Node, gates: list[N
             query_unit=query_unit,
         )
     except CompileError as error:
-        raise CompileError(f"{info(attention).fqn}: {error}") from None
+        is_of_blocks = "blocks" in str(error)
+        what = "key/value heads: " if is_of_blocks else ""
+        more = ", or formats with smaller blocks" if max(kv_unit, query_unit) > 1 else ""
+        raise CompileError(f"{info(attention).fqn}: {what}{error}{more}") from None
     for product in (q, *gates):
         shares.outputs[product] = heads.queries(head_dim).merged()
     for product in (k, v):
