@@ -5,18 +5,21 @@ stand. Tokens and positions go from one decode step to the next on the device.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Choice, Drawing, make_choice
 from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.cuda.seats import SeatTable, send
+from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import LIBRARY_ATTENTION, Steps
 from tilewright.compiler.targets.cuda.trials import read_trials
+from tilewright.compiler.targets.host import Sitting
 from tilewright.compiler.targets.program.instructions import Mixer, Plan
 from tilewright.compiler.targets.step import Seat
 
@@ -112,14 +115,20 @@ class DecodeBucket(_Bucket):
         self._steps = steps
         self._pass: Captured | None = None
 
-    def sit(self, table: SeatTable, at: Tensor, positions: Tensor) -> None:
-        """The seats in the rows ``at [B]`` of the table take the rows of this bucket, and read
-        their tokens at ``positions [B]``, which is negative in rows of padding.
+    def sit(self, table: SeatTable, seats: Sequence[Seat], positions: np.ndarray) -> Tensor:
+        """Up to B seats take the rows of this bucket, and read their tokens at ``positions``; the
+        rows ``[B]`` of the table that they have, padding's for the other rows.
         """
-        self.rows.tokens.copy_(table.tokens.index_select(0, at))
-        self.rows.positions.copy_(positions)
-        self.rows.slots.copy_(at.masked_fill(positions < 0, 0))
-        self.choice.gather(table, at)
+        assert self.rows.words is not None
+        staged, count = np.zeros((3, self.num_rows), dtype=np.int64), len(seats)
+        staged[0, :count] = staged[2, :count] = seats
+        staged[0, count:] = table.padding
+        staged[1, :count], staged[1, count:] = positions, -1
+        sent = send(staged, self._device)
+        self.rows.words[1:].copy_(sent[1:])
+        torch.index_select(table.tokens, 0, sent[0], out=self.rows.tokens)
+        self.choice.gather(table, sent[0])
+        return sent[0]
 
     def prepare(self) -> None:
         """Capture all that a step may run; rows must not hold anybody yet."""
@@ -153,7 +162,8 @@ class Seated:
     """The seats in the rows of a bucket, in order, and their rows of the table, padding included.
 
     ``drawing``: what their draws ask for; None where all are greedy. ``is_late``: some of them are
-    chosen for by the host.
+    chosen for by the host. ``lengths [B]`` (int64): positions that they hold, which go on here and
+    are the sittings' again once :meth:`settle` has said so.
     """
 
     seats: tuple[Seat, ...]
@@ -161,6 +171,18 @@ class Seated:
     at: Tensor
     drawing: Drawing | None
     is_late: bool
+    lengths: np.ndarray
+
+    def advance(self, state: PagedState) -> None:
+        """Each seat has one position more, for which it must have a page."""
+        np.add(self.lengths, 1, out=self.lengths)
+        state.check_all(self.seats, self.lengths)
+
+    def settle(self, sittings: Mapping[Seat, Sitting]) -> None:
+        """Tell those who still sit how many positions they hold."""
+        for seat, length in zip(self.seats, self.lengths.tolist(), strict=True):
+            if (sitting := sittings.get(seat)) is not None:
+                sitting.length = length
 
 
 class PromptBucket(_Bucket):
@@ -183,13 +205,13 @@ class PromptBucket(_Bucket):
         for drawing in EVERY_DRAWING:
             self._capture_draw(drawing)
 
-    def run(self, tokens: Tensor, first: int, slot: int, drawing: Drawing | None = None) -> None:
+    def run(
+        self, tokens: Sequence[int], first: int, slot: int, drawing: Drawing | None = None
+    ) -> None:
         """``tokens`` from position ``first`` on, of the sequence in ``slot``."""
         captured = self._capture(self._from_start(first))
-        count = len(tokens)
-        positions = torch.arange(first, first + count)
-        self.rows.upload(tokens, positions, torch.full_like(tokens, slot))
-        self.last.fill_(count - 1)
+        self.rows.upload(tokens, first, slot)
+        self.last.fill_(len(tokens) - 1)
         captured()
         if drawing is not None:
             self._draw(drawing)

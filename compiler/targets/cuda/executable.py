@@ -26,7 +26,7 @@ from tilewright.compiler.targets.cuda.pages import pages_of
 from tilewright.compiler.targets.cuda.ragged import join, one, split
 from tilewright.compiler.targets.cuda.readings import Ends, Readings
 from tilewright.compiler.targets.cuda.rows import Rows
-from tilewright.compiler.targets.cuda.seats import SeatTable, send
+from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.cuda.weights import Weights
@@ -178,6 +178,7 @@ class CudaExecutable(Executable):
     def _leave(self) -> None:
         """What the bucket that ran last holds of its seats goes back to the table."""
         if self._seated is not None:
+            self._seated.settle(self._sittings)
             self._table.give_back(self._seated.at, self._seated.bucket.rows.tokens)
             self._seated = None
 
@@ -198,24 +199,22 @@ class CudaExecutable(Executable):
         seated = self._seated
         bucket = seated.bucket
         is_late = seated.is_late or step.masked or step.logprobs is not None
-        for seat in seats:
-            self._sittings[seat].length += 1
-            self._state.check(seat, self._sittings[seat].length)
+        seated.advance(self._state)
         bucket.run(None if is_late else seated.drawing)
         logits = bucket.logits[: len(seats)]
         if is_late:
+            seated.settle(self._sittings)
             return self._choose_late(seats, logits, step)
         return self._chosen(seats, logits, bucket.choice, step)
 
     def _sit(self, seats: tuple[Seat, ...]) -> Seated:
         """Seats take the rows of the smallest bucket."""
         bucket = self._buckets.decode(len(seats))
-        at = self._table.index(seats, bucket.num_rows)
-        lengths = [self._sittings[seat].length for seat in seats]
-        padding = [-1] * (bucket.num_rows - len(seats))
-        bucket.sit(self._table, at, send(torch.tensor([*lengths, *padding]), self._device))
+        lengths = np.array([self._sittings[seat].length for seat in seats], dtype=np.int64)
+        at = bucket.sit(self._table, seats, lengths)
         chosen = [self._sittings[seat].choosing for seat in seats]
-        return Seated(seats, bucket, at, drawing_of(chosen), any(map(needs_host, chosen)))
+        is_late = any(map(needs_host, chosen))
+        return Seated(seats, bucket, at, drawing_of(chosen), is_late, lengths)
 
     def _chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
         """What the device chose, on its way to the host."""
@@ -281,17 +280,16 @@ class CudaExecutable(Executable):
 
     def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
         """Captured where it is short, and at most its last token wants logits."""
-        tokens = torch.tensor(chunk.tokens, dtype=torch.int64)
         chosen = [self._sittings[seat].choosing for seat in (chunk.seat, *chunk.also)]
         is_late = any(map(needs_host, chosen)) or step.masked or step.logprobs is not None
         drawing = None if is_late else drawing_of(chosen)
         at = self._table.index((chunk.seat,))
-        if len(tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
-            bucket = self._buckets.prompt(len(tokens))
+        if len(chunk.tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
+            bucket = self._buckets.prompt(len(chunk.tokens))
             choice = bucket.choice
             choice.gather(self._table, at)
             choice.positions.fill_(chunk.end)
-            bucket.run(tokens, chunk.start, chunk.seat, drawing)
+            bucket.run(chunk.tokens, chunk.start, chunk.seat, drawing)
             logits = bucket.logits
         else:
             placed, wanted = one(chunk, self._device)
@@ -377,9 +375,8 @@ class CudaExecutable(Executable):
         For measurements: it is not captured, and chooses no tokens.
         """
         self._leave()
-        rows = Rows.padding(len(seats), self._device)
-        lengths = torch.tensor([self._sittings[seat].length for seat in seats])
-        rows.upload(torch.tensor(tokens), lengths, torch.tensor(seats))
+        lengths = [self._sittings[seat].length for seat in seats]
+        rows = Rows(*torch.tensor([tokens, lengths, seats]).to(self._device))
         for seat in seats:
             self._sittings[seat].length += 1
         return self._steps.chosen_experts(rows)

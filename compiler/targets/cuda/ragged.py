@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,24 +56,22 @@ def join(chunks: Sequence[Chunk], device: torch.device) -> Ragged:
     for chunk in chunks:
         pieces.append(slice(first, first + len(chunk.tokens)))
         first += -(-len(chunk.tokens) // block) * block
-    staged = torch.zeros(3, first, dtype=torch.int64)
+    staged = np.zeros((3, first), dtype=np.int64)
     staged[1] = -1
     for chunk, piece in zip(chunks, pieces, strict=True):
-        staged[0, piece] = torch.tensor(chunk.tokens)
-        staged[1, piece] = torch.arange(chunk.start, chunk.end)
+        staged[0, piece] = chunk.tokens
+        staged[1, piece] = np.arange(chunk.start, chunk.end)
         staged[2, piece.start : -(-piece.stop // block) * block] = chunk.seat
     last = [piece.stop - 1 for chunk, piece in zip(chunks, pieces, strict=True) if chunk.chooses]
-    wanted = send(torch.tensor(last, dtype=torch.int64), device)
+    wanted = send(np.array(last, dtype=np.int64), device)
     return Ragged(Rows(*send(staged, device)), block, tuple(pieces), wanted)
 
 
 def one(chunk: Chunk, device: torch.device) -> tuple[Rows, Tensor | None]:
     """The rows of a single piece, without padding, and those of them that want logits."""
-    tokens = torch.tensor(chunk.tokens, dtype=torch.int64)
-    positions = torch.arange(chunk.start, chunk.end)
-    placed = Rows(
-        *send(torch.stack([tokens, positions, torch.full_like(tokens, chunk.seat)]), device)
-    )
+    count = len(chunk.tokens)
+    positions = np.arange(chunk.start, chunk.end)
+    placed = Rows(*send(np.stack([chunk.tokens, positions, np.full(count, chunk.seat)]), device))
     if chunk.echoes:
-        return placed, torch.arange(len(tokens), device=device)
-    return placed, torch.tensor([len(tokens) - 1], device=device) if chunk.chooses else None
+        return placed, torch.arange(count, device=device)
+    return placed, send(np.array([count - 1]), device) if chunk.chooses else None

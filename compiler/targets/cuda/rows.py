@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,24 +15,31 @@ from tilewright.compiler.targets.cuda.seats import send
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The tokens of a step: ``tokens``, ``positions`` (negative: padding) and ``slots``, int64."""
+    """The tokens of a step: ``tokens``, ``positions`` (negative: padding) and ``slots``, int64;
+    ``words [3, R]``: all of them, where they lie together.
+    """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
+    words: Tensor | None = None
 
     @classmethod
     def padding(cls, num_rows: int, device: torch.device) -> Self:
         """Rows that nothing has been uploaded to."""
-        tokens, slots = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
-        return cls(tokens, torch.full_like(tokens, -1), slots)
+        words = torch.zeros(3, num_rows, dtype=torch.int64, device=device)
+        words[1] = -1
+        return cls(words[0], words[1], words[2], words)
 
-    def upload(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> None:
-        """The first rows' values, on the host; the other rows become padding."""
-        staged = torch.zeros(3, len(self.tokens), dtype=torch.int64)
-        staged[1] = -1
-        for place, values in zip(staged, (tokens, positions, slots), strict=True):
-            place[: len(values)] = values
-        kept = (self.tokens, self.positions, self.slots)
-        for place, values in zip(kept, send(staged, self.tokens.device), strict=True):
-            place.copy_(values)
+    def upload(self, tokens: Sequence[int], first: int, slot: int) -> None:
+        """Consecutive tokens of one sequence from a position on; the other rows become padding.
+
+        For rows that :meth:`padding` made.
+        """
+        assert self.words is not None
+        staged, count = np.zeros((3, len(self.tokens)), dtype=np.int64), len(tokens)
+        staged[0, :count] = tokens
+        staged[1, :count] = np.arange(first, first + count)
+        staged[1, count:] = -1
+        staged[2, :count] = slot
+        self.words.copy_(send(staged, self.words.device))

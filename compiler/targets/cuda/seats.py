@@ -7,8 +7,10 @@ the host's to know: it goes on by counts that need no token to be read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,25 +61,24 @@ class SeatTable:
         """Write how tokens are chosen for seats that begin; end tokens as far as there is room."""
         if not opened:
             return
-        chosen = opened.values()
-        rows = Parameters(len(opened), self.num_ends, torch.device("cpu"))
-        rows.temperature[:] = torch.tensor([c.temperature for c in chosen], dtype=torch.float32)
-        rows.top_p[:] = torch.tensor([c.top_p for c in chosen], dtype=torch.float64)
-        rows.min_p[:] = torch.tensor([c.min_p for c in chosen], dtype=torch.float64)
-        rows.top_k[:] = torch.tensor([min(c.top_k, _MAX_TOP_K) for c in chosen])
-        rows.seeds[:] = torch.tensor([_signed(c.seed) for c in chosen])
-        for row, c in zip(rows.end_tokens, chosen, strict=True):
+        both = np.full((len(opened), 1 + _NUM_NUMBERS + self.num_ends), -1, dtype=np.int64)
+        fractions = both.view(np.float64)
+        for place, (row, (seat, c)) in enumerate(zip(both, opened.items(), strict=True)):
+            row[0] = seat
+            row[1 + _TOP_K], row[1 + _SEED] = min(c.top_k, _MAX_TOP_K), _signed(c.seed)
+            fractions[place, 1 + _TEMPERATURE] = np.float32(c.temperature)
+            fractions[place, 1 + _TOP_P], fractions[place, 1 + _MIN_P] = c.top_p, c.min_p
             ends = c.end_tokens[: self.num_ends]
-            row[: len(ends)] = torch.tensor(ends, dtype=torch.int64)
-        both = send(torch.cat([torch.tensor(list(opened))[:, None], rows.words], 1), self.device)
-        self.parameters.words.index_copy_(0, both[:, 0], both[:, 1:])
+            row[1 + _NUM_NUMBERS : 1 + _NUM_NUMBERS + len(ends)] = ends
+        sent = send(both, self.device)
+        self.parameters.words.index_copy_(0, sent[:, 0], sent[:, 1:])
 
     def index(self, seats: Sequence[Seat], size: int | None = None) -> Tensor:
         """Row numbers of seats on the device, int64; padded to ``size`` with the row of padding."""
         if len(seats) == 1 and (size or 1) == 1:
             return self._rows[seats[0] : seats[0] + 1]  # it is there
         wanted = [*seats, *[self.padding] * ((size or len(seats)) - len(seats))]
-        return send(torch.tensor(wanted, dtype=torch.int64), self.device)
+        return send(np.array(wanted, dtype=np.int64), self.device)
 
     def hold(self, seat: Seat, token: Tensor) -> None:
         """A seat reads ``token [1]``, which is on the device, next."""
@@ -85,7 +86,7 @@ class SeatTable:
 
     def put(self, seats: Sequence[Seat], tokens: Sequence[int]) -> None:
         """Note the tokens that seats read in their next step, where the host knows them."""
-        both = send(torch.tensor([seats, tokens], dtype=torch.int64), self.device)
+        both = send(np.array([seats, tokens], dtype=np.int64), self.device)
         self.tokens.index_copy_(0, *both)
 
     def give_back(self, at: Tensor, tokens: Tensor) -> None:
@@ -93,14 +94,57 @@ class SeatTable:
         self.tokens.index_copy_(0, at, tokens)
 
 
-def send(values: Tensor, device: torch.device) -> Tensor:
+def send(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
     """Values of the host behind all that is queued on the device, without waiting for it.
 
-    The pinned memory between is torch's own, which keeps it until the copy is done.
+    They may be changed as soon as this returns.
     """
     if device.type != "cuda":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)
+        return torch.tensor(values) if isinstance(values, np.ndarray) else values
+    return _staging(device).send(values)
+
+
+class _Staging:
+    """Pinned memory that what is sent goes through, in turn: halves, each used again once its last
+    copies are done.
+    """
+
+    _HALF = 1 << 21
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._next = device, 0
+        self._memory = torch.empty(2 * self._HALF, dtype=torch.uint8, pin_memory=True)
+        self._bytes = self._memory.numpy()
+        self._left: list[torch.cuda.Event | None] = [None, None]
+
+    def send(self, values: Tensor | np.ndarray) -> Tensor:
+        """A copy on the device of up to a half of the memory; larger ones go past it."""
+        given = np.ascontiguousarray(values.numpy() if isinstance(values, Tensor) else values)
+        if given.nbytes > self._HALF:
+            return torch.from_numpy(given).pin_memory().to(self._device, non_blocking=True)
+        first = self._next
+        half = first // self._HALF
+        if (first + given.nbytes - 1) // self._HALF != half:
+            first = self._enter(half)
+        self._next = first + -(-given.nbytes // 64) * 64
+        part = slice(first, first + given.nbytes)
+        self._bytes[part] = given.reshape(-1).view(np.uint8)
+        place = self._memory[part].view(torch.from_numpy(given[:0]).dtype).view(given.shape)
+        return place.to(self._device, non_blocking=True)
+
+    def _enter(self, half: int) -> int:
+        """Leave a half for the other, whose last copies must be done; where that begins."""
+        self._left[half] = left = torch.cuda.Event()
+        left.record()
+        if (event := self._left[1 - half]) is not None:
+            event.synchronize()
+        return (1 - half) * self._HALF
+
+
+@functools.cache
+def _staging(device: torch.device) -> _Staging:
+    """The memory that is staged through for a device, by all executables of a process."""
+    return _Staging(device)
 
 
 def _signed(seed: int) -> int:

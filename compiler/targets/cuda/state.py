@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +60,7 @@ class PagedState:
         }
         self._sequence_bytes = sequence_bytes(sequence_specs)
         self._held: dict[Seat, list[int]] = {}
+        self._room = np.zeros(options.max_batch, dtype=np.int64)  # positions in a seat's pages
         self._snapshots: dict[Snapshot, tuple[int, list[Tensor]]] = {}
         self._places: dict[HostPlace, list[Tensor]] = {}
 
@@ -69,6 +71,7 @@ class PagedState:
         held[edit.first :] = edit.ids
         width = self.tables.shape[1]
         assert len(held) <= width, f"seat {edit.seat} has {len(held)} pages of {width}"
+        self._room[edit.seat] = PAGE * len(held)
 
     def deal(self, edits: Sequence[Pages]) -> None:
         """Write pages into seats' tables, in one go; of two for one place the last counts."""
@@ -80,19 +83,28 @@ class PagedState:
             for edit in edits
             for at, page in enumerate(edit.ids, edit.first)
         }
-        places, ids = send(torch.tensor([list(pages), list(pages.values())]), self.device)
-        self.tables.view(-1).index_copy_(0, places.long(), ids.to(torch.int32))
+        both = np.array([list(pages), list(pages.values())], dtype=np.int64)
+        places, ids = send(both, self.device)
+        self.tables.view(-1).index_copy_(0, places, ids.to(torch.int32))
 
     def check(self, seat: Seat, end: int) -> None:
         """Positions before ``end`` are in pages of the seat's own: what the table names behind them
         may be another's by now.
         """
-        room = PAGE * len(self._held.get(seat, ()))
+        room = int(self._room[seat])
         assert end <= room or not self.pages, f"seat {seat} has pages up to {room}, not {end}"
+
+    def check_all(self, seats: Sequence[Seat], ends: np.ndarray) -> None:
+        """:meth:`check`, of several seats."""
+        if not self.pages or bool((ends <= self._room[list(seats)]).all()):
+            return
+        for seat, end in zip(seats, ends.tolist(), strict=True):
+            self.check(seat, end)
 
     def clear(self, seat: Seat) -> None:
         """A seat has no pages any more; what is queued on the device still comes first."""
         self._held.pop(seat, None)
+        self._room[seat] = 0
 
     @torch.no_grad()
     def copy(self, source: Seat, target: Seat, num_positions: int) -> None:
@@ -145,6 +157,7 @@ class PagedState:
     def reset(self) -> None:
         """Forget whose the pages are, and all that was kept."""
         self._held.clear()
+        self._room.fill(0)
         self._snapshots.clear()
         self._places.clear()
 
@@ -154,7 +167,7 @@ class PagedState:
         return [each for pair in both for each in pair if each is not None]
 
     def _ids(self, pages: Sequence[int]) -> Tensor:
-        return send(torch.tensor(pages, dtype=torch.int64), self.device)
+        return send(np.array(pages, dtype=np.int64), self.device)
 
     def num_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         """Bytes of the pages of so many positions, and of what their sequences keep besides."""

@@ -85,8 +85,12 @@ class Products:
         if self._exact or (self._strict and not decodes):
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif self._is_wide(held, num_rows):
-            epilogue, x = _epilogue(each), self._norm(x, norm, decodes)
-            native_wide.linear(out, x, held, epilogue=epilogue, arranged=self._arranged, bias=bias)
+            if norm is not None and not native.takes_norm(held.num_columns):
+                x, norm = self._norm(x, norm, decodes), None
+            epilogue, arranged = _epilogue(each), self._arranged
+            native_wide.linear(
+                out, x, held, epilogue=epilogue, arranged=arranged, bias=bias, norm=norm
+            )
         elif num_rows > most and not (is_native and decodes and in_parts(held, num_rows)):
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif is_native:

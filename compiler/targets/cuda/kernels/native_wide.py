@@ -86,6 +86,16 @@ class _Arrange(ctypes.Structure):
     )
 
 
+class _ArrangeNorm(ctypes.Structure):
+    """`ArrangeNorm` of wide.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("x", "norm", "out")),
+        *((name, ctypes.c_int) for name in ("num_places", "num_columns", "x_stride", "padded")),
+        ("eps", ctypes.c_float),
+    )
+
+
 class _Wide(ctypes.Structure):
     """`Wide` of wide.cuh."""
 
@@ -96,6 +106,7 @@ SOURCE = nvrtc.Source(
     Path(__file__).with_name("wide.cu"),
     (
         "arrange",
+        "arrange_norm",
         *(
             f"{cut}_{kind}_{eights}_{groups}"
             for kind in TILE_BYTES
@@ -103,8 +114,13 @@ SOURCE = nvrtc.Source(
             for eights, groups in ways
         ),
     ),
-    headers=("primitives.cuh", "tiles.cuh", "wide.cuh"),
-    structures=(("Arrange", _Arrange), ("Product", Product), ("Wide", _Wide)),
+    headers=("primitives.cuh", "tiles.cuh", "norm.cuh", "wide.cuh"),
+    structures=(
+        ("Arrange", _Arrange),
+        ("ArrangeNorm", _ArrangeNorm),
+        ("Product", Product),
+        ("Wide", _Wide),
+    ),
 )
 
 
@@ -133,31 +149,57 @@ def linear(
     epilogue: int,
     arranged: Tensor,
     bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
     way: Way | None = None,
 ) -> None:
-    """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16 with M as :func:`takes` has it and
-    with the same bits; ``arranged``: a :func:`scratch`, overwritten.
+    """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, or with ``norm`` (weight fp32,
+    eps) fp32, with M as :func:`takes` has it and with the same bits; ``arranged``: a
+    :func:`scratch`, overwritten.
     """
     num_tokens = len(x)
-    assert takes(held, num_tokens) and x.dtype == torch.bfloat16 and x.stride(1) == 1
-    assert x.stride(0) % 2 == 0 == x.data_ptr() % 4 and held.data.data_ptr() % 16 == 0
+    assert takes(held, num_tokens) and x.stride(1) == 1 and held.data.data_ptr() % 16 == 0
     way = way or choose_way(held, num_tokens)
     num_blocks = -(-num_tokens // (8 * way.eights))
     places, steps = num_blocks * 8 * way.eights, held.num_column_tiles
     assert arranged.data_ptr() % 16 == 0 and arranged.numel() >= places * steps * 256
-    arguments = _Arrange(
-        x=x.data_ptr(),
-        out=arranged.data_ptr(),
-        num_tokens=num_tokens,
-        num_places=places,
-        num_columns=held.num_columns,
-        x_stride=x.stride(0),
-    )
-    at = nvrtc.Launch((places // 32, steps * 128 // _CHUNK, 1), 256)
-    nvrtc.launch(SOURCE, "arrange", at=at, arguments=arguments)
+    if norm is None:
+        _arrange(arranged, x, held, places)
+    else:
+        _arrange_norm(arranged, x, held, places, norm)
     product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.x, product.x_stride = arranged.data_ptr(), places
     _launch(product, held, num_blocks, way)
+
+
+def _arrange(out: Tensor, x: Tensor, held: HeldWeight, num_places: int) -> None:
+    assert x.dtype == torch.bfloat16 and x.stride(0) % 2 == 0 == x.data_ptr() % 4
+    arguments = _Arrange(
+        x=x.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=len(x),
+        num_places=num_places,
+        num_columns=held.num_columns,
+        x_stride=x.stride(0),
+    )
+    at = nvrtc.Launch((num_places // 32, held.num_column_tiles * 128 // _CHUNK, 1), 256)
+    nvrtc.launch(SOURCE, "arrange", at=at, arguments=arguments)
+
+
+def _arrange_norm(
+    out: Tensor, x: Tensor, held: HeldWeight, num_places: int, norm: tuple[Tensor, float]
+) -> None:
+    assert x.dtype == torch.float32 and x.stride(0) % 4 == 0 == x.data_ptr() % 16
+    arguments = _ArrangeNorm(
+        x=x.data_ptr(),
+        norm=norm[0].data_ptr(),
+        out=out.data_ptr(),
+        num_places=num_places,
+        num_columns=held.num_columns,
+        x_stride=x.stride(0),
+        padded=held.num_column_tiles * 128,
+        eps=norm[1],
+    )
+    nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
 
 
 def _launch(product: Product, held: HeldWeight, num_blocks: int, way: Way) -> None:

@@ -3,11 +3,12 @@
 
 #include "tiles.cuh"
 
-// One token's x, normalised, as bf16 [K padded with zeros] by 256 threads, 4 * VALUES columns each.
-// The norm's weights are constants: where registers hold them, they come before the inputs do.
-template <int VALUES>
+// One token's x, normalised, as bf16 [K padded with zeros] by 256 threads, 4 * VALUES columns each;
+// `put` writes four columns. The norm's weights are constants: where registers hold them, they come
+// before the inputs do.
+template <int VALUES, class Put>
 __device__ __forceinline__ void normalise_some(const float *x, const float *norm, int num_columns,
-                                               int padded, float eps, u16 *out) {
+                                               int padded, float eps, Put put) {
   __shared__ float sums[8];
   constexpr bool EARLY = VALUES <= 4;
   float4 values[VALUES], weights[EARLY ? VALUES : 1];
@@ -44,16 +45,22 @@ __device__ __forceinline__ void normalise_some(const float *x, const float *norm
     const int at = first + i * 1024;
     if (at < num_columns) {
       const float4 v = values[i], w = EARLY ? weights[i] : *(const float4 *)(norm + at);
-      *(uint2 *)(out + at) = make_uint2(pack2(v.x * scale * w.x, v.y * scale * w.y),
-                                        pack2(v.z * scale * w.z, v.w * scale * w.w));
+      put(at, make_uint2(pack2(v.x * scale * w.x, v.y * scale * w.y),
+                         pack2(v.z * scale * w.z, v.w * scale * w.w)));
     } else if (at < padded) {
-      *(uint2 *)(out + at) = make_uint2(0, 0);
+      put(at, make_uint2(0, 0));
     }
   }
 }
 // Up to 8192 columns; waits for the inputs.
+template <class Put>
+__device__ __forceinline__ void normalise_by(const float *x, const float *norm, int num_columns,
+                                             int padded, float eps, Put put) {
+  if (padded <= 4096) normalise_some<4>(x, norm, num_columns, padded, eps, put);
+  else normalise_some<8>(x, norm, num_columns, padded, eps, put);
+}
 __device__ __forceinline__ void normalise(const float *x, const float *norm, int num_columns,
                                           int padded, float eps, u16 *out) {
-  if (padded <= 4096) normalise_some<4>(x, norm, num_columns, padded, eps, out);
-  else normalise_some<8>(x, norm, num_columns, padded, eps, out);
+  normalise_by(x, norm, num_columns, padded, eps,
+               [=](int at, uint2 four) { *(uint2 *)(out + at) = four; });
 }

@@ -2,6 +2,7 @@
 // Compiled by NVRTC; held.py says how weights lie. A token's result has the bits that linear.cu
 // gives it: the same chains over K, slices added in the same order.
 
+#include "norm.cuh"
 #include "wide.cuh"
 
 struct Arrange {
@@ -30,6 +31,27 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const Arrange p) {
   }
   u8 *to = p.out + ((size_t)chunk * p.num_places + place) * CHUNK_BYTES + at * 16;
   *(uint4 *)to = make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+struct ArrangeNorm {
+  const float *x, *norm;  // fp32 [num_tokens, x_stride], of which num_columns count; [num_columns]
+  u8 *out;                // as above
+  int num_places, num_columns, x_stride, padded;
+  float eps;
+};
+
+// The same of a token's norm, a block a token; padded: whole tiles of 128 columns.
+extern "C" __global__ void __launch_bounds__(256) arrange_norm(const ArrangeNorm p) {
+  release_dependents();
+  const int place = blockIdx.x;
+  u8 *to = p.out + (size_t)place * CHUNK_BYTES;
+  auto put = [&](int at, uint2 four) {
+    const int t = at >> 4 & 3, piece = at >> 1 & 6;  // of the step of 16 columns: its first half
+    u8 *chunk = to + (size_t)(at / CHUNK) * p.num_places * CHUNK_BYTES + 4 * t;
+    *(u32 *)(chunk + (piece ^ (place & 7)) * 16) = four.x;
+    *(u32 *)(chunk + ((piece | 1) ^ (place & 7)) * 16) = four.y;
+  };
+  normalise_by(p.x + (size_t)place * p.x_stride, p.norm, p.num_columns, p.padded, p.eps, put);
 }
 
 #define WIDE(name, F, MT, G, BLOCKS)                                                              \

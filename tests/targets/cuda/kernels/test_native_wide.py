@@ -118,6 +118,15 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
         native.linear(
             want[part], x[part], held, epilogue=native.STORE, num_tokens=part.stop - first
         )
+    norm = torch.rand(size[1], device=gpu) + 0.5
+    raw = torch.randn(300, size[1] + 4, device=gpu)[:, : size[1]]
+    normed = torch.zeros_like(x)
+    native.rms_norm(normed, raw, norm, eps=1e-5, num_tokens=300)
+    both = [torch.empty(300, size[0], device=gpu) for _ in range(2)]
+    how = {"epilogue": native.STORE, "arranged": arranged}
+    native_wide.linear(both[0], normed, held, **how)
+    native_wide.linear(both[1], raw, held, norm=(norm, 1e-5), **how)
+    assert torch.equal(*both)
     cut = "cut" if native.num_slices(held) > 1 else "wide"
     for eights, groups in native_wide.WAYS[cut]:
         for together in (1, 2, 4, 8):
