@@ -33,13 +33,11 @@ _MOST_DEPTH = 12
 @dataclass(frozen=True, slots=True)
 class Way:
     """How a product lies on the device: ``eights`` of tokens and ``groups`` of 64 rows a block,
-    ``together`` blocks of rows that share what they fetch of x, ``resident`` blocks a
-    multiprocessor.
+    ``resident`` blocks a multiprocessor.
     """
 
     eights: int
     groups: int
-    together: int = 1
     resident: int = 1
 
     def kernel(self, held: HeldWeight) -> str:
@@ -62,7 +60,7 @@ class Way:
 
 
 WAYS = {
-    "wide": ((4, 2), (4, 4), (8, 2), (8, 4), (16, 2), (16, 4), (32, 2)),
+    "wide": ((4, 2), (8, 2), (8, 4), (16, 2), (16, 4), (32, 2)),
     "cut": ((4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)),
 }
 """Eights of tokens and groups of rows that there are kernels for: of a whole K and of slices."""
@@ -72,9 +70,9 @@ def choose_way(held: HeldWeight, num_tokens: int) -> Way:
     """How a product with a weight goes."""
     if num_slices(held) == 1:
         eights = 4 if num_tokens <= 32 else 8 if num_tokens <= 64 else 16
-        return Way(eights, 4, 2)
-    eights = 4 if num_tokens <= 64 else 8 if num_tokens <= 128 else 16
-    return Way(eights, 1, 4)
+        return Way(eights, 2, 2)
+    eights = 4 if num_tokens <= 64 else 8 if num_tokens <= 256 else 16
+    return Way(eights, 1, 1 if num_tokens <= 128 else 2)
 
 
 class _Arrange(ctypes.Structure):
@@ -207,11 +205,6 @@ def _launch(product: Product, held: HeldWeight, num_blocks: int, way: Way) -> No
     shared = way.shared_bytes(held.kind)
     assert shared <= MOST_SHARED and way.depth(held.kind) > 1
     row_blocks = -(-held.num_row_tiles // (4 * way.groups))
-    at = nvrtc.Launch(
-        (num_blocks, 1, -(-row_blocks // way.together) * way.together),
-        128 * way.groups,
-        shared,
-        cluster=(1, 1, way.together),
-    )
+    at = nvrtc.Launch((num_blocks, row_blocks, 1), 128 * way.groups, shared)
     arguments = _Wide(product=product, depth=way.depth(held.kind))
     nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

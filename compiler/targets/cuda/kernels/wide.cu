@@ -62,7 +62,6 @@ extern "C" __global__ void __launch_bounds__(256) arrange_norm(const ArrangeNorm
   cut_##name##_##MT##_##G(const Wide p) { wide<F, MT, G, true>(p); }
 
 WIDE(bfp8, BFP8, 4, 2, 3)
-WIDE(bfp8, BFP8, 4, 4, 1)
 WIDE(bfp8, BFP8, 8, 2, 2)
 WIDE(bfp8, BFP8, 8, 4, 1)
 WIDE(bfp8, BFP8, 16, 2, 2)
@@ -75,7 +74,6 @@ CUT(bfp8, BFP8, 8, 2, 2)
 CUT(bfp8, BFP8, 16, 1, 2)
 CUT(bfp8, BFP8, 16, 2, 1)
 WIDE(bfp4, BFP4, 4, 2, 3)
-WIDE(bfp4, BFP4, 4, 4, 1)
 WIDE(bfp4, BFP4, 8, 2, 2)
 WIDE(bfp4, BFP4, 8, 4, 1)
 WIDE(bfp4, BFP4, 16, 2, 2)

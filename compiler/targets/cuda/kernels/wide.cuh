@@ -11,9 +11,21 @@ constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // columns of x that lie together,
 __device__ __forceinline__ void make_barrier(u32 at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
+__device__ __forceinline__ void arrive(u32 at) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
 __device__ __forceinline__ void arrive_for(u32 at, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
                : "memory");
+}
+__device__ __forceinline__ bool is_turn(u32 at, u32 parity) {
+  u32 done;
+  asm volatile("{\n"
+               ".reg .pred done;\n"
+               "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, done;\n"
+               "}" : "=r"(done) : "r"(at), "r"(parity) : "memory");
+  return done;
 }
 __device__ __forceinline__ void wait_turn(u32 at, u32 parity) {
   asm volatile("{\n"
@@ -29,28 +41,6 @@ __device__ __forceinline__ void wait_turn(u32 at, u32 parity) {
 __device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-// The same, into every block of the cluster whose bit `mask` has, at the same place of each.
-__device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier,
-                                          u32 mask) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-               ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes),
-               "r"(barrier), "h"((u16)mask) : "memory");
-}
-// Adds one to a word of this block's shared memory, or of another's of the cluster; what it was.
-__device__ __forceinline__ u32 count_here(u32 at) {
-  u32 old;
-  asm volatile("atom.acq_rel.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(at) : "memory");
-  return old;
-}
-__device__ __forceinline__ u32 count_at(u32 at, u32 rank) {
-  u32 old;
-  asm volatile("{\n"
-               ".reg .u32 there;\n"
-               "mapa.shared::cluster.u32 there, %1, %2;\n"
-               "atom.acq_rel.cluster.shared::cluster.add.u32 %0, [there], 1;\n"
-               "}" : "=r"(old) : "r"(at), "r"(rank) : "memory");
-  return old;
 }
 __device__ __forceinline__ void group_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -158,48 +148,44 @@ struct Wide {
 };
 constexpr int MOST_DEPTH = 12;
 
-// How a block's shared memory is filled: places of a step's x and weights each, of which a barrier
-// counts the bytes. The blocks of a cluster have the same tokens: each fetches its share of x for all
-// of them. Whoever is the last to leave a place, of a block's warps or of a cluster's blocks, asks for
-// what comes there next, so nobody waits for a free place.
+// How a block's shared memory is filled: `depth` places of a step's x and weights each. One warp
+// asks for what comes next, between its products, once all warps have left a place.
 template <int F, int MT, int G> struct Ring {
   static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
   static constexpr u32 W_BYTES = WARPS * step_bytes<F>;
-  const u8 *weight, *x;
-  size_t x_chunk;
-  u32 lane, num_blocks, rank, num_steps, depth, x_ring, w_ring, full, left, freed;
+  const u8 *weight, *x;  // a lane's row tile, and its half of a step's x
+  size_t x_step;
+  u32 lane, num_steps, depth, x_ring, w_ring, full, empty;
+  u32 step, slot, parity;  // what is asked for next: where it goes, and the turn that frees it
 
-  __device__ __forceinline__ void fetch_weights(u32 step, u32 slot) const {
+  __device__ __forceinline__ void fetch_weights() const {
     if (lane == 0) arrive_for(full + 8 * slot, X_BYTES + W_BYTES);
     __syncwarp();
     if (lane < WARPS)
       copy_bulk(w_ring + slot * W_BYTES + lane * step_bytes<F>,
                 weight + (size_t)step * step_bytes<F>, step_bytes<F>, full + 8 * slot);
   }
-  // The share of block `of` of a half of a step's x, to all blocks of the cluster.
-  __device__ __forceinline__ void fetch_x(u32 step, u32 slot, u32 of, u32 half) const {
-    const u32 bytes = X_HALF / num_blocks, at = of * bytes;
-    const u32 to = x_ring + slot * X_BYTES + half * X_HALF + at;
-    const u8 *from = x + (2 * step + half) * x_chunk + at;
-    if (num_blocks == 1) copy_bulk(to, from, bytes, full + 8 * slot);
-    else copy_bulk(to, from, bytes, full + 8 * slot, (1u << num_blocks) - 1);
+  __device__ __forceinline__ void fetch_x() const {
+    if (lane < 2)
+      copy_bulk(x_ring + slot * X_BYTES + lane * X_HALF, x + step * x_step, X_HALF,
+                full + 8 * slot);
   }
-  // A warp has read all of a step's place.
-  __device__ __forceinline__ void leave(u32 step, u32 slot) const {
-    __syncwarp();
-    u32 before = 0;
-    if (lane == 0) before = count_here(left + 4 * slot);
-    before = __shfl_sync(~0u, before, 0);
-    const u32 next = step + depth;
-    if ((before & (WARPS - 1)) != WARPS - 1 || next >= num_steps) return;
-    fetch_weights(next, slot);
-    if (num_blocks == 1) {
-      if (lane < 2) fetch_x(next, slot, 0, lane);
-    } else if (lane < num_blocks) {
-      if ((count_at(freed + 4 * slot, lane) & (num_blocks - 1)) == num_blocks - 1) {
-        fetch_x(next, slot, lane, 0);
-        fetch_x(next, slot, lane, 1);
+  __device__ __forceinline__ void go_on() {
+    ++step;
+    if (++slot == depth) slot = 0, parity ^= 1;
+  }
+  // While step `now` is multiplied: places of the steps before it, as far as they are free; but the
+  // next step is asked for in any case.
+  __device__ __forceinline__ void refill(u32 now) {
+    while (step < num_steps && step < now + depth) {
+      if (!is_turn(empty + 8 * slot, parity)) {
+        if (step > now + 1) return;
+        wait_turn(empty + 8 * slot, parity);
       }
+      __syncwarp();
+      fetch_weights();
+      fetch_x();
+      go_on();
     }
   }
 };
@@ -243,6 +229,28 @@ __device__ __forceinline__ void finish_tile(Product p, int token, int tile, int 
   }
 }
 
+// A lane's words and exponents of a step. bfp8: of half `j` of the tile; bfp4: of all of it.
+template <int F> struct Codes {
+  u32 w[4], v[4], exponents;
+
+  __device__ __forceinline__ void read(u32 tile16, int j) {
+    read16(w, tile16 + j * 1024);
+    read16(v, tile16 + j * 1024 + 512);
+  }
+  // Quarter `i`: fragments of rows g and g + 8, two steps of 16 columns each.
+  __device__ __forceinline__ void decode(u32 (&a)[2][4], int i) const {
+    const u32 e0 = scale_of(exponents, i & 2), e1 = scale_of(exponents, (i & 2) + 1);
+    decode_quarter<F>(a[0], a[1], w, v, e0, e1, i);
+  }
+};
+template <int MT>
+__device__ __forceinline__ void multiply_quarter(float (&acc)[MT][4], const u32 (&a)[2][4], u64 x) {
+  group_fence();
+  multiply_group(acc, a[0][0], a[1][0], a[0][1], a[1][1], x);
+  multiply_group(acc, a[0][2], a[1][2], a[0][3], a[1][3], x + 2);
+  group_commit();
+}
+
 // G groups of four warps with 64 rows each, MT * 8 tokens. CUT: the eight slices of K, one after
 // the other, are added in order, as gemm.cuh does.
 template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(const Wide &wide) {
@@ -250,75 +258,76 @@ template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(c
   constexpr int WARPS = 4 * G, TOKENS = MT * 8;
   const Product &p = wide.product;
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 full[MOST_DEPTH];
-  __shared__ u32 left[MOST_DEPTH], freed[MOST_DEPTH];
+  __shared__ __align__(8) u64 full[MOST_DEPTH], empty[MOST_DEPTH];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u32 num_steps = p.num_steps, depth = wide.depth;
   R ring;
-  asm volatile("mov.u32 %0, %%cluster_nctaid.z;" : "=r"(ring.num_blocks));
-  asm volatile("mov.u32 %0, %%cluster_ctaid.z;" : "=r"(ring.rank));
-  ring.lane = lane, ring.num_steps = p.num_steps, ring.depth = wide.depth;
+  ring.lane = lane, ring.num_steps = num_steps, ring.depth = depth;
   ring.x_ring = (shared_address(memory) + 1023) & ~1023u;
-  ring.w_ring = ring.x_ring + wide.depth * R::X_BYTES;
-  ring.full = shared_address(full), ring.left = shared_address(left);
-  ring.freed = shared_address(freed);
-  const size_t own = min((int)blockIdx.z * WARPS + lane, p.num_tiles - 1);
-  ring.weight = p.weight + own * p.num_steps * step_bytes<F>;
-  ring.x = (const u8 *)p.x + (size_t)blockIdx.x * (TOKENS * CHUNK_BYTES);
-  ring.x_chunk = (size_t)p.x_stride * CHUNK_BYTES;
+  ring.w_ring = ring.x_ring + depth * R::X_BYTES;
+  ring.full = shared_address(full), ring.empty = shared_address(empty);
+  const size_t own = min((int)blockIdx.y * WARPS + lane, p.num_tiles - 1);
+  ring.weight = p.weight + own * num_steps * step_bytes<F>;
+  ring.x_step = (size_t)p.x_stride * (2 * CHUNK_BYTES);
+  ring.x = (const u8 *)p.x + ((size_t)(lane & 1) * p.x_stride + blockIdx.x * TOKENS) * CHUNK_BYTES;
+  ring.step = ring.slot = ring.parity = 0;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < wide.depth; ++i) {
+    for (u32 i = 0; i < depth; ++i) {
       make_barrier(ring.full + 8 * i, 1);
-      left[i] = freed[i] = 0;
+      make_barrier(ring.empty + 8 * i, WARPS);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
   }
   release_dependents();
-  const bool is_alone = ring.num_blocks == 1;
-  if (is_alone) __syncthreads();
-  else cluster_barrier();
-  if (warp == 0) {  // weights never change: they are asked for before x is there
-    const int ahead = min(wide.depth, p.num_steps);
-    for (int step = 0; step < ahead; ++step) ring.fetch_weights(step, step);
+  __syncthreads();
+  const bool fetches = warp == 0;
+  if (fetches) {  // weights never change: they are asked for before x is there
+    const u32 ahead = min(depth, num_steps);
+    for (; ring.step < ahead; ++ring.step, ++ring.slot) ring.fetch_weights();
     wait_for_inputs();
-    for (int step = 0; step < ahead; ++step)
-      if (lane < 2) ring.fetch_x(step, step, ring.rank, lane);
+    for (ring.step = ring.slot = 0; ring.step < ahead; ++ring.step, ++ring.slot) ring.fetch_x();
+    ring.slot = ahead % depth;
     __syncwarp();
   }
   float acc[MT][4] = {}, total[MT][4] = {};
-  const u32 tile16 = ring.w_ring + warp * step_bytes<F> + lane * 16;
-  const u32 tile4 = ring.w_ring + warp * step_bytes<F> + pieces<F> * 512 + lane * 4;
-  u32 slot = 0, parity = 0;
-  int step = 0;
+  u32 a[2][4], b[2][4];  // of one quarter, while the other's are multiplied
+  Codes<F> codes;
+  const u32 tile = ring.w_ring + warp * step_bytes<F>;
+  u32 slot = 0, parity = 0, step = 0;
+  auto begin = [&]() {
+    wait_turn(ring.full + 8 * slot, parity);
+    __syncwarp();
+    const u32 from = tile + slot * R::W_BYTES;
+    codes.exponents = read4(from + pieces<F> * 512 + lane * 4);
+    codes.read(from + lane * 16, 0);
+  };
+  begin();
+  codes.decode(a, 0);
 #pragma unroll 1
-  for (int slice = 0; slice < (CUT ? SLICES : 1); ++slice) {
-    const int last = CUT ? (slice + 1) * p.num_steps / SLICES : p.num_steps;
+  for (u32 slice = 0; slice < (CUT ? SLICES : 1); ++slice) {
+    const u32 last = CUT ? (slice + 1) * num_steps / SLICES : num_steps;
 #pragma unroll 1
-    for (; step < last; ++step) {
-      wait_turn(ring.full + 8 * slot, parity);
-      __syncwarp();
-      u32 w[4], v[4];
-      const u32 from = tile16 + slot * R::W_BYTES, exponents = read4(tile4 + slot * R::W_BYTES);
-      const u64 x = operand_at(ring.x_ring + slot * R::X_BYTES);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        u32 top[4], low[4];
-        if (i == 0 || (F == BFP8 && i == 2)) {
-          read16(w, from + i * 512);
-          read16(v, from + i * 512 + 512);
-        }
-        if (i > 1) group_wait<1>();  // of the quarter before last: its registers are free
-        const u32 e0 = scale_of(exponents, i & 2), e1 = scale_of(exponents, (i & 2) + 1);
-        decode_quarter<F>(top, low, w, v, e0, e1, i);
-        group_fence();
-        const u64 part = x + (i >> 1) * (R::X_HALF >> 4) + (i & 1) * 4;
-        multiply_group(acc, top[0], low[0], top[1], low[1], part);
-        multiply_group(acc, top[2], low[2], top[3], low[3], part + 2);
-        group_commit();
-      }
+    while (step < last) {
+      const u64 x = operand_at(ring.x_ring + slot * R::X_BYTES), second = x + (R::X_HALF >> 4);
+      multiply_quarter<MT>(acc, a, x);
+      codes.decode(b, 1);
+      multiply_quarter<MT>(acc, b, x + 4);
+      if (F == BFP8) codes.read(tile + slot * R::W_BYTES + lane * 16, 1);
+      group_wait<1>();  // whose fragments' registers are free
+      codes.decode(a, 2);
+      multiply_quarter<MT>(acc, a, second);
+      group_wait<1>();
+      codes.decode(b, 3);
+      multiply_quarter<MT>(acc, b, second + 4);
+      if (fetches) ring.refill(step);
+      const u32 left = ring.empty + 8 * slot;
+      if (++slot == depth) slot = 0, parity ^= 1;
+      if (++step < num_steps) begin();
+      group_wait<1>();
+      codes.decode(a, 0);
       group_wait<0>();
-      ring.leave(step, slot);
-      if (++slot == (u32)wide.depth) slot = 0, parity ^= 1;
+      if (lane == 0) arrive(left);
     }
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -332,7 +341,5 @@ template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(c
       }
   }
   wait_for_inputs();  // what is added to may be what the kernel before writes
-  finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, blockIdx.z * WARPS + warp, g, CUT ? total : acc);
-  __syncwarp();
-  if (!is_alone) cluster_barrier();  // nobody's memory goes while another writes or counts
+  finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, blockIdx.y * WARPS + warp, g, CUT ? total : acc);
 }

@@ -34,7 +34,7 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int) -> None:
         way = native_wide.choose_way(held, count)
         assert way.kernel(held) in native_wide.SOURCE.names
         assert way.resident * (way.shared_bytes(kind) + 2048) <= native.MOST_SHARED + 3072
-        assert way.depth(kind) >= 2 and way.together in (1, 2, 4, 8)
+        assert way.depth(kind) >= 2
 
 
 def test_every_header_is_named_once() -> None:
@@ -129,8 +129,10 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     assert torch.equal(*both)
     cut = "cut" if native.num_slices(held) > 1 else "wide"
     for eights, groups in native_wide.WAYS[cut]:
-        for together in (1, 2, 4, 8):
-            way = native_wide.Way(eights, groups, together)
+        for resident in (1, 2):
+            way = native_wide.Way(eights, groups, resident)
+            if way.depth(kind) < 2:
+                continue
             out = torch.full((300, size[0]), NAN, device=gpu)
             how = {"epilogue": native.STORE, "arranged": arranged, "way": way}
             native_wide.linear(out, x, held, **how)
