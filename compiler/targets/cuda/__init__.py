@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
+from tilewright.compiler.passes.fuse_all_reduce_add import fuse_all_reduce_add
 from tilewright.compiler.passes.fuse_delta_norm import fuse_delta_norm
 from tilewright.compiler.passes.fuse_expert_sum import fuse_expert_sum
 from tilewright.compiler.passes.fuse_linear_residual import fuse_linear_residual
@@ -70,7 +71,13 @@ class CudaTarget(Target):
                 merge_expert_linears,
                 fuse_expert_sum,
             ),
-            lower(fuse_delta_norm, fuse_rope_attention, gather_before_norm, fuse_norm_linear),
+            lower(
+                fuse_delta_norm,
+                fuse_rope_attention,
+                fuse_all_reduce_add,
+                gather_before_norm,
+                fuse_norm_linear,
+            ),
         )
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:

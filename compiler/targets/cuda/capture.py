@@ -110,7 +110,9 @@ class DecodeBucket(_Bucket):
         self.num_rows = num_rows
         self.rows = Rows.padding(num_rows, steps.device)
         tokens, positions = self.rows.tokens, self.rows.positions
-        choice = make_choice(num_rows, width, num_ends, tokens, positions=positions)
+        choice = make_choice(
+            num_rows, width, num_ends, tokens, positions=positions, group=steps.group
+        )
         super().__init__(choice, steps.device, pool)
         self._steps = steps
         self._pass: Captured | None = None
@@ -194,7 +196,8 @@ class PromptBucket(_Bucket):
         self.rows = Rows.padding(num_tokens, device)
         self.last = torch.zeros(1, dtype=torch.int64, device=device)
         tokens = torch.zeros(1, dtype=torch.int64, device=device)
-        super().__init__(make_choice(1, width, num_ends, tokens), device, pool)
+        choice = make_choice(1, width, num_ends, tokens, group=steps.group)
+        super().__init__(choice, device, pool)
         self._steps = steps
         self._passes: dict[bool, Captured] = {}
 

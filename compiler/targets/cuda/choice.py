@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.kernels import sample
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys
 from tilewright.compiler.targets.cuda.seats import Parameters, SeatTable
@@ -39,7 +40,7 @@ class Choice:
 
     All are ``[B]`` but ``parameters``, of B rows. ``tokens`` and ``why`` (see :class:`Chosen`) are
     the results; ``positions``: where the chosen tokens will stand; ``width``: how many of a row's
-    first logits are chosen from.
+    first logits are chosen from. With a ``group`` the logits are this rank's columns of them.
     """
 
     tokens: Tensor
@@ -49,6 +50,7 @@ class Choice:
     keys: Tensor
     scratch: sample.Scratch
     width: int
+    group: Group | None = None
 
     def gather(self, table: SeatTable, at: Tensor) -> None:
         """The parameters of the seats in the rows ``at [B]`` of the table."""
@@ -56,17 +58,28 @@ class Choice:
 
     def take_likeliest(self, logits: Tensor, *, advancing: Tensor | None = None) -> None:
         """Choose from ``logits [B, V]``; positions ``advancing [B]`` go on by one, but padding."""
-        choose(
-            self.tokens,
-            self.why,
-            logits[:, : self.width],
-            end_tokens=self.parameters.end_tokens,
-            scratch=self.keys,
-            positions=advancing,
-        )
+        ends = self.parameters.end_tokens
+        to = self.tokens, self.why
+        if self.group is not None:
+            self.group.take_likeliest(
+                *to, logits, width=self.width, end_tokens=ends, scratch=self.keys,
+                positions=advancing,
+            )  # fmt: skip
+            return
+        logits = logits[:, : self.width]
+        choose(*to, logits, end_tokens=ends, scratch=self.keys, positions=advancing)
 
     def draw(self, logits: Tensor, drawing: Drawing) -> None:
         """Replace the likeliest tokens, chosen from these logits before, in rows that draw."""
+        if self.group is None:
+            self._draw(logits, drawing)
+            return
+        whole = self.group.whole(logits)
+        if self.group.leads:
+            self._draw(whole, drawing)
+        self.group.share(self.tokens, self.why)
+
+    def _draw(self, logits: Tensor, drawing: Drawing) -> None:
         sample.draw(
             self.tokens,
             self.why,
@@ -87,7 +100,13 @@ class Choice:
 
 
 def make_choice(
-    num_rows: int, width: int, num_ends: int, tokens: Tensor, *, positions: Tensor | None = None
+    num_rows: int,
+    width: int,
+    num_ends: int,
+    tokens: Tensor,
+    *,
+    positions: Tensor | None = None,
+    group: Group | None = None,
 ) -> Choice:
     """A choice of ``num_rows`` rows, greedy until told otherwise; it writes into ``tokens``, and
     reads ``positions`` when it is made (default: its own).
@@ -101,4 +120,5 @@ def make_choice(
         keys=torch.empty(num_rows, num_keys(width), dtype=torch.int64, device=device),
         scratch=sample.Scratch.empty(num_rows, width, device),
         width=width,
+        group=group,
     )

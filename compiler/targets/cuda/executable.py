@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.cuda.answers import Answers
 from tilewright.compiler.targets.cuda.away import Away
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import (
@@ -21,16 +23,16 @@ from tilewright.compiler.targets.cuda.capture import (
 )
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
 from tilewright.compiler.targets.cuda.device import capabilities_of
-from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of, choose_now, needs_host
+from tilewright.compiler.targets.cuda.group import Group, meet
+from tilewright.compiler.targets.cuda.late import choose_now, needs_host
 from tilewright.compiler.targets.cuda.pages import pages_of
 from tilewright.compiler.targets.cuda.ragged import join, one, split
-from tilewright.compiler.targets.cuda.readings import Ends, Readings
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.cuda.weights import Weights
-from tilewright.compiler.targets.host import HostChoice, Sitting, log_probs
+from tilewright.compiler.targets.host import Sitting
 from tilewright.compiler.targets.program.instructions import Plan
 from tilewright.compiler.targets.step import (
     Back,
@@ -91,7 +93,6 @@ class CudaExecutable(Executable):
         if is_gpu:
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
-        self._readings = Readings(options.max_batch, device)
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
         self._buckets = Buckets(
             self._steps,
@@ -101,14 +102,33 @@ class CudaExecutable(Executable):
             num_ends=_NUM_ENDS,
         )
         self._sittings: dict[Seat, Sitting] = {}
-        self._ends: dict[Seat, frozenset[int]] = {}
         self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
-        self._waiting: list[HostChoice | DeviceChoice] = []
+        self._answers = Answers(
+            self._table,
+            self._sittings,
+            leave=self._leave,
+            width=lambda: self.num_choosable,
+            num_seats=options.max_batch,
+        )
+        self._options, self._dealt = options, plan.dealt
+
+    def join(self, peers: Peers) -> None:
+        self.unite(meet(peers, self._dealt, self._device))
+
+    def unite(self, group: Group) -> None:
+        """Make this executable's steps those of a rank of ``group``, before the first of them."""
+        self._steps.group = self._answers.group = group
+
+    @property
+    def _group(self) -> Group | None:
+        return self._steps.group
 
     @torch.no_grad()
     def step(self, step: Step) -> StepOutput:
-        assert not self._waiting, "the last step's choice is still waited for"
+        assert not self._answers.is_waiting, "the last step's choice is still waited for"
+        if self._group is not None:
+            self._group.check()
         self._apply(step.edits)
         parts: list[Part] = []
         if step.decode:
@@ -126,12 +146,13 @@ class CudaExecutable(Executable):
     def prepare(self) -> None:
         assert not self._sittings, "somebody is seated"
         self._buckets.prepare()
+        if self._group is not None:
+            self._group.exchange.set_limit(self._options.parallel.peer_limit)
 
     def reset(self) -> None:
         self._seated = None
-        self._waiting.clear()
+        self._answers.forget()
         self._sittings.clear()
-        self._ends.clear()
         self._away.forget()
         self._state.reset()
 
@@ -146,11 +167,10 @@ class CudaExecutable(Executable):
                 assert 0 <= edit.seat < self.capabilities.max_seats, f"there is no {edit}"
                 self._sittings[edit.seat] = Sitting(edit.choosing, edit.prompt, edit.keeps)
                 opened[edit.seat] = edit.choosing
-                if len(edit.choosing.end_tokens) > _NUM_ENDS:
-                    self._ends[edit.seat] = frozenset(edit.choosing.end_tokens)
+                self._answers.open(edit.seat, edit.choosing.end_tokens)
             elif isinstance(edit, Close):
                 del self._sittings[edit.seat]
-                self._ends.pop(edit.seat, None)
+                self._answers.close(edit.seat)
                 self._state.clear(edit.seat)
             elif isinstance(edit, Pages):
                 self._state.note(edit)
@@ -204,8 +224,8 @@ class CudaExecutable(Executable):
         logits = bucket.logits[: len(seats)]
         if is_late:
             seated.settle(self._sittings)
-            return self._choose_late(seats, logits, step)
-        return self._chosen(seats, logits, bucket.choice, step)
+            return self._answers.late(seats, logits, step)
+        return self._answers.chosen(seats, logits, bucket.choice, step)
 
     def _sit(self, seats: tuple[Seat, ...]) -> Seated:
         """Seats take the rows of the smallest bucket."""
@@ -215,17 +235,6 @@ class CudaExecutable(Executable):
         chosen = [self._sittings[seat].choosing for seat in seats]
         is_late = any(map(needs_host, chosen))
         return Seated(seats, bucket, at, drawing_of(chosen), is_late, lengths)
-
-    def _chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
-        """What the device chose, on its way to the host."""
-        kept = logits.to("cpu", copy=True) if step.want_logits else None
-        count, ends = len(seats), self._ends_of(seats)
-        read = self._readings.of(choice.tokens[:count], choice.why[:count], ends)
-        return Part(seats, read, None if kept is None else lambda: kept)
-
-    def _ends_of(self, seats: tuple[Seat, ...]) -> Ends:
-        """By row, the end tokens of seats that have more than the device looks for."""
-        return {row: self._ends[each] for row, each in enumerate(seats) if each in self._ends}
 
     def _prompts(self, chunks: Sequence[Chunk], step: Step) -> list[Part]:
         """Pieces of several prompts in one batch; the tokens that are chosen behind them."""
@@ -245,12 +254,12 @@ class CudaExecutable(Executable):
             return []
         seats = tuple(ends)
         chosen = [self._sittings[seat].choosing for seat in seats]
-        if any(map(needs_host, chosen)) or step.masked or step.logprobs is not None:
-            return [self._choose_late(seats, logits, step)]
+        if self._answers.is_late(seats, step):
+            return [self._answers.late(seats, logits, step)]
         at, width = list(ends.values()), self.num_choosable
-        choice = choose_now(self._table, seats, at, width, logits, chosen)
+        choice = choose_now(self._table, seats, at, width, logits, chosen, self._group)
         self._table.give_back(self._table.index(seats), choice.tokens)
-        return [self._chosen(seats, logits, choice, step)]
+        return [self._answers.chosen(seats, logits, choice, step)]
 
     def _check(self, chunk: Chunk) -> Sitting:
         """Who sits where a piece of a prompt belongs; no bucket holds its token any more."""
@@ -281,7 +290,7 @@ class CudaExecutable(Executable):
     def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
         """Captured where it is short, and at most its last token wants logits."""
         chosen = [self._sittings[seat].choosing for seat in (chunk.seat, *chunk.also)]
-        is_late = any(map(needs_host, chosen)) or step.masked or step.logprobs is not None
+        is_late = self._answers.is_late((chunk.seat, *chunk.also), step)
         drawing = None if is_late else drawing_of(chosen)
         at = self._table.index((chunk.seat,))
         if len(chunk.tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
@@ -299,7 +308,7 @@ class CudaExecutable(Executable):
                 return None
             logits = found
             of = (chunk.seat,), (chunk.end,), self.num_choosable, logits[-1:]
-            choice = choose_now(self._table, *of, chosen if not is_late else ())
+            choice = choose_now(self._table, *of, chosen if not is_late else (), self._group)
         return self._end_prompt(chunk, step, logits, choice, is_late)
 
     def _end_prompt(
@@ -311,62 +320,22 @@ class CudaExecutable(Executable):
         for seat in seats[1:]:
             self._copy(chunk.seat, seat, chunk.end)
         if is_late:
-            return self._choose_late(seats, logits, step, chunk if chunk.echoes else None)
+            return self._answers.late(seats, logits, step, chunk if chunk.echoes else None)
         if len(seats) > 1:
             ends = [chunk.end] * len(seats)
             chosen = [self._sittings[seat].choosing for seat in seats]
             logits_each, width = logits[-1:].repeat(len(seats), 1), self.num_choosable
-            choice = choose_now(self._table, seats, ends, width, logits_each, chosen)
+            choice = choose_now(self._table, seats, ends, width, logits_each, chosen, self._group)
         for row, seat in enumerate(seats):
             self._table.hold(seat, choice.tokens[row : row + 1])
-        return self._chosen(seats, logits, choice, step)
-
-    def _choose_late(
-        self, seats: tuple[Seat, ...], logits: Tensor, step: Step, echo: Chunk | None = None
-    ) -> Part:
-        """The choice by the host, the tokens going back to the device before the next step; or by
-        the device, where masks are all that is late: they are made while this step runs.
-        """
-        by_host = any(needs_host(self._sittings[seat].choosing) for seat in seats)
-        if step.masked and step.logprobs is None and echo is None and not by_host:
-            return self._choose_masked(seats, logits, step)
-        kept = logits.to("cpu", copy=True)
-        found = None
-        if echo is not None and step.logprobs is not None:
-            found = log_probs(kept[: len(echo.echoed)], echo.echoed, step.logprobs)
-        is_prompt = len(kept) != len(seats)
-        last = kept[-1:].repeat(len(seats), 1) if is_prompt else kept
-        choice = HostChoice(seats, last, step.logprobs, found, self.num_choosable)
-        if step.masked:
-            self._waiting.append(choice)
-        else:
-            self._finish(choice, {})
-        return Part(seats, choice.read, (lambda: kept) if step.want_logits else None)
-
-    def _choose_masked(self, seats: tuple[Seat, ...], logits: Tensor, step: Step) -> Part:
-        chosen_for = [self._sittings[seat] for seat in seats]
-        lengths = [each.length for each in chosen_for]
-        choice = choice_of(self._table, seats, lengths, self.num_choosable)
-        drawing = drawing_of(each.choosing for each in chosen_for)
-        late = DeviceChoice(seats, logits, choice, drawing, self._readings, self._ends_of(seats))
-        self._waiting.append(late)
-        return Part(seats, late.read, (lambda: logits.to("cpu")) if step.want_logits else None)
+        return self._answers.chosen(seats, logits, choice, step)
 
     def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
-        assert self._waiting or not output.parts, "no choice waits"
-        for choice in self._waiting:
-            self._finish(choice, masks)
-        self._waiting.clear()
+        assert self._answers.is_waiting or not output.parts, "no choice waits"
+        self._answers.choose(masks)
 
-    def _finish(self, choice: HostChoice | DeviceChoice, masks: Mapping[Seat, np.ndarray]) -> None:
-        if isinstance(choice, DeviceChoice):
-            self._leave()
-            self._table.give_back(self._table.index(choice.seats), choice.choose(masks))
-            return
-        choice.choose(self._sittings, masks)
-        if choice.seats:
-            self._leave()
-            self._table.put(choice.seats, choice.read().tokens)
+    def follow_choice(self) -> None:
+        self._answers.choose({})
 
     @torch.no_grad()
     def chosen_experts(self, seats: Sequence[Seat], tokens: Sequence[int]) -> list[int]:
@@ -389,6 +358,8 @@ class CudaExecutable(Executable):
 
     def close(self) -> None:
         self._seated = None
+        if "_steps" in vars(self) and self._group is not None:
+            self._group.close()
         for name in ("_buckets", "_steps", "_state", "_weights"):
             vars(self).pop(name, None)  # it may be closed twice
         if self._device.type == "cuda":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.choice import Choice, Drawing, drawing_of, make_choice
+from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.readings import Ends, Readings
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.step import Choosing, Chosen, Seat
@@ -21,12 +22,16 @@ def needs_host(choosing: Choosing) -> bool:
 
 
 def choice_of(
-    table: SeatTable, seats: Sequence[Seat], positions: Sequence[int], width: int
+    table: SeatTable,
+    seats: Sequence[Seat],
+    positions: Sequence[int],
+    width: int,
+    group: Group | None = None,
 ) -> Choice:
     """How tokens that will stand at ``positions`` are chosen for seats, outside of a graph."""
     device = table.device
     tokens = torch.zeros(len(seats), dtype=torch.int64, device=device)
-    choice = make_choice(len(seats), width, table.num_ends, tokens)
+    choice = make_choice(len(seats), width, table.num_ends, tokens, group=group)
     choice.gather(table, table.index(seats))
     choice.positions.copy_(send(torch.tensor(positions), device))
     return choice
@@ -39,9 +44,10 @@ def choose_now(
     width: int,
     logits: Tensor,
     choosing: Sequence[Choosing],
+    group: Group | None = None,
 ) -> Choice:
     """:func:`choice_of`, of ``logits [R, V]``, which are for these seats."""
-    choice = choice_of(table, seats, positions, width)
+    choice = choice_of(table, seats, positions, width, group)
     choice.apply(logits, drawing_of(choosing))
     return choice
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -127,7 +126,7 @@ class Peers:
         self._swap(b"")
 
     def close(self) -> None:
-        """Free the memory once all ranks have called this; nothing may run on it any more."""
+        """Free the memory; no rank may begin an exchange any more."""
         from cuda.bindings import driver
 
         if self._own is None:
@@ -138,8 +137,6 @@ class Peers:
             for address in self._opened:
                 check(driver.cuIpcCloseMemHandle(address))
             self._opened.clear()
-            with suppress(OSError, EOFError):  # of a group whose others have gone
-                self._swap(b"")
             check(driver.cuMemFree(own))
 
 

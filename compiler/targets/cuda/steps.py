@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
+from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.kernels import attention_decode, native, native_attention
 from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
 from tilewright.compiler.targets.cuda.kernels.embedding import embed
@@ -30,6 +31,8 @@ from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_o
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     OPERAND,
+    AllReduce,
+    AllReduceAdd,
     Attend,
     Convolve,
     DeltaRule,
@@ -73,6 +76,7 @@ class Steps:
         strict: bool = False,
         trials: Trials | None = None,
     ) -> None:
+        self.group: Group | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
         self.exact, self._strict = exact, strict
         self.is_native = not exact and not native.why_not(self.device)
@@ -171,13 +175,26 @@ class Steps:
         pieces: Sequence[slice] = (),
         block: int = 0,
     ) -> Tensor | None:
-        """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for.
+        """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for,
+        this rank's columns of them where they are dealt.
 
         ``from_start``: the first of them is the sequence's first; padding is at the end only.
         ``pieces``: tokens of several sequences, each in whole blocks of ``block`` rows, with
         padding behind its own.
         """
-        places = pieces or (slice(None),)
+        logits = self._prefill(rows, logit_rows, from_start, pieces or (slice(None),), block)
+        if self.group is not None:
+            self.group.exchange.end_step()
+        return logits
+
+    def _prefill(
+        self,
+        rows: Rows,
+        logit_rows: Tensor | None,
+        from_start: bool,
+        places: Sequence[slice],
+        block: int,
+    ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
         for each in self._plan.instructions:
             if isinstance(each, Gather):
@@ -221,6 +238,19 @@ class Steps:
             apply_function(each.function, step.view(each.out), inputs)
         elif isinstance(each, Linear):
             self._products.run(each, step.view(each.out), step.view(each.x), decodes=decodes)
+        elif isinstance(each, AllReduce | AllReduceAdd):
+            self._reduce(each, step)
+
+    def _reduce(self, each: AllReduce | AllReduceAdd, step: Buffers) -> None:
+        assert self.group is not None, "this rank has not met the others"
+        exchange = self.group.exchange
+        out, x = step.view(each.out), step.view(each.x)
+        if isinstance(each, AllReduce):
+            exchange.all_reduce(out, x, wire=each.wire)
+            return
+        norm = None if each.norm is None else self._weights.vector(vector_of(each.norm))
+        normed = None if each.normed is None else step.view(each.normed)
+        exchange.all_reduce_add(x, out, wire=each.wire, out=normed, norm=norm, eps=each.eps)
 
     def _attend_decode(self, each: Attend, step: Buffers, rows: Rows, captured: bool) -> None:
         assert self._attention is not None

@@ -21,6 +21,7 @@ from tilewright.compiler.targets.cuda.held import EXPONENTS, HeldWeight
 from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
 from tilewright.compiler.targets.cuda.packing import GROUP, fits, hold
 from tilewright.compiler.targets.program.instructions import (
+    AllReduceAdd,
     Attend,
     Convolve,
     DeltaRule,
@@ -81,6 +82,8 @@ def _wanted(plan: Plan) -> Iterator[Wanted]:
             yield vector_of(each.k_norm)
         elif isinstance(each, Norm | Convolve):
             yield vector_of(each.weight)
+        elif isinstance(each, AllReduceAdd) and each.norm is not None:
+            yield vector_of(each.norm)
         elif isinstance(each, DeltaRule):
             yield from map(vector_of, (each.a_log, each.dt_bias, each.norm))
             if each.convolve is not None:

@@ -112,6 +112,27 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True)
+class AllReduce:
+    """The sum of all ranks' ``x``, which travels in the format ``wire``."""
+
+    out: Place
+    x: Place
+    wire: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceAdd:
+    """Such a sum added to what ``out`` holds, and with ``norm`` its RMSNorm to ``normed``."""
+
+    out: Place
+    x: Place
+    wire: str
+    normed: Place | None = None
+    norm: WeightRecipe | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Elementwise:
     """``function`` of values and numbers: ``add``, ``mul``, ``div``, ``tanh`` or ``gelu``, whose
     ``approximate`` is the last.
@@ -206,7 +227,10 @@ class DeltaRule:
 Mixer = SigmoidGate | Route | ExpertLinear | ExpertSum | Convolve | DeltaRule
 """What stands in models with experts or with linear attention."""
 
-Plain = Embed | Linear | Gather | SwiGLU | NormHeads | Norm | Elementwise
+Collective = AllReduce | AllReduceAdd
+"""What ranks exchange within a step."""
+
+Plain = Embed | Linear | Gather | SwiGLU | NormHeads | Norm | Elementwise | Collective
 Instruction = Plain | Attend | Mixer
 
 
@@ -220,10 +244,13 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step does, in order; the last instruction writes the logits."""
+    """What a step does, in order; the last instruction writes the logits: with ``dealt`` those of
+    a rank's own columns, of as many as it says for each rank.
+    """
 
     instructions: tuple[Instruction, ...]
     buffers: tuple[Buffer, ...]
+    dealt: tuple[int, ...] = ()
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
@@ -248,7 +275,9 @@ class Plan:
 
     @property
     def vocab_size(self) -> int:
-        """The columns of the logits."""
+        """The columns of the logits, of all ranks together."""
+        if self.dealt:
+            return sum(self.dealt)
         last = self.instructions[-1]
         assert not isinstance(last, Route)
         return last.out.width

@@ -22,6 +22,8 @@ from tilewright.compiler.targets.program.instructions import (
     OPERAND,
     PRODUCT,
     RESIDUAL,
+    AllReduce,
+    AllReduceAdd,
     Attend,
     Buffer,
     Elementwise,
@@ -41,6 +43,7 @@ from tilewright.compiler.targets.program.plan_mixers import EXPERTS, MIXERS, rec
 aten = torch.ops.aten
 _PRODUCTS = (ops.linear.overload, ops.fused_linear.overload)
 _PIECES = (aten.split_with_sizes.default, operator.getitem)
+_PAIRS = (ops.all_reduce_add.overload,)
 _FUNCTIONS: dict[Any, str] = {
     ops.gelu.overload: "gelu",
     aten.add.Tensor: "add",
@@ -76,6 +79,7 @@ class Lowering:
         self._free: dict[tuple[str, int], list[int]] = {}
         self._instructions: list[Instruction] = []
         self.routed: Node | None = None  # the router whose choice holds
+        self._dealt: tuple[int, ...] = ()
 
     def run(self) -> Plan:
         for node in self._nodes:
@@ -83,7 +87,7 @@ class Lowering:
                 self._lower(node)
                 for read in values_read(node) if node.target not in _PIECES else ():
                     self._release(_whole(read), node)
-        return Plan(tuple(self._instructions), tuple(self._buffers))
+        return Plan(tuple(self._instructions), tuple(self._buffers), self._dealt)
 
     def append(self, instruction: Instruction) -> None:
         """Append the next instruction to the plan."""
@@ -116,8 +120,16 @@ class Lowering:
             self.append(Norm(out, self._places[x], recipe_of(weight), eps))
         elif target in _FUNCTIONS:
             self._elementwise(node)
+        elif target is ops.all_reduce.overload:
+            x = self._places[args[0]]
+            self.append(AllReduce(self.take(node, self.role(node)), x, args[2]))
+        elif target is ops.all_reduce_add.overload:
+            self._all_reduce_add(node)
+        elif target is ops.all_gather.overload and _becomes_the_output(next(iter(node.users))):
+            self._places[node] = self._places[args[0]]
+            self._dealt = tuple(args[1])
         elif target is operator.getitem:
-            if args[0].target is not ops.router.overload:
+            if _is_piece(node) and args[0].target is not ops.router.overload:
                 self._places[node] = self._piece(node)
         elif target in MIXERS:
             MIXERS[target](self, node)
@@ -175,6 +187,22 @@ class Lowering:
             self._places[part] = Place(
                 buffer, widths[index], sum(widths[:index]), stride=sum(widths)
             )
+
+    def _all_reduce_add(self, node: Node) -> None:
+        """The stream changes where it is; its norm has a place of its own."""
+        x, residual, norm, eps, _, wire = node.args
+        assert isinstance(x, Node) and isinstance(residual, Node) and isinstance(wire, str)
+        found = {reader.args[1]: reader for reader in node.users}
+        out, normed = self.add_to(node, residual), None
+        if 1 in found:
+            self._places[found[1]] = out
+        if norm is not None:
+            normed = self.take(found[0], OPERAND)
+        elif 0 in found:
+            raise CompileError(f"{info(node).fqn}: a sum is read as a norm that there is not")
+        recipe = None if norm is None else recipe_of(norm)
+        assert isinstance(eps, float)
+        self.append(AllReduceAdd(out, self._places[x], wire, normed, recipe, eps))
 
     def _elementwise(self, node: Node) -> None:
         """Logits change where they are."""
@@ -300,14 +328,21 @@ def _reads_as_it_is(reader: Node, x: Node) -> bool:
 
 def _whole(node: Node) -> Node:
     """The product that a node is a piece of, else itself."""
-    while node.target in _PIECES:
+    while _is_piece(node):
         node = node.all_input_nodes[0]
     return node
 
 
+def _is_piece(node: Node) -> bool:
+    """Whether a node is part of a value, and no value of its own."""
+    is_own = node.target is operator.getitem and node.args[0].target in _PAIRS  # type: ignore[union-attr]
+    return node.target in _PIECES and not is_own
+
+
 def _becomes_the_output(reader: Node) -> bool:
     """Whether a reader of a value is the output, or arithmetic on its way there."""
-    while reader.target in ELEMENTWISE and len(reader.all_input_nodes) == 1 and reader.users:
+    by_value = {*ELEMENTWISE, ops.all_gather.overload}
+    while reader.target in by_value and len(reader.all_input_nodes) == 1 and reader.users:
         reader = next(iter(reader.users))
     return reader.op == "output"
 

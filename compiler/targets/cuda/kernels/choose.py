@@ -69,6 +69,23 @@ def num_keys(vocabulary: int) -> int:
     return triton.cdiv(vocabulary, _CHUNK)
 
 
+def best_keys(scratch: Tensor, logits: Tensor) -> Tensor:
+    """The best key of every chunk of ``logits [B, V]`` (float32): ``[B, num_keys(V)]`` of
+    ``scratch``, int64. A key orders by logit, then by token; what its lower 32 bits lack to
+    2^32 - 1 is the token.
+    """
+    num_rows, vocabulary = logits.shape
+    count = num_keys(vocabulary)
+    assert scratch.shape[0] >= num_rows and scratch.shape[1] >= count
+    assert logits.stride(1) == scratch.stride(1) == 1
+    if count:
+        _partial_kernel[(num_rows, count)](
+            scratch, logits, vocabulary, scratch.stride(0), logits.stride(0),
+            BLOCK=_CHUNK, num_warps=8, **chained(logits),
+        )  # fmt: skip
+    return scratch[:num_rows, :count]
+
+
 def choose(
     tokens_out: Tensor,
     why: Tensor,
@@ -85,16 +102,10 @@ def choose(
     ``scratch`` is int64 ``[>= B, >= num_keys(V)]``, overwritten. ``positions [B]`` (int64), where
     given, go on by one, negative ones apart.
     """
-    num_rows, vocabulary = logits.shape
+    num_rows = len(logits)
     assert tokens_out.shape == why.shape == (num_rows,) and end_tokens.shape[0] == num_rows
-    assert scratch.shape[0] >= num_rows and scratch.shape[1] >= num_keys(vocabulary)
-    assert logits.stride(1) == end_tokens.stride(1) == scratch.stride(1) == 1
-    assert tokens_out.is_contiguous() and why.is_contiguous()
-    count = num_keys(vocabulary)
-    _partial_kernel[(num_rows, count)](
-        scratch, logits, vocabulary, scratch.stride(0), logits.stride(0),
-        BLOCK=_CHUNK, num_warps=8, **chained(logits),
-    )  # fmt: skip
+    assert end_tokens.stride(1) == 1 and tokens_out.is_contiguous() and why.is_contiguous()
+    count = best_keys(scratch, logits).shape[1]
     num_ends = end_tokens.shape[1]
     _final_kernel[(num_rows,)](
         tokens_out, why, scratch, end_tokens, positions,

@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(256) choose_best(const __grid_const
   const int row = blockIdx.x * 8 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   const bool is_row = row < p.num_rows;
   wait_for_inputs();
-  long long best = 1ll << 63;
+  long long best = -0x7F900000ll * (1ll << 32) + 0xFFFFFFFFll;  // below every logit's
   if (is_row)
     for (int i = lane; i < p.num_keys; i += 32)
       best = larger(best, p.keys[(size_t)row * p.keys_stride + i]);

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -171,18 +171,23 @@ class Exchange:
     def all_reduce(
         self, out: Tensor, x: Tensor, *, wire: str, num_threads: int = 256, units: int = 1
     ) -> None:
-        """``out`` is the sum of all ranks' ``x``, of equal shapes and contiguous; fp32 for a wire
-        of ``fp32``; both fp32 or both bfloat16 for one of ``bf16``.
+        """``out`` is the sum of all ranks' ``x``, of equal shapes: fp32 or bfloat16, ``x`` the
+        latter for a wire of ``bf16`` alone. Of contiguous ones any shape; else ``[R, W]``.
         """
-        assert out.shape == x.shape and x.is_contiguous() and out.is_contiguous()
-        width = _piece(x.numel(), num_threads * units * _ELEMENTS[wire], _ELEMENTS[wire])
-        rows = x.view(-1, width)
-        self._check_fits(rows, wire)
-        arguments = _Reduce(
-            x=x.data_ptr(), out=out.data_ptr(), num_rows=len(rows), width=width, x_stride=width,
-            out_stride=width, is_bf16=out.dtype == torch.bfloat16,
-        )  # fmt: skip
-        self._reduce(arguments, wire, x.dtype, Shape(num_threads, units))
+        assert out.shape == x.shape
+        if x.is_contiguous() and out.is_contiguous():
+            width = _piece(x.numel(), num_threads * units * _ELEMENTS[wire], _ELEMENTS[wire])
+            x, out, shape = x.view(-1, width), out.view(-1, width), Shape(num_threads, units)
+        else:
+            shape = shape_for(x.shape[1], wire)
+        for part in self._parts(x, wire):
+            rows, to = x[part], out[part]
+            arguments = _Reduce(
+                x=rows.data_ptr(), out=to.data_ptr(), num_rows=len(rows), width=x.shape[1],
+                x_stride=x.stride(0), out_stride=out.stride(0),
+                is_bf16=out.dtype == torch.bfloat16,
+            )  # fmt: skip
+            self._reduce(arguments, wire, x.dtype, shape)
 
     def all_reduce_add(
         self,
@@ -198,19 +203,21 @@ class Exchange:
         """Add all ranks' ``x [R, W]`` to ``stream [R, W]``, both fp32; where there is ``norm [W]``,
         ``out [R, W]`` (bfloat16 or fp32) is the stream's RMSNorm, each row's in one order.
         """
-        num_rows, width = x.shape
+        width = x.shape[1]
         assert stream.shape == x.shape and x.dtype == stream.dtype == torch.float32
         assert (out is None) == (norm is None) and x.stride(1) == stream.stride(1) == 1
-        self._check_fits(x, wire)
-        arguments = _Reduce(
-            x=x.data_ptr(), residual=stream.data_ptr(), sum=stream.data_ptr(), num_rows=num_rows,
-            width=width, x_stride=x.stride(0), sum_stride=stream.stride(0), eps=eps,
-        )  # fmt: skip
-        if out is not None and norm is not None:
-            assert out.shape == x.shape and norm.shape == (width,) and out.stride(1) == 1
-            arguments.norm, arguments.out = norm.data_ptr(), out.data_ptr()
-            arguments.out_stride, arguments.is_bf16 = out.stride(0), out.dtype == torch.bfloat16
-        self._reduce(arguments, wire, x.dtype, shape or shape_for(width, wire))
+        for part in self._parts(x, wire):
+            rows, to = x[part], stream[part]
+            arguments = _Reduce(
+                x=rows.data_ptr(), residual=to.data_ptr(), sum=to.data_ptr(), num_rows=len(rows),
+                width=width, x_stride=x.stride(0), sum_stride=stream.stride(0), eps=eps,
+            )  # fmt: skip
+            if out is not None and norm is not None:
+                assert out.shape == x.shape and norm.shape == (width,) and out.stride(1) == 1
+                arguments.norm, arguments.out = norm.data_ptr(), out[part].data_ptr()
+                arguments.out_stride = out.stride(0)
+                arguments.is_bf16 = out.dtype == torch.bfloat16
+            self._reduce(arguments, wire, x.dtype, shape or shape_for(width, wire))
 
     def choose_best(
         self,
@@ -252,6 +259,8 @@ class Exchange:
 
     def end_step(self) -> None:
         """Behind the last exchange of a step, on every rank."""
+        if not self._index:
+            return
         arguments = _Advance(self._state.data_ptr(), self._index)
         at = nvrtc.Launch((1, 1, 1), 1)
         nvrtc.launch(SOURCE, "advance", at=at, arguments=arguments, spread=True)
@@ -273,9 +282,12 @@ class Exchange:
         assert self._stream in (None, stream), "an exchange belongs to one stream"
         self._stream = stream
 
-    def _check_fits(self, x: Tensor, wire: str) -> None:
-        num_bytes = x.numel() // _ELEMENTS[wire] * 16
-        assert x.shape[1] % _ELEMENTS[wire] == 0 and num_bytes <= self.part_bytes, x.shape
+    def _parts(self, x: Tensor, wire: str) -> Iterator[slice]:
+        """So many rows at a time as a slot holds."""
+        assert x.shape[1] % _ELEMENTS[wire] == 0 and x.stride(1) == 1, x.shape
+        most = self.part_bytes // (x.shape[1] // _ELEMENTS[wire] * 16)
+        for first in range(0, len(x), most):
+            yield slice(first, first + most)
 
     def _reduce(self, arguments: _Reduce, wire: str, kind: torch.dtype, shape: Shape) -> None:
         held = "bf16" if kind == torch.bfloat16 else "fp32"

@@ -1,0 +1,186 @@
+"""The tokens of a step's rows on their way to who scheduled it: those that the device chose, and
+those that are chosen late, by the host or once masks are there.
+
+Of several ranks, rank 0 answers; the others are told the tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
+from tilewright.compiler.targets.cuda.group import Group
+from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of, needs_host
+from tilewright.compiler.targets.cuda.readings import Ends, Readings
+from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.host import HostChoice, Sitting, log_probs
+from tilewright.compiler.targets.step import Chosen, Chunk, Part, Seat, Step
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """Seats of a follower whose tokens rank 0 chooses."""
+
+    seats: tuple[Seat, ...]
+
+
+class Answers:
+    """Makes the parts of steps. ``leave`` takes back what a bucket holds of its seats; ``width``
+    says how many tokens there are to choose from.
+    """
+
+    def __init__(
+        self,
+        table: SeatTable,
+        sittings: dict[Seat, Sitting],
+        *,
+        leave: Callable[[], None],
+        width: Callable[[], int],
+        num_seats: int,
+    ) -> None:
+        self._table, self._sittings = table, sittings
+        self._leave, self._width = leave, width
+        self._readings = Readings(num_seats, table.device)
+        self._ends: dict[Seat, frozenset[int]] = {}
+        self._waiting: list[HostChoice | DeviceChoice | _Told] = []
+        self.group: Group | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether another rank answers."""
+        return self.group is not None and not self.group.leads
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a step's choice is still waited for."""
+        return bool(self._waiting)
+
+    def open(self, seat: Seat, end_tokens: Sequence[int]) -> None:
+        """A seat's end tokens, where the device has no room for all of them."""
+        if len(end_tokens) > self._table.num_ends:
+            self._ends[seat] = frozenset(end_tokens)
+
+    def close(self, seat: Seat) -> None:
+        """Forget a seat."""
+        self._ends.pop(seat, None)
+
+    def forget(self) -> None:
+        """Forget all seats, and choices that are waited for."""
+        self._waiting.clear()
+        self._ends.clear()
+
+    def is_late(self, seats: Sequence[Seat], step: Step) -> bool:
+        """Whether tokens of these seats cannot be chosen by the step itself."""
+        is_masked = step.masked or step.logprobs is not None
+        return is_masked or any(needs_host(self._sittings[seat].choosing) for seat in seats)
+
+    def chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
+        """What the device chose, on its way to the host."""
+        kept = None
+        if step.want_logits:
+            whole = self._whole(logits)
+            kept = None if self.follows else whole.to("cpu", copy=True)
+        if self.follows:
+            return _nothing(seats)
+        count = len(seats)
+        read = self._readings.of(choice.tokens[:count], choice.why[:count], self._ends_of(seats))
+        return Part(seats, self._checked(read), None if kept is None else lambda: kept)
+
+    def late(
+        self, seats: tuple[Seat, ...], logits: Tensor, step: Step, echo: Chunk | None = None
+    ) -> Part:
+        """The choice by the host, the tokens going back to the device before the next step; or by
+        the device, where masks are all that is late: they are made while this step runs.
+        """
+        logits = self._whole(logits)
+        if self.follows:
+            return self._told_later(seats, step)
+        by_host = any(needs_host(self._sittings[seat].choosing) for seat in seats)
+        if step.masked and step.logprobs is None and echo is None and not by_host:
+            return self._masked(seats, logits, step)
+        kept = logits.to("cpu", copy=True)
+        found = None
+        if echo is not None and step.logprobs is not None:
+            found = log_probs(kept[: len(echo.echoed)], echo.echoed, step.logprobs)
+        is_prompt = len(kept) != len(seats)
+        last = kept[-1:].repeat(len(seats), 1) if is_prompt else kept
+        choice = HostChoice(seats, last, step.logprobs, found, self._width())
+        if step.masked:
+            self._waiting.append(choice)
+        else:
+            self._finish(choice, {})
+        return Part(seats, choice.read, (lambda: kept) if step.want_logits else None)
+
+    def choose(self, masks: Mapping[Seat, np.ndarray]) -> None:
+        """Make the choices that wait for masks; a follower is told them."""
+        for choice in self._waiting:
+            self._finish(choice, masks)
+        self._waiting.clear()
+
+    def _told_later(self, seats: tuple[Seat, ...], step: Step) -> Part:
+        told = _Told(seats)
+        if step.masked:
+            self._waiting.append(told)
+        else:
+            self._finish(told, {})
+        return _nothing(seats)
+
+    def _masked(self, seats: tuple[Seat, ...], logits: Tensor, step: Step) -> Part:
+        chosen_for = [self._sittings[seat] for seat in seats]
+        lengths = [each.length for each in chosen_for]
+        choice = choice_of(self._table, seats, lengths, self._width())
+        drawing = drawing_of(each.choosing for each in chosen_for)
+        late = DeviceChoice(seats, logits, choice, drawing, self._readings, self._ends_of(seats))
+        self._waiting.append(late)
+        return Part(seats, late.read, (lambda: logits.to("cpu")) if step.want_logits else None)
+
+    def _finish(
+        self, choice: HostChoice | DeviceChoice | _Told, masks: Mapping[Seat, np.ndarray]
+    ) -> None:
+        if isinstance(choice, HostChoice):
+            choice.choose(self._sittings, masks)
+        if not choice.seats:
+            return
+        self._leave()
+        at = self._table.index(choice.seats)
+        if isinstance(choice, DeviceChoice):
+            self._table.give_back(at, choice.choose(masks))
+        elif isinstance(choice, HostChoice):
+            self._table.put(choice.seats, choice.read().tokens)
+        if self.group is not None:
+            tokens = self._table.tokens.index_select(0, at)
+            self.group.share(tokens)
+            self._table.give_back(at, tokens)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        return logits if self.group is None else self.group.whole(logits)
+
+    def _ends_of(self, seats: tuple[Seat, ...]) -> Ends:
+        """By row, the end tokens of seats that have more than the device looks for."""
+        return {row: self._ends[each] for row, each in enumerate(seats) if each in self._ends}
+
+    def _checked(self, read: Callable[[], Chosen]) -> Callable[[], Chosen]:
+        """Tokens that mean nothing where a rank did not take its part are not given."""
+        group = self.group
+        if group is None:
+            return read
+
+        def checked() -> Chosen:
+            found = read()
+            group.check()
+            return found
+
+        return checked
+
+
+def _nothing(seats: tuple[Seat, ...]) -> Part:
+    """A part that another rank answers for."""
+
+    def read() -> Chosen:
+        raise AssertionError("rank 0 answers")
+
+    return Part(seats, read)
