@@ -60,6 +60,9 @@ def _norm_of(total: Node) -> Node | None:
     norms = [each for each in total.users if each.target is ops.rms_norm.overload]
     if len(norms) != 1 or norms[0].args[0] is not total or not norms[0].users:
         return None
+    weight = norms[0].args[1]
+    if not isinstance(weight, Node) or weight.op != "placeholder":  # made behind the sum, maybe
+        return None
     is_operand = all(_reads_as_it_is(reader, norms[0]) for reader in norms[0].users)
     return norms[0] if is_operand else None
 
