@@ -1,0 +1,107 @@
+"""Two ranks of the CUDA target, in threads, choose what one device chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.dealt_models import make
+from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, sizes_of, together
+from tests.tiny import precision_of, random_tokens
+from tilewright.compiler.distributed.parallel import ALONE, Parallel
+from tilewright.compiler.driver import lower_model, resolve_precision, silent, weight_source
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda import CudaTarget
+from tilewright.compiler.targets.cuda.executable import CudaExecutable
+from tilewright.compiler.targets.cuda.group import Group
+from tilewright.compiler.targets.step import Choosing, Chunk, Open, Pages, Seat, Step
+
+GREEDY = Choosing()
+DRAWN = Choosing(temperature=1.5, top_k=7, seed=11)
+BY_HOST = Choosing(frequency_penalty=1.0)
+PROMPTS = (random_tokens(5, seed=1, vocab_size=131), random_tokens(9, seed=2, vocab_size=131))
+
+
+def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int) -> CudaExecutable:
+    target = CudaTarget()
+    options = CompileOptions(
+        max_batch=2, max_context=64, compute="exact", parallel=parallel, rank=rank
+    )
+    parallel = target.settled(options)
+    resolved = resolve_precision(model, precision_of("bf16"))
+    graph, _ = lower_model(
+        model, resolved, target.stages(), silent, parallel=parallel, rank=rank
+    )
+    source = weight_source(model, None, parallel)
+    executable = target.compile(graph, source, options, silent)
+    assert isinstance(executable, CudaExecutable)
+    return executable
+
+
+def steps_of(choosing: Sequence[Choosing], *, masked: bool) -> list[Step]:
+    seats = tuple(Seat(i) for i in range(len(choosing)))
+    edits: list[Any] = [Open(seat, each) for seat, each in zip(seats, choosing, strict=True)]
+    edits += [Pages(seat, 0, (int(seat),)) for seat in seats]
+    chunks = tuple(
+        Chunk(seat, 0, tuple(prompt), chooses=True)
+        for seat, prompt in zip(seats, PROMPTS, strict=True)
+    )
+    decode = Step(decode=seats)
+    last = Step(decode=seats, masked=True) if masked else Step(decode=seats, want_logits=True)
+    return [Step(prompts=chunks, edits=tuple(edits)), decode, decode, last, decode]
+
+
+def run(executable: CudaExecutable, steps: Sequence[Step], *, leads: bool = True) -> list[Any]:
+    found: list[Any] = []
+    for step in steps:
+        output = executable.step(step) if leads else executable.follow(step)
+        if step.masked and leads:
+            mask = np.zeros(131, dtype=bool)
+            mask[20:90] = True
+            assert output is not None
+            executable.choose(output, {seat: mask for seat in step.decode})
+        elif step.masked:
+            executable.follow_choice()
+        if leads:
+            assert output is not None
+            for part in output.parts:
+                chosen = part.read()
+                found.append((list(chosen.tokens), list(chosen.why)))
+                if part.logits is not None:
+                    found.append(part.logits())
+    return found
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize(
+    "choosing", [(GREEDY, GREEDY), (GREEDY, DRAWN), (BY_HOST, GREEDY)], ids=["greedy", "drawn", "host"]
+)
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_two_ranks_choose_as_one(
+    model_type: str, choosing: tuple[Choosing, ...], masked: bool
+) -> None:
+    model, steps = make(model_type), steps_of(choosing, masked=masked)
+    expected = run(rank_of(model, ALONE, 0), steps)
+    meeting = Meeting(2)
+    ranks = [rank_of(model, Parallel(2), rank) for rank in range(2)]
+    exchanges = [ThreadExchange(meeting, rank) for rank in range(2)]
+
+    def rank(number: int) -> list[Any]:
+        executable = ranks[number]
+        group = Group(exchanges[number], executable._dealt)  # type: ignore[arg-type]
+        executable.unite(group)
+        return run(executable, steps, leads=not number)
+
+    found, _ = together(meeting, rank)
+    for one, other in zip(found, expected, strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+        else:
+            assert one == other
+    counts = sizes_of(exchanges)
+    assert counts[0] == counts[1] and sum(counts[0]) > 2 * model.config.num_layers
