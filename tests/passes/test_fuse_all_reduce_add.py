@@ -43,7 +43,7 @@ def with_a_norm(x: Tensor, positions: Tensor, weight: Tensor, norm: Tensor) -> T
     return product_of(normed, weight) + product_of(normed, weight.sin()) + total
 
 
-def with_a_norm_of_another_reader(x: Tensor, positions: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
+def with_another_reader(x: Tensor, positions: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
     normed = norm_of(x + reduced(x), norm)
     return product_of(normed, weight) + normed
 
@@ -58,7 +58,7 @@ def with_two_norms(x: Tensor, positions: Tensor, weight: Tensor, norm: Tensor) -
     [
         (without_a_norm, 0),
         (with_a_norm, -1),
-        (with_a_norm_of_another_reader, 0),
+        (with_another_reader, 0),
         (with_two_norms, 0),
     ],
 )

@@ -111,10 +111,10 @@ class CudaExecutable(Executable):
             width=lambda: self.num_choosable,
             num_seats=options.max_batch,
         )
-        self._options, self._dealt = options, plan.dealt
+        self._options, self.dealt = options, plan.dealt
 
     def join(self, peers: Peers) -> None:
-        self.unite(meet(peers, self._dealt, self._device))
+        self.unite(meet(peers, self.dealt, self._device))
 
     def unite(self, group: Group) -> None:
         """Make this executable's steps those of a rank of ``group``, before the first of them."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.dealt_models import make
-from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, sizes_of, together
+from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.driver import lower_model, resolve_precision, silent, weight_source
@@ -34,9 +34,7 @@ def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int) -> CudaExecut
     )
     parallel = target.settled(options)
     resolved = resolve_precision(model, precision_of("bf16"))
-    graph, _ = lower_model(
-        model, resolved, target.stages(), silent, parallel=parallel, rank=rank
-    )
+    graph, _ = lower_model(model, resolved, target.stages(), silent, parallel=parallel, rank=rank)
     source = weight_source(model, None, parallel)
     executable = target.compile(graph, source, options, silent)
     assert isinstance(executable, CudaExecutable)
@@ -64,7 +62,7 @@ def run(executable: CudaExecutable, steps: Sequence[Step], *, leads: bool = True
             mask = np.zeros(131, dtype=bool)
             mask[20:90] = True
             assert output is not None
-            executable.choose(output, {seat: mask for seat in step.decode})
+            executable.choose(output, dict.fromkeys(step.decode, mask))
         elif step.masked:
             executable.follow_choice()
         if leads:
@@ -77,31 +75,46 @@ def run(executable: CudaExecutable, steps: Sequence[Step], *, leads: bool = True
     return found
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+class Two:
+    """A model on one device, and on two ranks that have met."""
+
+    def __init__(self, model_type: str) -> None:
+        model, self.meeting = make(model_type), Meeting(2)
+        self.alone = rank_of(model, ALONE, 0)
+        self.exchanges = [ThreadExchange(self.meeting, rank) for rank in range(2)]
+        self.ranks = [rank_of(model, Parallel(2), rank) for rank in range(2)]
+        for each, exchange in zip(self.ranks, self.exchanges, strict=True):
+            each.unite(Group(exchange, each.dealt))  # type: ignore[arg-type]
+
+    def check(self, steps: list[Step]) -> None:
+        """Both give the same tokens, and ranks as many exchanges."""
+        expected = run(self.alone, steps)
+        found, _ = together(self.meeting, lambda at: run(self.ranks[at], steps, leads=not at))
+        for each in (self.alone, *self.ranks):
+            each.reset()
+        for one, other in zip(found, expected, strict=True):
+            if isinstance(one, torch.Tensor):
+                torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+            else:
+                assert one == other
+        counts = [each.steps for each in self.exchanges]
+        assert counts[0] == counts[1] and len(counts[0]) >= 2 * len(steps) - 1
+
+
+@pytest.fixture(scope="module")
+def two() -> Two:
+    return Two("llama")
+
+
 @pytest.mark.parametrize(
-    "choosing", [(GREEDY, GREEDY), (GREEDY, DRAWN), (BY_HOST, GREEDY)], ids=["greedy", "drawn", "host"]
+    ("choosing", "masked"),
+    [((GREEDY, GREEDY), False), ((GREEDY, DRAWN), True), ((BY_HOST, DRAWN), True)],
+    ids=["greedy", "drawn", "by the host"],
 )
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
-def test_two_ranks_choose_as_one(
-    model_type: str, choosing: tuple[Choosing, ...], masked: bool
-) -> None:
-    model, steps = make(model_type), steps_of(choosing, masked=masked)
-    expected = run(rank_of(model, ALONE, 0), steps)
-    meeting = Meeting(2)
-    ranks = [rank_of(model, Parallel(2), rank) for rank in range(2)]
-    exchanges = [ThreadExchange(meeting, rank) for rank in range(2)]
+def test_two_ranks_choose_as_one(two: Two, choosing: tuple[Choosing, ...], masked: bool) -> None:
+    two.check(steps_of(choosing, masked=masked))
 
-    def rank(number: int) -> list[Any]:
-        executable = ranks[number]
-        group = Group(exchanges[number], executable._dealt)  # type: ignore[arg-type]
-        executable.unite(group)
-        return run(executable, steps, leads=not number)
 
-    found, _ = together(meeting, rank)
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(one, torch.Tensor):
-            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-        else:
-            assert one == other
-    counts = sizes_of(exchanges)
-    assert counts[0] == counts[1] and sum(counts[0]) > 2 * model.config.num_layers
+def test_sums_that_no_add_follows() -> None:
+    """Gemma norms what attention and its MLP give before it is added."""
+    Two("gemma3_text").check(steps_of((GREEDY, GREEDY), masked=False)[:2])

@@ -5,7 +5,7 @@ memory is done here by the references, from one meeting of the threads to the ne
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -19,18 +19,25 @@ SECONDS = 60.0
 
 
 class Meeting:
-    """Where threads hand their values to each other."""
+    """Where threads hand their values to each other; between meetings one of them runs at a time,
+    for Triton's interpreter has one place for all.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._barrier = threading.Barrier(count, timeout=SECONDS)
         self._values: list[Any] = [None] * count
+        self.turn = threading.Lock()
 
     def gather(self, rank: int, value: T) -> list[T]:
         self._values[rank] = value
-        self._barrier.wait()
-        found = list(self._values)
-        self._barrier.wait()
+        self.turn.release()
+        try:
+            self._barrier.wait()
+            found = list(self._values)
+            self._barrier.wait()
+        finally:
+            self.turn.acquire()
         return found
 
     def abort(self) -> None:
@@ -117,7 +124,8 @@ def together(meeting: Meeting, run: Callable[[int], T]) -> list[T]:
 
     def one(rank: int) -> None:
         try:
-            found[rank] = run(rank)
+            with meeting.turn:
+                found[rank] = run(rank)
         except BaseException as error:
             failed.append(error)
             meeting.abort()
@@ -130,8 +138,3 @@ def together(meeting: Meeting, run: Callable[[int], T]) -> list[T]:
     if failed:
         raise failed[0]
     return found
-
-
-def sizes_of(exchanges: Sequence[ThreadExchange]) -> list[list[int]]:
-    """How many exchanges each rank's steps had."""
-    return [each.steps for each in exchanges]

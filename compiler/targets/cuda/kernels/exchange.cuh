@@ -20,13 +20,14 @@ constexpr u32 EMPTY = 0x80000000u;  // -0.0
 constexpr int SLOTS = 3;
 constexpr u32 WRAP = 3u << 28;          // a multiple of the slots
 constexpr int POLLS_BETWEEN_LOOKS = 64;  // a power of two
-enum { BASE, WORDS, LIMIT = 4 };        // of a group's state; WORDS is one of each slot
-enum { STOPPED, BY_RANK, FOR_PEER, AT_INDEX };  // of its report
+enum { BASE, WORDS, LIMIT = 4, STOPPED };  // of a group's state; WORDS is one of each slot
+enum { FAILED, BY_RANK, FOR_PEER, AT_INDEX };  // of its report
 
 struct Group {
   unsigned long long peers[8];  // where each rank's slots begin, as this rank reaches them
-  u32 *state;             // BASE; WORDS of 16 bytes a sender used in each slot; LIMIT in 1,024 ns
-  u32 *report;            // in host memory: STOPPED ends all polling
+  u32 *state;             // BASE; WORDS of 16 bytes a sender used in each slot; LIMIT in 1,024 ns;
+                          // STOPPED ends all polling
+  u32 *report;            // in host memory, which nobody polls: thousands of threads would
   u64 part_bytes;         // of a sender in a slot
   int rank, count;
   int index, padding;     // place of the exchange within the step
@@ -67,16 +68,17 @@ __device__ __forceinline__ u64 now() {
 // Of a thread that has polled in vain: when it began to (0: now), or 0 where it is to poll no longer.
 // Past the limit the report says who waited for whom, and ends all later polls too.
 __device__ __noinline__ u64 look(const Group &group, int peer, u64 began) {
-  volatile u32 *report = group.report;
-  if (report[STOPPED]) return 0;
+  volatile u32 *state = group.state, *report = group.report;
+  if (state[STOPPED]) return 0;
   const u64 time = now();
   if (!began) return time;
-  if ((time - began) >> 10 <= *(volatile u32 *)(group.state + LIMIT)) return began;
+  if ((time - began) >> 10 <= state[LIMIT]) return began;
+  state[STOPPED] = 1;
   report[BY_RANK] = group.rank;
   report[FOR_PEER] = peer;
   report[AT_INDEX] = group.index;
   __threadfence_system();
-  report[STOPPED] = 1;
+  report[FAILED] = 1;
   return 0;
 }
 

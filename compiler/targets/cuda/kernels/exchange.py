@@ -29,7 +29,8 @@ _MOST_BLOCKS = 132
 _MOST_CLUSTER = 8
 _ELEMENTS = {"fp32": 4, "bf16": 8}  # in the 16 bytes that a thread sends at a time
 _UNITS = {("fp32", "fp32"): (1, 2, 4), ("bf16", "fp32"): (1, 2), ("bf16", "bf16"): (1, 2)}
-_LIMIT, _STOPPED, _BY_RANK, _FOR_PEER, _AT_INDEX = 4, 0, 1, 2, 3
+_LIMIT, _STOPPED = 4, 5
+_FAILED, _BY_RANK, _FOR_PEER, _AT_INDEX = range(4)
 
 
 class _Group(ctypes.Structure):
@@ -159,14 +160,16 @@ class Exchange:
 
     def failure(self) -> Failure | None:
         """What a kernel reported when it gave up; None where none did. Reads host memory alone."""
-        if not self._report[_STOPPED]:
+        if not self._report[_FAILED]:
             return None
         rank, peer, index = (int(self._report[i]) for i in (_BY_RANK, _FOR_PEER, _AT_INDEX))
         return Failure(rank, peer, index)
 
     def stop(self) -> None:
         """End all waiting of this rank's kernels, now and later: what they give means nothing."""
-        self._report[_STOPPED] = 1
+        aside = torch.cuda.Stream(self._state.device)
+        with torch.cuda.stream(aside):
+            self._state[_STOPPED] = 1
 
     def all_reduce(
         self, out: Tensor, x: Tensor, *, wire: str, num_threads: int = 256, units: int = 1
