@@ -200,12 +200,12 @@ class _Search:
         changes: Sequence[dict[str, Any]] = ()
         if self.device == "cuda":
             changes = (
-                {"least_outputs": 8},
-                {"columns": 512, "warps": 4},
-                {"parts": 4},
-                {"few_rows": 16},
-                {"keys": 64},
-                {"outputs": 32},
+                {"columns": 256},
+                {"parts": 8},
+                {"columns": 1024, "warps": 8},
+                {"keys": 32},
+                {"queries": 128},
+                {"few_rows": 1},
                 {"chained": False},
             )
         for change in changes:

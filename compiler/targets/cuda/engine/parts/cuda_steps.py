@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -89,11 +90,11 @@ class CudaExecutor(CudaKernels):
         try:
             for prompt in prompts:
                 sequences.append(self._open(len(prompt)))
-            self._upload_pages(sequences)
             logits, first = [], 0
             for stop in _cuts([len(prompt) for prompt in prompts]):
                 logits.append(self._prompts(sequences[first:stop], prompts[first:stop]))
                 first = stop
+            self._upload_pages(sequences)  # for later steps, while the device computes
         except Exception:
             for each in sequences:
                 self.release(each)
@@ -103,39 +104,42 @@ class CudaExecutor(CudaKernels):
     def _prompts(self, sequences: Sequence[CudaSequence], prompts: Sequence[Tensor]) -> Tensor:
         count = sum(len(prompt) for prompt in prompts)
         size = next((size for size in CHOICES.prompts if size >= count), count)
-        staged = torch.empty(3, size, dtype=torch.int64)
-        tokens, starts, places = staged
-        tokens[count:], places[count:] = 0, -1
-        torch.arange(count, size, out=starts[count:])
         is_here = all(prompt.device.type == "cpu" for prompt in prompts)
-        if is_here:
-            torch.cat(list(prompts), out=tokens[:count])
-        else:
-            tokens[:count] = 0
-        row, lasts = 0, []
-        for sequence, prompt in zip(sequences, prompts, strict=True):
-            stop = row + len(prompt)
-            starts[row:stop] = row
-            places[row:stop] = self._places(sequence)
-            lasts.append(stop - 1)
-            row = stop
+        staged = self._staged(sequences, prompts if is_here else [], size)
         found = self._graphs.get(("prompts", size, 1))
         inputs = self._send(staged, None if found is None else found.inputs)
         if not is_here:
-            inputs[0, :count].copy_(torch.cat([each.to(self.device) for each in prompts]))
+            torch.cat([each.to(self.device) for each in prompts], out=inputs[0, :count])
         values = self._replay(found) if found else self._run_prompts(inputs)
-        x = values[self._tail[0].does.x].index_select(0, self._send(torch.tensor(lasts)))
+        x = values[self._tail[0].does.x].index_select(0, inputs[3, : len(prompts)])
         return self.run(self._tail[1:], {self._tail[0].does.out: x}, None)["logits"]
 
     def _run_prompts(self, inputs: Tensor) -> Values:
-        tokens, starts, places = inputs
+        tokens, starts, places, _ = inputs
         return self.run(self._body, {}, Tokens(tokens, starts=starts, places=places))
 
-    def _places(self, sequence: CudaSequence) -> Tensor:
-        """Where the first keys of its positions lie, in elements from the pages' base."""
-        pages = torch.tensor(sequence.pages)[:, None]
-        inside = torch.arange(0, PAGE * self.settings.head_dim, self.settings.head_dim)
-        return (pages + inside).flatten()[: sequence.length]
+    def _staged(
+        self, sequences: Sequence[CudaSequence], prompts: Sequence[Tensor], size: int
+    ) -> Tensor:
+        """Of a step of prompts, ``[4, size]``: tokens, starts, places, and the last row of each.
+
+        Arrays of the standard library's: many small tensors take the host longer.
+        """
+        tokens, starts, places, lasts = array("q"), array("q"), array("q"), array("q")
+        for prompt in prompts:
+            tokens.extend(prompt.tolist())
+        width = self.settings.head_dim
+        for each in sequences:
+            starts.extend([len(starts)] * each.length)
+            for page in each.pages:
+                places.extend(range(page, page + PAGE * width, width))
+            del places[len(starts) :]
+            lasts.append(len(starts) - 1)
+        starts.extend(range(len(starts), size))
+        places.extend([-1] * (size - len(places)))
+        for part in (tokens, lasts):
+            part.extend([0] * (size - len(part)))
+        return torch.frombuffer(tokens + starts + places + lasts, dtype=torch.int64).view(4, size)
 
     # Decode: one token of each sequence.
 
@@ -174,7 +178,7 @@ class CudaExecutor(CudaKernels):
         """Parts of decode attention: enough to fill the device, where there is enough to do."""
         if longest < SPLIT_FROM:
             return 1
-        wanted = 2 * self.num_processors // (rows * self.settings.num_heads)
+        wanted = 2 * self.num_processors // (rows * self.settings.num_kv_heads)
         return max(1, min(32, 1 << max(0, wanted).bit_length() >> 1))
 
     # Graphs.
@@ -183,8 +187,9 @@ class CudaExecutor(CudaKernels):
         """The graph of a step of this size, captured when it is first asked for."""
         key = kind, size, splits
         if key not in self._graphs:
-            inputs = torch.zeros(3, size, dtype=torch.int64, device=self.device)
+            inputs = torch.zeros(4, size, dtype=torch.int64, device=self.device)
             if kind == "decode":
+                inputs = inputs[:3]
                 inputs[1] = -1
             else:
                 inputs[1] = torch.arange(size, device=self.device)

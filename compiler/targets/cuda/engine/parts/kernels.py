@@ -99,15 +99,26 @@ def norm_scales(
 
 @jit
 def multiplied(
-    sums, values, tile, factors, scale, dtype: tl.constexpr, NORM: tl.constexpr
+    sums, values, tile, factors, scale, dtype: tl.constexpr, NORM: tl.constexpr, ONE: tl.constexpr
 ):  # fmt: skip
-    """``sums [P, B, O]`` with ``values [P, B, C]`` times ``tile [P, O, C]`` added; RMSNorm of the
-    values, where there is one, comes first: ``scale [B]`` of the rows, ``factors [P, C]``.
+    """``tile [P, O, C]`` times ``values [P, B, C]`` added to ``sums [P, O, B]``, or product by
+    product to ``sums [P, O, C]`` for ``ONE`` row. RMSNorm of the values, where there is one, comes
+    first: ``scale [B]`` of the rows, ``factors [P, C]``.
     """
     if NORM:
         normed = (values.to(tl.float32) * scale[None, :, None]).to(dtype).to(tl.float32)
         values = (normed * factors.to(tl.float32)[:, None, :]).to(dtype)
-    return tl.dot(values, tl.permute(tile, (0, 2, 1)), sums)
+    if ONE:
+        sums += tile.to(tl.float32) * values.to(tl.float32)
+    else:
+        sums = tl.dot(tile, tl.permute(values, (0, 2, 1)), sums)
+    return sums
+
+
+@jit
+def joined(sums, ONE: tl.constexpr):
+    """The sums of all parts, ``[O, B]``."""
+    return tl.sum(tl.sum(sums, 2), 0)[:, None] if ONE else tl.sum(sums, 0)
 
 
 @jit
@@ -131,6 +142,7 @@ def product_kernel(
     """
     dtype = out.dtype.element_ty
     EACH: tl.constexpr = COLUMNS // PARTS
+    ONE: tl.constexpr = ROWS == 1
     row = tl.arange(0, ROWS)
     output = tl.program_id(0).to(tl.int64) * OUTPUTS + tl.arange(0, OUTPUTS)
     column = tl.arange(0, PARTS)[:, None] * EACH + tl.arange(0, EACH)[None, :]
@@ -148,8 +160,8 @@ def product_kernel(
     scale = tl.full([ROWS], 1.0, tl.float32)
     if NORM:
         scale = norm_scales(values, here_x, is_row, column, eps, WIDTH, COLUMNS)
-    sums = tl.zeros([PARTS, ROWS, OUTPUTS], tl.float32)
-    ups = tl.zeros([PARTS, ROWS, OUTPUTS], tl.float32)
+    sums = tl.zeros([PARTS, OUTPUTS, EACH if ONE else ROWS], tl.float32)
+    ups = sums
     for first in tl.range(COLUMNS, WIDTH, COLUMNS, num_stages=1):
         inside = first + column < WIDTH
         wanted = is_output[None, :, None] & inside[:, None, :]
@@ -158,17 +170,16 @@ def product_kernel(
         next_factors = tl.load(norm + first + column, mask=inside, other=0.0) if NORM else factors
         wanted = is_row[None, :, None] & inside[:, None, :]
         next_values = tl.load(here_x + first, mask=wanted, other=0.0)
-        sums = multiplied(sums, values, tile, factors, scale, dtype, NORM)
+        sums = multiplied(sums, values, tile, factors, scale, dtype, NORM, ONE)
         if SWIGLU:
-            ups = multiplied(ups, values, up_tile, factors, scale, dtype, NORM)
+            ups = multiplied(ups, values, up_tile, factors, scale, dtype, NORM, ONE)
         tile, up_tile, factors, values = next_tile, next_up, next_factors, next_values
-    result = tl.sum(multiplied(sums, values, tile, factors, scale, dtype, NORM), 0)
+    result = joined(multiplied(sums, values, tile, factors, scale, dtype, NORM, ONE), ONE)
     if SWIGLU:
-        ups = multiplied(ups, values, up_tile, factors, scale, dtype, NORM)
-        result = silu_times(result, tl.sum(ups, 0), dtype)
-    here_out = out + row[:, None] * num_outputs + output[None, :]
-    kept = is_row[:, None] & is_output[None, :]
-    put(here_out, result.to(dtype), kept, RESIDUAL)
+        ups = multiplied(ups, values, up_tile, factors, scale, dtype, NORM, ONE)
+        result = silu_times(result, joined(ups, ONE), dtype)
+    here_out = out + row[None, :] * num_outputs + output[:, None]
+    put(here_out, result.to(dtype), is_output[:, None] & is_row[None, :], RESIDUAL)
 
 
 @jit
@@ -179,15 +190,18 @@ def turned_heads(
     sines at ``turns``, of each or of all.
     """
     d = tl.arange(0, E)[None, :]
-    if INTERLEAVED:
-        is_second = d % 2 == 1
-        pair, partner = d // 2, tl.where(is_second, d - 1, d + 1)
-    else:
-        is_second = d >= D // 2
-        pair = tl.where(is_second, d - D // 2, d)
-        partner = tl.where(is_second, d - D // 2, d + D // 2)
     real = inside & (d < D)
     own = tl.load(x + d, mask=real, other=0.0).to(tl.float32)
+    if INTERLEAVED:
+        pair = tl.arange(0, E // 2)[None, :]
+        cos = tl.load(turns + pair, mask=pair < D // 2, other=0.0).to(tl.float32)
+        sin = tl.load(turns + D // 2 + pair, mask=pair < D // 2, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(own, (own.shape[0], E // 2, 2)))
+        turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+        return tl.reshape(turned, (own.shape[0], E)).to(x.dtype.element_ty)
+    is_second = d >= D // 2
+    pair = tl.where(is_second, d - D // 2, d)
+    partner = tl.where(is_second, d - D // 2, d + D // 2)
     other = tl.load(x + partner, mask=real, other=0.0).to(tl.float32)
     cos = tl.load(turns + pair, mask=d < D, other=0.0).to(tl.float32)
     sin = tl.load(turns + D // 2 + pair, mask=d < D, other=0.0).to(tl.float32)
@@ -265,16 +279,22 @@ def attend_prompt_kernel(
 
 
 @jit
+def page_of(pages, position, stop, PAGE: tl.constexpr):
+    """Where the page of a position begins; nothing is read from ``stop`` on."""
+    return tl.load(pages + position // PAGE, mask=position < stop, other=0)
+
+
+@jit
 def remembered(
-    layer, pages, first, stop, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    layer, page, first, stop, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values ``[KEYS, E]`` of a layer and head from position ``first`` on; zeros from
-    ``stop``.
+    """Keys and values ``[KEYS, E]`` of a layer and head from position ``first``, of ``page``, on;
+    zeros from ``stop``.
     """
     at, d = tl.arange(0, KEYS)[:, None], tl.arange(0, E)[None, :]
-    page = tl.load(pages + first // PAGE, mask=first < stop, other=0)
-    here = layer + tl.multiple_of(page, 16) + (first % PAGE) * D + at * D + d
+    aligned = page // 16 * 16  # which it is; said so that loads are wide
+    here = layer + aligned + (first % PAGE) * D + at * D + d
     real = (first + at < stop) & (d < D)
     keys = tl.load(here, mask=real, other=0.0)
     return keys, tl.load(here + G * PAGE * D, mask=real, other=0.0)
@@ -290,6 +310,14 @@ def attended(peak, total, sums, q, k, v, num_keys, scale, KEYS: tl.constexpr):
     fade = tl.exp(peak - new_peak)
     sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None])
     return new_peak, total * fade + tl.sum(weights, 1), sums
+
+
+@jit
+def leave_part(here, peak, total, sums, is_head, E: tl.constexpr):
+    """A running softmax for `join_parts_kernel`: sums, peak and total of each head."""
+    tl.store(here + tl.arange(0, E)[None, :], sums, mask=is_head)
+    tl.store(here + E, peak[:, None], mask=is_head)
+    tl.store(here + E + 1, total[:, None], mask=is_head)
 
 
 @jit
@@ -310,10 +338,12 @@ def attend_token_kernel(
     layer = cache + layer_offset + group * PAGE * D
     each = tl.cdiv(tl.cdiv(position, KEYS), SPLITS) * KEYS
     begins, stop = split * each, tl.minimum((split + 1) * each, position)
-    k, v = remembered(layer, pages, begins, stop, G, D, E, KEYS, PAGE)
+    page = page_of(pages, begins, stop, PAGE)
+    k, v = remembered(layer, page, begins, stop, G, D, E, KEYS, PAGE)
+    page = page_of(pages, begins + KEYS, stop, PAGE)
     begin(CHAINED)
-    d, head = tl.arange(0, E)[None, :], tl.arange(0, R)[:, None]
-    is_head, one = head < H // G, tl.arange(0, 1)[:, None]
+    d, head, one = tl.arange(0, E)[None, :], tl.arange(0, R)[:, None], tl.arange(0, 1)[:, None]
+    is_head = head < H // G
     qkv += row.to(tl.int64) * (H + 2 * G) * D
     own_turns = turns + position * D
     q_heads, k_head = qkv + (group * (H // G) + head) * D, qkv + (H + group + one) * D
@@ -329,7 +359,8 @@ def attend_token_kernel(
     peak, total = tl.where(split == 0, score, -1.0e30), tl.zeros([R], tl.float32) + is_own
     sums = tl.zeros([R, E], tl.float32) + own_v.to(tl.float32) * is_own
     for first in tl.range(begins + KEYS, stop, KEYS, num_stages=1):
-        next_k, next_v = remembered(layer, pages, first, stop, G, D, E, KEYS, PAGE)
+        next_k, next_v = remembered(layer, page, first, stop, G, D, E, KEYS, PAGE)
+        page = page_of(pages, first + KEYS, stop, PAGE)
         peak, total, sums = attended(peak, total, sums, q, k, v, KEYS, scale, KEYS)
         begins, k, v = first, next_k, next_v
     peak, total, sums = attended(peak, total, sums, q, k, v, stop - begins, scale, KEYS)
@@ -338,10 +369,7 @@ def attend_token_kernel(
         result = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(out + index * D + d, result, mask=is_head & (d < D))
     else:
-        here = parts + (index * SPLITS + split) * (E + 2)
-        tl.store(here + d, sums, mask=is_head)
-        tl.store(here + E, peak[:, None], mask=is_head)
-        tl.store(here + E + 1, total[:, None], mask=is_head)
+        leave_part(parts + (index * SPLITS + split) * (E + 2), peak, total, sums, is_head, E)
 
 
 @jit

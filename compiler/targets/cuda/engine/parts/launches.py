@@ -26,7 +26,7 @@ from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Executor
 
 BLOCK = 1024
 
-TOKENS = 16
+TOKENS = 8
 """Tokens of a prompt that a program rotates a head of."""
 
 
@@ -107,10 +107,10 @@ class CudaKernels(Executor):
     def _few_rows(self, each: Bound, weight: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
         outputs = weight.shape[0] // (2 if each.does.swiglu else 1)
         out = x.new_empty(len(x), outputs) if residual is None else residual
-        norm, rows, width = weight if each.norm is None else each.norm, _power(len(x)), x.shape[1]
-        block = CHOICES.outputs
-        while block > CHOICES.least_outputs and outputs < block * self.num_processors:
-            block //= 2
+        norm, width = weight if each.norm is None else each.norm, x.shape[1]
+        rows = 1 if len(x) == 1 else max(8, 1 << (len(x) - 1).bit_length())
+        block = CHOICES.one_outputs if rows == 1 else CHOICES.outputs
+        columns = min(max(128, CHOICES.columns * 16 // max(16, rows)), _power(width))
         self._launch(
             product_kernel,
             (-(-outputs // block),),
@@ -118,8 +118,8 @@ class CudaKernels(Executor):
             WIDTH=width,
             ROWS=rows,
             OUTPUTS=block,
-            COLUMNS=min(max(256, CHOICES.columns * 16 // rows), _power(width)),
-            PARTS=min(CHOICES.parts, _power(width) // 16),
+            COLUMNS=columns,
+            PARTS=min(CHOICES.parts, columns // 16),
             NORM=each.norm is not None,
             RESIDUAL=residual is not None,
             SWIGLU=each.does.swiglu,

@@ -77,8 +77,7 @@ class Choices:
     Attributes:
         chained: kernels are placed before those ahead of them have ended (Hopper and later).
         few_rows: up to which products read each weight once, in a kernel of ours.
-        outputs, least_outputs: of a program of such a product; the fewer, where there are fewer
-            programs than processors.
+        outputs, one_outputs: of a program of such a product, and of one with a single row.
         columns, parts, warps: that it takes at once, in how many parts, with how many warps.
         keys: cached positions that decode attention takes at once.
         queries: tokens of a prompt that a program attends for, fewer where there are few.
@@ -87,13 +86,13 @@ class Choices:
     """
 
     chained: bool = True
-    few_rows: int = 64
+    few_rows: int = 16
     outputs: int = 16
-    least_outputs: int = 16
-    columns: int = 1024
-    parts: int = 8
-    warps: int = 8
-    keys: int = 32
+    one_outputs: int = 8
+    columns: int = 512
+    parts: int = 4
+    warps: int = 4
+    keys: int = 64
     queries: int = 64
     prompts: tuple[int, ...] = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
