@@ -1,0 +1,163 @@
+"""Serve a model with Ray Serve: Ray routes, scales and restarts, each replica is one actor.
+
+An actor has CPUs and GPUs of one machine and starts ``tilewright serve`` on them, with the options
+it is given; requests and streamed answers pass through. Started again while it serves, with other
+options or another model, it replaces replica by replica, and no request is lost:
+
+    python demo/serve_ray.py --ray-replicas 2 --gpus 1 path/to/model --target cuda --max-seats 64
+
+Needs the extra ``ray``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from tilewright.compiler.child import PYTHON, Child
+from tilewright.compiler.errors import TilewrightError
+
+_ADDRESS = b"tilewright: http://"
+_START_SECONDS, _LOOK_SECONDS = 1800.0, 0.1
+_HOP_BY_HOP = frozenset(("connection", "content-length", "host", "keep-alive", "transfer-encoding"))
+
+
+class Served:
+    """A ``tilewright serve`` of this process's own, on a free port, until it is closed.
+
+    Args:
+        argv: the options of ``tilewright serve``, without a host and a port.
+
+    Raises:
+        TilewrightError: where it does not come up, with what it said last.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        command = [*PYTHON, "-m", "tilewright.compiler.cli", "serve", *argv]
+        command += ["--host", "127.0.0.1", "--port", "0"]
+        self._child = Child(command, has_pipes=True, what="tilewright serve")
+        deadline = time.monotonic() + _START_SECONDS
+        line = b""
+        while not line.startswith(_ADDRESS):
+            line = self._child.read_line(deadline - time.monotonic()) or self._fail()
+        self.port = int(line.removeprefix(_ADDRESS).split()[0].rpartition(b":")[2])
+        while not self.is_healthy():
+            if self._child.poll() is not None or time.monotonic() > deadline:
+                self._fail()
+            time.sleep(_LOOK_SECONDS)
+
+    def is_healthy(self) -> bool:
+        """Whether it answers requests now."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except OSError:
+            return False
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """End it; Ray has waited for its answers."""
+        self._child.stop()
+
+    def _fail(self) -> bytes:
+        raise TilewrightError(f"tilewright serve did not start: {self._child.stop().last}")
+
+
+class Replica:
+    """What Ray runs in an actor: hands requests to a server of its own, and its answers back."""
+
+    def __init__(self, argv: list[str]) -> None:
+        self._served = Served(argv)
+        self._session: Any = None
+
+    async def __call__(self, request: Any) -> Any:
+        """Answer an HTTP request as the server does, piece by piece."""
+        import aiohttp
+        from starlette.responses import StreamingResponse
+
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(None)
+            )
+        answer = await self._session.request(
+            request.method,
+            f"http://127.0.0.1:{self._served.port}{request.url.path}",
+            params=list(request.query_params.multi_items()),
+            data=await request.body(),
+            headers={k: v for k, v in request.headers.items() if k not in _HOP_BY_HOP},
+            skip_auto_headers=("content-type", "user-agent"),
+        )
+
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                async for piece in answer.content.iter_any():
+                    yield piece
+            finally:  # a client that has gone frees its seat
+                answer.close()
+
+        headers = {k: v for k, v in answer.headers.items() if k.lower() not in _HOP_BY_HOP}
+        return StreamingResponse(pieces(), status_code=answer.status, headers=headers)
+
+    async def check_health(self) -> None:
+        """Ray starts another actor where this raises several times.
+
+        Raises:
+            TilewrightError: where the server does not answer requests.
+        """
+        if not await asyncio.to_thread(self._served.is_healthy):
+            raise TilewrightError("the server of this replica is not healthy")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_served"):
+            self._served.close()
+
+
+def main(argv: list[str]) -> int:
+    """Deploy; returns the exit code once a signal has come, or at once into a running cluster."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ray-replicas", type=int, default=1, help="actors (default: 1)")
+    parser.add_argument("--cpus", type=float, default=1, help="of each (default: 1)")
+    parser.add_argument("--gpus", type=float, default=0, help="of each (default: 0)")
+    parser.add_argument("--ray-host", default="127.0.0.1", help="the address to listen on")
+    parser.add_argument("--ray-port", type=int, default=8000, help="(default: 8000)")
+    parser.add_argument("--users", type=int, default=256, help="requests on a replica at a time")
+    parser.add_argument("--address", help="of a Ray cluster; without it one is started here")
+    asked, options = parser.parse_known_args(argv)
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        print("serve_ray: ray is missing; allowed: pip install -e '.[ray]'", file=sys.stderr)
+        return 2
+    cluster = ray.init(address=asked.address, include_dashboard=False, log_to_driver=False)
+    serve.start(http_options={"host": asked.ray_host, "port": asked.ray_port})
+    deployment = serve.deployment(
+        name="tilewright",
+        num_replicas=asked.ray_replicas,
+        max_ongoing_requests=asked.users,
+        ray_actor_options={"num_cpus": asked.cpus, "num_gpus": asked.gpus},
+        graceful_shutdown_timeout_s=600,
+        health_check_period_s=5,
+    )(Replica)
+    serve.run(deployment.bind(options), name="tilewright")
+    where = f"http://{asked.ray_host}:{asked.ray_port}"
+    print(f"serving on {where}, cluster {cluster.address_info['gcs_address']}", flush=True)
+    if asked.address is None:
+        signal.sigwait((signal.SIGINT, signal.SIGTERM))
+        serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
