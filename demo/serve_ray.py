@@ -139,7 +139,7 @@ def main(argv: list[str]) -> int:
     except ImportError:
         print("serve_ray: ray is missing; allowed: pip install -e '.[ray]'", file=sys.stderr)
         return 2
-    cluster = ray.init(address=asked.address, include_dashboard=False, log_to_driver=False)
+    ray.init(address=asked.address, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": asked.ray_host, "port": asked.ray_port})
     deployment = serve.deployment(
         name="tilewright",
@@ -151,7 +151,7 @@ def main(argv: list[str]) -> int:
     )(Replica)
     serve.run(deployment.bind(options), name="tilewright")
     where = f"http://{asked.ray_host}:{asked.ray_port}"
-    print(f"serving on {where}, cluster {cluster.address_info['gcs_address']}", flush=True)
+    print(f"serving on {where}, cluster {ray.get_runtime_context().gcs_address}", flush=True)
     if asked.address is None:
         signal.sigwait((signal.SIGINT, signal.SIGTERM))
         serve.shutdown()
