@@ -45,6 +45,8 @@ class Compiled:
     """An executable, what it was asked to be, and what the passes had to say.
 
     ``graph`` gives the lowered graph; it is read from disk where the program came from there.
+    ``places``: of a rank's program, which axes of each tensor group's weights are dealt, and the
+    size of each rank's share.
     """
 
     executable: Executable
@@ -53,6 +55,7 @@ class Compiled:
     precision: PrecisionSummary
     notes: tuple[str, ...]
     graph: Callable[[], GraphModule]
+    places: tuple[tuple[str, str, str], ...] = ()
 
 
 def compile_model(
@@ -100,6 +103,7 @@ def compile_model(
         precision=resolved.summary(precision.name),
         notes=tuple(ctx.notes),
         graph=lambda: graph_module,
+        places=tuple(ctx.places),
     )
 
 
@@ -130,6 +134,7 @@ def compile_virtual(
         precision=resolved.summary(precision.name),
         notes=tuple(found[0][1].notes),
         graph=lambda: graphs[0],
+        places=tuple(found[0][1].places),
     )
 
 

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import heapq
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -226,8 +226,16 @@ def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: An
 
     States are made here: zeros of one slot and 32 positions.
     """
-    get = weight_source(model)
     graph_module.recompile()
+    with torch.no_grad():
+        return graph_module(*arguments_of(graph_module, model, inputs))
+
+
+def arguments_of(
+    graph_module: fx.GraphModule, model: SimpleNamespace, inputs: Mapping[str, Any]
+) -> list[Any]:
+    """What `run_graph` calls a graph with."""
+    get = weight_source(model)
     arguments = []
     for node in graph_module.graph.nodes:
         facts = info(node)
@@ -243,8 +251,7 @@ def run_graph(graph_module: fx.GraphModule, model: SimpleNamespace, **inputs: An
             kinds, *rest = facts.state.shape
             sizes = (kinds, 32, *rest) if facts.state.kind == PER_TOKEN else facts.state.shape
             arguments.append(torch.zeros(1, *sizes))
-    with torch.no_grad():
-        return graph_module(*arguments)
+    return arguments
 
 
 def step_inputs(num_tokens: int, *, vocab_size: int = 61, seed: int = 0) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from tilewright.compiler.commands.screen import (
     TextPrinter,
     explain_contract,
     explain_cost,
+    explain_places,
     explain_precision,
     print_byte_plan,
 )
@@ -52,6 +53,7 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     if options.explain:
         explain_precision(screen, compiled.precision)
         explain_contract(screen, compiled.executable.contract)
+        explain_places(screen, compiled)
         explain_cost(screen, compiled, plan.context)
     printer = TextPrinter(source.tokenizer, screen, options)
     runs = time_jobs(

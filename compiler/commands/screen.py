@@ -14,6 +14,8 @@ from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.driver import resolve_precision
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.cost import GroupCost, step_costs
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.ops import COLLECTIVES
 from tilewright.compiler.precision import EXPERT_GROUPS, PrecisionSummary
 from tilewright.compiler.sweep.byte_plan import byte_plan
 from tilewright.compiler.sweep.model import experts_share
@@ -125,6 +127,13 @@ def print_byte_plan(
     print_table(screen, title, table, numbers=True)
 
 
+def explain_places(screen: Console, compiled: Compiled) -> None:
+    """What of the weights each rank has; nothing of one device."""
+    if compiled.places:
+        table = Table.of(("group", "axis", "of rank 0 + 1 + ..."), compiled.places)
+        print_table(screen, "dealt over ranks; whole on each: all others", table)
+
+
 def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
     """Bytes and operations of a decode step, by tensor group."""
     costs = step_costs(compiled.graph(), num_tokens=1, context=context)
@@ -136,5 +145,17 @@ def explain_cost(screen: Console, compiled: Compiled, context: int) -> None:
         "read (MB)": lambda cost: f"{read.get(cost.group, 0.0) / 1e6:,.2f}",
         "operations (M)": lambda cost: f"{cost.flops / 1e6:,.1f}",
     }
+    if any(cost.sent_bytes for cost in costs):
+        columns = {**columns, "sent (KB)": lambda cost: f"{cost.sent_bytes / 1024:,.1f}"}
+        columns["formats"] = lambda cost: (
+            ", ".join(cost.formats) or _wires(compiled) * bool(cost.sent_bytes)
+        )
     title = f"one decode step at a context of {context}"
     print_table(screen, title, Table.by(columns, costs), numbers=True)
+
+
+def _wires(compiled: Compiled) -> str:
+    """The formats in which the ranks' sums travel."""
+    calls = find_calls(compiled.graph().graph, *COLLECTIVES)
+    wires = (each for call in calls for each in call.args if isinstance(each, str))
+    return ", ".join(dict.fromkeys(wires))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,14 +16,17 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.info import CONSTANT, WEIGHT, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.text import dimension_names
-from tilewright.compiler.ops import OPERATORS
+from tilewright.compiler.ops import COLLECTIVES, OPERATORS
 from tilewright.compiler.ops.moe import expected_experts
+
+COLLECTIVE = "collective"
+"""The group of what ranks exchange."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupCost:
-    """One tensor group's share: the weights that are read, their bytes in their formats, and
-    floating-point operations.
+    """One tensor group's share: the weights that are read, their bytes in their formats,
+    floating-point operations, and the bytes that a rank sends to the others (``collective``).
     """
 
     group: str
@@ -31,6 +34,7 @@ class GroupCost:
     num_weights: int
     weight_bytes: int
     flops: float
+    sent_bytes: float = 0.0
 
 
 def step_costs(
@@ -45,6 +49,7 @@ def step_costs(
     sizes = {"T": num_tokens, "N": 1, "N+1": 2, "R": num_logits, "S": 1, "L": context}
     named = dimension_names(graph_module.graph)
     flops: dict[str, float] = defaultdict(float)
+    sent = 0.0
     recipes: dict[str, dict[WeightRecipe, float]] = defaultdict(dict)
     for node in graph_module.graph.nodes:
         operator = OPERATORS.get(node.target) if node.op == "call_function" else None
@@ -52,6 +57,9 @@ def step_costs(
             continue
         arguments = map_arg(node.args, lambda argument: _concrete(argument, named, sizes))
         group = info(node).tensor_group or "other"
+        if node.target in COLLECTIVES:
+            group = COLLECTIVE
+            sent += _sent_bytes(node, operator.cost(*arguments).elements_sent)
         products = _products(node)
         for each in products or [group]:
             flops[each] += float(operator.cost(*arguments).flops) / max(1, len(products))
@@ -65,7 +73,14 @@ def step_costs(
                     share = facts.tensor_group or "other"
                 flops.setdefault(share, 0.0)
                 recipes[share][facts.recipe] = rows
-    return [_group_cost(group, recipes[group], flops[group]) for group in flops]
+    found = [_group_cost(group, recipes[group], flops[group]) for group in flops]
+    return [replace(each, sent_bytes=sent) if each.group == COLLECTIVE else each for each in found]
+
+
+def _sent_bytes(node: Node, num_elements: float) -> float:
+    """Bytes of so many elements in the format in which a collective sends them."""
+    wire = next((each for each in node.args if isinstance(each, str)), "fp32")
+    return num_elements * get_format(wire).bits / 8
 
 
 def rows_read(node: Node, recipe: WeightRecipe, num_tokens: int) -> float:

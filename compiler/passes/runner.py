@@ -22,7 +22,9 @@ class PassContext:
     """What passes may ask and tell: the precision asked for, notes for the user, a report of each
     pass that ran, and the folder that graphs are dumped to (None: nowhere). ``stored_type`` tells
     the type that a checkpoint's tensor is stored in, by its name (None: nobody knows).
-    ``parallel`` and ``rank``: the group that a graph is dealt over, and whose program it becomes.
+    ``parallel`` and ``rank``: the group that a graph is dealt over, and whose program it becomes;
+    ``places`` tells of each tensor group which axes of its weights are dealt, and what each rank
+    has of them.
     """
 
     precision: ResolvedPrecision
@@ -32,6 +34,7 @@ class PassContext:
     stored_type: Callable[[str], str] | None = None
     parallel: Parallel = ALONE
     rank: int = 0
+    places: list[tuple[str, str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,21 @@ def shard(graph_module: GraphModule, ctx: PassContext) -> int:
         dealer.visit(node)
     for node, placement in (dealer.places | dealer.weights).items():
         set_info(node, placement=placement)
+    ctx.places.extend(dict.fromkeys(_told(dealer.weights)))
     return sum(placement != WHOLE for placement in dealer.weights.values())
+
+
+def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
+    """Of each matrix: its group, the dealt axis, and the size of each share."""
+    for weight, placement in weights.items():
+        group = info(weight).tensor_group
+        names = {0: "out", 1: "in"} if weight.meta["val"].dim() == 2 else _EXPERT_AXES
+        for each in placement.dealt if group else ():
+            sizes = " + ".join(map(str, each.split.sizes))
+            yield str(group), names[each.axis], sizes
+
+
+_EXPERT_AXES = {0: "experts", 1: "out", 2: "in"}
 
 
 class _Dealer:

@@ -226,12 +226,14 @@ class Target(ABC):
     keeps programs of this target. ``is_emulated``: whether its executables have a device's numbers
     without the device, so that their speed says nothing of it. ``emits``: the kinds that a model
     can be written as for it; a program, which :meth:`load` runs, and those of :meth:`emit`.
+    ``wire``: the format in which partial sums travel between its ranks.
     """
 
     name: str
     is_cached: bool = False
     is_emulated: bool = False
     emits: tuple[str, ...] = ("program",)
+    wire: str = "fp32"
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
@@ -270,11 +272,11 @@ class Target(ABC):
         return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
 
     def settled(self, options: CompileOptions) -> Parallel:
-        """The group that is asked for, with the wire that this target takes where none is named:
-        here, fp32.
+        """The group that is asked for, with this target's ``wire`` where none is named; exact
+        arithmetic sends fp32.
         """
-        parallel = options.parallel
-        return replace(parallel, wire=parallel.wire or "fp32")
+        own = "fp32" if options.compute == "exact" else self.wire
+        return replace(options.parallel, wire=options.parallel.wire or own)
 
     def compile_ranks(
         self,

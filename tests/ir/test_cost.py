@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
+from tests.dealt_models import make as make_dealt
 from tests.models.test_experts_gguf import make
 from tests.tiny import lowered, precision_of
+from tilewright.compiler import ops
 from tilewright.compiler.bench.roofline import weight_bytes
+from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.ir.cost import GroupCost, step_costs
+from tilewright.compiler.ir.rewrite import find_calls
+from tilewright.compiler.passes.runner import run_passes
+from tilewright.compiler.passes.shard import shard
+from tilewright.compiler.passes.take_rank import take_rank
 from tilewright.compiler.targets.table import get_target
 
 
@@ -49,3 +56,20 @@ def test_so_do_the_bytes_that_a_device_reads() -> None:
     )
     assert one["experts_ff2"] == pytest.approx(many["experts_ff2"] * 2 / 6)
     assert one["wqkv"] == many["wqkv"]
+
+
+@pytest.mark.parametrize(("wire", "num_bytes"), [("fp32", 4), ("bf16", 2), ("q80", 34 / 32)])
+def test_what_a_rank_sends_is_counted_in_the_wire_s_format(wire: str, num_bytes: float) -> None:
+    model = make_dealt()
+    graph_module, ctx = lowered(model, target="reference", until="round_activations")
+    ctx.parallel, ctx.rank = Parallel(3, wire=wire), 1
+    run_passes(graph_module, [shard, take_rank], ctx)
+    costs = step_costs(graph_module, num_tokens=5, context=16, num_logits=5)
+    found = {cost.group: cost for cost in costs}
+    rows = find_calls(graph_module.graph, ops.all_gather)[0].args[1][1]  # type: ignore[index]
+    sums = 2 * model.config.num_layers * model.config.hidden_size
+    assert found["collective"].sent_bytes == 5 * 2 * (sums * num_bytes + rows * 4)
+    assert found["collective"].num_weights == 0
+    assert found["ff2"].sent_bytes == 0
+    inner, hidden = 24, model.config.hidden_size
+    assert found["ff2"].num_weights == model.config.num_layers * inner * hidden, "a rank's own"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.dealt_models import ARCHITECTURES, BIASES, dealt, make
-from tests.tiny import check_golden, lowered, run_graph, step_inputs
+from tests.dealt_models import ARCHITECTURES, BIASES, assert_equal, dealt, make
+from tests.tiny import arguments_of, check_golden, lowered, run_graph, step_inputs
 from tilewright.compiler import ops
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import lower_model, silent, weight_source
@@ -54,19 +54,10 @@ def test_the_ranks_together_have_the_numbers_of_the_whole(model_type: str) -> No
     programs = []
     for rank in range(2):
         graph_module, _ = dealt(model, Parallel(2), rank=rank)
-        arguments = []
-        for node in graph_module.graph.nodes:
-            recipe = info(node).recipe
-            if node.op == "placeholder":
-                arguments.append(
-                    inputs[str(node.target)]
-                    if recipe is None
-                    else load_dense(recipe, weight_source(model))
-                )
-        programs.append((graph_module, arguments))
+        programs.append((graph_module, arguments_of(graph_module, model, inputs)))
     first, second = run_together(programs)
     assert torch.equal(first, second)
-    torch.testing.assert_close(first, expected, atol=1e-5, rtol=1e-5)
+    assert_equal(first, expected)
 
 
 def test_the_golden_text_of_a_layer() -> None:
@@ -115,3 +106,25 @@ def test_state_is_a_rank_s_own() -> None:
         "window": ((160, 3), None),
         "memory": ((8, 8, 12), None),
     }
+
+
+@pytest.mark.parametrize("target", ["cuda", "cpu-native"])
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text", "qwen3_5_moe"])
+def test_later_passes_work_on_a_rank_s_program(target: str, model_type: str) -> None:
+    """The whole pipelines of targets, whose products are merged and fused, by the references."""
+    model, inputs = make(model_type), step_inputs(7, vocab_size=131)
+    precision = lowered(model, target="reference")[1].precision
+    stages = get_target(target).stages()
+    whole, _ = lower_model(model, precision, stages, silent)
+    expected = run_graph(whole, model, **inputs)
+    programs = []
+    for rank in range(3):
+        parallel = Parallel(3, wire="fp32")
+        graph_module, ctx = lower_model(
+            model, precision, stages, silent, parallel=parallel, rank=rank
+        )
+        assert not [note for note in ctx.notes if "not merged" in note]
+        programs.append((graph_module, arguments_of(graph_module, model, inputs)))
+    first, *others = run_together(programs)
+    assert all(torch.equal(first, each) for each in others)
+    assert_equal(first, expected)

@@ -38,6 +38,7 @@ class CpuTarget(Target):
     name = "cpu"
     is_cached = True
     emits = ("program", "onnx")
+    wire = "bf16"
 
     def stages(self) -> tuple[Stage, ...]:
         return (

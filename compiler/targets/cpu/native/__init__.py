@@ -56,6 +56,7 @@ class NativeTarget(Target):
 
     name = "cpu-native"
     is_cached = True
+    wire = "bf16"
 
     def stages(self) -> tuple[Stage, ...]:
         return (
