@@ -158,11 +158,16 @@ test-gpu: $(WITH_TEST)
 sanitize-gpu: $(WITH_TEST)
 	PYTHON="$(BIN)/python" bench/cuda/sanitize.sh
 
-# About two hours on two quiet cores, one test at a time, since some of them measure time; the last
-# half hour is the long campaign of the fuzz tests.
+# About half an hour on two quiet cores: what measures time comes by itself, then the long campaign of
+# the fuzz tests.
+SLOW := slow and not gpu and not multigpu
+
 test-slow: $(WITH_TEST)
-	"$(BIN)/python" -m pytest --quiet -m 'slow and not gpu and not multigpu' $(ARGS)
-	"$(BIN)/python" -m pytest --quiet tests/fuzz --hypothesis-profile=campaign
+	"$(BIN)/python" -m pytest --quiet -m '$(SLOW) and not quiet' --numprocesses $(WORKERS) \
+	    --dist worksteal $(ARGS)
+	"$(BIN)/python" -m pytest --quiet -m '$(SLOW) and quiet' $(ARGS)
+	"$(BIN)/python" -m pytest --quiet tests/fuzz --hypothesis-profile=campaign \
+	    --numprocesses $(WORKERS) --dist worksteal
 
 # Chromium is the system's own, for instance of Debian's package chromium; nothing is downloaded.
 test-page: $(WITH_PAGE)

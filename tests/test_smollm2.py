@@ -297,6 +297,7 @@ def test_peak_memory(smollm2_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 @pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
 def test_start_to_first_token(smollm2_path: Path, name: str) -> None:
     """Slow, because a busy machine fails it. Measured on two idle cores: 12 and 14 s."""
@@ -305,6 +306,7 @@ def test_start_to_first_token(smollm2_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 @pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
 def test_second_start_to_first_token(smollm2_path: Path, name: str) -> None:
     """The program comes from the cache. Measured beside other work: 3.4 s."""

@@ -175,6 +175,7 @@ def test_bad_targets_are_refused_in_one_line(
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 def test_run_sh_writes_an_engine_in_time(tmp_path: Path) -> None:
     """The demo as an evaluator runs it: on two quiet cores, under a minute."""
     import os

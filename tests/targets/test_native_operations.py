@@ -137,13 +137,11 @@ class Operations:
 
 
 @pytest.mark.parametrize(
-    "count", [4000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["some", "a_million"]
+    "count", [4000, pytest.param(200_000, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 @pytest.mark.parametrize("fidelity", ["exact", "lofi"])
 def test_random_operations_have_the_bits_of_rows_alone(count: int, fidelity: str) -> None:
-    """Experts, linear attention and attention in one model, whose rows alone are the reference's;
-    a million of each arithmetic takes some minutes.
-    """
+    """Experts, linear attention and attention in one model; rows alone are the reference's."""
     model = small("qwen3_5_moe")
     sequences = [random_tokens(NUM_TOKENS, seed=seed) for seed in range(6)]
     if fidelity == "exact":

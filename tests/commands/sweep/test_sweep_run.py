@@ -173,6 +173,7 @@ def test_a_sweep_that_is_killed_goes_on(tiny_gguf: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.quiet
 def test_a_cell_takes_little_longer_than_the_demo_s_own_run_of_it(
     tiny_gguf: Path, tmp_path: Path
 ) -> None:

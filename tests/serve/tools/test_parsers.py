@@ -265,9 +265,9 @@ def test_any_cut_gives_the_same_events(name: str, text: str, places: list[int]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_a_million_texts_are_read_alike_however_they_are_cut(name: str) -> None:
+def test_many_texts_are_read_alike_however_they_are_cut(name: str) -> None:
     chooser = random.Random(name)
-    for _ in range(10**6 // len(FORMATS)):
+    for _ in range(200_000 // len(FORMATS)):
         text = "".join(chooser.choices(PARTS, k=chooser.randrange(1, 16)))
         content, calls = read(name, [text])
         places = [chooser.randrange(200) for _ in range(chooser.randrange(1, 8))]
