@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.compiler.targets.cuda.capture import DecodeBucket, PromptBucket
+from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.steps import Steps
 
 
@@ -47,12 +48,20 @@ class Buckets:
             self.prompts[size] = PromptBucket(self._steps, size, *self._widths(), self._pool)
         return self.prompts[size]
 
-    def prepare(self) -> None:
-        """Capture all that steps may run, in every bucket, while nobody is seated."""
+    def prepare(self, longest: int) -> None:
+        """Capture all that steps may run, in every bucket, while nobody is seated; prompts of up to
+        ``longest`` tokens that are not captured run once, so that their kernels are there.
+        """
         for size in self.rows:
             self.decode(size).prepare()
         for size in self.tokens:
             self.prompt(size).prepare()
+        device, size = self._steps.device, self.tokens[-1]
+        while size < longest:
+            size = min(2 * size, longest)
+            rows, last = Rows.padding(size, device), torch.zeros(1, dtype=torch.int64).to(device)
+            for from_start in (False, True):
+                self._steps.prefill(rows, logit_rows=last, from_start=from_start)
 
     def _widths(self) -> tuple[int, int]:
         return self._num_choosable(), self._num_ends

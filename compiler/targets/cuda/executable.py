@@ -143,9 +143,11 @@ class CudaExecutable(Executable):
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
         return StepOutput(tuple(parts))
 
+    @torch.no_grad()
     def prepare(self) -> None:
         assert not self._sittings, "somebody is seated"
-        self._buckets.prepare()
+        limits, is_gpu = self.capabilities, self._device.type == "cuda"
+        self._buckets.prepare(min(limits.max_step_tokens, limits.max_context) if is_gpu else 0)
         if self._group is not None:
             self._group.exchange.set_limit(self._options.parallel.peer_limit)
 

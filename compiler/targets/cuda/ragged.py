@@ -70,8 +70,12 @@ def join(chunks: Sequence[Chunk], device: torch.device) -> Ragged:
 def one(chunk: Chunk, device: torch.device) -> tuple[Rows, Tensor | None]:
     """The rows of a single piece, without padding, and those of them that want logits."""
     count = len(chunk.tokens)
-    positions = np.arange(chunk.start, chunk.end)
-    placed = Rows(*send(np.stack([chunk.tokens, positions, np.full(count, chunk.seat)]), device))
+    # whole pieces of memory: kernels are compiled for how their arguments are aligned
+    staged = np.zeros((3, -(-count // 16) * 16), dtype=np.int64)
+    staged[0, :count] = chunk.tokens
+    staged[1, :count] = np.arange(chunk.start, chunk.end)
+    staged[2] = chunk.seat
+    placed = Rows(*send(staged, device)[:, :count])
     if chunk.echoes:
         return placed, torch.arange(count, device=device)
     return placed, send(np.array([count - 1]), device) if chunk.chooses else None

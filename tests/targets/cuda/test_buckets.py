@@ -33,6 +33,13 @@ class Unrun:
 
     device = torch.device("cpu")
 
+    def __init__(self) -> None:
+        self.prompts: list[tuple[int, bool]] = []
+
+    def prefill(self, rows: Any, *, logit_rows: torch.Tensor, from_start: bool) -> None:
+        assert bool((rows.positions < 0).all()) and len(logit_rows) == 1
+        self.prompts.append((len(rows.tokens), from_start))
+
 
 @pytest.fixture(autouse=True)
 def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +50,8 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     steps: Any = Unrun()
     made = Buckets(steps, rows=(1, 2, 4), tokens=(16, 1024), num_choosable=lambda: 61, num_ends=3)
-    made.prepare()
+    made.prepare(3000)
+    assert steps.prompts == [(n, first) for n in (2048, 3000) for first in (False, True)]
     kinds = 1 + len(EVERY_DRAWING)
     assert Counted.made == 3 * kinds + kinds + (kinds + 1)  # a long prompt begins at 0, or does not
     for count in (1, 2, 3, 4):

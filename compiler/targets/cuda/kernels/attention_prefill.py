@@ -70,7 +70,7 @@ def _add_pages(
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # else some lengths are compiled when they come
 def _attend_prefill_kernel(
     q, out, positions, slots, num_tokens, out_stride, scale, values, exponents, tables, table_width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
