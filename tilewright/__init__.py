@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from tilewright.compiler.commands.face import compile_model
     from tilewright.compiler.commands.llm import LLM
-    from tilewright.compiler.driver import compile_model
     from tilewright.compiler.runtime.engine import Engine
     from tilewright.models import load_model
 
@@ -20,7 +20,7 @@ __all__ = ["LLM", "Engine", "compile_model", "load_model"]
 _HOMES = {
     "LLM": "tilewright.compiler.commands.llm",
     "Engine": "tilewright.compiler.runtime.engine",
-    "compile_model": "tilewright.compiler.driver",
+    "compile_model": "tilewright.compiler.commands.face",
     "load_model": "tilewright.models",
 }
 

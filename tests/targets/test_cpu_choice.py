@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.tiny import lowered, tiny_model
+import tilewright
+from tests.tiny import lowered, precision_of, tiny_model
 from tilewright.compiler.driver import silent
 from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cpu import choice
 from tilewright.compiler.targets.cpu.native import build, library, recipe
 from tilewright.compiler.targets.cpu.native.assemble import assemble
@@ -38,6 +40,14 @@ def test_native_is_chosen_where_it_is_built() -> None:
     best = library.library().tw_best_isa()
     assert target == ("cpu-native" if best else "cpu")
     assert why == f"backend auto: native, {library.ISA_NAMES[best]}" or not best
+
+
+def test_a_compiled_model_is_on_what_the_name_means_here() -> None:
+    model, options = tiny_model(num_layers=1), CompileOptions(max_context=32)
+    for name, full in (("cpu", choice.choose_backend(silent)[0]), ("cpu-onnxruntime", "cpu")):
+        compiled = tilewright.compile_model(model, precision_of(), target=name, options=options)
+        assert compiled.target == full
+        compiled.executable.close()
 
 
 @pytest.mark.parametrize("model_type", model_types())

@@ -72,7 +72,9 @@ class SweepOptions:
     models: tuple[str, ...] = option(
         "as tilewright bench (default: smollm2)", group=_WHAT, nargs="+", metavar="PATH"
     )
-    targets: tuple[str, ...] = option("default: cpu", group=_WHAT, nargs="+", metavar="NAME")
+    targets: tuple[str, ...] = option(
+        "default: cpu (native where it is built)", group=_WHAT, nargs="+", metavar="NAME"
+    )
     devices: tuple[str, ...] = option(
         "default: each target's own", group=_WHAT, nargs="+", metavar="NAME"
     )

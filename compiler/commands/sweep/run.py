@@ -163,8 +163,18 @@ def check_targets(options: SweepOptions) -> None:
     """Refuse an unknown target before a model is opened."""
     from tilewright.compiler.targets.table import get_target
 
-    for target in options.targets:
+    for target in full_targets(options):
         get_target(target)
+
+
+def full_targets(options: SweepOptions) -> tuple[str, ...]:
+    """The full names of the plan's targets: ``cpu`` is the native kernels where they are built or
+    can be, ``cpu-onnxruntime`` ONNX Runtime.
+    """
+    from tilewright.compiler.driver import silent
+    from tilewright.compiler.targets.cpu.choice import full_name
+
+    return tuple(dict.fromkeys(full_name(target, silent) for target in options.targets))
 
 
 def measures_of(options: SweepOptions) -> Measures:
@@ -199,7 +209,7 @@ def _entries(options: SweepOptions) -> list[Entry]:
         level = options.levels[0]
         if len(options.levels) > 1:
             raise ConfigError(f"{len(options.levels)} levels; allowed in a sensitivity plan: one")
-        places = plans.entries(models, options.targets, options.devices, [base])
+        places = plans.entries(models, full_targets(options), options.devices, [base])
         return [
             entry
             for place in places
@@ -209,7 +219,7 @@ def _entries(options: SweepOptions) -> list[Entry]:
         ]
     names = (*plans.NAMED[options.plan], *options.precisions)
     chosen = [base, *map(load_precision, names)]
-    return plans.entries(models, options.targets, options.devices, chosen)
+    return plans.entries(models, full_targets(options), options.devices, chosen)
 
 
 def print_plan(cells: Sequence[Cell], options: SweepOptions) -> None:

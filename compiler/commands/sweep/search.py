@@ -26,6 +26,7 @@ from tilewright.compiler.commands.sweep.options import (
 from tilewright.compiler.commands.sweep.run import (
     check_size,
     check_targets,
+    full_targets,
     measures_of,
     open_journal,
     planned,
@@ -89,7 +90,7 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
     from tilewright.compiler.sweep import search_plan
     from tilewright.compiler.sweep.hunt import hunt
 
-    usual, target = measures_of(options), options.targets[0]
+    usual, target = measures_of(options), full_targets(options)[0]
     check_size(usual.count(1 + len(options.levels)), options)
     (model,) = swept_models(options)
     device, base = search_plan.searched_place(model, target, options.devices, options.base)

@@ -11,6 +11,8 @@ from tilewright.compiler.targets.cpu.native import library as lib
 ONNXRUNTIME, NATIVE = "cpu", "cpu-native"
 """The targets' full names, by what runs them."""
 
+_NAMED = {"cpu-onnxruntime": ONNXRUNTIME}
+
 _BUILDING = "building the CPU kernels, once"
 
 
@@ -29,3 +31,12 @@ def choose_backend(progress: Progress) -> tuple[str, str]:
     if not best:
         return ONNXRUNTIME, "backend auto: onnxruntime, for native is slow on this processor"
     return NATIVE, f"backend auto: native, {lib.ISA_NAMES[best]}"
+
+
+def full_name(target: str, progress: Progress) -> str:
+    """The full name of a target as a user names it: ``cpu`` is what :func:`choose_backend` says,
+    ``cpu-onnxruntime`` and ``cpu-native`` are one backend whatever is here; others are as named.
+    """
+    if target == "cpu":
+        return choose_backend(progress)[0]
+    return _NAMED.get(target, target)

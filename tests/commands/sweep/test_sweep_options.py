@@ -12,7 +12,9 @@ from tests.commands.conftest import Refused
 from tests.sweep_cells import cell, planned
 from tilewright.compiler.commands.sweep import options, run, search
 from tilewright.compiler.commands.sweep.options import SweepOptions, _size, read_options
+from tilewright.compiler.driver import silent
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.targets.cpu.choice import choose_backend
 
 YAML = """\
 models: {model}
@@ -56,6 +58,17 @@ def test_a_yaml_means_the_same_as_options(tiny_gguf: Path, tmp_path: Path) -> No
     # a target without a device of its own runs on the host: 2 targets, the base and two others,
     # an accuracy and two rounds
     assert len(ids) == len(set(ids)) == 2 * 3 * 3
+
+
+def test_the_target_cpu_is_what_runs_it_here(tiny_gguf: Path) -> None:
+    grid = ("--models", str(tiny_gguf), "--precisions", "all-q80")
+    chosen = choose_backend(silent)[0]
+    named = {"cpu-onnxruntime": "cpu", "cpu-native": "cpu-native", "cpu": chosen}
+    for name, full in named.items():
+        found = read_options([*grid, "--targets", name])
+        assert {cell.target for cell in run.plan_cells(found)} == {full}
+    both = run.plan_cells(read_options([*grid, "--targets", *named]))
+    assert {cell.target for cell in both} == {"cpu", "cpu-native"}
 
 
 def test_the_command_line_wins_over_the_yaml(tiny_gguf: Path, tmp_path: Path) -> None:

@@ -23,7 +23,10 @@ from tilewright.compiler.sweep.runner import BENCH
 ROOT = Path(__file__).resolve().parents[3]
 CASES = ("--cases", "performance-device-perf")
 OLDER = "commit 0123456789, torch 1.0"
-GRID = ("--precisions", "all-q80", "--base", "all-bfp8", "--rounds", "1")
+GRID = (
+    *("--precisions", "all-q80", "--base", "all-bfp8", "--rounds", "1"),
+    *("--targets", "cpu-onnxruntime"),  # which holds bfp8 in more bytes than q80
+)
 
 
 @pytest.fixture(autouse=True)
