@@ -36,6 +36,8 @@ CLONE_VERBS = {
     "compare": (f"{_BENCH}.peers.command", "measure the CPU target beside its peers"),
     "compare-answers": (f"{_BENCH}.peers.answers", "ten answers beside llama.cpp's, same file"),
     "compare-serve": (f"{_BENCH}.serving.command", "our server beside llama.cpp's, in turn"),
+    "compare-batch": (f"{_BENCH}.batch.command", "a batch of ours beside llama.cpp's server"),
+    "batch-answers": (f"{_BENCH}.batch.answers", "a batch's answers beside one row at a time"),
     "make-batch": (f"{_BENCH}.batch.made", "a data set for batch, like that of ASC24"),
     "compare-targets": (f"{_BENCH}.targets.command", "targets beside each other and the reference"),
     "compare-replicas": (f"{_BENCH}.serving.replicas", "several engines behind one server"),

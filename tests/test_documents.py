@@ -24,6 +24,7 @@ SCRIPTS = {
     "compare_targets": "compare-targets",
     "convert": "convert",
     "fit_perf_model": "fit-perf-model",
+    "make_batch": "make-batch",
 }
 _PATH = re.compile(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*(?![\w<*])")
 _MODULE = re.compile(r"\btilewright(?:\.[A-Za-z_]\w*)+")
