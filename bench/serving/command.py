@@ -33,6 +33,7 @@ _FIGURES = {
     "tpot_ms_p50": "TPOT p50 (ms)",
     "later_ttft_ms_p50": "later turns' TTFT p50 (ms)",
     "cached_percent_of_shareable": "cached of shareable (%)",
+    "cached_percent_of_prompts": "cached of all prompts (%)",
 }
 _STORY = "Tell a long story of a lighthouse keeper, a storm and a ship, with all that is said."
 

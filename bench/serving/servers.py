@@ -51,7 +51,7 @@ def running(contestant: Contestant, log: Path) -> Iterator[str]:
     """The URL of a server that answers ``/health`` with 200; it is ended behind the block.
 
     Raises:
-        TilewrightError: where it does not come up; ``log`` has what it said.
+        TilewrightError: where it does not come up, with what it said last.
     """
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -61,7 +61,8 @@ def running(contestant: Contestant, log: Path) -> Iterator[str]:
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not _is_healthy(port):
             if child.poll() is not None or time.monotonic() > deadline:
-                raise TilewrightError(f"{contestant.name} did not start; see {log}")
+                said = "\n".join(child.stop().said)
+                raise TilewrightError(f"{contestant.name} did not start: {said}")
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
 

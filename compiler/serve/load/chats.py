@@ -15,20 +15,22 @@ from tilewright.compiler.serve.load.shape import Shape
 async def chats(client: Client, shape: Shape) -> list[Figures]:
     """Each user has a chat; all begin with the same system prompt of ``long_tokens`` words.
 
-    What could be shared of a prompt is the longest beginning that an earlier prompt has too.
+    What could be shared of a prompt is the longest beginning that an earlier prompt has too. Of
+    what a server shares beyond it, as the answers that stand in later prompts, only the share of
+    all prompts tells.
     """
     system = shape.words(random.Random(shape.seed), shape.long_tokens)
     seen: list[list[int]] = []
     turns: list[list[Heard]] = [[] for _ in range(shape.turns)]
-    possible, cached = 0, 0
+    possible, shared, cached, asked = 0, 0, 0, 0
     histories: list[list[dict[str, Any]]] = [
         [{"role": "system", "content": system}] for _ in range(shape.concurrency)
     ]
     choosers = [random.Random(shape.seed + 1 + user) for user in range(shape.concurrency)]
     for turn in range(shape.turns):
         for history, chooser in zip(histories, choosers, strict=True):
-            asked = shape.words(chooser, shape.input_tokens)
-            history.append({"role": "user", "content": asked})
+            words = shape.words(chooser, shape.input_tokens)
+            history.append({"role": "user", "content": words})
         prompts = await asyncio.gather(*(_tokens(client, history) for history in histories))
         body = {"max_tokens": shape.output_tokens, "temperature": 0}
         heard = await asyncio.gather(
@@ -37,8 +39,11 @@ async def chats(client: Client, shape: Shape) -> list[Figures]:
         if failed := [each.error for each in heard if each.error]:
             return [{"failed": len(failed), "why": failed[0]}]
         for history, prompt, each in zip(histories, prompts, heard, strict=True):
-            possible += max((_common(prompt, old) for old in seen), default=0)
+            most = max((_common(prompt, old) for old in seen), default=0)
+            possible += most
+            shared += min(most, each.num_cached)
             cached += each.num_cached
+            asked += each.num_prompt
             seen.append(prompt)
             history.append({"role": "assistant", "content": each.text})
         turns[turn] = list(heard)
@@ -48,7 +53,8 @@ async def chats(client: Client, shape: Shape) -> list[Figures]:
         {
             "chats": shape.concurrency,
             "turns": shape.turns,
-            "cached_percent_of_shareable": 100 * cached / possible if possible else 0.0,
+            "cached_percent_of_shareable": 100 * shared / possible if possible else 0.0,
+            "cached_percent_of_prompts": 100 * cached / asked if asked else 0.0,
             "first_turn_ttft_ms_p50": 1e3 * first,
             **times("later_ttft", later),
             "later_of_first": statistics.median(later) / first if later else 0.0,

@@ -30,11 +30,10 @@ def test_a_server_runs_while_it_is_asked_and_no_longer(tmp_path: Path) -> None:
         assert url.startswith("http://127.0.0.1:")
     failing = Contestant("theirs", (sys.executable, "-c", "raise SystemExit('no model')"))
     with (
-        pytest.raises(TilewrightError, match="theirs did not start; see"),
+        pytest.raises(TilewrightError, match="theirs did not start: no model"),
         running(failing, tmp_path / "log"),
     ):
         pass
-    assert "no model" in (tmp_path / "log").read_text()
 
 
 def test_rounds_alternate() -> None:

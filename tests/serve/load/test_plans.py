@@ -13,6 +13,7 @@ import pytest
 from tests.serve.conftest import Server
 from tilewright.compiler.cli import main
 from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.serve.load.chats import _common
 from tilewright.compiler.serve.load.client import Client, Heard, connected, read_metrics
 from tilewright.compiler.serve.load.contest import LEVELS, contest
 from tilewright.compiler.serve.load.figures import Figures, summary
@@ -76,6 +77,35 @@ class _Forgetful(Client):
 
     async def metrics(self) -> dict[str, float]:
         return {"snapshots_used": 3.0}
+
+
+class _Remembering(Client):
+    """Shares all that it has read and said, as an engine that keeps its seats does."""
+
+    def __init__(self) -> None:
+        self.known: list[list[int]] = []
+
+    async def told(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        assert body is not None
+        return {"tokens": self.tokens(body["messages"])}
+
+    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+        prompt = self.tokens(body["messages"])
+        cached = max((_common(prompt, old) for old in self.known), default=0)
+        said = {"role": "assistant", "content": "yes, and more"}
+        self.known.append(self.tokens([*body["messages"], said]))
+        heard = Heard(times=[0.1, 0.2], text=said["content"], count=4)
+        heard.num_prompt, heard.num_cached = len(prompt), cached
+        return heard
+
+    def tokens(self, messages: list[dict[str, Any]]) -> list[int]:
+        return list("".join(each["content"] + "|" for each in messages).encode())
+
+
+def test_what_is_shared_beyond_earlier_prompts_is_not_counted_as_shareable() -> None:
+    (row,) = asyncio.run(PLANS["chat"].run(_Remembering(), SMALL))
+    assert row["cached_percent_of_shareable"] == 100
+    assert 50 < float(row["cached_percent_of_prompts"]) < 100
 
 
 def test_what_a_warm_cache_changes_and_what_holds_snapshots_is_told() -> None:
