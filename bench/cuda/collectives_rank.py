@@ -114,14 +114,14 @@ def run_rank(rank: int, pipe: Connection, store: str, length: int, sweep: bool, 
 
 def _parts(side: Rank, store: str, sweep: bool) -> Iterator[Callable[[], None]]:
     yield lambda: _ours(side, (256,))
-    yield lambda: _fused(side, "fp32", (Shape(512, 2), Shape(256, 1, 4)))
-    yield lambda: _fused(side, "bf16", (Shape(512), Shape(256, 1, 2)))
+    yield lambda: _fused(side, "fp32", (Shape(256, 4), Shape(512, 2)))
+    yield lambda: _fused(side, "bf16", (Shape(512), Shape(256, 2)))
+    yield lambda: _best(side)
     if sweep:
         for _ in range(2):  # A B A B
             yield lambda: _ours(side, THREADS)
             yield lambda: _fused(side, "fp32", SHAPES)
             yield lambda: _fused(side, "bf16", WIRE_SHAPES)
-        yield lambda: _best(side)
     yield lambda: _library(side, store)
     yield lambda: _ours(side, (256,))
 

@@ -20,7 +20,7 @@ from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.commands.console import err, note, out, print_table
 from tilewright.compiler.devices import check_gpu
-from tilewright.compiler.errors import CheckpointError, TilewrightError, one_line
+from tilewright.compiler.errors import CheckpointError, ConfigError, TilewrightError, one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +44,8 @@ class Choices:
     results: Path | None
     is_profiled: bool
     target: str = _TARGET
+    num_ranks: int = 1
+    is_solo: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,14 @@ class _Asked:
     results: Path | None = option("append records, as JSON lines", metavar="FILE", type=Path)
     profile: bool = option("show where steps go, by kernel", default=False)
     repeats: int | None = option(f"of every row ({REPEATS})", type=integer(1, 1000))
+    tensor_parallel: int = option(
+        "GPUs that a model is spread over (1)", default=1, type=integer(1, 8), metavar="N"
+    )
+    solo_rank: bool = option(
+        "run rank 0 of them by itself, its own values in the others' place: a prediction's part, "
+        "never a measurement of the group",
+        default=False,
+    )
     quick: bool = option(
         f"{QUICK_REPEATS} repeats, {QUICK_TOKENS} tokens: no figures for a table", default=False
     )
@@ -79,7 +89,11 @@ def main(argv: Sequence[str]) -> int:
     if asked.results is not None:
         check_writable(asked.results)
     repeats = asked.repeats or (QUICK_REPEATS if asked.quick else REPEATS)
-    return bench(Choices(rows, repeats, asked.results, asked.profile))
+    ranks, is_solo = asked.tensor_parallel, asked.solo_rank
+    if is_solo and (ranks < 2 or asked.results is not None):
+        raise ConfigError("--solo-rank; allowed: with --tensor-parallel, and without --results")
+    how = {"num_ranks": ranks, "is_solo": is_solo}
+    return bench(Choices(rows, repeats, asked.results, asked.profile, **how))  # type: ignore[arg-type]
 
 
 def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
@@ -93,6 +107,8 @@ def bench(choices: Choices, *, measured: Ceilings | None = None) -> int:
     session = _Session(_screen(), choices, ceilings)
     _print_ceilings(session.screen, ceilings)
     note(session.screen, "All rows have random weights.")
+    if choices.is_solo:
+        note(session.screen, f"Rank 0 of {choices.num_ranks} by itself: no GPU waits for another.")
     code = 0
     try:
         for rows in programs(choices.rows):
@@ -156,7 +172,14 @@ class _Session:
             self._take(measure_start(rows[0], target=target, repeats=repeats))
             return
         with compile_progress(err()) as progress:
-            made = Bench(rows, target=target, repeats=repeats, progress=progress)
+            made = Bench(
+                rows,
+                target=target,
+                repeats=repeats,
+                progress=progress,
+                num_ranks=self.choices.num_ranks,
+                is_solo=self.choices.is_solo,
+            )
         _print_program(self.screen, made)
         try:
             for row in rows:

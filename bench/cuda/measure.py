@@ -34,9 +34,15 @@ from tilewright.compiler.bench.roofline import (
 from tilewright.compiler.bench.timing import Job, Run, time_jobs
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands import measure
+from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.commands.console import RANDOM_NOTE
 from tilewright.compiler.commands.options import RunOptions, read_options
-from tilewright.compiler.commands.source import Source, compile_source, open_source
+from tilewright.compiler.commands.source import (
+    Source,
+    compile_alone,
+    compile_source,
+    open_source,
+)
 from tilewright.compiler.driver import Compiled
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ops.moe import expected_experts
@@ -92,20 +98,29 @@ class Bench:
     """
 
     def __init__(
-        self, rows: Sequence[BenchRow], *, target: str, repeats: int, progress: Progress
+        self,
+        rows: Sequence[BenchRow],
+        *,
+        target: str,
+        repeats: int,
+        progress: Progress,
+        num_ranks: int = 1,
+        is_solo: bool = False,
     ) -> None:
         release_memory()  # of a program before that failed
         started = time.perf_counter()
-        self._target, self._repeats = target, repeats
+        self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
+        self.compiled: Compiled
         self._context = rows[0].program[-1]
-        model = run_options(rows[0], target=target, repeats=repeats).model
+        model = self._options_of(rows[0]).model
         self.source: Source = open_source(model.path)
         options = CompileOptions(
             max_batch=max(row.batch for row in rows), max_context=self._context
         )
-        self.compiled: Compiled = compile_source(
-            self.source, model, options, progress, use_cache=False
-        )
+        if is_solo:
+            self.compiled = _solo_rank(self.source, model, options, progress)
+        else:
+            self.compiled = compile_source(self.source, model, options, progress, use_cache=False)
         self.options = options
         self.seconds_to_compile = time.perf_counter() - started
         self._measured: dict[tuple[int, int, int], _Measured] = {}
@@ -137,8 +152,7 @@ class Bench:
 
     def jobs(self, row: BenchRow) -> tuple[Job, ...]:
         """Make the row's prompts, one for each user, with how their answers are chosen."""
-        options = run_options(row, target=self._target, repeats=self._repeats)
-        return measure.plan_jobs(self.source, options).jobs
+        return measure.plan_jobs(self.source, self._options_of(row)).jobs
 
     def routing(self, row: BenchRow) -> str:
         """How many experts a decode step behind the row's prompts chooses; empty without experts.
@@ -163,13 +177,19 @@ class Bench:
         )
 
     def _run(self, row: BenchRow) -> _Measured:
-        options = run_options(row, target=self._target, repeats=self._repeats)
+        options = self._options_of(row)
         plan = replace(measure.plan_jobs(self.source, options), context=self._context)
         runs = time_jobs(self.compiled.executable, plan.jobs, num_repeats=options.case.num_repeats)
         result = measure.make_result(self.source, options, self.compiled, runs, plan=plan)
         command = f"tilewright bench-cuda --rows {row.name} --repeats {self._repeats}"
+        command += f" --tensor-parallel {self._num_ranks}" if self._num_ranks > 1 else ""
         # one process measures several programs: its peak is not this one's
         return _Measured(tuple(runs), replace(result, peak_memory_bytes=None, command=command))
+
+    def _options_of(self, row: BenchRow) -> RunOptions:
+        return run_options(
+            row, target=self._target, repeats=self._repeats, num_ranks=self._num_ranks
+        )
 
     def close(self) -> None:
         """Give the program's memory back, for the next one needs it."""
@@ -185,11 +205,27 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def _solo_rank(
+    source: Source, model: ModelOptions, options: CompileOptions, progress: Progress
+) -> Compiled:
+    """Rank 0 of the group that was asked for, its own values standing in for the others'."""
+    from tilewright.compiler.targets.cuda.executable import CudaExecutable
+    from tilewright.compiler.targets.cuda.group import alone
+
+    parallel = model.grouping.parallel
+    options = replace(options, parallel=parallel)
+    compiled = compile_alone(source, model, options, progress, use_cache=False)
+    executable = compiled.executable
+    assert isinstance(executable, CudaExecutable)
+    executable.unite(alone(0, parallel.tensor, executable.dealt, executable.device))
+    return compiled
+
+
 def _runs_of(row: BenchRow) -> tuple[int, int, int]:
     return row.batch, row.prompt_length, row.num_generated
 
 
-def run_options(row: BenchRow, *, target: str, repeats: int) -> RunOptions:
+def run_options(row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1) -> RunOptions:
     """What ``tilewright bench`` would be asked for a row; more repeats do not change a case.
 
     Raises:
@@ -205,6 +241,7 @@ def run_options(row: BenchRow, *, target: str, repeats: int) -> RunOptions:
         num_repeats=min(repeats, _LONG_REPEATS) if long else repeats,
     )
     argv = ["--model", f"shape:{row.shape}", "--target", target, "--precision", row.precision]
+    argv += ["--tensor-parallel", str(num_ranks)] if num_ranks > 1 else []
     options = read_options(["--case", named.name, *argv, "--no-results", "--no-cache"])
     assert options is not None
     is_changed = replace(case, num_repeats=named.num_repeats) != named

@@ -169,7 +169,7 @@ def _place(
     wanted_by(plan)  # an unsupported format, before a missing GPU
     if can_promise(plan, options):
         withhold_workspace()
-    device = open_device()
+    device = open_device(options)
     num_pages = check_room(plan, options, device)
     weights = get_weights(plan, device)
     return CudaExecutable(plan, weights, options, contract, device, num_pages=num_pages)

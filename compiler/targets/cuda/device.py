@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Capabilities, CompileOptions
 from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
@@ -32,13 +33,16 @@ _SHARE_OF_SNAPSHOTS = 8
 _GB = 1e9
 
 
-def open_device() -> torch.device:
-    """Find the current GPU; the CPU where Triton's interpreter is asked for.
+def open_device(options: CompileOptions | None = None) -> torch.device:
+    """Find the current GPU, or of a rank among several its own, which becomes the current one; the
+    CPU where Triton's interpreter is asked for.
 
     Raises:
-        CompileError: where there is neither.
+        CompileError: where there is neither, or a rank has no GPU.
     """
     if torch.cuda.is_available():
+        if options is not None and options.parallel.tensor > 1:
+            torch.cuda.set_device(_device_of_rank(options))
         return torch.device("cuda", torch.cuda.current_device())
     if os.environ.get("TRITON_INTERPRET") == "1":
         return torch.device("cpu")
@@ -46,6 +50,19 @@ def open_device() -> torch.device:
         "target cuda: this machine has no GPU that torch can use; allowed: --target cpu or "
         "reference, or a machine with an NVIDIA GPU and a CUDA build of torch"
     )
+
+
+def _device_of_rank(options: CompileOptions) -> int:
+    """The rank's of the devices that were named, else as many as it is on its machine."""
+    devices, count = options.parallel.devices, torch.cuda.device_count()
+    place = place_of()
+    index = devices[options.rank] if devices else 0 if place is None else place.local_rank
+    if index >= count:
+        raise CompileError(
+            f"rank {options.rank} on GPU {index}: this process sees {count}; allowed: 0 to "
+            f"{count - 1}"
+        )
+    return index
 
 
 def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> int:

@@ -84,7 +84,7 @@ class CudaExecutable(Executable):
         )
         self.capabilities = capabilities_of(plan, options, device, num_pages)
         self.vocab_size = plan.vocab_size
-        self._device, self._weights = device, weights
+        self.device, self._weights = device, weights
         exact = options.compute == "exact"
         strict = self.capabilities.invariant == "rows"
         self._steps = Steps(
@@ -114,7 +114,7 @@ class CudaExecutable(Executable):
         self._options, self.dealt = options, plan.dealt
 
     def join(self, peers: Peers) -> None:
-        self.unite(meet(peers, self.dealt, self._device))
+        self.unite(meet(peers, self.dealt, self.device))
 
     def unite(self, group: Group) -> None:
         """Make this executable's steps those of a rank of ``group``, before the first of them."""
@@ -243,7 +243,7 @@ class CudaExecutable(Executable):
         for chunk in chunks:
             sitting = self._check(chunk)
             sitting.length, sitting.token = chunk.end, None
-        ragged = join(chunks, self._device)
+        ragged = join(chunks, self.device)
         ends = {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
         wanted, where = ragged.last if ends else None, ragged.pieces
         logits = self._steps.prefill(
@@ -303,7 +303,7 @@ class CudaExecutable(Executable):
             bucket.run(chunk.tokens, chunk.start, chunk.seat, drawing)
             logits = bucket.logits
         else:
-            placed, wanted = one(chunk, self._device)
+            placed, wanted = one(chunk, self.device)
             from_start = chunk.start == 0
             found = self._steps.prefill(placed, logit_rows=wanted, from_start=from_start)
             if found is None:
@@ -347,7 +347,7 @@ class CudaExecutable(Executable):
         """
         self._leave()
         lengths = [self._sittings[seat].length for seat in seats]
-        rows = Rows(*torch.tensor([tokens, lengths, seats]).to(self._device))
+        rows = Rows(*torch.tensor([tokens, lengths, seats]).to(self.device))
         for seat in seats:
             self._sittings[seat].length += 1
         return self._steps.chosen_experts(rows)
@@ -364,6 +364,6 @@ class CudaExecutable(Executable):
             self._group.close()
         for name in ("_buckets", "_steps", "_state", "_weights"):
             vars(self).pop(name, None)  # it may be closed twice
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other
             torch.cuda.empty_cache()

@@ -5,7 +5,6 @@ Rank 0 alone draws and answers; the likeliest token is found by all at once, by 
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -121,6 +120,19 @@ class Group:
             self._peers.close()
 
 
+def alone(rank: int, count: int, sizes: tuple[int, ...], device: torch.device) -> Group:
+    """A rank whose own values stand in for those of all others: every kernel runs at its real
+    shape, and only the way between GPUs is missing. What it computes means nothing.
+    """
+    words = SLOTS * count * _PART_BYTES // 4
+    memory = torch.full((words,), EMPTY - 2**32, dtype=torch.int32, device=device)
+    own = memory.data_ptr()
+    # what is meant for a rank lands where that rank's own part is awaited
+    addresses = [own + (each - rank) * _PART_BYTES for each in range(count)]
+    exchange = Exchange(addresses, rank, part_bytes=_PART_BYTES, device=device, kept=memory)
+    return Group(exchange, sizes)
+
+
 def meet(met: Met, sizes: tuple[int, ...], device: torch.device) -> Group:
     """Let this rank's GPU and those of the others reach each other; all ranks call it.
 
@@ -129,8 +141,8 @@ def meet(met: Met, sizes: tuple[int, ...], device: torch.device) -> Group:
     """
     from tilewright.compiler.targets.cuda.peers import Peers
 
-    part = math.ceil(_PART_BYTES / 16) * 16
-    peers = Peers(met.rank, SLOTS * met.size * part, device, met.all_gather, fill=EMPTY)
-    exchange = Exchange(peers.addresses, met.rank, part_bytes=part, device=device)
+    num_bytes = SLOTS * met.size * _PART_BYTES
+    peers = Peers(met.rank, num_bytes, device, met.all_gather, fill=EMPTY)
+    exchange = Exchange(peers.addresses, met.rank, part_bytes=_PART_BYTES, device=device)
     exchange.set_limit(max(met.limit_s, WARMUP_SECONDS))
     return Group(exchange, sizes, peers=peers)

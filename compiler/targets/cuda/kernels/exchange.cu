@@ -77,7 +77,7 @@ template <int N> __device__ __forceinline__ void store(u16 *to, const float (&v)
 
 // The sum of ranks first .. first + RANKS - 1, pairs first; `num` words of a thread, own ones known.
 template <class Wire, int UNITS, int RANKS> struct Tree {
-  static __device__ __forceinline__ void sum(Side &side, float (&v)[UNITS][Wire::N], int first,
+  static __device__ __forceinline__ void sum(const Side &side, float (&v)[UNITS][Wire::N], int first,
                                              const uint4 (&own)[UNITS], u64 at, u64 each, int num) {
     Tree<Wire, UNITS, RANKS / 2>::sum(side, v, first, own, at, each, num);
     if (first + RANKS / 2 >= side.group.count) return;
@@ -90,7 +90,7 @@ template <class Wire, int UNITS, int RANKS> struct Tree {
   }
 };
 template <class Wire, int UNITS> struct Tree<Wire, UNITS, 1> {
-  static __device__ __forceinline__ void sum(Side &side, float (&v)[UNITS][Wire::N], int rank,
+  static __device__ __forceinline__ void sum(const Side &side, float (&v)[UNITS][Wire::N], int rank,
                                              const uint4 (&own)[UNITS], u64 at, u64 each, int num) {
     uint4 words[UNITS];
 #pragma unroll
@@ -102,93 +102,98 @@ template <class Wire, int UNITS> struct Tree<Wire, UNITS, 1> {
   }
 };
 
-// The sum over a row of each thread's part; the order depends on the launch's shape alone.
-__device__ __forceinline__ float sum_of_row(float v, int num_blocks) {
+// The sum over a row of each thread's part; the order depends on the launch's shape alone. `again`:
+// another row comes behind it.
+__device__ __forceinline__ float sum_of_row(float v, int num_blocks, bool again) {
   __shared__ float sums[32], total;
   __syncwarp();  // lanes come from polling one by one
 #pragma unroll
   for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(~0u, v, offset);
   if (!(threadIdx.x & 31)) sums[threadIdx.x >> 5] = v;
   __syncthreads();
-  v = 0.0f;
-  for (int i = 0; i < blockDim.x >> 5; ++i) v += sums[i];
+  const int num_warps = blockDim.x >> 5, lane = threadIdx.x & 31;
+  v = lane < num_warps ? sums[lane] : 0.0f;
+#pragma unroll
+  for (int offset = 16; offset; offset >>= 1) v += __shfl_xor_sync(~0u, v, offset);
   if (num_blocks > 1) {
     if (!threadIdx.x) total = v;
     cluster_barrier();
     v = 0.0f;
     for (int i = 0; i < num_blocks; ++i) v += read_of_rank(shared_address(&total), i);
     cluster_barrier();  // nobody's total goes before all have read it
-  } else {
+  } else if (again) {
     __syncthreads();  // nor the sums of a row before those of the next
   }
   return v;
 }
 
-// A block, or a cluster of them, a row at a time: all its rows are sent before any is waited for.
-template <class Wire, class In, int UNITS, int RANKS>
-__device__ __forceinline__ void reduce(const Reduce &p) {
-  constexpr int N = Wire::N;
-  release_dependents();
-  Side side(p.group);
-  const int num_blocks = cluster_blocks(), num_groups = gridDim.x / num_blocks;
-  const int first = (cluster_block() * blockDim.x + threadIdx.x) * N;
-  const int step = num_blocks * blockDim.x * N, left = p.width - first;
-  int num = 0;
-#pragma unroll
-  for (int u = 0; u < UNITS; ++u) num += u * step < left;
-  const u64 row_bytes = (u64)p.width / N * 16, each = (u64)step / N * 16, at = (u64)first / N * 16;
+// A thread's words of rows: `num` of them, `step` columns apart from `first` on.
+template <class Wire, class In, int UNITS> struct Rows {
+  static constexpr int N = Wire::N;
+  const Reduce &p;
+  int first, step, num, num_blocks;
   float gains[UNITS][N];
+
+  __device__ __forceinline__ explicit Rows(const Reduce &p) : p(p), num(0) {
+    num_blocks = cluster_blocks();
+    first = (cluster_block() * blockDim.x + threadIdx.x) * N;
+    step = num_blocks * blockDim.x * N;
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u)
-    if (u < num && p.norm) load(gains[u], p.norm + first + u * step);
-  wait_for_inputs();
-  for (int row = blockIdx.x / num_blocks; row < p.num_rows; row += num_groups) {
-    const In *x = (const In *)p.x + (size_t)row * p.x_stride + first;
-    uint4 own[UNITS];
+    for (int u = 0; u < UNITS; ++u) num += first + u * step < p.width;
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      float v[N] = {};
-      if (u < num) load(v, x + u * step);
-      own[u] = Wire::pack(v);
-    }
+    for (int u = 0; u < UNITS; ++u)
+      if (u < num && p.norm) load(gains[u], p.norm + first + u * step);
+  }
+  __device__ __forceinline__ u64 each() const { return (u64)step / N * 16; }
+  __device__ __forceinline__ u64 place(int row) const {
+    return ((u64)row * (p.width / N) + first / N) * 16;
+  }
+  // This rank's part of a row, as it is sent.
+  __device__ __forceinline__ void read(uint4 (&own)[UNITS], int row) const {
+    float v[UNITS][N] = {};
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u)
+      if (u < num) load(v[u], (const In *)p.x + (size_t)row * p.x_stride + first + u * step);
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) own[u] = Wire::pack(v[u]);
+  }
+  __device__ __forceinline__ void send(const Side &side, const uint4 (&own)[UNITS],
+                                       int row) const {
     for (int next = 1; next < p.group.count; ++next) {
-      const int peer = behind(p.group, next);
-      const u64 to = side.part(peer, p.group.rank) + row * row_bytes + at;
+      const u64 to = side.part(behind(p.group, next), p.group.rank) + place(row);
 #pragma unroll
       for (int u = 0; u < UNITS; ++u)
-        if (u < num) put(to + u * each, own[u]);
+        if (u < num) put(to + u * each(), own[u]);
     }
   }
-  side.arm(p.num_rows * (p.width / N), blockIdx.x * blockDim.x + threadIdx.x,
-           gridDim.x * blockDim.x);
-  for (int row = blockIdx.x / num_blocks; row < p.num_rows; row += num_groups) {
-    const In *x = (const In *)p.x + (size_t)row * p.x_stride + first;
-    const size_t place = (size_t)row * p.sum_stride + first;
-    uint4 own[UNITS];
-    float v[UNITS][N] = {}, residual[UNITS][N] = {};
+  __device__ __forceinline__ void read_residual(float (&residual)[UNITS][N], int row) const {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      if (u < num) load(v[u], x + u * step);
-      own[u] = Wire::pack(v[u]);
-      if (u < num && p.residual) load(residual[u], p.residual + place + u * step);
-    }
-    Tree<Wire, UNITS, RANKS>::sum(side, v, 0, own, row * row_bytes + at, each, num);
-    float square = 0.0f;
+    for (int u = 0; u < UNITS; ++u)
+      if (u < num && p.residual)
+        load(residual[u], p.residual + (size_t)row * p.sum_stride + first + u * step);
+  }
+  // The others' parts, and what is made of the sum.
+  template <int RANKS>
+  __device__ __forceinline__ void finish(const Side &side, const uint4 (&own)[UNITS],
+                                         const float (&residual)[UNITS][N], int row,
+                                         bool again) const {
+    float v[UNITS][N], square = 0.0f;
+    Tree<Wire, UNITS, RANKS>::sum(side, v, 0, own, place(row), each(), num);
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
 #pragma unroll
       for (int i = 0; i < N; ++i) v[u][i] += residual[u][i];
-      if (u < num && p.sum) store(p.sum + place + u * step, v[u]);
 #pragma unroll
       for (int i = 0; i < N; ++i)
         if (u < num) square += v[u][i] * v[u][i];
     }
-    if (!p.out) continue;
-    const float scale =
-        p.norm ? rsqrtf(sum_of_row(square, num_blocks) / p.width + p.eps) : 1.0f;
+    float scale = 1.0f;
+    if (p.norm) scale = rsqrtf(sum_of_row(square, num_blocks, again) / p.width + p.eps);
 #pragma unroll
     for (int u = 0; u < UNITS; ++u) {
       if (u >= num) continue;
+      if (p.sum) store(p.sum + (size_t)row * p.sum_stride + first + u * step, v[u]);
+      if (!p.out) continue;
 #pragma unroll
       for (int i = 0; i < N; ++i)
         if (p.norm) v[u][i] *= scale * gains[u][i];
@@ -196,6 +201,38 @@ __device__ __forceinline__ void reduce(const Reduce &p) {
       if (p.is_bf16) store((u16 *)p.out + to, v[u]);
       else store((float *)p.out + to, v[u]);
     }
+  }
+};
+
+// A block, or a cluster of them, a row at a time: all its rows are sent before any is waited for.
+template <class Wire, class In, int UNITS, int RANKS>
+__device__ __forceinline__ void reduce(const Reduce &p) {
+  release_dependents();
+  const Side side(p.group);
+  const Rows<Wire, In, UNITS> rows(p);
+  const int num_groups = gridDim.x / rows.num_blocks, begin = blockIdx.x / rows.num_blocks;
+  const u32 words = p.num_rows * (p.width / Wire::N), all = gridDim.x * blockDim.x;
+  const u32 thread = blockIdx.x * blockDim.x + threadIdx.x;
+  uint4 own[UNITS];
+  float residual[UNITS][Wire::N] = {};
+  wait_for_inputs();
+  if (p.num_rows <= num_groups) {
+    rows.read(own, begin);
+    rows.send(side, own, begin);
+    rows.read_residual(residual, begin);
+    side.arm(words, thread, all);
+    rows.template finish<RANKS>(side, own, residual, begin, false);
+    return;
+  }
+  for (int row = begin; row < p.num_rows; row += num_groups) {
+    rows.read(own, row);
+    rows.send(side, own, row);
+  }
+  side.arm(words, thread, all);
+  for (int row = begin; row < p.num_rows; row += num_groups) {
+    rows.read(own, row);
+    rows.read_residual(residual, row);
+    rows.template finish<RANKS>(side, own, residual, row, true);
   }
 }
 
@@ -319,7 +356,7 @@ extern "C" __global__ void ping(const __grid_constant__ Group group, int turns) 
 }
 
 #define REDUCE(wire, in, W, I, UNITS, RANKS)                                                      \
-  extern "C" __global__ void __launch_bounds__(4096 / (UNITS * W::N))                             \
+  extern "C" __global__ void __launch_bounds__(UNITS * W::N == 16 ? 512 : 4096 / (UNITS * W::N))                             \
   reduce_##wire##_##in##_##UNITS##_##RANKS(const __grid_constant__ Reduce p) {                    \
     reduce<W, I, UNITS, RANKS>(p);                                                                \
   }

@@ -26,9 +26,9 @@ WIRES = ("fp32", "bf16")
 _MOST_BLOCKS = 132
 """That poll at a time: all of them have a place, so none waits for one that has not begun."""
 
-_MOST_CLUSTER = 8
 _ELEMENTS = {"fp32": 4, "bf16": 8}  # in the 16 bytes that a thread sends at a time
 _UNITS = {("fp32", "fp32"): (1, 2, 4), ("bf16", "fp32"): (1, 2), ("bf16", "bf16"): (1, 2)}
+_MOST_THREADS = {("fp32", 4): 512, ("bf16", 1): 512, ("bf16", 2): 512}
 _LIMIT, _STOPPED = 4, 5
 _FAILED, _BY_RANK, _FOR_PEER, _AT_INDEX = range(4)
 
@@ -120,14 +120,16 @@ class Failure:
 
 
 def shape_for(width: int, wire: str) -> Shape:
-    """The shape of rows with a norm: as many threads as there are words, over a few blocks."""
+    """The shape of rows with a norm: one block where it has room for them, which was measured
+    faster than several with a barrier between them.
+    """
     words = width // _ELEMENTS[wire]
-    num_blocks = next((n for n in (1, 2, 4, 8) if words <= n * 256), _MOST_CLUSTER)
-    each = math.ceil(words / num_blocks)
-    units = next((n for n in _UNITS[wire, "fp32"] if each <= n * 256), 0)
-    if not units:
-        raise ValueError(f"rows of {width} columns are wider than a cluster takes")
-    return Shape(32 * math.ceil(each / units / 32), units, num_blocks)
+    units = max(_UNITS[wire, "fp32"]) if wire == "fp32" or words > 512 else 1
+    for num_blocks in (1, 2, 4, 8):
+        num_threads = 32 * math.ceil(words / (32 * units * num_blocks))
+        if num_threads <= _MOST_THREADS[wire, units]:
+            return Shape(num_threads, units, num_blocks)
+    raise ValueError(f"rows of {width} columns are wider than a cluster takes")
 
 
 class Exchange:
@@ -136,11 +138,19 @@ class Exchange:
     """
 
     def __init__(
-        self, addresses: Sequence[int], rank: int, *, part_bytes: int, device: torch.device
+        self,
+        addresses: Sequence[int],
+        rank: int,
+        *,
+        part_bytes: int,
+        device: torch.device,
+        kept: object = None,
     ) -> None:
         """``addresses``: where each rank's memory begins as this process reaches it, ``SLOTS``
-        times ``len(addresses)`` times ``part_bytes`` long, full of ``EMPTY`` before any exchange.
+        times ``len(addresses)`` times ``part_bytes`` long, full of ``EMPTY`` before any exchange;
+        ``kept``: what is to live as long.
         """
+        self._kept = kept
         assert 1 <= len(addresses) <= MOST_RANKS and part_bytes % 16 == 0
         self.rank, self.count, self.part_bytes = rank, len(addresses), part_bytes
         self._ranks = 2 if self.count <= 2 else 4 if self.count <= 4 else 8

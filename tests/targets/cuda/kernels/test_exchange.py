@@ -43,7 +43,7 @@ def test_a_shape_covers_a_row(width: int, wire: str) -> None:
     shape = shape_for(width, wire)
     words = width // (4 if wire == "fp32" else 8)
     assert shape.num_threads * shape.units * shape.num_blocks >= words
-    assert shape.num_threads % 32 == 0 and shape.num_threads <= 1024 // shape.units
+    assert shape.num_threads % 32 == 0 and shape.num_threads <= 512
 
 
 class Virtual:

@@ -1,0 +1,67 @@
+"""Two GPUs, a process each, against one: logits of the same tokens, and greedy answers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilewright.compiler.commands.options import read_options
+from tilewright.compiler.commands.source import compile_source, open_source
+from tilewright.compiler.driver import silent
+from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.targets.base import CompileOptions
+
+pytestmark = pytest.mark.multigpu
+
+NUM_STEPS = 24
+
+
+@contextlib.contextmanager
+def engine(*more: str) -> Iterator[Engine]:
+    argv = ["--model", "shape:llama-3.2-1b", "--target", "cuda", "--precision", "bf16"]
+    options = read_options([*argv, "--no-results", "--no-cache", *more])
+    assert options is not None
+    source = open_source(options.model.path)
+    limits = CompileOptions(max_batch=8, max_context=256)
+    executable = compile_source(source, options.model, limits, silent, use_cache=False).executable
+    try:
+        yield Engine(executable)
+    finally:
+        executable.close()
+
+
+def prompts(vocabulary: int = 100_000) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    lengths = (1, 17, 64, 130)
+    return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
+
+
+def forced(given: Engine) -> Tensor:
+    """Logits of prompts and of tokens behind them that do not depend on the logits."""
+    asked = prompts()
+    ids = list(range(len(asked)))
+    found = [given.prefill(ids, asked)]
+    for step in range(NUM_STEPS):
+        tokens = torch.tensor([(7919 * step + 31 * each) % 100_000 for each in ids])
+        found.append(given.decode(ids, tokens))
+    given.remove(ids)
+    return torch.stack([each.float().cpu() for each in found])
+
+
+def test_logits_are_those_of_one_gpu() -> None:
+    with engine() as one:
+        expected = forced(one)
+    with engine("--tensor-parallel", "2") as two:
+        found, again = forced(two), forced(two)
+    assert torch.equal(found, again)
+    one_, other = (torch.log_softmax(each.double(), -1) for each in (expected, found))
+    divergence = (one_.exp() * (one_ - other)).sum(-1)
+    print(f"KL: mean {divergence.mean():.2e}, most {divergence.max():.2e}")
+    same = (expected.argmax(-1) == found.argmax(-1)).float().mean()
+    print(f"argmax equal: {float(same):.4f} of {expected[..., 0].numel()}")
+    assert divergence.mean() <= 1e-4
+    assert same > 0.9  # of random weights, whose margins are small
