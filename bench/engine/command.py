@@ -195,7 +195,7 @@ class _Measured:
 
     def _memory(self) -> dict[str, Any]:
         """Bytes allocated after `remove` of all, and after each engine is gone."""
-        trace = Trace(cases()["mixed"], self.settings.vocab_size, self.given.device)
+        trace = Trace(cases(self.given.scale)["mixed"], self.settings.vocab_size, self.given.device)
         self._make().remove([])
         used = [_allocated()]
         removed = []
