@@ -17,7 +17,7 @@ def explained(compiled: Compiled) -> str:
     explain_places(screen, compiled)
     explain_cost(screen, compiled, 16)
     text = screen.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(" ".join(line.split()) for line in text.splitlines())
+    return "\n".join(" ".join(line.replace("│", " ").split()) for line in text.splitlines())
 
 
 def test_shares_wire_and_bytes_are_told() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tilewright.compiler.ir.recipe import WeightRecipe, cut, load_dense
+from tilewright.compiler.ir.recipe import ReadsParts, WeightRecipe, cut, load_dense
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.numerics import format_values
 from tilewright.compiler.targets.cuda.packing import GROUP, hold, scale_of
@@ -39,7 +40,7 @@ def place_experts(
     ``check`` is given every expert's values, the scale that all of them are held with, and the
     names of the tensors that they come from.
     """
-    get = _Last(get_weight, device)
+    get = _source(get_weight, device)
     num_experts, num_rows, num_columns = held_sizes(recipe, paired=paired)
     scale, held, index = 1.0, None, 0
     while index < num_experts:
@@ -65,6 +66,36 @@ def place_experts(
         index += 1
     assert held is not None
     return held
+
+
+def _source(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
+    """Parts of tensors where the source reads such: a rank keeps little of a stack of experts."""
+    if isinstance(get_weight, ReadsParts):
+        return on_device(get_weight, device)
+    return _Last(get_weight, device)
+
+
+def on_device(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
+    """A source whose tensors, and parts of tensors where it reads these, are on a device."""
+    kind = _PartsOnDevice if isinstance(get_weight, ReadsParts) else _OnDevice
+    return kind(get_weight, device)
+
+
+class _OnDevice:
+    def __init__(self, get_weight: Any, device: torch.device) -> None:
+        self._get_weight, self._device = get_weight, device
+
+    def __call__(self, name: str) -> Tensor:
+        found: Tensor = self._get_weight(name).to(self._device)
+        return found
+
+
+class _PartsOnDevice(_OnDevice):
+    def part(
+        self, name: str, rows: tuple[int, int] | None, columns: tuple[int, int] | None
+    ) -> Tensor:
+        found: Tensor = self._get_weight.part(name, rows, columns).to(self._device)
+        return found
 
 
 class _Last:

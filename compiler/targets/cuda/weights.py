@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.recipe import WeightRecipe, load_dense
 from tilewright.compiler.targets.base import Progress
-from tilewright.compiler.targets.cuda.experts import held_sizes, place_experts
+from tilewright.compiler.targets.cuda.experts import held_sizes, on_device, place_experts
 from tilewright.compiler.targets.cuda.held import EXPONENTS, HeldWeight
 from tilewright.compiler.targets.cuda.numerics import TABLES, format_values, held_kind
 from tilewright.compiler.targets.cuda.packing import GROUP, fits, hold
@@ -151,7 +151,7 @@ def _place(wanted: Wanted, get_weight: Callable[[str], Tensor], device: torch.de
         check, paired = partial(_check_fits, wanted), wanted.is_paired
         return place_experts(recipe, kind, get_weight, device, paired=paired, check=check)
     with torch.device(device):  # where weights that are made up are made
-        dense = load_dense(wanted.recipe, lambda name: get_weight(name).to(device))
+        dense = load_dense(wanted.recipe, on_device(get_weight, device))
     if wanted.kind == "fp32":
         return _in_turns(dense) if wanted.is_paired else dense
     if wanted.kind == "bf16":

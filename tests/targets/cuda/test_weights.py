@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.dealt_models import make as make_dealt
 from tests.targets.test_holding import held
-from tests.tiny import QWEN2, lowered, precision_of, tiny_model
-from tilewright.compiler.driver import weight_source
+from tests.tiny import QWEN2, context_of, lowered, precision_of, tiny_model
+from tilewright.compiler.distributed.parallel import Parallel
+from tilewright.compiler.driver import lower_model, weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError, NoRoomError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.cuda.device import weight_bytes
@@ -26,9 +29,11 @@ from tilewright.compiler.targets.cuda.weights import (
     read_weights,
     table_of,
     vector_of,
+    wanted_by,
     write_weights,
 )
 from tilewright.compiler.targets.program.instructions import Embed, Plan
+from tilewright.compiler.targets.table import get_target
 
 CPU = torch.device("cpu")
 FORMATS = [("bf16", "in"), ("bfp8", "in"), ("bfp4", "in"), ("bfp8", "out"), ("bfp4", "out")]
@@ -226,3 +231,24 @@ def test_blocks_too_far_apart_are_named(name: str, value: float) -> None:
     message = str(caught.value)
     assert message.startswith(f"{which}: its blocks lie more than ")
     assert message.endswith("allowed: bf16 for it") and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfp8"])
+def test_a_rank_reads_no_more_than_it_holds(name: str) -> None:
+    """The very weights that it cuts out of whole tensors; of stacked experts too."""
+    model = make_dealt("qwen3_5_moe", tie_embeddings=False)
+    precision, parallel = precision_of(name, kv_cache="bf16"), Parallel(2, expert=1)
+    stages, settings = get_target("cuda").stages(), context_of(model, precision).precision
+    for rank in range(2):
+        graph_module, _ = lower_model(model, settings, stages, silent, parallel=parallel, rank=rank)
+        plan = make_plan(graph_module)
+        whole = loaded(model, plan)
+        before = model.checkpoint.num_bytes
+        parts = load_weights(plan, weight_source(model, None, parallel), CPU, silent)
+        read = model.checkpoint.num_bytes - before
+        recipes = [each.recipe for each in wanted_by(plan)]
+        assert read <= 1.05 * sum(4 * math.prod(recipe.shape) for recipe in recipes)
+        for each in wanted_by(plan):
+            left, right = (source._placed[each] for source in (whole, parts))
+            pair = [x.data if isinstance(x, HeldWeight) else x for x in (left, right)]
+            assert torch.equal(*pair), each.recipe.names[:2]

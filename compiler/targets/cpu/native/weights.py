@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from tilewright.compiler.errors import CheckpointError, NoRoomError
 from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, get_format
 from tilewright.compiler.ir.recipe import (
+    ReadsParts,
     ReadsRows,
     ReadsStored,
     WeightRecipe,
@@ -185,7 +186,8 @@ def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:
         return
     if len(wanted.recipe.shape) > 2:
         is_held_as_stored = wanted.recipe.is_stored and wanted.kind in BLOCK_KINDS
-        source = get if is_held_as_stored else _Kept(get)
+        reads_parts = is_held_as_stored or isinstance(get, ReadsParts)
+        source = get if reads_parts else _Kept(get)
         for one in _experts(wanted.recipe):
             yield from _panels(dataclasses.replace(wanted, recipe=one), source)
     else:
