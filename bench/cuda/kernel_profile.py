@@ -8,6 +8,7 @@ start where that is later, to its end. Own times and gaps together are the step.
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -42,7 +43,10 @@ _PIECES = {
     NORM: ("rms_norm",),
     CHOOSE: ("_partial_kernel", "_final_kernel"),
     DEQUANTISE: ("_bf16_kernel", "_bfp8_kernel", "_bfp4_kernel"),
-    PRODUCT: ("gemv", "gemm", "nvjet", "cutlass", "linear_kernel", "expert_linear", "expert_sum"),
+    PRODUCT: (
+        *("gemv", "gemm", "wide_", "cut_", "arrange", "nvjet", "cutlass"),
+        *("linear_kernel", "expert_linear", "expert_sum"),
+    ),
 }
 """What a kernel's name contains, by part; the first that fits."""
 _ALONG = ("shared_ff1_3", "shared_ff2")
@@ -146,6 +150,8 @@ def record_launches(run: Callable[[], None]) -> list[Launch]:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
+    # Captured graphs do not outlive CUPTI's teardown: "free(): invalid pointer" at the exit.
+    os.environ["TEARDOWN_CUPTI"] = "0"
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
