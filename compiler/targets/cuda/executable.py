@@ -146,7 +146,7 @@ class CudaExecutable(Executable):
     @torch.no_grad()
     def prepare(self) -> None:
         assert not self._sittings, "somebody is seated"
-        limits, is_gpu = self.capabilities, self._device.type == "cuda"
+        limits, is_gpu = self.capabilities, self.device.type == "cuda"
         self._buckets.prepare(min(limits.max_step_tokens, limits.max_context) if is_gpu else 0)
         if self._group is not None:
             self._group.exchange.set_limit(self._options.parallel.peer_limit)

@@ -1,0 +1,127 @@
+"""What decoding on n GPUs is expected to take: the cost model, and its table for the documents.
+
+``python -m bench.cuda.scaling`` prints it. No figure of this file ever
+stands in a column of measured ones: it measures nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.compiler.bench.table import Table
+
+RATE = 4.49e12
+"""Bytes a second that one GPU reads."""
+
+LAUNCH_US = 2.89
+"""What a kernel of a decode step costs beside its bytes: the gap before it, its ramp and tail."""
+
+LINK_RATE = 350e9
+"""Bytes a second between two GPUs, one way."""
+
+EXCHANGE_US = {1: 0.0, 2: 2.7, 4: 3.1, 8: 3.7}
+"""What an exchange adds to a step: at 2, measured alone with its residual and norm (3.4), less the
+norm of a step that has none (0.7); at 4 and 8, 0.4 and 1.0 more for the parts of the others."""
+
+KEYS_US = 3.0
+"""The exchange of the best keys, and what counts a step's exchanges."""
+
+_COUNTS = (2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A decode step of one GPU as it was measured, and what it consists of.
+
+    Attributes:
+        tokens_per_s: of all rows, measured on one GPU.
+        num_bytes: that a step reads; dealt evenly.
+        num_launches: kernels of a step.
+        num_exchanges: sums over ranks in a step.
+        hidden: columns of what is summed, four bytes each.
+    """
+
+    name: str
+    rows: int
+    tokens_per_s: float
+    num_bytes: float
+    num_launches: int
+    num_exchanges: int
+    hidden: int
+
+    @property
+    def seconds(self) -> float:
+        """A step on one GPU."""
+        return self.rows / self.tokens_per_s
+
+    @property
+    def loss(self) -> float:
+        """Seconds of a step that are neither its bytes' nor its launches'; dealt like the bytes."""
+        return max(0.0, self.seconds - self.num_bytes / RATE - 1e-6 * LAUNCH_US * self.num_launches)
+
+
+def step_seconds(load: Load, count: int, *, exchange_us: float | None = None) -> float:
+    """A step on so many GPUs. ``exchange_us``: of one exchange beside its bytes' time."""
+    if count == 1:
+        return load.seconds
+    each = EXCHANGE_US[count] if exchange_us is None else exchange_us
+    message = 4.0 * load.rows * load.hidden
+    hops = min(count - 1, 2 * (count - 1) / count) * message  # two hops where they send less
+    exchanges = load.num_exchanges * (1e-6 * each + hops / LINK_RATE)
+    own = (load.num_bytes / RATE + load.loss) / count
+    return own + 1e-6 * (LAUNCH_US * load.num_launches + KEYS_US) + exchanges
+
+
+def tokens_per_s(load: Load, count: int) -> float:
+    """Of all rows together, on so many GPUs."""
+    return load.rows / step_seconds(load, count)
+
+
+def byte_limit(load: Load, count: int, *, crossing_us: float = 0.0) -> float:
+    """Tokens a second where nothing took time but the largest rank's bytes, and of every exchange
+    one crossing between GPUs.
+    """
+    seconds = load.num_bytes / count / RATE + 1e-6 * crossing_us * load.num_exchanges
+    return load.rows / seconds
+
+
+_8B: tuple[float, int, int, int] = (15.01e9, 164, 64, 4096)
+
+LOADS: Sequence[Load] = (
+    Load("Llama-3.1-8B bf16", 1, 262, *_8B),
+    Load("Llama-3.1-8B bf16", 8, 1902, *_8B),
+    Load("Llama-3.1-8B bf16", 32, 6339, *_8B),
+    Load("Llama-3.1-8B bf16", 64, 11_769, *_8B),
+    Load("Qwen3.5-35B-A3B bf16", 1, 448, 6.0e9, 346, 80, 2048),
+    Load("Qwen3.5-35B-A3B bf16", 4, 1041, 12.2e9, 387, 80, 2048),
+    Load("Qwen3.5-35B-A3B bf16", 16, 1833, 32.0e9, 387, 80, 2048),
+    Load("Qwen3.5-35B-A3B bf16", 64, 3544, 69.8e9, 387, 80, 2048),
+)
+"""Of one H200, as docs/cuda.md has them."""
+
+
+def table() -> Table:
+    """Every load on 2, 4 and 8 GPUs: predicted tokens a second, and the two limits on 2."""
+    crossing = 0.75
+    titles = (
+        *("model, rows", "1 GPU, measured"),
+        *(f"{count}, predicted" for count in _COUNTS),
+        *("limit of bytes on 2", f"and {crossing} us an exchange"),
+    )
+    rows = [
+        (
+            f"{load.name}, {load.rows}",
+            f"{load.tokens_per_s:,.0f}",
+            *(f"{tokens_per_s(load, count):,.0f}" for count in _COUNTS),
+            f"{byte_limit(load, 2):,.0f}",
+            f"{byte_limit(load, 2, crossing_us=crossing):,.0f}",
+        )
+        for load in LOADS
+    ]
+    return Table.of(titles, rows)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table().markdown())

@@ -1,0 +1,32 @@
+"""The cost model of several GPUs: by hand for one row of 8B, and its table in the documents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.cuda.scaling import LOADS, byte_limit, step_seconds, table, tokens_per_s
+
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "parallel.md"
+
+
+@pytest.mark.parametrize(("exchange_us", "rate"), [(3.5, 422), (2.2, 437), (0.0, 465)])
+def test_one_row_of_8b_by_hand(exchange_us: float, rate: float) -> None:
+    """Half of 3.343 ms of bytes, 164 launches of 2.89 us, 64 exchanges, 3 us of keys."""
+    seconds = 1.671e-3 + 0.474e-3 + 64e-6 * exchange_us + 3e-6
+    assert 1 / seconds == pytest.approx(rate, rel=0.01)
+    assert step_seconds(LOADS[0], 2, exchange_us=exchange_us) == pytest.approx(seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("load", LOADS, ids=lambda load: f"{load.name} {load.rows}")
+def test_more_gpus_are_faster_and_below_their_limit(load: object) -> None:
+    rates = [tokens_per_s(load, count) for count in (1, 2, 4, 8)]  # type: ignore[arg-type]
+    assert rates == sorted(rates)
+    for count, rate in zip((1, 2, 4, 8), rates, strict=True):
+        assert rate < byte_limit(load, count)  # type: ignore[arg-type]
+
+
+def test_the_document_has_the_table() -> None:
+    text = DOCUMENT.read_text()
+    assert all(line in text for line in table().markdown().splitlines())
