@@ -16,6 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
+from tilewright.compiler.distributed.parallel import WIRES
 from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
 from tilewright.compiler.ir.rewrite import dynamic_size, emit
@@ -24,6 +25,9 @@ from tilewright.compiler.ir.verify import BESIDE_OURS, verify_lowered
 from tilewright.compiler.ops import OPERATORS
 
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+_WORDS = ("none", "tanh", *WIRES)
+"""All strings that ops are called with: how GELU is computed, what collectives send."""
+
 _MAX_SIZE = 1 << 40
 _FIRST_HINT = 7  # dynamic sizes above 1, or they become constants
 
@@ -100,7 +104,8 @@ def _written(argument: Any) -> Any:
         return {"node": name}
     if isinstance(argument, list | tuple):
         return [_written(item) for item in argument]
-    assert argument is None or isinstance(argument, bool | int | float), repr(argument)
+    is_word = isinstance(argument, str) and argument in _WORDS
+    assert argument is None or is_word or isinstance(argument, bool | int | float), repr(argument)
     return argument
 
 
@@ -175,6 +180,6 @@ class _Builder:
             return self._nodes[argument["node"]]
         if isinstance(argument, list):
             return [self._read(item) for item in argument]
-        if isinstance(argument, str):
+        if isinstance(argument, str) and argument not in _WORDS:
             raise ValueError(f"argument {argument[:40]!r}")
         return argument

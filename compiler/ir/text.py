@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tilewright.compiler.ir.info import COMPUTE, NodeInfo, info
+from tilewright.compiler.ir.info import COMPUTE, NodeInfo, Placement, info
 from tilewright.compiler.ir.state import PER_SEQUENCE, PER_TOKEN
 from tilewright.compiler.ops import OPERATORS
 
@@ -130,4 +130,15 @@ def _notes(facts: NodeInfo) -> str:
         same = facts.compute.prefill == facts.compute.decode
         by_phase = f"{facts.compute.prefill}/{facts.compute.decode}"
         notes.append(f"fidelity={facts.compute.decode if same else by_phase}")
+    if facts.placement is not None:
+        notes += _places(facts.placement)
     return "  {" + ", ".join(notes) + "}" if notes else ""
+
+
+def _places(placement: Placement) -> list[str]:
+    """``dealt=0/r:24+24``: axis 0 over all ranks; ``partial=r``: still to be added over them."""
+    dealt = [
+        f"dealt={each.axis}/{each.over}:{'+'.join(map(str, each.split.sizes))}"
+        for each in placement.dealt
+    ]
+    return [*dealt, *([f"partial={placement.partial}"] if placement.partial else [])]

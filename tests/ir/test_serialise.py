@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import GraphModule
 
+from tests.dealt_models import dealt, make
 from tests.tiny import QWEN2, lowered, precision_of, prefill, random_tokens, tiny_model
+from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.cost import step_costs
@@ -21,6 +23,9 @@ from tilewright.compiler.ir.info import info
 from tilewright.compiler.ir.serialise import graph_json, read_graph
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.ir.verify import verify_lowered
+from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
+from tilewright.compiler.passes.insert_state import insert_state
+from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
 
@@ -131,3 +136,24 @@ WHOLE = graph_json(graph("reference", num_layers=1))
 def test_damaged_bytes_are_a_graph_or_refused(at: int, new: bytes, cut: int) -> None:
     with suppress(CheckpointError):
         read_graph(WHOLE[:at] + new + WHOLE[at + cut :], WHERE)
+
+
+@pytest.mark.parametrize("model_type", ["gemma3_text", "qwen3_5_moe"])
+@pytest.mark.parametrize("rank", [None, 1])
+def test_a_dealt_graph_and_a_rank_s_come_back(rank: int | None, model_type: str) -> None:
+    """Places, collectives and words: GELU's form, the wire's format."""
+    before, ctx = dealt(make(model_type), Parallel(2, wire="bf16"), rank=rank)
+    run_passes(before, [insert_state, gather_logit_rows], ctx)
+    after = read_graph(graph_json(before), WHERE)
+    assert graph_text(after.graph) == graph_text(before.graph)
+    pairs = list(zip(before.graph.nodes, after.graph.nodes, strict=True))
+    assert all(info(one) == info(other) for one, other in pairs)
+    assert any(info(one).placement is not None for one, _ in pairs) == (rank is None)
+
+
+def test_only_known_words_are_arguments() -> None:
+    before, ctx = dealt(make(), Parallel(2, wire="bf16"), rank=0)
+    run_passes(before, [insert_state, gather_logit_rows], ctx)
+    data = graph_json(before).replace(b'"bf16"]', b'"a word"]')
+    with pytest.raises(CheckpointError, match="argument 'a word'"):
+        read_graph(data, WHERE)
