@@ -13,10 +13,13 @@ from tilewright.compiler.batch.preparing import Preparer
 from tilewright.compiler.batch.records import Item, Record, refused
 from tilewright.compiler.errors import CompileError, one_line
 from tilewright.compiler.runtime.messages import (
+    Beat,
     Cancel,
     Failed,
     Finished,
     FromEngine,
+    Ready,
+    Refused,
     Started,
     Submit,
     Tokens,
@@ -26,6 +29,7 @@ from tilewright.compiler.runtime.tallies import STEP
 from tilewright.compiler.serve.answers import Choice
 from tilewright.compiler.serve.errors import ApiError
 from tilewright.compiler.serve.forms import Job
+from tilewright.compiler.targets.step import LogProbs
 
 _FED_A_TURN = 16
 """Rows that are made ready between two steps: the device has work meanwhile, but not for ever."""
@@ -47,12 +51,18 @@ class Ended:
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """One choice of a row on its way. Times are those of ``time.perf_counter()``."""
+    """One choice of a row on its way. Times are those of ``time.perf_counter()``.
+
+    Attributes:
+        tokens, scores: what has come and is no text yet; echo: of its prompt, with the first.
+    """
 
     live: _Live
     index: int
     given_at: float
-    tokens: list[Tokens] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    scores: list[LogProbs] = field(default_factory=list)
+    echo: tuple[LogProbs, ...] = ()
     seated_at: float | None = None
     first_at: float | None = None
     last_at: float = 0.0
@@ -162,22 +172,25 @@ class BatchEngine:
             )
 
     def _hear(self, message: FromEngine, ended: list[Ended]) -> None:
-        asked = self._asked.get(getattr(message, "request_id", 0))
+        if isinstance(message, Ready | Refused | Beat):
+            return
+        asked = self._asked.get(message.request_id)
         if asked is None:
             return
-        if isinstance(message, Started):
+        if isinstance(message, Tokens):
+            self._hear_tokens(message, asked, ended)
+        elif isinstance(message, Started):
             if asked.seated_at is None:
                 asked.seated_at = asked.given_at + message.queue_s
                 self._num_waiting -= 1
             asked.choice.started = asked.choice.started or message
-        elif isinstance(message, Tokens):
-            self._hear_tokens(message, asked, ended)
         elif isinstance(message, Finished):
             self._push(asked)
             asked.choice.finished = message
             asked.choice.end(message.reason)
             self._leave(message.request_id, ended)
-        elif isinstance(message, Failed):
+        else:
+            assert isinstance(message, Failed), message
             self._fail(asked, message, ended)
 
     def _hear_tokens(self, message: Tokens, asked: _Asked, ended: list[Ended]) -> None:
@@ -186,7 +199,9 @@ class BatchEngine:
         if asked.first_at is None:
             asked.first_at = asked.last_at
             self.num_first += 1
-        asked.tokens.append(message)
+        asked.tokens += message.tokens
+        asked.scores += message.logprobs
+        asked.echo = asked.echo or message.echo
         if asked.live.is_watched:  # a stop string, or a call, may be what ends it
             self._push(asked)
             if asked.choice.finish_reason is not None:
@@ -194,14 +209,14 @@ class BatchEngine:
                 self._leave(message.request_id, ended)
 
     def _push(self, asked: _Asked) -> None:
-        """Make text of the tokens that have come."""
+        """Make text of the tokens that have come: of most answers once, at their end."""
         choice = asked.choice
-        for message in asked.tokens:
+        if asked.tokens:
             if choice.awaits_echo:
-                choice.score_prompt(message.echo)
-            if choice.finish_reason is None:
-                choice.push(message)
-        asked.tokens.clear()
+                choice.score_prompt(asked.echo)
+            choice.push(Tokens(0, tuple(asked.tokens), tuple(asked.scores)))
+            asked.tokens.clear()
+            asked.scores.clear()
 
     def _leave(self, number: int, ended: list[Ended]) -> None:
         asked = self._asked.pop(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -85,7 +86,12 @@ def batch_engine(
     for note in compiled.notes:
         say(note)
     with closing(compiled.executable), tempfile.TemporaryDirectory() as folder:
-        yield _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
+        made = _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
+        gc.freeze()  # what imports and compiling have made need not be walked through again
+        try:
+            yield made
+        finally:
+            gc.unfreeze()
 
 
 def _made(
