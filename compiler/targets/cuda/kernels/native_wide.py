@@ -32,8 +32,9 @@ _MOST_DEPTH = 12
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a product lies on the device: ``eights`` of tokens and ``groups`` of 64 rows a block,
-    ``resident`` blocks a multiprocessor.
+    """How a product lies on the device: ``eights`` of tokens and ``groups`` of four warps a block,
+    ``resident`` blocks a multiprocessor. Groups have 64 rows each; of a weight whose K is cut, the
+    same 64 rows, and slices of their own.
     """
 
     eights: int
@@ -45,25 +46,33 @@ class Way:
         kind = "cut" if num_slices(held) > 1 else "wide"
         return f"{kind}_{held.kind}_{self.eights}_{self.groups}"
 
-    def step_bytes(self, kind: str) -> int:
-        """Shared memory of a step of 128 columns."""
-        return self.eights * 8 * 256 + 4 * self.groups * TILE_BYTES[kind]
+    def row_tiles(self, held: HeldWeight) -> int:
+        """Row tiles of a block."""
+        return 4 if num_slices(held) > 1 else 4 * self.groups
 
-    def depth(self, kind: str) -> int:
-        """Steps in flight."""
+    def depth(self, held: HeldWeight) -> int:
+        """Steps of 128 columns in flight."""
         room = (MOST_SHARED + 2048) // self.resident - 3072
-        return min(_MOST_DEPTH, room // self.step_bytes(kind))
+        return min(_MOST_DEPTH, room // self._step_bytes(held))
 
-    def shared_bytes(self, kind: str) -> int:
-        """Dynamic shared memory of a block; places begin at a multiple of 1,024."""
-        return self.depth(kind) * self.step_bytes(kind) + 1024
+    def shared_bytes(self, held: HeldWeight) -> int:
+        """Dynamic shared memory of a block: steps, which begin at a multiple of 1,024, or sums of
+        slices.
+        """
+        is_shared = num_slices(held) > 1 and self.groups > 1
+        sums = num_slices(held) * self.eights * 2048 if is_shared else 0
+        return max(self.depth(held) * self._step_bytes(held) + 1024, sums)
+
+    def _step_bytes(self, held: HeldWeight) -> int:
+        rings = self.groups * 4 // self.row_tiles(held)
+        return rings * (self.eights * 2048 + self.row_tiles(held) * TILE_BYTES[held.kind])
 
 
 WAYS = {
-    "wide": ((4, 2), (8, 2), (8, 4), (16, 2), (16, 4), (32, 2)),
-    "cut": ((4, 1), (4, 2), (8, 1), (8, 2), (16, 1), (16, 2)),
+    "wide": ((4, 2), (8, 2), (8, 4), (16, 2), (32, 2)),
+    "cut": ((4, 1), (4, 4), (8, 1), (8, 4), (16, 1)),
 }
-"""Eights of tokens and groups of rows that there are kernels for: of a whole K and of slices."""
+"""Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
 
 
 def choose_way(held: HeldWeight, num_tokens: int) -> Way:
@@ -71,8 +80,9 @@ def choose_way(held: HeldWeight, num_tokens: int) -> Way:
     if num_slices(held) == 1:
         eights = 4 if num_tokens <= 32 else 8 if num_tokens <= 64 else 16
         return Way(eights, 2, 2)
-    eights = 4 if num_tokens <= 64 else 8 if num_tokens <= 256 else 16
-    return Way(eights, 1, 1 if num_tokens <= 128 else 2)
+    if num_tokens <= 128:
+        return Way(4 if num_tokens <= 32 else 8, 4)
+    return Way(8 if num_tokens <= 256 else 16, 1, 2)
 
 
 class _Arrange(ctypes.Structure):
@@ -202,9 +212,9 @@ def _arrange_norm(
 
 def _launch(product: Product, held: HeldWeight, num_blocks: int, way: Way) -> None:
     """Blocks of all tokens beside each other: they read the same rows of the weight."""
-    shared = way.shared_bytes(held.kind)
-    assert shared <= MOST_SHARED and way.depth(held.kind) > 1
-    row_blocks = -(-held.num_row_tiles // (4 * way.groups))
+    shared, depth = way.shared_bytes(held), way.depth(held)
+    assert shared <= MOST_SHARED and depth > 1
+    row_blocks = -(-held.num_row_tiles // way.row_tiles(held))
     at = nvrtc.Launch((num_blocks, row_blocks, 1), 128 * way.groups, shared)
-    arguments = _Wide(product=product, depth=way.depth(held.kind))
+    arguments = _Wide(product=product, depth=depth)
     nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

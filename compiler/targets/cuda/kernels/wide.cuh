@@ -195,6 +195,7 @@ template <int F, int MT, int G> struct Ring {
 template <int MT>
 __device__ __forceinline__ void finish_tile(Product p, int token, int tile, int g,
                                             float (&sums)[MT][4]) {
+  constexpr int FEW = MT < 4 ? MT : 4;
   if (tile >= p.num_tiles) return;
   if (p.epilogue == ADD && !p.bias) {
     const int row = tile * 16 + g;
@@ -206,15 +207,15 @@ __device__ __forceinline__ void finish_tile(Product p, int token, int tile, int 
       return out + (size_t)(8 * m + (i & 1)) * p.out_stride + (i >> 1) * 8;
     };
 #pragma unroll
-    for (int first = 0; first < MT; first += 4) {
-      float old[4][4];
+    for (int first = 0; first < MT; first += FEW) {
+      float old[FEW][4];
 #pragma unroll
-      for (int m = 0; m < 4; ++m)
+      for (int m = 0; m < FEW; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (is_there(first + m, i)) old[m][i] = *place(first + m, i);
 #pragma unroll
-      for (int m = 0; m < 4; ++m)
+      for (int m = 0; m < FEW; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (is_there(first + m, i))
@@ -251,31 +252,38 @@ __device__ __forceinline__ void multiply_quarter(float (&acc)[MT][4], const u32 
   group_commit();
 }
 
-// G groups of four warps with 64 rows each, MT * 8 tokens. CUT: the eight slices of K, one after
-// the other, are added in order, as gemm.cuh does.
-template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(const Wide &wide) {
+// MT * 8 tokens by G groups of four warps with 64 rows each. CUT: of the eight slices of K,
+// CUT groups take some each, of the same 64 rows; slices are added in order, as gemm.cuh does.
+template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(const Wide &wide) {
   using R = Ring<F, MT, G>;
-  constexpr int WARPS = 4 * G, TOKENS = MT * 8;
+  constexpr int TOKENS = MT * 8, RINGS = CUT > 1 ? CUT : 1, OWN = CUT ? SLICES / CUT : 1;
+  static_assert(CUT <= 1 || (G == 1 && OWN == 2), "a group keeps two slices at most");
   const Product &p = wide.product;
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 full[MOST_DEPTH], empty[MOST_DEPTH];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  const u32 num_steps = p.num_steps, depth = wide.depth;
+  __shared__ __align__(8) u64 full[RINGS * MOST_DEPTH], empty[RINGS * MOST_DEPTH];
+  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  const u32 part = CUT > 1 ? threadIdx.x >> 7 : 0, warp = (threadIdx.x >> 5) - 4 * part;
+  const u32 depth = wide.depth, tile = blockIdx.y * R::WARPS + warp;
+  const u32 begins = part * OWN * p.num_steps / SLICES;
+  const u32 ends = CUT ? (part + 1) * OWN * p.num_steps / SLICES : p.num_steps;
   R ring;
-  ring.lane = lane, ring.num_steps = num_steps, ring.depth = depth;
-  ring.x_ring = (shared_address(memory) + 1023) & ~1023u;
-  ring.w_ring = ring.x_ring + depth * R::X_BYTES;
-  ring.full = shared_address(full), ring.empty = shared_address(empty);
-  const size_t own = min((int)blockIdx.y * WARPS + lane, p.num_tiles - 1);
-  ring.weight = p.weight + own * num_steps * step_bytes<F>;
+  ring.lane = lane, ring.num_steps = ends - begins, ring.depth = depth;
+  ring.x_ring = ((shared_address(memory) + 1023) & ~1023u) + part * depth * R::X_BYTES;
+  ring.w_ring = ring.x_ring + (RINGS - part) * depth * R::X_BYTES + part * depth * R::W_BYTES;
+  ring.full = shared_address(full + part * MOST_DEPTH);
+  ring.empty = shared_address(empty + part * MOST_DEPTH);
+  const size_t own = min((int)(blockIdx.y * R::WARPS + lane), p.num_tiles - 1);
+  ring.weight = p.weight + (own * p.num_steps + begins) * step_bytes<F>;
   ring.x_step = (size_t)p.x_stride * (2 * CHUNK_BYTES);
-  ring.x = (const u8 *)p.x + ((size_t)(lane & 1) * p.x_stride + blockIdx.x * TOKENS) * CHUNK_BYTES;
+  ring.x = (const u8 *)p.x + begins * ring.x_step +
+           ((size_t)(lane & 1) * p.x_stride + blockIdx.x * TOKENS) * CHUNK_BYTES;
   ring.step = ring.slot = ring.parity = 0;
   if (threadIdx.x == 0) {
-    for (u32 i = 0; i < depth; ++i) {
-      make_barrier(ring.full + 8 * i, 1);
-      make_barrier(ring.empty + 8 * i, WARPS);
-    }
+    for (u32 i = 0; i < RINGS * MOST_DEPTH; i += MOST_DEPTH)
+      for (u32 j = 0; j < depth; ++j) {
+        make_barrier(shared_address(full + i + j), 1);
+        make_barrier(shared_address(empty + i + j), R::WARPS);
+      }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
   }
@@ -283,7 +291,7 @@ template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(c
   __syncthreads();
   const bool fetches = warp == 0;
   if (fetches) {  // weights never change: they are asked for before x is there
-    const u32 ahead = min(depth, num_steps);
+    const u32 ahead = min(depth, ring.num_steps);
     for (; ring.step < ahead; ++ring.step, ++ring.slot) ring.fetch_weights();
     wait_for_inputs();
     for (ring.step = ring.slot = 0; ring.step < ahead; ++ring.step, ++ring.slot) ring.fetch_x();
@@ -293,27 +301,27 @@ template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(c
   float acc[MT][4] = {}, total[MT][4] = {};
   u32 a[2][4], b[2][4];  // of one quarter, while the other's are multiplied
   Codes<F> codes;
-  const u32 tile = ring.w_ring + warp * step_bytes<F>;
+  const u32 codes_at = ring.w_ring + warp * step_bytes<F>;
   u32 slot = 0, parity = 0, step = 0;
   auto begin = [&]() {
     wait_turn(ring.full + 8 * slot, parity);
     __syncwarp();
-    const u32 from = tile + slot * R::W_BYTES;
+    const u32 from = codes_at + slot * R::W_BYTES;
     codes.exponents = read4(from + pieces<F> * 512 + lane * 4);
     codes.read(from + lane * 16, 0);
   };
-  begin();
+  if (CUT <= 1 || ring.num_steps) begin();
   codes.decode(a, 0);
 #pragma unroll 1
-  for (u32 slice = 0; slice < (CUT ? SLICES : 1); ++slice) {
-    const u32 last = CUT ? (slice + 1) * num_steps / SLICES : num_steps;
+  for (u32 slice = 0; slice < OWN; ++slice) {
+    const u32 last = CUT ? (part * OWN + slice + 1) * p.num_steps / SLICES - begins : ends;
 #pragma unroll 1
     while (step < last) {
       const u64 x = operand_at(ring.x_ring + slot * R::X_BYTES), second = x + (R::X_HALF >> 4);
       multiply_quarter<MT>(acc, a, x);
       codes.decode(b, 1);
       multiply_quarter<MT>(acc, b, x + 4);
-      if (F == BFP8) codes.read(tile + slot * R::W_BYTES + lane * 16, 1);
+      if (F == BFP8) codes.read(codes_at + slot * R::W_BYTES + lane * 16, 1);
       group_wait<1>();  // whose fragments' registers are free
       codes.decode(a, 2);
       multiply_quarter<MT>(acc, a, second);
@@ -323,7 +331,7 @@ template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(c
       if (fetches) ring.refill(step);
       const u32 left = ring.empty + 8 * slot;
       if (++slot == depth) slot = 0, parity ^= 1;
-      if (++step < num_steps) begin();
+      if (++step < ring.num_steps) begin();
       group_wait<1>();
       codes.decode(a, 0);
       group_wait<0>();
@@ -334,12 +342,41 @@ template <int F, int MT, int G, bool CUT> __device__ __forceinline__ void wide(c
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         asm volatile("" : "+f"(acc[m][i])::"memory");
-        if (CUT) {
+        if (CUT == 1) {
           total[m][i] = slice ? total[m][i] + acc[m][i] : acc[m][i];
+          acc[m][i] = 0.0f;
+        } else if (CUT && slice == 0) {
+          total[m][i] = acc[m][i];
           acc[m][i] = 0.0f;
         }
       }
   }
   wait_for_inputs();  // what is added to may be what the kernel before writes
-  finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, blockIdx.y * WARPS + warp, g, CUT ? total : acc);
+  if (CUT <= 1) {
+    finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
+    return;
+  }
+  // A slice's sums after the other, value by value, a place for each thread of a group.
+  float *sums = (float *)memory + (threadIdx.x & 127);
+  __syncthreads();
+#pragma unroll
+  for (int m = 0; m < MT; ++m)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      sums[((2 * part * MT + m) * 4 + i) * 128] = total[m][i];
+      sums[(((2 * part + 1) * MT + m) * 4 + i) * 128] = acc[m][i];
+    }
+  __syncthreads();
+  constexpr int SHARE = MT / RINGS;
+  float all[SHARE][4];
+#pragma unroll
+  for (int m = 0; m < SHARE; ++m)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int place = (part * SHARE + m) * 4 + i;
+      all[m][i] = sums[place * 128];
+#pragma unroll
+      for (int s = 1; s < SLICES; ++s) all[m][i] += sums[(s * MT * 4 + place) * 128];
+    }
+  finish_tile<SHARE>(p, blockIdx.x * TOKENS + part * SHARE * 8 + 2 * t, tile, g, all);
 }

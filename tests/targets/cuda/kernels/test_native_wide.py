@@ -33,8 +33,8 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int) -> None:
     for count in range(17, native_wide.MAX_TOKENS + 1):
         way = native_wide.choose_way(held, count)
         assert way.kernel(held) in native_wide.SOURCE.names
-        assert way.resident * (way.shared_bytes(kind) + 2048) <= native.MOST_SHARED + 3072
-        assert way.depth(kind) >= 2
+        assert way.resident * (way.shared_bytes(held) + 2048) <= native.MOST_SHARED + 3072
+        assert way.depth(held) >= 2
 
 
 def test_every_header_is_named_once() -> None:
@@ -131,7 +131,7 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     for eights, groups in native_wide.WAYS[cut]:
         for resident in (1, 2):
             way = native_wide.Way(eights, groups, resident)
-            if way.depth(kind) < 2:
+            if way.depth(held) < 2:
                 continue
             out = torch.full((300, size[0]), NAN, device=gpu)
             how = {"epilogue": native.STORE, "arranged": arranged, "way": way}
