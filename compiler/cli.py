@@ -24,6 +24,7 @@ VERBS = {
     "serve": (f"{_COMMANDS}.serve", "serve a model over HTTP, as OpenAI's API does"),
     "batch": (f"{_COMMANDS}.batch", "answer a file of requests, without a server"),
     "bench-serve": (f"{_COMMANDS}.bench_serve", "load a server, and say how fast it answers"),
+    "nodes": (f"{_COMMANDS}.nodes", "run a model over CPU nodes, as distributed-llama is run"),
     "compile": (f"{_COMMANDS}.compile", "compile a model into a folder, ONNX or MLIR"),
     "generate-engine": (f"{_COMMANDS}.generate_engine", "the fastest engine.py of a model here"),
     "convert": (f"{_COMMANDS}.convert", "write a model for dllama, or into the cache"),

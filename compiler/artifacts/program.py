@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 from tilewright.compiler.artifacts.cache import CacheUnusableError, ProgramCache, program_key
 from tilewright.compiler.artifacts.folder import read_file, seal_folder, write_file
 from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
+from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.driver import (
     CompilableModel,
     Compiled,
@@ -41,9 +42,12 @@ def write_program(
     max_context: int | None = None,
     progress: Progress = silent,
     dump_dir: Path | None = None,
+    parallel: Parallel = ALONE,
+    rank: int = 0,
 ) -> Manifest:
     """Compile into ``folder``, for any batch and any context of the model, or any that is served by
-    the same program as ``max_context`` where the model has several.
+    the same program as ``max_context`` where the model has several; of a group of ranks the program
+    and the weights of one.
 
     Returns the manifest; `seal_folder` completes and writes it, when the caller has added what
     else belongs into the folder.
@@ -53,12 +57,15 @@ def write_program(
     """
     longest = model.config.max_positions
     context = longest if max_context is None else model.config.program_context(max_context)
-    options = CompileOptions(max_context=context, compute=compute)
+    options = CompileOptions(max_context=context, compute=compute, parallel=parallel, rank=rank)
     check_options(options, longest)
     backend = get_target(target)
-    resolved = resolve_precision(model, precision)
-    graph_module, ctx = lower_model(model, resolved, backend.stages(), progress, dump_dir=dump_dir)
-    backend.build(graph_module, weight_source(model, context), folder, options, progress)
+    resolved, stages = resolve_precision(model, precision), backend.stages()
+    settled = backend.settled(options)
+    graph_module, ctx = lower_model(
+        model, resolved, stages, progress, dump_dir=dump_dir, parallel=settled, rank=rank
+    )
+    backend.build(graph_module, weight_source(model, context, settled), folder, options, progress)
     write_file(folder / GRAPH, graph_json(graph_module))
     surroundings = environment()
     return Manifest(
@@ -149,6 +156,8 @@ def compile_cached(
             compute=options.compute,
             max_context=options.max_context,
             progress=progress,
+            parallel=options.parallel,
+            rank=options.rank,
         )
         if key() != wanted:
             raise CheckpointError(f"{model.checkpoint.path}: changed while it was compiled")
@@ -176,12 +185,17 @@ def _key(
 ) -> str:
     checkpoint, context = model.checkpoint, model.config.program_context(options.max_context)
     serves_all = context == model.config.max_positions
+    choices = precision_id if serves_all else f"{precision_id}/{context}"
+    if options.parallel.tensor > 1:
+        settled = get_target(target).settled(options)
+        dealt = settled.tensor, settled.expert, settled.shares, settled.wire
+        choices = f"{choices}/{dealt}/{options.rank}"
     try:
         return program_key(
             checkpoint.files,
             target=target,
             compute=options.compute,
-            precision_id=precision_id if serves_all else f"{precision_id}/{context}",
+            precision_id=choices,
             memory=cache.memory,
         )
     except OSError as error:

@@ -13,10 +13,18 @@ import msgspec
 
 from tilewright.compiler.artifacts.digests import sources_digest
 from tilewright.compiler.distributed import hello
+from tilewright.compiler.distributed.channel import Address, own_address
 from tilewright.compiler.distributed.group import JOB, Follower, Leader, Peers
 from tilewright.compiler.distributed.grouping import Grouping
-from tilewright.compiler.distributed.launch import Ranks, gather, pack
-from tilewright.compiler.distributed.world import shared_token
+from tilewright.compiler.distributed.launch import (
+    Ranks,
+    call_workers,
+    gather,
+    gather_here,
+    pack,
+    start_all,
+)
+from tilewright.compiler.distributed.world import Place, shared_token
 from tilewright.compiler.driver import Compiled
 from tilewright.compiler.environment import versions
 from tilewright.compiler.precision import PrecisionConfig
@@ -106,13 +114,20 @@ def _kernels_digest() -> str:
 
 def _gather(grouping: Grouping, target: str) -> Ranks:
     parallel, machines = grouping.parallel, grouping.machines
-    devices = parallel.devices or tuple(range(parallel.tensor))
-    return gather(
-        parallel.tensor,
-        FOLLOW,
-        machines=machines,
-        token=shared_token(machines.host, False) if machines.count > 1 else None,
-        limit_s=parallel.peer_limit,
-        place=grouping.place,
-        places=[f"GPU {each}" for each in devices] if target == "cuda" else (),
-    )
+    size, limit_s = parallel.tensor, parallel.peer_limit
+    devices = parallel.devices or tuple(range(size))
+    names = [f"GPU {each}" for each in devices] if target == "cuda" else []
+    if grouping.workers:
+        first = grouping.workers[0]
+        token = shared_token(first.host, True)
+        place = Place(0, size, 0, Address(own_address(first)), token)
+        begin = functools.partial(call_workers, workers=grouping.workers)
+        return gather(place, begin, limit_s=limit_s, names=names)
+    if grouping.place is not None:  # something else has started all ranks
+        return gather(grouping.place, lambda place: {}, limit_s=limit_s, names=names)
+    if machines.count > 1:
+        place = Place(0, size, 0, machines.address(), shared_token(machines.host, False))
+        own = range(1, size // machines.count)
+        begin = functools.partial(start_all, ranks=own, command=FOLLOW)
+        return gather(place, begin, limit_s=limit_s, names=names)
+    return gather_here(size, FOLLOW, limit_s=limit_s, names=names)

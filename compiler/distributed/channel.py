@@ -240,6 +240,21 @@ def call(address: Address, rank: int, token: bytes, *, seconds: float) -> socket
     )
 
 
+def own_address(other: Address) -> str:
+    """The address of this machine from which another one is reached; nothing is sent.
+
+    Raises:
+        ConfigError: where there is no way to it.
+    """
+    family = socket.AF_INET6 if ":" in other.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as found:
+        try:
+            found.connect((other.host, other.port))
+        except OSError as error:
+            raise ConfigError(f"{other}: cannot be reached ({error.strerror})") from None
+        return str(found.getsockname()[0])
+
+
 def _connect(address: Address, seconds: float) -> socket.socket:
     if address.path is None:
         return socket.create_connection((address.host, address.port), timeout=seconds)

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+from tilewright.compiler.distributed.channel import Address
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.distributed.world import Machines, Place, machines_of, place_of
 from tilewright.compiler.errors import ConfigError
@@ -14,12 +15,13 @@ from tilewright.compiler.errors import ConfigError
 @dataclass(frozen=True, slots=True)
 class Grouping:
     """The group, the machines it is on, and this process's place where
-    another process has started it as a rank.
+    another process has started it as a rank. ``workers``: machines that wait to be called.
     """
 
     parallel: Parallel = ALONE
     machines: Machines = field(default_factory=Machines)
     place: Place | None = None
+    workers: tuple[Address, ...] = ()
 
     @property
     def is_alone(self) -> bool:

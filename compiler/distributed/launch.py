@@ -6,7 +6,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from tilewright.compiler.distributed.group import LOADING_SECONDS, Follower, Lea
 from tilewright.compiler.distributed.world import Machines, Place, local_place
 from tilewright.compiler.errors import ConfigError, RankError
 
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS, _WORKER_SECONDS = 0.2, 10.0
 
 
 @dataclass(slots=True)
@@ -41,54 +41,85 @@ class Ranks:
         self.files.close()
 
 
-def gather(
-    size: int,
-    command: Sequence[str],
-    *,
-    machines: Machines,
-    token: bytes | None,
-    limit_s: float,
-    place: Place | None = None,
-    places: Sequence[str] = (),
-) -> Ranks:
-    """The group of ``size`` ranks, with this process as rank 0.
+Start = Callable[[Place], dict[int, Child]]
+"""Has the other ranks started, given rank 0's place; returns those that are processes of ours."""
+
+
+def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] = ()) -> Ranks:
+    """The group of all ranks, with this process as rank 0.
 
     Args:
-        size: ranks; those of this machine are started with ``command`` (what follows ``python``),
-            as many as the machine's share.
-        token: of groups over machines. place: this process's, where something else has started
-            all ranks (torchrun): none is started.
-        places: what each rank runs on (``GPU 1``), for people.
+        place: rank 0's; where its port is 0, any that is free.
+        begin: called once rank 0 listens.
+        names: what each rank runs on (``GPU 1``), for people.
 
     Raises:
         ConfigError: where not all ranks came in time.
         RankError: where one ended at once.
     """
-    files = contextlib.ExitStack()
     children: dict[int, Child] = {}
+    listener = Listener(place.address, place.token)
     try:
-        if place is None and machines.count == 1:
-            folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="tilewright-")))
-            place, wanted = local_place(folder, size), range(1, size)
-        elif place is None:
-            assert token is not None
-            place = Place(0, size, 0, machines.address(), token)
-            wanted = range(1, size // machines.count)
-        else:
-            wanted = range(0)
-        listener = Listener(place.address, place.token)
-        files.callback(listener.close)
-        for rank in wanted:
-            children[rank] = start(replace(place, rank=rank, local_rank=rank), command)
-        channels = _wait(listener, size, children)
-        members = [_member(rank, channels, children, places) for rank in range(1, size)]
+        place = replace(place, address=listener.address)
+        children = begin(place)
+        channels = _wait(listener, place.size, children)
+        members = [_member(rank, channels, children, names) for rank in range(1, place.size)]
     except BaseException:
         for child in children.values():
             child.kill()
             child.close()
-        files.close()
         raise
-    return Ranks(Leader(members, place.address, limit_s), place.token, files)
+    finally:
+        listener.close()
+    return Ranks(Leader(members, place.address, limit_s), place.token, contextlib.ExitStack())
+
+
+def gather_here(
+    size: int, command: Sequence[str], *, limit_s: float, names: Sequence[str] = ()
+) -> Ranks:
+    """A group of this machine alone: ``command`` (what follows ``python``) is started for every
+    other rank. Raises as `gather`.
+    """
+    with contextlib.ExitStack() as files:
+        folder = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="tilewright-")))
+
+        def begin(place: Place) -> dict[int, Child]:
+            return start_all(place, range(1, size), command)
+
+        ranks = gather(local_place(folder, size), begin, limit_s=limit_s, names=names)
+        ranks.files.push(files.pop_all())
+    return ranks
+
+
+def start_all(place: Place, ranks: Sequence[int], command: Sequence[str]) -> dict[int, Child]:
+    """A process for each of the ranks, which are of one machine; the first is its ``local_rank``
+    1, behind rank 0.
+    """
+    found: dict[int, Child] = {}
+    try:
+        for rank in ranks:
+            found[rank] = start(replace(place, rank=rank, local_rank=rank), command)
+    except ConfigError:
+        for child in found.values():
+            child.kill()
+            child.close()
+        raise
+    return found
+
+
+def call_workers(place: Place, workers: Sequence[Address]) -> dict[int, Child]:
+    """Tell workers, ranks 1 and on in their order, to join the group.
+
+    Raises:
+        ConfigError: for one that does not answer.
+    """
+    for rank, worker in enumerate(workers, start=1):
+        channel = Channel(call(worker, 0, place.token, seconds=_WORKER_SECONDS))
+        host = place.address.host or channel.connection.getsockname()[0]
+        address = str(Address(host, place.address.port))
+        channel.send(0, 0, msgspec.json.encode((rank, place.size, address)))
+        channel.close()
+    return {}
 
 
 def start(place: Place, command: Sequence[str]) -> Child:

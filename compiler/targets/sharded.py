@@ -37,7 +37,7 @@ class ShardedExecutable(Executable):
     """
 
     def __init__(self, own: Executable, ranks: Ranks) -> None:
-        self._own, self._ranks = own, ranks
+        self.own, self._ranks = own, ranks
         self._leader: Leader = ranks.leader
         self.capabilities, self.contract = own.capabilities, own.contract
         self.vocab_size = own.vocab_size
@@ -48,14 +48,14 @@ class ShardedExecutable(Executable):
     @property
     def num_tokens(self) -> int | None:
         """See `Executable`."""
-        return self._own.num_tokens
+        return self.own.num_tokens
 
     @num_tokens.setter
     def num_tokens(self, value: int | None) -> None:
-        self._own.num_tokens = value
+        self.own.num_tokens = value
 
     def step(self, step: Step) -> StepOutput:
-        told = self._own.told(step)
+        told = self.own.told(step)
         is_plain = not (told.prompts or told.edits or told.forced or told.masked)
         if is_plain and told.decode is self._last and not told.want_logits:
             self._leader.tell(_AGAIN)
@@ -78,14 +78,14 @@ class ShardedExecutable(Executable):
         self._guarded("prepare")
 
     def memory(self) -> MemoryUse:
-        return self._own.memory()
+        return self.own.memory()
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
-        return self._own.state_bytes(num_positions, num_sequences)
+        return self.own.state_bytes(num_positions, num_sequences)
 
     def close(self) -> None:
         self._ranks.close()
-        self._own.close()
+        self.own.close()
 
     def _guarded(self, name: str, *arguments: Any) -> Any:
         """Do rank 0's part; where it fails, its followers have gone on without it.
@@ -94,7 +94,7 @@ class ShardedExecutable(Executable):
             RankError: then, and ever after.
         """
         try:
-            return getattr(self._own, name)(*arguments)
+            return getattr(self.own, name)(*arguments)
         except ExchangeError as error:
             self._leader.fail(error.rank, f"{error} of step {self._leader.number}")
         except Exception as error:

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tilewright.compiler.distributed.group import Follower, Leader
-from tilewright.compiler.distributed.launch import Ranks, gather, join
-from tilewright.compiler.distributed.world import Machines, Place, local_place
-
-MACHINES = Machines()
+from tilewright.compiler.distributed.launch import Ranks, gather, gather_here, join
+from tilewright.compiler.distributed.world import Place, local_place
 
 
 @contextlib.contextmanager
@@ -36,7 +34,7 @@ def thread_group(
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(1, size)]
     for each in threads:
         each.start()
-    ranks = gather(size, (), machines=MACHINES, token=None, limit_s=limit_s, place=place, places=())
+    ranks = gather(place, lambda found: {}, limit_s=limit_s)
     try:
         yield ranks.leader, ranks
     finally:
@@ -54,7 +52,7 @@ def process_group(code: str, size: int = 2, *, limit_s: float = 1.5) -> Ranks:
         "from tilewright.compiler.distributed.world import place_of\n"
         "follower = join(place_of())\n"
     )
-    return gather(size, ("-c", program + code), machines=MACHINES, token=None, limit_s=limit_s)
+    return gather_here(size, ("-c", program + code), limit_s=limit_s)
 
 
 assert sys.platform == "linux", "ranks are tested where they run"

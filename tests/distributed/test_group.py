@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.groups import MACHINES, process_group, thread_group
+from tests.distributed.groups import process_group, thread_group
 from tests.test_child import gone
 from tilewright.compiler.distributed import group
 from tilewright.compiler.distributed.channel import (
@@ -25,7 +25,7 @@ from tilewright.compiler.distributed.channel import (
 )
 from tilewright.compiler.distributed.group import END, Follower, Peers
 from tilewright.compiler.distributed.hello import check_equal
-from tilewright.compiler.distributed.launch import gather
+from tilewright.compiler.distributed.launch import gather_here
 from tilewright.compiler.errors import ConfigError, RankError
 
 WAITS = "while follower.receive().kind != 3: pass\n"
@@ -148,7 +148,7 @@ def test_what_a_rank_says_of_its_failure_is_passed_on() -> None:
 def test_a_rank_that_ends_at_its_start_is_said_to() -> None:
     code = ("-c", "raise SystemExit('broken')")
     with pytest.raises(RankError, match="rank 1 ended at its start: broken"):
-        gather(2, code, machines=MACHINES, token=None, limit_s=1.0)
+        gather_here(2, code, limit_s=1.0)
 
 
 def test_followers_end_when_rank_0_is_killed() -> None:

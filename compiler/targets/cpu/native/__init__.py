@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
+from tilewright.compiler.passes.fuse_all_reduce_add import fuse_all_reduce_add
 from tilewright.compiler.passes.fuse_delta_norm import fuse_delta_norm
 from tilewright.compiler.passes.fuse_expert_sum import fuse_expert_sum
 from tilewright.compiler.passes.fuse_linear_residual import fuse_linear_residual
@@ -67,12 +69,18 @@ class NativeTarget(Target):
                 merge_delta_gates,
                 fuse_swiglu_packed,
                 fuse_linear_swiglu,
+                fuse_all_reduce_add,
                 fuse_linear_residual,
                 merge_expert_linears,
                 fuse_expert_sum,
             ),
             lower(fuse_delta_norm, fuse_rope_attention, gather_before_norm, fuse_norm_linear),
         )
+
+    def settled(self, options: CompileOptions) -> Parallel:
+        """Partial sums travel in bfloat16, unless everything is to be exact."""
+        parallel, wire = options.parallel, "fp32" if options.compute == "exact" else "bf16"
+        return dataclasses.replace(parallel, wire=parallel.wire or wire)
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, meanings(exact=options.compute == "exact"))
@@ -132,7 +140,12 @@ class NativeTarget(Target):
         mapped = map_weights(list(assembly.wanted), program.folder)
         num_threads = options.num_threads or describe_cpu().num_cores
         options = dataclasses.replace(options, num_threads=num_threads)
-        return NativeExecutable(plan, assembly, mapped, options, program.contract)
+        kind = NativeExecutable
+        if options.parallel.tensor > 1:
+            from tilewright.compiler.targets.cpu.native.ranks import NativeRank
+
+            kind = NativeRank
+        return kind(plan, assembly, mapped, options, program.contract)
 
 
 def _plan(graph_module: GraphModule) -> Plan:

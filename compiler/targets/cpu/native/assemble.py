@@ -15,6 +15,8 @@ from tilewright.compiler.targets.cpu.native.numerics import cache_kind, held_kin
 from tilewright.compiler.targets.cpu.native.weights import Mapped
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
+    AllReduce,
+    AllReduceAdd,
     Attend,
     Elementwise,
     Embed,
@@ -25,6 +27,7 @@ from tilewright.compiler.targets.program.instructions import (
     NormHeads,
     Place,
     Plan,
+    Route,
     SigmoidGate,
     SwiGLU,
 )
@@ -42,6 +45,10 @@ def assemble(plan: Plan, *, exact: bool) -> Assembly:
     assembly = Assembly(exact)
     for each in plan.instructions:
         (_MAKERS | MIXERS)[type(each)](assembly, each)
+    if plan.dealt:  # a buffer behind the plan's, for the logits of all ranks
+        whole, own = Place(len(plan.buffers), plan.vocab_size), plan.instructions[-1]
+        assert not isinstance(own, Route)
+        assembly.append("gather_logits", whole, x=place_of(own.out))
     return assembly
 
 
@@ -69,7 +76,11 @@ def program_of(
         )
         for wanted, index in assembly.wanted.items()
     ]
-    roles = [buffer.role for buffer in plan.buffers]
+    widths = [buffer.width for buffer in plan.buffers]
+    logits = [buffer.role for buffer in plan.buffers].index(LOGITS)
+    if plan.dealt:
+        logits = len(widths)
+        widths.append(plan.vocab_size)
     return lib.TwProgram(
         size=ctypes.sizeof(lib.TwProgram),
         version=lib.VERSION,
@@ -82,13 +93,13 @@ def program_of(
         max_tokens=MAX_TOKENS,
         num_instructions=len(assembly.instructions),
         num_tensors=len(tensors),
-        num_buffers=len(plan.buffers),
+        num_buffers=len(widths),
         num_states=len(assembly.states),
-        logits=roles.index(LOGITS),
+        logits=logits,
         large_pages=large_pages,
         instructions=(lib.TwInstruction * len(assembly.instructions))(*assembly.instructions),
         tensors=(lib.TwTensor * len(tensors))(*tensors),
-        widths=(ctypes.c_int32 * len(roles))(*(buffer.width for buffer in plan.buffers)),
+        widths=(ctypes.c_int32 * len(widths))(*widths),
         states=(lib.TwState * len(assembly.states))(*assembly.states),
     )
 
@@ -172,6 +183,20 @@ def _sigmoid_gate(assembly: Assembly, each: SigmoidGate) -> None:
     assembly.append("sigmoid_gate", each.out, x=place_of(each.x), y=place_of(each.gate))
 
 
+def _all_reduce(assembly: Assembly, each: AllReduce) -> None:
+    wire = lib.WIRES.index(each.wire)
+    assembly.append("all_reduce", each.out, x=place_of(each.x), function=wire)
+
+
+def _all_reduce_add(assembly: Assembly, each: AllReduceAdd) -> None:
+    wire = lib.WIRES.index(each.wire)
+    x = place_of(each.x)
+    assembly.append("all_reduce", each.out, x=x, flags=lib.RESIDUAL, function=wire)
+    if each.norm is not None:
+        norm, eps = assembly.vector(each.norm), each.eps
+        assembly.append("norm", each.normed, x=place_of(each.out), norm=norm, eps=eps)
+
+
 _MAKERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
     Embed: _embed,
     Linear: _linear,
@@ -182,4 +207,6 @@ _MAKERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
     Norm: _norm,
     Elementwise: _elementwise,
     SigmoidGate: _sigmoid_gate,
+    AllReduce: _all_reduce,
+    AllReduceAdd: _all_reduce_add,
 }

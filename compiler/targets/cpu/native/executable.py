@@ -133,7 +133,14 @@ class NativeExecutable(HostExecutable):
             rows=rows.ctypes.data,
             logits=logits.data_ptr(),
         )
+        self._complete(step)
         failed = self._library.tw_step(self._engine, ctypes.byref(step))
+        self._check(failed)
+
+    def _complete(self, step: lib.TwStep) -> None:
+        """Add to what the library is told of a step."""
+
+    def _check(self, failed: int) -> None:
         assert not failed, "the step does not fit the program"
         if self._times is not None:
             self._times.count_step()

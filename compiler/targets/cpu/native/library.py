@@ -19,13 +19,14 @@ from ctypes import (
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native.build import library_path
 
-VERSION = 4
+VERSION = 5
 _ERROR_BYTES = 512
 
 ISA_NAMES = ("scalar", "AVX2", "AVX-512 VNNI BF16")
 OPS = (
     *("embed", "linear", "attend", "gather", "swiglu", "norm_heads", "norm", "elementwise"),
     *("sigmoid_gate", "route", "experts", "expert_sum", "convolve", "delta_rule"),
+    *("all_reduce", "gather_logits"),
 )
 KINDS = (
     *("fp32", "bf16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k", "q6_k"),
@@ -33,6 +34,7 @@ KINDS = (
 )
 ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
+WIRES = ("fp32", "bf16", "q80")
 STATES = ("keys_values", "window", "matrix")
 RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE = 1, 2, 4, 8
 """Flags of an instruction."""
@@ -126,6 +128,38 @@ class TwProgram(Structure):
     )
 
 
+class TwBest(Structure):
+    """The likeliest token of a row, and its logit."""
+
+    _fields_ = (("value", c_float), ("token", c_int32))
+
+
+class TwPeers(Structure):
+    """The other ranks, as the library is told of them."""
+
+    _fields_ = (
+        ("rank", c_int32),
+        ("count", c_int32),
+        ("limit_ms", c_int32),
+        ("looks", c_int32),
+        ("most_looks", c_int32),
+        ("sockets", POINTER(c_int32)),
+        ("logit_widths", POINTER(c_int32)),
+        ("two_hops_from", c_int64),
+    )
+
+
+class TwExchanged(Structure):
+    """What was exchanged with other ranks until now."""
+
+    _fields_ = (
+        ("number", c_int64),
+        ("num_bytes", c_int64),
+        ("nanoseconds", c_int64),
+        ("failed", c_int64),
+    )
+
+
 class TwStep(Structure):
     """Tokens of sequences, and where their logits go."""
 
@@ -140,6 +174,8 @@ class TwStep(Structure):
         ("seats", c_void_p),
         ("rows", c_void_p),
         ("logits", c_void_p),
+        ("best", c_void_p),
+        ("num_choosable", c_int32),
     )
 
 
@@ -168,6 +204,12 @@ def library() -> ctypes.CDLL:
         (POINTER(TwProgram), c_char_p, c_int32),
     )
     found.tw_step.restype, found.tw_step.argtypes = c_int32, (c_void_p, POINTER(TwStep))
+    found.tw_join.restype, found.tw_join.argtypes = c_int32, (c_void_p, POINTER(TwPeers))
+    found.tw_set_hops.restype, found.tw_set_hops.argtypes = None, (c_void_p, c_int64)
+    found.tw_exchanged.restype = None
+    found.tw_exchanged.argtypes = (c_void_p, POINTER(TwExchanged))
+    found.tw_all_reduce.restype = c_int32
+    found.tw_all_reduce.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32)
     found.tw_clear.restype, found.tw_clear.argtypes = None, (c_void_p, c_int32)
     found.tw_copy.restype, found.tw_copy.argtypes = None, (c_void_p, c_int32, c_int32, c_int32)
     found.tw_seat_bytes.restype, found.tw_seat_bytes.argtypes = c_int64, (c_void_p, c_int32)

@@ -67,6 +67,16 @@ void check_instruction(const TwProgram& program, int32_t index, Routed& routed) 
                 checked.holds(one || each.y.width == each.out.width, "width");
             }
             break;
+        case TW_ALL_REDUCE:
+            checked.place(each.x, "x");
+            checked.holds(each.x.width == each.out.width, "width");
+            checked.holds(is_between(each.function, 0, TW_NUM_WIRES), "wire");
+            break;
+        case TW_GATHER_LOGITS:
+            checked.place(each.x, "x");
+            checked.holds(each.x.width <= each.out.width, "width");
+            checked.holds(each.out.buffer == program.logits && each.x.buffer != program.logits && index + 1 == program.num_instructions, "its order");
+            break;
         default: check_mixer(checked, each, routed);
     }
 }

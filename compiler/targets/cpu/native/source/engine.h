@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "caches.h"
+#include "exchange.h"
 #include "interface.h"
 #include "kernels.h"
 #include "panels.h"
@@ -85,6 +86,10 @@ struct Engine {
     int64_t* times = nullptr;                // of instructions; see tw_times
     std::vector<int32_t> next_products;      // of instructions: the next product, or this one
     Memory weights;                          // where they are held on large pages
+    std::unique_ptr<Exchange> exchange;      // with other ranks
+    std::vector<int32_t> logit_widths;       // of ranks
+    bool needs_peers = false;
+    int64_t max_blocks = 0;                  // of an exchange
 
     // The keys of a head in 64 positions; its values follow.
     uint8_t* cache_of(int state, int64_t seat, int64_t head, int64_t position) const {

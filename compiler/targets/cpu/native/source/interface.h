@@ -9,11 +9,12 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 4 };
+enum { TW_VERSION = 5 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
-    TW_SIGMOID_GATE, TW_ROUTE, TW_EXPERTS, TW_EXPERT_SUM, TW_CONVOLVE, TW_DELTA_RULE, TW_NUM_OPS
+    TW_SIGMOID_GATE, TW_ROUTE, TW_EXPERTS, TW_EXPERT_SUM, TW_CONVOLVE, TW_DELTA_RULE,
+    TW_ALL_REDUCE, TW_GATHER_LOGITS, TW_NUM_OPS
 };
 
 enum TwFlag : int32_t { TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8 };
@@ -28,6 +29,9 @@ enum TwKind : int32_t {
 enum TwArithmetic : int32_t { TW_AS_FP32, TW_AS_BF16, TW_AS_INT8, TW_NUM_ARITHMETICS };
 
 enum TwFunction : int32_t { TW_ADD, TW_MUL, TW_DIV, TW_TANH, TW_GELU, TW_GELU_TANH, TW_NUM_FUNCTIONS };
+
+// How partial sums travel between ranks: the `function` of an all-reduce.
+enum TwWire : int32_t { TW_WIRE_FP32, TW_WIRE_BF16, TW_WIRE_Q80, TW_NUM_WIRES };
 
 // Columns [first, first + width) of a buffer's rows.
 struct TwPlace {
@@ -75,16 +79,45 @@ struct TwProgram {
 };
 
 // Tokens of sequences, one after another; `bounds` cuts them, `rows` wants logits.
+//
+// Of a program of several ranks only rank 0 has logits. With `best` it is given no logits but the
+// likeliest of the first `num_choosable` tokens of each row; all ranks say so of the same steps.
+struct TwBest {
+    float value;
+    int32_t token;
+};
+
 struct TwStep {
     int32_t num_tokens, num_sequences, num_rows, decodes;
     const int32_t *tokens, *positions, *bounds, *seats, *rows;
     float* logits;                            // [num_rows, width of the logits' buffer]
+    TwBest* best;                             // [num_rows], or null
+    int32_t num_choosable;
+};
+
+// The other ranks of a program: a socket to each (this one's own means nothing), how long one may
+// take, how often a socket is looked at before a thread sleeps, how many of the logits each rank
+// makes, and from how many bytes on sums are made in two hops.
+struct TwPeers {
+    int32_t rank, count, limit_ms, looks, most_looks;
+    const int32_t *sockets, *logit_widths;
+    int64_t two_hops_from;
+};
+
+// Since ranks were joined: exchanges, bytes sent, nanoseconds in them; the rank that failed, or -1.
+struct TwExchanged {
+    int64_t number, num_bytes, nanoseconds, failed;
 };
 
 int32_t tw_version();
 int32_t tw_best_isa();                        // 0 scalar, 1 AVX2, 2 AVX-512 with VNNI and BF16
 void* tw_open(const TwProgram* program, char* error, int32_t error_size);
-int32_t tw_step(void* engine, const TwStep* step);  // 0, or 1 for a step that does not fit
+int32_t tw_step(void* engine, const TwStep* step);  // 0, 1 for a step that does not fit, 2 for a rank that failed
+int32_t tw_join(void* engine, const TwPeers* peers);  // before the first step of several ranks; 0, or 1 where it does not fit
+void tw_set_hops(void* engine, int64_t two_hops_from);
+void tw_exchanged(void* engine, TwExchanged* found);
+// The sum of [rows, width] over all ranks, in place, as steps make it; 0, or 2 for a rank that failed.
+int32_t tw_all_reduce(void* engine, float* values, int32_t rows, int32_t width, int32_t wire);
 void tw_clear(void* engine, int32_t seat);
 void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions);
 int64_t tw_seat_bytes(void* engine, int32_t num_positions);

@@ -218,6 +218,10 @@ Engine* open_program(const TwProgram& program) {
     engine->counters = std::vector<std::atomic<int32_t>>(regions);
     engine->pieces = std::vector<Pieces>(program.num_threads);
     find_next_products(*engine);
+    for (const TwInstruction& each : engine->instructions) {
+        engine->needs_peers = engine->needs_peers || each.op == TW_ALL_REDUCE || each.op == TW_GATHER_LOGITS;
+        if (each.op == TW_ALL_REDUCE) engine->max_blocks = std::max(engine->max_blocks, rounded(each.x.width, kWireBlock) / kWireBlock * program.max_tokens);
+    }
     engine->pool = std::make_unique<Pool>(program.num_threads);
     if (program.large_pages) copy_weights(*engine);
     return engine.release();

@@ -89,6 +89,8 @@ void run_step(void* given, int thread) {
             case TW_EXPERTS: case TW_EXPERT_SUM: run_experts(worker, each); break;
             case TW_CONVOLVE: run_convolve(worker, each); break;
             case TW_DELTA_RULE: run_delta_rule(worker, each); break;
+            case TW_ALL_REDUCE: run_all_reduce(worker, each); break;
+            case TW_GATHER_LOGITS: run_gather_logits(worker, each); break;
             default: run_rows(worker, each);
         }
         if (i + 1 < engine.instructions.size()) worker.meet();
@@ -97,16 +99,20 @@ void run_step(void* given, int thread) {
     if (thread == 0) context.turns = worker.turns;
 }
 
+// Whether the step gives its logits to another rank, or the best of them alone.
+bool has_others(const Engine& engine, const TwStep& step) { return engine.exchange && (engine.exchange->rank || step.best); }
+
 bool fits(const Engine& engine, const TwStep& step) {
     const TwProgram& program = engine.program;
     if (step.num_tokens < 1 || step.num_tokens > program.max_tokens || step.num_sequences < 1) return false;
-    if (step.num_rows < 0 || step.num_rows > step.num_tokens || (step.num_rows && !step.logits)) return false;
+    if (step.num_rows < 0 || step.num_rows > step.num_tokens || (step.num_rows && !step.logits && !has_others(engine, step))) return false;
     if (step.bounds[0] != 0 || step.bounds[step.num_sequences] != step.num_tokens) return false;
     for (int32_t i = 0; i < step.num_sequences; i++) {
         if (step.seats[i] < 0 || step.seats[i] >= program.max_seats || step.bounds[i] >= step.bounds[i + 1]) return false;
         for (int32_t t = step.bounds[i] + 1; t < step.bounds[i + 1]; t++)
             if (step.positions[t] != step.positions[t - 1] + 1) return false;
     }
+    if (engine.needs_peers && !engine.exchange) return false;
     const int32_t table = engine.instructions[0].op == TW_EMBED ? engine.tensors[engine.instructions[0].weight].rows : 0;
     for (int32_t i = 0; i < step.num_tokens; i++)
         if (step.tokens[i] < 0 || step.tokens[i] >= table || step.positions[i] < 0 || step.positions[i] >= program.max_context) return false;
@@ -129,7 +135,7 @@ int32_t tw_step(void* engine, const TwStep* step) {
     tw::Context context{own, *step, 0};
     own.pool->run(tw::run_step, &context);
     own.turns = context.turns;
-    return 0;
+    return own.exchange && own.exchange->failed >= 0 ? 2 : 0;
 }
 
 void tw_times(void* engine, int64_t* times) { ((Engine*)engine)->times = times; }

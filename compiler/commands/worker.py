@@ -1,0 +1,69 @@
+"""A worker: a machine that waits until a rank 0 calls it, follows that, and waits again."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from tilewright.compiler.distributed.channel import Address, Channel, ChannelClosedError, Listener
+from tilewright.compiler.distributed.launch import start
+from tilewright.compiler.distributed.world import Place, shared_token
+from tilewright.compiler.errors import ConfigError
+
+_FOREVER = 365 * 86_400.0
+_SECONDS = 30.0
+
+
+def read_workers(given: Sequence[str]) -> tuple[Address, ...]:
+    """The addresses of workers, ``HOST:PORT`` each.
+
+    Raises:
+        ConfigError: for one that is none.
+    """
+    return tuple(Address.parse(f"tcp:{each}") for each in given)
+
+
+def serve_worker(host: str, port: int, path: str | None) -> int:
+    """Wait for rank 0, follow it with a process, and wait again; ``path``: the model here.
+
+    Raises:
+        ConfigError: for an address that is not this machine's, or no token.
+    """
+    from tilewright.compiler.commands.ranks import FOLLOW
+
+    token = shared_token(host, True, os.environ)
+    listener = Listener(Address(host, port), token)
+    print(f"tilewright: waits at {host}:{port}", file=sys.stderr, flush=True)
+    own = [] if path is None else [path]
+    try:
+        while True:
+            came = listener.accept(time.monotonic() + _FOREVER)
+            if came is None:
+                continue
+            place = _hear(Channel(came[1]), token)
+            if place is None:
+                continue
+            with start(place, [*FOLLOW, *own]) as child:
+                ended = child.wait()
+            if ended is not None and ended.code:
+                print(f"tilewright: {ended.last or ended.how}", file=sys.stderr, flush=True)
+    finally:
+        listener.close()
+
+
+def _hear(channel: Channel, token: bytes) -> Place | None:
+    """The place in the group that rank 0 gives this machine."""
+    try:
+        message = channel.receive(_SECONDS)
+        rank, size, address = msgspec.json.decode(
+            b"" if message is None else message.payload, type=tuple[int, int, str]
+        )
+        return Place(rank, size, 0, Address.parse(address), token)
+    except (ChannelClosedError, msgspec.DecodeError, ConfigError):
+        return None
+    finally:
+        channel.close()

@@ -1,0 +1,183 @@
+"""One rank's program on the native library: its sums are exchanged inside a step, over sockets.
+
+Rank 0 alone has logits, and of greedy choices not even those: every rank says which of its own
+tokens is the likeliest.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tilewright.compiler.devices import describe_cpu
+from tilewright.compiler.distributed.group import Peers
+from tilewright.compiler.errors import ExchangeError
+from tilewright.compiler.targets.cpu.native import library as lib
+from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS
+from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+from tilewright.compiler.targets.host import Batch
+from tilewright.compiler.targets.program.instructions import AllReduce, AllReduceAdd, Plan
+from tilewright.compiler.targets.step import Choosing, Open, Seat, Step, StepOutput
+
+_NEVER = (1 << 63) - 1
+_LEAST_LOOKS, _MOST_LOOKS = 4, 64
+"""How often a socket is looked at, each look being a system call, before a thread sleeps."""
+
+_TRIALS, _TRIAL_ROWS = 5, 64
+
+
+class NativeRank(NativeExecutable):
+    """The engine of one rank of several."""
+
+    def __init__(self, plan: Plan, *given: Any, **named: Any) -> None:
+        super().__init__(plan, *given, **named)
+        kinds = AllReduce | AllReduceAdd
+        self._reductions = [each for each in plan.instructions if isinstance(each, kinds)]
+        self._widths = plan.dealt
+        self._sockets: Mapping[int, socket.socket] = {}
+        self._limit_s = 0.0
+        self._wants_rows = True
+        self._best: list[np.ndarray] = []
+        self._likeliest = torch.empty(0, 0)
+
+    def join(self, peers: Peers) -> None:
+        self._sockets, self._limit_s = peers.connect(), peers.limit_s
+        for each in self._sockets.values():
+            each.setblocking(False)
+        numbers = [self._sockets[r].fileno() if r != peers.rank else -1 for r in range(peers.size)]
+        num_threads = sum(struct.unpack("<q", each)[0] for each in self._shared(peers))
+        looks = _MOST_LOOKS if num_threads <= (os.cpu_count() or 1) else _LEAST_LOOKS
+        given = lib.TwPeers(
+            rank=peers.rank,
+            count=peers.size,
+            limit_ms=max(1, int(1000 * self._limit_s)),
+            looks=_LEAST_LOOKS,
+            most_looks=looks,
+            sockets=(ctypes.c_int32 * peers.size)(*numbers),
+            logit_widths=(ctypes.c_int32 * peers.size)(*self._widths),
+            two_hops_from=_NEVER,
+        )
+        refused = self._library.tw_join(self._engine, ctypes.byref(given))
+        assert not refused, "the ranks do not fit the program"
+        hops = self._choose_hops(peers)
+        wire = self._reductions[0].wire if self._reductions else "fp32"
+        self.device_detail = f"{self.device_detail}, {peers.size} ranks, {wire} in {hops}"
+
+    def told(self, step: Step) -> Step:
+        return replace(super().told(step), want_logits=self._needs_rows(step))
+
+    def step(self, step: Step) -> StepOutput:
+        self._wants_rows = step.want_logits if self.follows else self._needs_rows(step)
+        return super().step(step)
+
+    def forward(self, batch: Batch) -> Tensor:
+        self._best.clear()
+        logits = super().forward(batch)
+        if self.follows or self._wants_rows or not len(logits):
+            return logits
+        return self._rows_of(np.concatenate(self._best))
+
+    def exchanged(self) -> lib.TwExchanged:
+        """The number of exchanges so far, the bytes this rank sent, the nanoseconds in them."""
+        found = lib.TwExchanged()
+        self._library.tw_exchanged(self._engine, ctypes.byref(found))
+        return found
+
+    def all_reduce(self, values: Tensor, wire: str) -> None:
+        """Make the float32 ``[rows, width]`` the sum over all ranks, in place, as steps do it.
+
+        Raises:
+            ExchangeError: where a rank has gone, or did not take part in time.
+        """
+        rows, width = values.shape
+        number = lib.WIRES.index(wire)
+        self._check(
+            self._library.tw_all_reduce(self._engine, values.data_ptr(), rows, width, number)
+        )
+
+    def set_hops(self, two_hops_from: int) -> None:
+        """Sums of so many bytes and more are made in two hops; alike on all ranks."""
+        self._library.tw_set_hops(self._engine, two_hops_from)
+
+    def close(self) -> None:
+        super().close()
+        for each in self._sockets.values():
+            each.close()
+
+    def _complete(self, step: lib.TwStep) -> None:
+        step.num_choosable = self.num_choosable
+        if not self._wants_rows:
+            self._best.append(np.zeros(step.num_rows, dtype=[("value", "f4"), ("token", "i4")]))
+            step.best = self._best[-1].ctypes.data if step.num_rows else None
+
+    def _check(self, failed: int) -> None:
+        if failed == 2:
+            found = self.exchanged()
+            raise ExchangeError(
+                f"did not answer exchange {found.number} within {self._limit_s:g} s", found.failed
+            )
+        super()._check(failed)
+
+    def _needs_rows(self, step: Step) -> bool:
+        """Whether rank 0 reads more of a row than its likeliest token."""
+        if step.want_logits or step.masked or step.logprobs is not None:
+            return True
+        if any(chunk.echoes for chunk in step.prompts):
+            return True
+        opened = {each.seat: each.choosing for each in step.edits if isinstance(each, Open)}
+        ends = [seat for chunk in step.prompts for seat in (chunk.seat, *chunk.also)]
+        return any(not self._is_plain(seat, opened) for seat in (*step.decode, *ends))
+
+    def _is_plain(self, seat: Seat, opened: Mapping[Seat, Choosing]) -> bool:
+        choosing = opened[seat] if seat in opened else self._sittings[seat].choosing
+        return choosing.is_greedy and not choosing.changes_logits
+
+    def _rows_of(self, best: np.ndarray) -> Tensor:
+        """Rows in which the likeliest token has its logit and every other one none."""
+        if len(self._likeliest) < len(best):
+            self._likeliest = torch.full((len(best), self.vocab_size), -torch.inf)
+        rows = self._likeliest[: len(best)]
+        at, tokens = torch.arange(len(best)), torch.from_numpy(best["token"].astype(np.int64))
+        rows.fill_(-torch.inf)
+        rows[at, tokens] = torch.from_numpy(best["value"].copy())
+        return rows
+
+    def _shared(self, peers: Peers) -> list[bytes]:
+        """The threads of every rank that runs on this machine, by what it calls itself."""
+        own = socket.gethostname().encode()
+        threads = getattr(self, "num_threads", None) or describe_cpu().num_cores
+        found = peers.all_gather(struct.pack("<q", threads) + own)
+        return [each[:8] for each in found if each[8:] == own]
+
+    def _choose_hops(self, peers: Peers) -> str:
+        """Measure sums in one hop and in two; rank 0's times decide. Says what was chosen."""
+        if peers.size == 2 or not self._reductions:
+            return "one hop"
+        width, wire = self._reductions[0].x.width, self._reductions[0].wire
+        found = []
+        for rows in (1, min(_TRIAL_ROWS, MAX_TOKENS)):
+            times = [self._trial(rows, width, wire, hops) for hops in (_NEVER, 0)]
+            found.append(times[1] < times[0])
+        few, many = struct.unpack("<2?", peers.all_gather(struct.pack("<2?", *found))[0])
+        from_bytes = 0 if few else width * 4 + 1 if many else _NEVER
+        self.set_hops(from_bytes)
+        return "two hops" if few else "one hop, prompts in two" if many else "one hop"
+
+    def _trial(self, rows: int, width: int, wire: str, two_hops_from: int) -> float:
+        self.set_hops(two_hops_from)
+        values, times = torch.zeros(rows, width), []
+        for _ in range(_TRIALS):
+            began = time.perf_counter()
+            self.all_reduce(values, wire)
+            times.append(time.perf_counter() - began)
+        return sorted(times)[_TRIALS // 2]
