@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch.fx import GraphModule
 
@@ -46,25 +47,19 @@ def write_program(
     rank: int = 0,
 ) -> Manifest:
     """Compile into ``folder``, for any batch and any context of the model, or any that is served by
-    the same program as ``max_context`` where the model has several; of a group of ranks the program
-    and the weights of one.
+    the same program as ``max_context`` where the model has several; of ranks, one's part.
 
     Returns the manifest; `seal_folder` completes and writes it, when the caller has added what
-    else belongs into the folder.
-
-    Raises:
-        CompileError, CheckpointError: as `compile_model`.
+    else belongs into the folder. Raises as `compile_model`.
     """
     longest = model.config.max_positions
     context = longest if max_context is None else model.config.program_context(max_context)
     options = CompileOptions(max_context=context, compute=compute, parallel=parallel, rank=rank)
     check_options(options, longest)
     backend = get_target(target)
-    resolved, stages = resolve_precision(model, precision), backend.stages()
-    settled = backend.settled(options)
-    graph_module, ctx = lower_model(
-        model, resolved, stages, progress, dump_dir=dump_dir, parallel=settled, rank=rank
-    )
+    resolved, settled = resolve_precision(model, precision), backend.settled(options)
+    asked: dict[str, Any] = {"dump_dir": dump_dir, "parallel": settled, "rank": rank}
+    graph_module, ctx = lower_model(model, resolved, backend.stages(), progress, **asked)
     backend.build(graph_module, weight_source(model, context, settled), folder, options, progress)
     write_file(folder / GRAPH, graph_json(graph_module))
     surroundings = environment()
@@ -133,10 +128,8 @@ def compile_cached(
 ) -> Compiled:
     """`compile_model`, through a cache; where that cannot be used, a note says so.
 
-    Random weights, which no file stands for, are made anew each time and not kept.
-
-    Raises:
-        CompileError, CheckpointError: as `compile_model`.
+    Random weights, which no file stands for, are made anew each time and not kept. Raises as
+    `compile_model`.
     """
     options = options or CompileOptions()
     check_options(options, model.config.max_positions)

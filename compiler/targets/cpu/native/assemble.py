@@ -76,11 +76,7 @@ def program_of(
         )
         for wanted, index in assembly.wanted.items()
     ]
-    widths = [buffer.width for buffer in plan.buffers]
-    logits = [buffer.role for buffer in plan.buffers].index(LOGITS)
-    if plan.dealt:
-        logits = len(widths)
-        widths.append(plan.vocab_size)
+    widths, logits = _widths(plan)
     return lib.TwProgram(
         size=ctypes.sizeof(lib.TwProgram),
         version=lib.VERSION,
@@ -102,6 +98,14 @@ def program_of(
         widths=(ctypes.c_int32 * len(widths))(*widths),
         states=(lib.TwState * len(assembly.states))(*assembly.states),
     )
+
+
+def _widths(plan: Plan) -> tuple[list[int], int]:
+    """The widths of all buffers, and the number of the one that the logits are given in."""
+    widths = [buffer.width for buffer in plan.buffers]
+    if plan.dealt:
+        return [*widths, plan.vocab_size], len(widths)
+    return widths, [buffer.role for buffer in plan.buffers].index(LOGITS)
 
 
 def _embed(assembly: Assembly, each: Embed) -> None:
