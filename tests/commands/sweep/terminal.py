@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from unittest import mock
 
 from textual.pilot import Pilot
+from textual.widgets import Footer
 
 from tilewright.compiler.commands.sweep import show_app
 from tilewright.compiler.commands.sweep.show_app import LinesTable, SweepApp
@@ -22,7 +23,8 @@ def drive(journal: Journal, script: Script, *, size: tuple[int, int] = SIZE) -> 
 
     async def run() -> None:
         async with app.run_test(size=size) as pilot:
-            await pilot.pause()
+            await until(pilot, lambda: len(app.screen.query_one(Footer).children) > 0)
+            await pilot.pause()  # the footer is filled after the first picture
             await script(pilot, app)
 
     with mock.patch.object(show_app, "LOOK_SECONDS", 0.2):
