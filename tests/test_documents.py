@@ -19,6 +19,7 @@ FOLDERS = ("bench", "compiler", "demo", "docs", "models", "precision_cfgs", "res
 SCRIPTS = {
     "simple_text_demo": "bench",
     "sweep": "sweep",
+    "bench_collectives": "bench-collectives",
     "bench_cuda": "bench-cuda",
     "compare_peers": "compare",
     "compare_targets": "compare-targets",
