@@ -34,12 +34,14 @@ _MOST_DEPTH = 12
 class Way:
     """How a product lies on the device: ``eights`` of tokens and ``groups`` of four warps a block,
     ``resident`` blocks a multiprocessor. Groups have 64 rows each; of a weight whose K is cut, the
-    same 64 rows, and slices of their own.
+    same 64 rows, and slices of their own. ``together`` blocks of rows share what they fetch of x,
+    where K is not cut.
     """
 
     eights: int
     groups: int
     resident: int = 1
+    together: int = 1
 
     def kernel(self, held: HeldWeight) -> str:
         """The name of the kernel that goes so over a weight."""
@@ -69,7 +71,7 @@ class Way:
 
 
 WAYS = {
-    "wide": ((4, 2), (8, 2), (8, 4), (16, 2), (32, 2)),
+    "wide": ((4, 2), (8, 2), (16, 2), (16, 4), (32, 2)),
     "cut": ((4, 1), (4, 4), (8, 1), (8, 4), (16, 1)),
 }
 """Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
@@ -215,6 +217,11 @@ def _launch(product: Product, held: HeldWeight, num_blocks: int, way: Way) -> No
     shared, depth = way.shared_bytes(held), way.depth(held)
     assert shared <= MOST_SHARED and depth > 1
     row_blocks = -(-held.num_row_tiles // way.row_tiles(held))
-    at = nvrtc.Launch((num_blocks, row_blocks, 1), 128 * way.groups, shared)
+    at = nvrtc.Launch(
+        (num_blocks, -(-row_blocks // way.together) * way.together, 1),
+        128 * way.groups,
+        shared,
+        cluster=(1, way.together, 1),
+    )
     arguments = _Wide(product=product, depth=depth)
     nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

@@ -11,21 +11,9 @@ constexpr int CHUNK = 64, CHUNK_BYTES = 128;  // columns of x that lie together,
 __device__ __forceinline__ void make_barrier(u32 at, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count) : "memory");
 }
-__device__ __forceinline__ void arrive(u32 at) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
 __device__ __forceinline__ void arrive_for(u32 at, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
                : "memory");
-}
-__device__ __forceinline__ bool is_turn(u32 at, u32 parity) {
-  u32 done;
-  asm volatile("{\n"
-               ".reg .pred done;\n"
-               "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-               "selp.u32 %0, 1, 0, done;\n"
-               "}" : "=r"(done) : "r"(at), "r"(parity) : "memory");
-  return done;
 }
 __device__ __forceinline__ void wait_turn(u32 at, u32 parity) {
   asm volatile("{\n"
@@ -41,6 +29,29 @@ __device__ __forceinline__ void wait_turn(u32 at, u32 parity) {
 __device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+// The same, into every block of the cluster whose bit `mask` has, at the same place of each.
+__device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier,
+                                          u32 mask) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes),
+               "r"(barrier), "h"((u16)mask) : "memory");
+}
+// Adds one to a word of this block's shared memory, or of another's of the cluster; what it was.
+// Relaxed: what is ordered by it has been read by then, and a stronger one waits for all memory.
+__device__ __forceinline__ u32 count_here(u32 at) {
+  u32 old;
+  asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(at) : "memory");
+  return old;
+}
+__device__ __forceinline__ u32 count_at(u32 at, u32 rank) {
+  u32 old;
+  asm volatile("{\n"
+               ".reg .u32 there;\n"
+               "mapa.shared::cluster.u32 there, %1, %2;\n"
+               "atom.relaxed.cluster.shared::cluster.add.u32 %0, [there], 1;\n"
+               "}" : "=r"(old) : "r"(at), "r"(rank) : "memory");
+  return old;
 }
 __device__ __forceinline__ void group_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -148,45 +159,51 @@ struct Wide {
 };
 constexpr int MOST_DEPTH = 12;
 
-// How a block's shared memory is filled: `depth` places of a step's x and weights each. One warp
-// asks for what comes next, between its products, once all warps have left a place.
+// How shared memory is filled: `depth` places of a step's x and weights each, of which a barrier
+// counts the bytes. The blocks of a cluster have the same tokens: each fetches its share of x for all
+// of them. Whoever is the last to leave a place, of the warps that read it or of a cluster's blocks,
+// asks for what comes there next, so nobody waits for a free place.
 template <int F, int MT, int G> struct Ring {
   static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
   static constexpr u32 W_BYTES = WARPS * step_bytes<F>;
-  const u8 *weight, *x;  // a lane's row tile, and its half of a step's x
-  size_t x_step;
-  u32 lane, num_steps, depth, x_ring, w_ring, full, empty;
-  u32 step, slot, parity;  // what is asked for next: where it goes, and the turn that frees it
+  const u8 *weight, *x;  // a lane's row tile; the tokens' x
+  size_t x_chunk;
+  u32 lane, num_blocks, num_steps, depth, x_ring, w_ring, full, left, freed;
 
-  __device__ __forceinline__ void fetch_weights() const {
+  __device__ __forceinline__ void fetch_weights(u32 step, u32 slot) const {
     if (lane == 0) arrive_for(full + 8 * slot, X_BYTES + W_BYTES);
     __syncwarp();
     if (lane < WARPS)
       copy_bulk(w_ring + slot * W_BYTES + lane * step_bytes<F>,
                 weight + (size_t)step * step_bytes<F>, step_bytes<F>, full + 8 * slot);
   }
-  __device__ __forceinline__ void fetch_x() const {
-    if (lane < 2)
-      copy_bulk(x_ring + slot * X_BYTES + lane * X_HALF, x + step * x_step, X_HALF,
-                full + 8 * slot);
+  // The share of block `of` of a half of a step's x, to all blocks of the cluster.
+  __device__ __forceinline__ void fetch_x(u32 step, u32 slot, u32 of, u32 half) const {
+    const u32 bytes = X_HALF / num_blocks, at = of * bytes;
+    const u32 to = x_ring + slot * X_BYTES + half * X_HALF + at;
+    const u8 *from = x + (2 * step + half) * x_chunk + at;
+    if (num_blocks == 1) copy_bulk(to, from, bytes, full + 8 * slot);
+    else copy_bulk(to, from, bytes, full + 8 * slot, (1u << num_blocks) - 1);
   }
-  __device__ __forceinline__ void go_on() {
-    ++step;
-    if (++slot == depth) slot = 0, parity ^= 1;
-  }
-  // While step `now` is multiplied: places of the steps before it, as far as they are free; but the
-  // next step is asked for in any case.
-  __device__ __forceinline__ void refill(u32 now) {
-    while (step < num_steps && step < now + depth) {
-      if (!is_turn(empty + 8 * slot, parity)) {
-        if (step > now + 1) return;
-        wait_turn(empty + 8 * slot, parity);
+  // A warp has read all of a step's place.
+  __device__ __forceinline__ void leave(u32 step, u32 slot) const {
+    __syncwarp();
+    const u32 next = step + depth;
+    if (next >= num_steps) return;
+    u32 before = 0;
+    if (lane == 0) before = count_here(left + 4 * slot);
+    before = __shfl_sync(~0u, before, 0);
+    if ((before & (WARPS - 1)) != WARPS - 1) return;
+    fetch_weights(next, slot);
+    if (num_blocks == 1) {
+      if (lane < 2) fetch_x(next, slot, 0, lane);
+    } else if (lane < num_blocks) {
+      if ((count_at(freed + 4 * slot, lane) & (num_blocks - 1)) == num_blocks - 1) {
+        fetch_x(next, slot, lane, 0);
+        fetch_x(next, slot, lane, 1);
       }
-      __syncwarp();
-      fetch_weights();
-      fetch_x();
-      go_on();
     }
+    __syncwarp();
   }
 };
 
@@ -260,42 +277,49 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   static_assert(CUT <= 1 || (G == 1 && OWN == 2), "a group keeps two slices at most");
   const Product &p = wide.product;
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 full[RINGS * MOST_DEPTH], empty[RINGS * MOST_DEPTH];
+  __shared__ __align__(8) u64 full[RINGS * MOST_DEPTH];
+  __shared__ u32 left[RINGS * MOST_DEPTH], freed[RINGS * MOST_DEPTH];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 part = CUT > 1 ? threadIdx.x >> 7 : 0, warp = (threadIdx.x >> 5) - 4 * part;
   const u32 depth = wide.depth, tile = blockIdx.y * R::WARPS + warp;
   const u32 begins = part * OWN * p.num_steps / SLICES;
   const u32 ends = CUT ? (part + 1) * OWN * p.num_steps / SLICES : p.num_steps;
+  u32 rank = 0;
   R ring;
+  ring.num_blocks = 1;
+  if (!CUT) {
+    asm volatile("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(ring.num_blocks));
+    asm volatile("mov.u32 %0, %%cluster_ctaid.y;" : "=r"(rank));
+  }
   ring.lane = lane, ring.num_steps = ends - begins, ring.depth = depth;
   ring.x_ring = ((shared_address(memory) + 1023) & ~1023u) + part * depth * R::X_BYTES;
   ring.w_ring = ring.x_ring + (RINGS - part) * depth * R::X_BYTES + part * depth * R::W_BYTES;
   ring.full = shared_address(full + part * MOST_DEPTH);
-  ring.empty = shared_address(empty + part * MOST_DEPTH);
+  ring.left = shared_address(left + part * MOST_DEPTH);
+  ring.freed = shared_address(freed + part * MOST_DEPTH);
   const size_t own = min((int)(blockIdx.y * R::WARPS + lane), p.num_tiles - 1);
   ring.weight = p.weight + (own * p.num_steps + begins) * step_bytes<F>;
-  ring.x_step = (size_t)p.x_stride * (2 * CHUNK_BYTES);
-  ring.x = (const u8 *)p.x + begins * ring.x_step +
-           ((size_t)(lane & 1) * p.x_stride + blockIdx.x * TOKENS) * CHUNK_BYTES;
-  ring.step = ring.slot = ring.parity = 0;
+  ring.x_chunk = (size_t)p.x_stride * CHUNK_BYTES;
+  ring.x = (const u8 *)p.x + 2 * begins * ring.x_chunk + blockIdx.x * (TOKENS * CHUNK_BYTES);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < RINGS * MOST_DEPTH; i += MOST_DEPTH)
       for (u32 j = 0; j < depth; ++j) {
         make_barrier(shared_address(full + i + j), 1);
-        make_barrier(shared_address(empty + i + j), R::WARPS);
+        left[i + j] = freed[i + j] = 0;
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
   }
   release_dependents();
-  __syncthreads();
-  const bool fetches = warp == 0;
-  if (fetches) {  // weights never change: they are asked for before x is there
+  const bool is_alone = CUT || ring.num_blocks == 1;
+  if (is_alone) __syncthreads();
+  else cluster_barrier();
+  if (warp == 0) {  // weights never change: they are asked for before x is there
     const u32 ahead = min(depth, ring.num_steps);
-    for (; ring.step < ahead; ++ring.step, ++ring.slot) ring.fetch_weights();
+    for (u32 i = 0; i < ahead; ++i) ring.fetch_weights(i, i);
     wait_for_inputs();
-    for (ring.step = ring.slot = 0; ring.step < ahead; ++ring.step, ++ring.slot) ring.fetch_x();
-    ring.slot = ahead % depth;
+    for (u32 i = 0; i < ahead; ++i)
+      if (lane < 2) ring.fetch_x(i, i, rank, lane);
     __syncwarp();
   }
   float acc[MT][4] = {}, total[MT][4] = {};
@@ -328,14 +352,13 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
       group_wait<1>();
       codes.decode(b, 3);
       multiply_quarter<MT>(acc, b, second + 4);
-      if (fetches) ring.refill(step);
-      const u32 left = ring.empty + 8 * slot;
+      const u32 was = slot;
       if (++slot == depth) slot = 0, parity ^= 1;
       if (++step < ring.num_steps) begin();
       group_wait<1>();
       codes.decode(a, 0);
       group_wait<0>();
-      if (lane == 0) arrive(left);
+      ring.leave(step - 1, was);
     }
 #pragma unroll
     for (int m = 0; m < MT; ++m)
@@ -354,6 +377,8 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   wait_for_inputs();  // what is added to may be what the kernel before writes
   if (CUT <= 1) {
     finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
+    __syncwarp();
+    if (!is_alone) cluster_barrier();  // nobody's memory goes while another writes or counts
     return;
   }
   // A slice's sums after the other, value by value, a place for each thread of a group.

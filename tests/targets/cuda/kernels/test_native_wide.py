@@ -129,9 +129,9 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     assert torch.equal(*both)
     cut = "cut" if native.num_slices(held) > 1 else "wide"
     for eights, groups in native_wide.WAYS[cut]:
-        for resident in (1, 2):
-            way = native_wide.Way(eights, groups, resident)
-            if way.depth(held) < 2:
+        for resident, together in ((1, 1), (2, 1), (1, 2), (1, 4)):
+            way = native_wide.Way(eights, groups, resident, together)
+            if way.depth(held) < 2 or (together > 1 and cut == "cut"):
                 continue
             out = torch.full((300, size[0]), NAN, device=gpu)
             how = {"epilogue": native.STORE, "arranged": arranged, "way": way}
