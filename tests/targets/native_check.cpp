@@ -120,7 +120,7 @@ int main(int argc, char** argv) {
     }
     for (int kind = TW_FP32; kind < TW_VECTOR; kind++)
         for (int arithmetic = 0; arithmetic < TW_NUM_ARITHMETICS; arithmetic++) {
-            bool scaled = tw::in_blocks(kind) && !(kind == TW_Q41 && arithmetic == TW_AS_BF16);
+            bool scaled = tw::in_blocks(kind) && !(tw::has_minimums(kind) && arithmetic == TW_AS_BF16);
             bool fits = arithmetic == TW_AS_FP32 || scaled || (kind == TW_BF16 && arithmetic == TW_AS_BF16);
             if (!fits) continue;
             std::vector<float> first;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import platform
 from ctypes import (
     POINTER,
     Structure,
@@ -18,11 +19,16 @@ from ctypes import (
 
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native.build import library_path
+from tilewright.compiler.targets.cpu.native.recipe import ARM
 
 VERSION = 5
 _ERROR_BYTES = 512
 
-ISA_NAMES = ("scalar", "AVX2", "AVX-512 VNNI BF16")
+ISA_NAMES = (
+    ("scalar", "NEON dot products")
+    if platform.machine() in ARM
+    else ("scalar", "AVX2", "AVX-512 VNNI BF16")
+)
 OPS = (
     *("embed", "linear", "attend", "gather", "swiglu", "norm_heads", "norm", "elementwise"),
     *("sigmoid_gate", "route", "experts", "expert_sum", "convolve", "delta_rule"),

@@ -17,15 +17,22 @@ _FLAGS = (
 _ISA_FLAGS = {
     "isa_avx512": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
     "isa_avx2": ("-march=x86-64-v3",),
+    "isa_neon": ("-march=armv8.2-a+dotprod+fp16",),
 }
-_ON_X86 = ("x86_64", "AMD64")
+ARM = ("aarch64", "arm64")
+_OF_MACHINES = {
+    **dict.fromkeys(("x86_64", "AMD64"), ("isa_avx512", "isa_avx2")),
+    **dict.fromkeys(ARM, ("isa_neon",)),
+}
 
 
-def units() -> list[Path]:
-    """The translation units that this machine's processors have instructions for."""
-    has_x86 = platform.machine() in _ON_X86
+def units(machine: str | None = None) -> list[Path]:
+    """The translation units that a machine's processors have instructions for; None: this one's."""
+    own = _OF_MACHINES.get(machine or platform.machine(), ())
     return [
-        each for each in sorted(SOURCES.glob("*.cpp")) if has_x86 or each.stem not in _ISA_FLAGS
+        each
+        for each in sorted(SOURCES.glob("*.cpp"))
+        if each.stem in own or each.stem not in _ISA_FLAGS
     ]
 
 

@@ -110,7 +110,7 @@ struct TwExchanged {
 };
 
 int32_t tw_version();
-int32_t tw_best_isa();                        // 0 scalar, 1 AVX2, 2 AVX-512 with VNNI and BF16
+int32_t tw_best_isa();                        // 0 scalar; 1 AVX2, 2 AVX-512 with VNNI and BF16; on ARM 1 NEON with dot products
 void* tw_open(const TwProgram* program, char* error, int32_t error_size);
 int32_t tw_step(void* engine, const TwStep* step);  // 0, 1 for a step that does not fit, 2 for a rank that failed
 int32_t tw_join(void* engine, const TwPeers* peers);  // before the first step of several ranks; 0, or 1 where it does not fit

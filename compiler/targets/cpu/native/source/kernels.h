@@ -100,5 +100,6 @@ struct Kernels {
 const Kernels* scalar_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* neon_kernels();
 
 }  // namespace tw

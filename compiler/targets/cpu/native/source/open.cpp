@@ -1,6 +1,9 @@
 // Opening a program: once it is checked, memory and threads are made.
 
 #include <sys/mman.h>
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 
 #include <algorithm>
 #include <cstdio>
@@ -59,7 +62,11 @@ namespace {
 
 const Kernels* choose(int32_t isa) {
     const int32_t best = tw_best_isa();
+#if defined(__aarch64__)
+    const std::string names[] = {"plain C++", "NEON with dot products", "a third"};
+#else
     const std::string names[] = {"plain C++", "AVX2", "AVX-512 with VNNI and BF16"};
+#endif
     if (isa < -1 || isa > best)
         throw Refused((is_between(isa, 0, 3) ? names[isa] : "instruction set " + std::to_string(isa)) + " is not on this machine; allowed: " + names[best] + ", or -1 for it");
 #if defined(__x86_64__)
@@ -67,6 +74,8 @@ const Kernels* choose(int32_t isa) {
         case 2: return avx512_kernels();
         case 1: return avx2_kernels();
     }
+#elif defined(__aarch64__)
+    if (isa && best) return neon_kernels();
 #endif
     return scalar_kernels();
 }
@@ -243,6 +252,10 @@ int32_t tw_best_isa() {
                    __builtin_cpu_supports("avx512bf16");
     if (has_512) return 2;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return 1;
+#elif defined(__aarch64__) && defined(__linux__)
+    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) return 1;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    return 1;
 #endif
     return 0;
 }
