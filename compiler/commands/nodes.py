@@ -88,6 +88,8 @@ class _Counted:
     predicted_s: float
     text: str
     num_batches: int
+    sent_bytes: int = 0
+    exchange_s: float = 0.0
 
     def lines(self) -> list[str]:
         found = []
@@ -101,6 +103,11 @@ class _Counted:
             rate = count / seconds if seconds > 0 else 0.0
             each = 1000 * seconds / count if count else 0.0
             found += [f"    nTokens: {count}", f"   tokens/s: {rate:.2f} ({each:.2f} ms/tok)"]
+        if self.sent_bytes:
+            each = 1000 * self.exchange_s / self.num_predicted
+            kilobytes = self.sent_bytes / 1000 / self.num_predicted
+            found += ["Exchange", f"       sent: {kilobytes:.1f} kB/tok"]
+            found.append(f"       time: {each:.2f} ms/tok")
         return found
 
 
@@ -253,6 +260,7 @@ class _Stepper:
         self._choosing = Choosing(**choosing)  # type: ignore[arg-type]
         self._seconds = [0.0, 0.0]
         self._counts = [0, 0]
+        self._then = 0.0, 0.0
 
     def evaluate(self, tokens: Sequence[int]) -> None:
         """All of the prompt but its last token, which the first prediction reads."""
@@ -268,6 +276,7 @@ class _Stepper:
         """The generated tokens, until so many positions are filled."""
         from tilewright.compiler.targets.step import Chunk, Step
 
+        self._then = self._exchanged()
         last = Chunk(self._seat, len(tokens) - 1, (tokens[-1],), chooses=True)
         decode = Step(decode=(self._seat,))
         for position in range(len(tokens) - 1, limit):
@@ -275,9 +284,18 @@ class _Stepper:
             yield self._timed(1, 1, step)
 
     def counted(self, text: str) -> _Counted:
-        return _Counted(
-            self._counts[0], self._seconds[0], self._counts[1], self._seconds[1], text, 512
-        )
+        (bytes_now, seconds_now), (bytes_then, seconds_then) = self._exchanged(), self._then
+        sent, seconds = bytes_now - bytes_then, seconds_now - seconds_then
+        (evaluated, predicted), (first_s, rest_s) = self._counts, self._seconds
+        return _Counted(evaluated, first_s, predicted, rest_s, text, 512, int(sent), seconds)
+
+    def _exchanged(self) -> tuple[float, float]:
+        """Bytes that this node has sent, and seconds in exchanges; of one node alone, none."""
+        own = getattr(self._executable, "own", None)
+        if own is None:
+            return 0.0, 0.0
+        found = own.exchanged()
+        return float(found.num_bytes), found.nanoseconds / 1e9
 
     def _timed(self, phase: int, count: int, step: Any) -> int | None:
         began = time.perf_counter()
