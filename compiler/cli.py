@@ -42,6 +42,7 @@ CLONE_VERBS = {
     "make-batch": (f"{_BENCH}.batch.made", "a data set for batch, like that of ASC24"),
     "compare-targets": (f"{_BENCH}.targets.command", "targets beside each other and the reference"),
     "compare-replicas": (f"{_BENCH}.serving.replicas", "several engines behind one server"),
+    "bench-nodes": (f"{_BENCH}.nodes.command", "measure a model over CPU nodes and their links"),
     "bench-loop": (f"{_BENCH}.host_time", "what the runtime's own work takes a step"),
     "bench-engine": (f"{_BENCH}.engine.command", "a generated engine beside torch"),
     "bench-front": (f"{_BENCH}.serving.front_alone", "what the server's front takes, alone"),

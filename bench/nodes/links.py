@@ -1,0 +1,73 @@
+"""Network namespaces on one bridge, whose links have a rate: each is a machine to what runs there.
+
+Needs root, `ip` and `tc`. Made anew each time, and taken away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+
+from tilewright.compiler.errors import ConfigError
+
+_NAME, _NET = "twn", "10.213.77"
+
+
+def address(node: int) -> str:
+    """The address of a node's machine."""
+    return f"{_NET}.{node + 1}"
+
+
+def inside(node: int) -> list[str]:
+    """What begins a command that runs on a node's machine."""
+    return ["ip", "netns", "exec", f"{_NAME}{node}"]
+
+
+@contextlib.contextmanager
+def machines(count: int, gigabits: float) -> Iterator[None]:
+    """So many machines, the links of which send and receive at most at this rate.
+
+    Raises:
+        ConfigError: where this user may not make them, or the kernel cannot.
+    """
+    try:
+        _make(count, gigabits)
+        yield
+    finally:
+        _remove(count)
+
+
+def _make(count: int, gigabits: float) -> None:
+    _remove(count)
+    _do(f"ip link add {_NAME}br type bridge")
+    _do(f"ip link set {_NAME}br up")
+    limit = f"tbf rate {int(gigabits * 1000)}mbit burst 256kb latency 100ms"
+    for node in range(count):
+        here, there = f"{_NAME}h{node}", f"{_NAME}p{node}"
+        _do(f"ip netns add {_NAME}{node}")
+        _do(f"ip link add {here} type veth peer name {there}")
+        _do(f"ip link set {there} netns {_NAME}{node}")
+        _do(f"ip link set {here} master {_NAME}br up")
+        _do(f"ip netns exec {_NAME}{node} ip addr add {address(node)}/24 dev {there}")
+        _do(f"ip netns exec {_NAME}{node} ip link set {there} up")
+        _do(f"ip netns exec {_NAME}{node} ip link set lo up")
+        _do(f"tc qdisc add dev {here} root {limit}")
+        _do(f"ip netns exec {_NAME}{node} tc qdisc add dev {there} root {limit}")
+
+
+def _remove(count: int) -> None:
+    for node in range(count):
+        subprocess.run(["ip", "netns", "del", f"{_NAME}{node}"], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", f"{_NAME}h{node}"], capture_output=True, check=False)
+    subprocess.run(["ip", "link", "del", f"{_NAME}br"], capture_output=True, check=False)
+
+
+def _do(command: str) -> None:
+    try:
+        done = subprocess.run(command.split(), capture_output=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"{command}: {error}; allowed: root, with ip and tc") from None
+    if done.returncode:
+        said = " ".join(done.stderr.decode(errors="replace").split())
+        raise ConfigError(f"{command}: {said}; allowed: root, on a kernel with veth and tbf")
