@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,19 @@ def main(argv: list[str]) -> int:
     options = parse(_Options, argv, prog="tilewright compare-batch", description=text)
     if options.results is not None:
         check_writable(options.results)
-    found = _measure(options)
-    if options.results is not None:
-        facts, host = environment(), describe_cpu().model_name
-        taken = {"commit": facts.commit, "date": facts.timestamp, "host": host}
-        lines = [json.dumps({**row, **taken}) + "\n" for row in found]
-        append_lines(options.results, "".join(lines).encode())
+    facts, host = environment(), describe_cpu().model_name
+    taken = {"commit": facts.commit, "date": facts.timestamp, "host": host}
+    found = []
+    for row in _measure(options):
+        found.append(row)
+        if options.results is not None:
+            append_lines(options.results, json.dumps({**row, **taken}).encode() + b"\n")
     print(render(found), end="")
     return 0
 
 
-def _measure(options: _Options) -> list[dict[str, Any]]:
+def _measure(options: _Options) -> Iterator[dict[str, Any]]:
+    """The figures of each side in turn, as they come."""
     from bench.peers.gguf_copy import cached_gguf
     from tilewright.models import find_model, load_model
 
@@ -87,7 +89,6 @@ def _measure(options: _Options) -> list[dict[str, Any]]:
         context=longest + 8,
         threads=options.threads or describe_cpu().num_cores,
     )
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         file.write_text("".join(f"{json.dumps(row)}\n" for row in asked), encoding="utf-8")
@@ -99,8 +100,7 @@ def _measure(options: _Options) -> list[dict[str, Any]]:
                     figures = theirs(bodies, options.llama_server, copy, sizes)
                 facts = {"side": name, "round": number, "seats": sizes.seats}
                 pairing = {"pair": f"{pair.precision} | {pair.kind}", "shrink": options.shrink}
-                rows.append({**facts, **pairing, **figures})
-    return rows
+                yield {**facts, **pairing, **figures}
 
 
 def shrunk_rows(
