@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
         prog="tilewright bench-cuda",
         description="Measure decoding, prompts and starts with random weights on a GPU.",
     )
-    rows = find_rows(asked.rows)
+    rows = find_rows(asked.rows, asked.tensor_parallel)
     if asked.list:
         _print_list(rows)
         return 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from tilewright.compiler.bench.cases import TABLE_GENERATED_TOKENS, TABLE_PROMPT_LENGTH
@@ -124,18 +124,54 @@ ROWS: tuple[BenchRow, ...] = (
 """In the order of measuring. The start is the last: then its kernels are in the cache."""
 
 
-def find_rows(names: Sequence[str]) -> tuple[BenchRow, ...]:
-    """The rows of these names in the table's order; all without names.
+LARGE_ROWS: tuple[BenchRow, ...] = (
+    BenchRow("70b-bf16-b1", _70B, "bf16", DECODE),
+    BenchRow("70b-bf16-b32", _70B, "bf16", DECODE, batch=32),
+)
+"""What takes several GPUs."""
+
+TWO_GPUS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "8b-bf16-b1": (390, 430),
+        "8b-bf16-b8": (2800, 3100),
+        "8b-bf16-b32": (9400, 10500),
+        "8b-bf16-b64": (17000, 19000),
+        "8b-bf16-ttft": (4.5, 3.8),
+        "8b-performance-b1": (640, 720),
+        "35b-a3b-bf16-b1": (530, 570),
+        "35b-a3b-bf16-b4": (1400, 1520),
+        "35b-a3b-bf16-b16": (2800, 3100),
+        "35b-a3b-bf16-b64": (5900, 6400),
+        "35b-a3b-bf16-ttft": (20, 17),
+        "70b-bf16-b1": (54, 58),
+        "70b-bf16-b32": (1450, 1650),
+        "70b-performance-b1": (100, 110),
+    }
+)
+"""Floor and goal of rows on two GPUs."""
+
+
+def find_rows(names: Sequence[str], num_ranks: int = 1) -> tuple[BenchRow, ...]:
+    """The rows of these names in the table's order; all without names. On several GPUs there are
+    more of them, and other floors and goals.
 
     A name that ends with ``*`` means every row that begins so.
 
     Raises:
         ConfigError: for a name that no row has.
     """
+    rows = ROWS
+    if num_ranks > 1:
+        bounds = TWO_GPUS if num_ranks == 2 else {}
+        rows = tuple(
+            replace(row, floor=floor, goal=goal)
+            for row in (*ROWS, *LARGE_ROWS)
+            for floor, goal in [bounds.get(row.name, (None, None))]
+        )
     for name in names:
-        if not any(_is_named(row, name) for row in ROWS):
-            raise ConfigError(f"--rows {name!r}; {allowed(row.name for row in ROWS)}")
-    return tuple(row for row in ROWS if not names or any(_is_named(row, name) for name in names))
+        if not any(_is_named(row, name) for row in rows):
+            raise ConfigError(f"--rows {name!r}; {allowed(row.name for row in rows)}")
+    return tuple(row for row in rows if not names or any(_is_named(row, name) for name in names))
 
 
 def _is_named(row: BenchRow, name: str) -> bool:

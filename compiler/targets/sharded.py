@@ -7,7 +7,8 @@ give and get in the middle of a step is between the ranks' own executables.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -56,26 +57,31 @@ class ShardedExecutable(Executable):
 
     def step(self, step: Step) -> StepOutput:
         told = self.own.told(step)
-        is_plain = not (told.prompts or told.edits or told.forced or told.masked)
-        if is_plain and told.decode is self._last and not told.want_logits:
+        is_plain = told == Step(decode=told.decode)
+        if is_plain and told.decode is self._last:
             self._leader.tell(_AGAIN)
         else:
             self._leader.tell(_STEP, step_bytes(told))
-            self._last = told.decode if is_plain and not told.want_logits else None
-        return self._guarded("step", step)
+            self._last = told.decode if is_plain else None
+        output: StepOutput = self._guarded(self.own.step, step)
+        guarded = [
+            dataclasses.replace(part, read=functools.partial(self._guarded, part.read))
+            for part in output.parts
+        ]
+        return StepOutput(tuple(guarded))
 
     def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
         self._leader.tell(_CHOSEN)
-        self._guarded("choose", output, masks)
+        self._guarded(self.own.choose, output, masks)
 
     def reset(self) -> None:
         self._leader.tell(_RESET)
         self._last = None
-        self._guarded("reset")
+        self._guarded(self.own.reset)
 
     def prepare(self) -> None:
         self._leader.tell(_PREPARE)
-        self._guarded("prepare")
+        self._guarded(self.own.prepare)
 
     def memory(self) -> MemoryUse:
         return self.own.memory()
@@ -87,14 +93,15 @@ class ShardedExecutable(Executable):
         self._ranks.close()
         self.own.close()
 
-    def _guarded(self, name: str, *arguments: Any) -> Any:
-        """Do rank 0's part; where it fails, its followers have gone on without it.
+    def _guarded(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        """Do rank 0's part, or read what came of it; where it fails, its followers have gone on
+        without it.
 
         Raises:
             RankError: then, and ever after.
         """
         try:
-            return getattr(self.own, name)(*arguments)
+            return run(*arguments)
         except ExchangeError as error:
             self._leader.fail(error.rank, f"{error} of step {self._leader.number}")
         except Exception as error:

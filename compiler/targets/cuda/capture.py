@@ -4,6 +4,7 @@ stand. Tokens and positions go from one decode step to the next on the device.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Choice, Drawing, make_choice
+from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.state import PagedState
@@ -53,10 +55,22 @@ class Captured:
     The first run compiles kernels and allocates what the library wants; it must be harmless.
     """
 
-    def __init__(self, run: Callable[[], None], device: torch.device, pool: Any) -> None:
+    def __init__(
+        self,
+        run: Callable[[], None],
+        device: torch.device,
+        pool: Any,
+        group: Group | None = None,
+    ) -> None:
+        """``group``: whose ranks all capture the same now, and may be late."""
         self._run, self._graph = run, None
         if device.type != "cuda":
             return
+        with group.patiently() if group is not None else contextlib.nullcontext():
+            self._capture(device, pool)
+
+    def _capture(self, device: torch.device, pool: Any) -> None:
+        run = self._run
         run()
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
@@ -88,6 +102,9 @@ class _Bucket:
         self._device, self._pool = device, pool
         self._draws: dict[Drawing, Captured] = {}
 
+    def _captured(self, run: Callable[[], None]) -> Captured:
+        return Captured(run, self._device, self._pool, self.choice.group)
+
     def _draw(self, drawing: Drawing) -> None:
         """Replace the likeliest tokens, which the last pass chose, where rows draw."""
         self._capture_draw(drawing)
@@ -97,7 +114,7 @@ class _Bucket:
         if drawing in self._draws:
             return
         kept = [(each, each.clone()) for each in (self.choice.tokens, self.choice.why)]
-        run = Captured(lambda: self.choice.draw(self.logits, drawing), self._device, self._pool)
+        run = self._captured(lambda: self.choice.draw(self.logits, drawing))
         self._draws[drawing] = run
         for place, values in kept:  # a draw begins at the likeliest
             place.copy_(values)
@@ -148,7 +165,7 @@ class DecodeBucket(_Bucket):
         if self._pass is None:
             kept = [each.clone() for each in (self.rows.tokens, self.rows.positions)]
             self.rows.positions.fill_(-1)  # while it is compiled and captured, all is padding
-            self._pass = Captured(self._run, self._device, self._pool)
+            self._pass = self._captured(self._run)
             self.rows.tokens.copy_(kept[0])
             self.rows.positions.copy_(kept[1])
         return self._pass
@@ -227,8 +244,7 @@ class PromptBucket(_Bucket):
         if from_start not in self._passes:
             self.rows.positions.fill_(-1)
             self.last.zero_()
-            run = Captured(lambda: self._run(from_start), self._device, self._pool)
-            self._passes[from_start] = run
+            self._passes[from_start] = self._captured(lambda: self._run(from_start))
         return self._passes[from_start]
 
     def _run(self, from_start: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -111,7 +112,7 @@ class CudaExecutable(Executable):
             width=lambda: self.num_choosable,
             num_seats=options.max_batch,
         )
-        self._options, self.dealt = options, plan.dealt
+        self.dealt = plan.dealt
 
     def join(self, peers: Peers) -> None:
         self.unite(meet(peers, self.dealt, self.device))
@@ -147,9 +148,9 @@ class CudaExecutable(Executable):
     def prepare(self) -> None:
         assert not self._sittings, "somebody is seated"
         limits, is_gpu = self.capabilities, self.device.type == "cuda"
-        self._buckets.prepare(min(limits.max_step_tokens, limits.max_context) if is_gpu else 0)
-        if self._group is not None:
-            self._group.exchange.set_limit(self._options.parallel.peer_limit)
+        longest = min(limits.max_step_tokens, limits.max_context) if is_gpu else 0
+        with self._group.patiently() if self._group else contextlib.nullcontext():
+            self._buckets.prepare(longest)
 
     def reset(self) -> None:
         self._seated = None

@@ -5,6 +5,8 @@ Rank 0 alone draws and answers; the likeliest token is found by all at once, by 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.cuda.peers import Peers
 
 WARMUP_SECONDS = 120.0
-"""How long ranks wait for each other until all steps were captured, at least."""
+"""How long ranks wait for each other at least until a first step was captured, and while others
+are.
+"""
 
 _PART_BYTES = 8 << 20
 _ROOT = 0
@@ -34,6 +38,7 @@ class Group:
         self, exchange: Exchange, sizes: tuple[int, ...], *, peers: Peers | None = None
     ) -> None:
         self.exchange, self.sizes, self._peers = exchange, sizes, peers
+        self.limit_s, self._patience = WARMUP_SECONDS, 0
         self.rank, self.count = exchange.rank, exchange.count
         self.first = sum(sizes[: self.rank])
 
@@ -41,6 +46,18 @@ class Group:
     def leads(self) -> bool:
         """Whether this is the rank that draws and answers."""
         return self.rank == _ROOT
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        """Let ranks wait longer for each other while kernels are compiled and captured."""
+        self._patience += 1
+        self.exchange.set_limit(max(self.limit_s, WARMUP_SECONDS))
+        try:
+            yield
+        finally:
+            self._patience -= 1
+            if not self._patience:
+                self.exchange.set_limit(self.limit_s)
 
     def check(self) -> None:
         """Raise what a kernel of this rank reported.
@@ -144,5 +161,7 @@ def meet(met: Met, sizes: tuple[int, ...], device: torch.device) -> Group:
     num_bytes = SLOTS * met.size * _PART_BYTES
     peers = Peers(met.rank, num_bytes, device, met.all_gather, fill=EMPTY)
     exchange = Exchange(peers.addresses, met.rank, part_bytes=_PART_BYTES, device=device)
+    group = Group(exchange, sizes, peers=peers)
+    group.limit_s = met.limit_s
     exchange.set_limit(max(met.limit_s, WARMUP_SECONDS))
-    return Group(exchange, sizes, peers=peers)
+    return group

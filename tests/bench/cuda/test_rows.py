@@ -16,6 +16,7 @@ from bench.cuda.rows import (
     ROWS,
     START,
     TTFT,
+    TWO_GPUS,
     find_rows,
 )
 from tilewright.compiler.errors import ConfigError
@@ -119,3 +120,12 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             main(argv)
         assert words in str(error.value)
+
+
+def test_rows_of_two_gpus_have_floors_of_their_own() -> None:
+    found = {row.name: (row.floor, row.goal) for row in find_rows((), 2)}
+    assert found["8b-bf16-b1"] == (390, 430) and found["70b-bf16-b32"] == (1450, 1650)
+    assert found["8b-bfp8-b1"] == (None, None) and TWO_GPUS.keys() <= found.keys()
+    assert find_rows(("70b-bf16-*",), 4)[0].floor is None
+    with pytest.raises(ConfigError, match="70b-bf16-b1"):
+        find_rows(("70b-bf16-b1",))

@@ -27,6 +27,9 @@ BY_HOST = Choosing(frequency_penalty=1.0)
 PROMPTS = (random_tokens(5, seed=1, vocab_size=131), random_tokens(9, seed=2, vocab_size=131))
 
 
+TWO = Parallel(2)
+
+
 def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int) -> CudaExecutable:
     target = CudaTarget()
     options = CompileOptions(
@@ -78,11 +81,11 @@ def run(executable: CudaExecutable, steps: Sequence[Step], *, leads: bool = True
 class Two:
     """A model on one device, and on two ranks that have met."""
 
-    def __init__(self, model_type: str) -> None:
+    def __init__(self, model_type: str, parallel: Parallel = TWO) -> None:
         model, self.meeting = make(model_type), Meeting(2)
         self.alone = rank_of(model, ALONE, 0)
         self.exchanges = [ThreadExchange(self.meeting, rank) for rank in range(2)]
-        self.ranks = [rank_of(model, Parallel(2), rank) for rank in range(2)]
+        self.ranks = [rank_of(model, parallel, rank) for rank in range(2)]
         for each, exchange in zip(self.ranks, self.exchanges, strict=True):
             each.unite(Group(exchange, each.dealt))  # type: ignore[arg-type]
 
@@ -118,3 +121,9 @@ def test_two_ranks_choose_as_one(two: Two, choosing: tuple[Choosing, ...], maske
 def test_sums_that_no_add_follows() -> None:
     """Gemma norms what attention and its MLP give before it is added."""
     Two("gemma3_text").check(steps_of((GREEDY, GREEDY), masked=False)[:2])
+
+
+def test_experts_and_linear_attention() -> None:
+    """The width of every expert over both ranks, and key heads with their value heads."""
+    two = Two("qwen3_5_moe", Parallel(2, expert=1))
+    two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -12,12 +15,16 @@ from torch import Tensor
 from tilewright.compiler.commands.options import read_options
 from tilewright.compiler.commands.source import compile_source, open_source
 from tilewright.compiler.driver import silent
+from tilewright.compiler.errors import RankError
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.sharded import ShardedExecutable
 
 pytestmark = pytest.mark.multigpu
 
 NUM_STEPS = 24
+LIMIT, PATIENCE = 2.0, 8.0
+"""Seconds that ranks wait for each other, and that the end of a group takes at most."""
 
 
 @contextlib.contextmanager
@@ -31,7 +38,9 @@ def engine(*more: str) -> Iterator[Engine]:
     try:
         yield Engine(executable)
     finally:
+        started = time.monotonic()
         executable.close()
+        assert time.monotonic() - started < PATIENCE
 
 
 def prompts(vocabulary: int = 100_000) -> list[Tensor]:
@@ -65,3 +74,29 @@ def test_logits_are_those_of_one_gpu() -> None:
     print(f"argmax equal: {float(same):.4f} of {expected[..., 0].numel()}")
     assert divergence.mean() <= 1e-4
     assert same > 0.9  # of random weights, whose margins are small
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_that_is_gone_ends_the_run(how: signal.Signals) -> None:
+    """In decode: an error that names it, in time; no process and no memory is left."""
+    free = torch.cuda.mem_get_info(1)[0]
+    with engine("--tensor-parallel", "2", "--peer-limit", str(LIMIT)) as two:
+        two.prefill([0, 1], prompts()[:2])
+        for _ in range(5):
+            decode(two)
+        executable = two.executable
+        assert isinstance(executable, ShardedExecutable)
+        pid = executable._ranks.leader.members[0].pid
+        os.kill(pid, how)
+        started = time.monotonic()
+        with pytest.raises(RankError, match="rank 1"):
+            while time.monotonic() - started < 60:
+                decode(two)
+        assert time.monotonic() - started < LIMIT + 5.0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert torch.cuda.mem_get_info(1)[0] >= free - (64 << 20)
+
+
+def decode(two: Engine) -> None:
+    two.decode([0, 1], torch.tensor([5, 6]))

@@ -23,7 +23,7 @@ EMPTY = 0x80000000
 """The word that stands where nothing has come yet, in all of the memory that peers write to."""
 
 WIRES = ("fp32", "bf16")
-_MOST_BLOCKS = 132
+MOST_BLOCKS = 132
 """That poll at a time: all of them have a place, so none waits for one that has not begun."""
 
 _ELEMENTS = {"fp32": 4, "bf16": 8}  # in the 16 bytes that a thread sends at a time
@@ -144,13 +144,14 @@ class Exchange:
         *,
         part_bytes: int,
         device: torch.device,
+        most_blocks: int = MOST_BLOCKS,
         kept: object = None,
     ) -> None:
         """``addresses``: where each rank's memory begins as this process reaches it, ``SLOTS``
         times ``len(addresses)`` times ``part_bytes`` long, full of ``EMPTY`` before any exchange;
-        ``kept``: what is to live as long.
+        ``most_blocks``: that wait at a time; ``kept``: what is to live as long.
         """
-        self._kept = kept
+        self._kept, self._most_blocks = kept, most_blocks
         assert 1 <= len(addresses) <= MOST_RANKS and part_bytes % 16 == 0
         self.rank, self.count, self.part_bytes = rank, len(addresses), part_bytes
         self._ranks = 2 if self.count <= 2 else 4 if self.count <= 4 else 8
@@ -268,7 +269,7 @@ class Exchange:
             x=x.data_ptr(), out=out.data_ptr(), num_words=words, senders=senders,
             receivers=receivers,
         )  # fmt: skip
-        self._launch("deliver", arguments, min(_MOST_BLOCKS, math.ceil(words / 512)), 512)
+        self._launch("deliver", arguments, min(self._most_blocks, math.ceil(words / 512)), 512)
 
     def end_step(self) -> None:
         """Behind the last exchange of a step, on every rank."""
@@ -306,7 +307,7 @@ class Exchange:
         held = "bf16" if kind == torch.bfloat16 else "fp32"
         assert shape.units in _UNITS[wire, held], f"{shape} of {held} sent as {wire}"
         name = f"reduce_{wire}_{held}_{shape.units}_{self._ranks}"
-        most = _MOST_BLOCKS // shape.num_blocks * shape.num_blocks
+        most = self._most_blocks // shape.num_blocks * shape.num_blocks
         num_blocks = min(most, arguments.num_rows * shape.num_blocks)
         self._launch(name, arguments, num_blocks, shape.num_threads, shape.num_blocks)
 

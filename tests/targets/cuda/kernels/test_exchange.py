@@ -16,6 +16,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.kernels import exchange, nvrtc
 from tilewright.compiler.targets.cuda.kernels.exchange import (
     EMPTY,
+    MOST_BLOCKS,
     SLOTS,
     WIRES,
     Exchange,
@@ -55,7 +56,11 @@ class Virtual:
         words = SLOTS * count * PART // 4
         self.memory = torch.full((count, words), EMPTY - 2**32, dtype=torch.int32, device=device)
         addresses = [each.data_ptr() for each in self.memory]
-        self.ranks = [Exchange(addresses, r, part_bytes=PART, device=device) for r in range(count)]
+        most = MOST_BLOCKS // count  # all of them together have a multiprocessor each
+        self.ranks = [
+            Exchange(addresses, rank, part_bytes=PART, device=device, most_blocks=most)
+            for rank in range(count)
+        ]
         self.streams = [torch.cuda.Stream(device) for _ in range(count)]
         for each in self.ranks:
             each.set_limit(limit)
@@ -88,8 +93,7 @@ def test_sums_residual_and_norm_are_those_of_any_number_of_rows(wire: str, count
     group = Virtual(count)
     width, eps = 1024, 1e-5
     norm = torch.randn(width, device="cuda")
-    most = 64 if count == 2 else 12  # all blocks of all ranks have a place, of two kernels each
-    for rows in (1, 5, 2, most, 1, 1):
+    for rows in (1, 5, 2, 70, 1, 1):
         xs = [torch.randn(rows, width, device="cuda") for _ in range(count)]
         xs[0][0, :8], xs[-1][0, 4:8] = -0.0, -0.0  # what stands for nothing
         first = torch.randn(rows, width, device="cuda")
