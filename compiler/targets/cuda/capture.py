@@ -63,7 +63,8 @@ class Captured:
         group: Group | None = None,
     ) -> None:
         """``group``: whose ranks all capture the same now, and may be late."""
-        self._run, self._graph = run, None
+        self._run = run
+        self._graph: torch.cuda.CUDAGraph | None = None
         if device.type != "cuda":
             return
         with group.patiently() if group is not None else contextlib.nullcontext():
