@@ -36,7 +36,7 @@ class _Arguments:
     )
     threads: int = option("of a node", default=2, type=integer(1, 64))
     wire: str = option("of partial sums", default="bf16", choices=("f32", "bf16", "q80"))
-    prompt_tokens: int = option("about so many", default=64, type=integer(1, 4000))
+    prompt_tokens: int = option("each of one letter, where every byte is a token", default=64, type=integer(1, 4000))
     steps: int = option("tokens of prompt and answer", default=160, type=integer(1, 4000))
     repeats: int = option("of each", default=1, type=integer(1, 100))
     json: str | None = option("a file that rows are added to", "--json", metavar="FILE")
@@ -81,7 +81,7 @@ def _show(row: Row, path: str | None) -> None:
 def _run(given: _Arguments, model: Path, count: int, link: str) -> Row:
     command = ["-m", "tilewright.compiler.cli", "nodes", "--model", str(model)]
     command += ["--nthreads", str(given.threads), "--steps", str(given.steps)]
-    command += ["--buffer-float-type", given.wire, "--prompt", "word " * given.prompt_tokens]
+    command += ["--buffer-float-type", given.wire, "--prompt", "a" * given.prompt_tokens]
     token = {"TILEWRIGHT_TOKEN": secrets.token_hex(16)}
     if link == _FREE:
         said = _output([*PYTHON, *command, "--nodes", str(count)], token)

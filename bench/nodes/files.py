@@ -1,13 +1,13 @@
-"""dllama files of random weights: known shapes with SmolLM2's 49,152 tokens, written in seconds."""
+"""dllama files of random weights: known shapes with 49,152 tokens, written in seconds."""
 
 from __future__ import annotations
 
 import math
+import struct
 from pathlib import Path
 
 import numpy as np
 
-from tilewright.models import find_model, load_model
 from tilewright.models.checkpoints.dllama_header import (
     TENSOR_TYPES,
     DllamaHeader,
@@ -15,8 +15,8 @@ from tilewright.models.checkpoints.dllama_header import (
     tensors,
     write_header,
 )
-from tilewright.models.tokenizer.load import read_vocabulary
-from tilewright.models.tokenizer.vocabulary_dllama import pack_tokenizer
+
+_NUM_TOKENS = 49_152
 
 SHAPES = {
     # hidden, intermediate, layers, heads, KV heads
@@ -27,8 +27,7 @@ SHAPES = {
 
 
 def write_files(shape: str, folder: Path) -> Path:
-    """The ``.m`` file of a shape in q40, beside SmolLM2's tokenizer as a ``.t`` file."""
-    vocabulary = read_vocabulary(load_model(find_model(None)).checkpoint.tokenizer_source)
+    """The ``.m`` file of a shape in q40, beside a ``.t`` file to which every byte is a token."""
     hidden, inner, layers, heads, kv_heads = SHAPES[shape]
     header = DllamaHeader(
         model_type="llama",
@@ -38,7 +37,7 @@ def write_files(shape: str, folder: Path) -> Path:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=hidden // heads,
-        vocab_size=vocabulary.backend.get_vocab_size(),
+        vocab_size=_NUM_TOKENS,
         max_positions=4096,
         weights="Q4_0",
         norm_eps=1e-5,
@@ -46,7 +45,7 @@ def write_files(shape: str, folder: Path) -> Path:
         pairs_adjacent=True,
     )
     path = folder / f"dllama_model_{shape}_q40.m"
-    (folder / f"dllama_tokenizer_{shape}.t").write_bytes(pack_tokenizer(vocabulary))
+    (folder / f"dllama_tokenizer_{shape}.t").write_bytes(_tokenizer())
     generator = np.random.default_rng(0)
     with path.open("wb") as file:
         file.write(write_header(header, path))
@@ -66,3 +65,15 @@ def _random(tensor: DllamaTensor, generator: np.random.Generator) -> bytes:
     scale = np.float16(0.1 / math.sqrt(tensor.shape[-1]))
     blocks[:, :2] = np.frombuffer(scale.tobytes(), dtype=np.uint8)
     return blocks.tobytes()
+
+
+def _tokenizer() -> bytes:
+    """The bytes, then tokens of as many letters as no text has; the last one begins a text."""
+    names = [bytes([each]) for each in range(256)]
+    names += [f"<{each:06d}>".encode() for each in range(256, _NUM_TOKENS)]
+    pairs = [(0, 1), (1, len(names)), (2, 8), (3, len(names) - 1), (9, 1), (10, 0)]
+    packed = struct.pack("<ii", 0x567124, 8 + 8 * len(pairs))
+    packed += b"".join(struct.pack("<ii", *pair) for pair in pairs)
+    packed += struct.pack("<i", len(names) - 1)
+    rows = (struct.pack("<fI", -float(i), len(name)) + name for i, name in enumerate(names))
+    return packed + b"".join(rows)
