@@ -36,7 +36,9 @@ class _Arguments:
     )
     threads: int = option("of a node", default=2, type=integer(1, 64))
     wire: str = option("of partial sums", default="bf16", choices=("f32", "bf16", "q80"))
-    prompt_tokens: int = option("each of one letter, where every byte is a token", default=64, type=integer(1, 4000))
+    prompt_tokens: int = option(
+        "each a letter, of shapes' files", default=64, type=integer(1, 4000)
+    )
     steps: int = option("tokens of prompt and answer", default=160, type=integer(1, 4000))
     repeats: int = option("of each", default=1, type=integer(1, 100))
     json: str | None = option("a file that rows are added to", "--json", metavar="FILE")

@@ -96,6 +96,17 @@ def test_any_number_of_nodes_says_the_same_in_fp32(
         assert torch.allclose(logits, alone[1], atol=2e-5)
 
 
+def test_a_vocabulary_too_small_to_deal_is_whole_on_every_rank(tmp_path: Path) -> None:
+    prompt = [token % 40 for token in tokens(12)]
+    alone = prefill(native(1, vocab_size=40), prompt)
+    with nodes(tmp_path, 4, vocab_size=40) as executable:
+        assert torch.allclose(prefill(executable, prompt), alone, atol=2e-5)
+        executable.reset()
+        request = Request(0, tuple(prompt), SamplingParams(max_tokens=1))
+        EngineLoop(executable).generate([request])
+        assert request.output == [int(alone[-1].argmax())]
+
+
 @pytest.mark.parametrize(("count", "wire"), [(2, "bf16"), (3, "fp32"), (3, "bf16"), (4, "q80")])
 def test_sums_have_the_references_bits_in_one_hop_and_in_two(
     tmp_path: Path, count: int, wire: str

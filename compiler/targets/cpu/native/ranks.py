@@ -130,6 +130,8 @@ class NativeRank(NativeExecutable):
 
     def _needs_rows(self, step: Step) -> bool:
         """Whether rank 0 reads more of a row than its likeliest token."""
+        if not self._widths:  # so small a vocabulary that every rank has all of it
+            return True
         if step.want_logits or step.masked or step.logprobs is not None:
             return True
         if any(chunk.echoes for chunk in step.prompts):
