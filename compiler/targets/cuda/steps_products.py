@@ -4,11 +4,13 @@ library's, or where weights lie in blocks on kernels that decode them.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import padded
-from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
@@ -33,6 +35,21 @@ def in_parts(held: HeldWeight, num_rows: int) -> bool:
         return False
     is_large = native.num_slices(held) == 1 or held.num_columns > _SHORT_COLUMNS
     return held.num_rows > _MOST_DENSE or (is_large and num_rows <= _FEW_PARTS)
+
+
+def _readers(plan: Plan) -> dict[int, Linear]:
+    """By identity, products of gate and up in whole tiles with the product behind that reads them;
+    nothing else does, for what is behind writes the buffer again first.
+    """
+    found = {}
+    for each, reader in pairwise(plan.instructions):
+        if not isinstance(each, Linear) or not isinstance(reader, Linear):
+            continue
+        if each.swiglu and not each.group.startswith("shared"):  # those may run along with experts
+            width = each.weight.shape[0] // 2
+            if reader.x == each.out and reader.norm is None and width % TILE_COLUMNS == 0:
+                found[id(each)] = reader
+    return found
 
 
 def _epilogue(each: Linear) -> int:
@@ -64,9 +81,12 @@ class Products:
         self._operand = torch.float32 if exact else torch.bfloat16
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
         self._normed = torch.zeros(max_rows * padded(widest), dtype=self._operand, device=device)
-        self._arranged = torch.empty(0, device=device)
+        self._arranged, self._fed = torch.empty(2, 0, device=device)
+        self._readers: dict[int, Linear] = {}
+        self._is_fed = False  # the next product finds its x arranged
         if is_native and trials.blocks == WIDE and not native_wide.why_not(device):
-            self._arranged = native_wide.scratch(widest, device)
+            self._arranged, self._fed = (native_wide.scratch(widest, device) for _ in range(2))
+            self._readers = _readers(plan)
 
     def run(self, each: Linear, out: Tensor, x: Tensor, *, decodes: bool) -> None:
         """A product with all that is fused with it, of ``x [M, K]`` into ``out``; ``decodes``: rows
@@ -87,10 +107,7 @@ class Products:
         elif self._is_wide(held, num_rows):
             if norm is not None and not native.takes_norm(held.num_columns):
                 x, norm = self._norm(x, norm, decodes), None
-            epilogue, arranged = _epilogue(each), self._arranged
-            native_wide.linear(
-                out, x, held, epilogue=epilogue, arranged=arranged, bias=bias, norm=norm
-            )
+            self._wide_product(each, out, x, held, bias, norm)
         elif num_rows > most and not (is_native and decodes and in_parts(held, num_rows)):
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif is_native:
@@ -102,6 +119,34 @@ class Products:
 
     def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
         return self._arranged.numel() > 0 and native_wide.takes(held, num_rows)
+
+    def _wide_product(
+        self,
+        each: Linear,
+        out: Tensor,
+        x: Tensor,
+        held: HeldWeight,
+        bias: Tensor | None,
+        norm: tuple[Tensor, float] | None,
+    ) -> None:
+        """One for all rows; where the next product alone reads what comes out, as that reads it."""
+        is_there, self._is_fed = self._is_fed, False
+        feeds, reader = 0, self._readers.get(id(each))
+        if reader is not None:
+            other = self._weights.held(product_of(reader))
+            if self._is_wide(other, len(x)):
+                feeds, out, self._is_fed = native_wide.num_places(other, len(x)), self._fed, True
+        native_wide.linear(
+            out,
+            x,
+            held,
+            epilogue=_epilogue(each),
+            arranged=self._fed if is_there else self._arranged,
+            bias=bias,
+            norm=norm,
+            is_there=is_there,
+            feeds=feeds,
+        )
 
     def _native_product(
         self,

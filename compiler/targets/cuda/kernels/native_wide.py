@@ -109,7 +109,7 @@ class _ArrangeNorm(ctypes.Structure):
 class _Wide(ctypes.Structure):
     """`Wide` of wide.cuh."""
 
-    _fields_ = (("product", Product), ("depth", ctypes.c_int))
+    _fields_ = (("product", Product), ("depth", ctypes.c_int), ("places", ctypes.c_int))
 
 
 SOURCE = nvrtc.Source(
@@ -161,24 +161,37 @@ def linear(
     bias: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
     way: Way | None = None,
+    is_there: bool = False,
+    feeds: int = 0,
 ) -> None:
     """What :func:`.native.linear` does, of ``x [M, K]`` bfloat16, or with ``norm`` (weight fp32,
-    eps) fp32, with M as :func:`takes` has it and with the same bits; ``arranged``: a
-    :func:`scratch`, overwritten.
+    eps) fp32, with M as :func:`takes` has it and with the same bits.
+
+    ``arranged``: a :func:`scratch`, overwritten by x; with ``is_there`` x lies there already.
+    ``feeds``: where ``out`` is the scratch of a product that follows, its :func:`num_places`: with
+    SWIGLU, of whole tiles of columns, and no columns of weights behind them.
     """
     num_tokens = len(x)
     assert takes(held, num_tokens) and x.stride(1) == 1 and held.data.data_ptr() % 16 == 0
     way = way or choose_way(held, num_tokens)
-    num_blocks = -(-num_tokens // (8 * way.eights))
-    places, steps = num_blocks * 8 * way.eights, held.num_column_tiles
+    places = -(-num_tokens // (8 * way.eights)) * 8 * way.eights
+    steps = held.num_column_tiles
     assert arranged.data_ptr() % 16 == 0 and arranged.numel() >= places * steps * 256
-    if norm is None:
+    if is_there:
+        assert norm is None
+    elif norm is None:
         _arrange(arranged, x, held, places)
     else:
         _arrange_norm(arranged, x, held, places, norm)
     product = product_arguments(out, held, epilogue=epilogue, num_tokens=num_tokens, bias=bias)
     product.x, product.x_stride = arranged.data_ptr(), places
-    _launch(product, held, num_blocks, way)
+    _launch(product, held, way, feeds)
+
+
+def num_places(held: HeldWeight, num_tokens: int) -> int:
+    """Tokens that x is arranged for, those that nobody reads included."""
+    eights = choose_way(held, num_tokens).eights
+    return -(-num_tokens // (8 * eights)) * 8 * eights
 
 
 def _arrange(out: Tensor, x: Tensor, held: HeldWeight, num_places: int) -> None:
@@ -212,16 +225,16 @@ def _arrange_norm(
     nvrtc.launch(SOURCE, "arrange_norm", at=nvrtc.Launch((len(x), 1, 1), 256), arguments=arguments)
 
 
-def _launch(product: Product, held: HeldWeight, num_blocks: int, way: Way) -> None:
+def _launch(product: Product, held: HeldWeight, way: Way, feeds: int) -> None:
     """Blocks of all tokens beside each other: they read the same rows of the weight."""
     shared, depth = way.shared_bytes(held), way.depth(held)
     assert shared <= MOST_SHARED and depth > 1
     row_blocks = -(-held.num_row_tiles // way.row_tiles(held))
     at = nvrtc.Launch(
-        (num_blocks, -(-row_blocks // way.together) * way.together, 1),
+        (product.x_stride // (8 * way.eights), -(-row_blocks // way.together) * way.together, 1),
         128 * way.groups,
         shared,
         cluster=(1, way.together, 1),
     )
-    arguments = _Wide(product=product, depth=depth)
+    arguments = _Wide(product=product, depth=depth, places=feeds)
     nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

@@ -156,6 +156,7 @@ __device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], con
 struct Wide {
   Product product;  // x: what `arrange` made of it, `x_stride` tokens in all
   int depth;        // steps in flight
+  int places;       // of a product of pairs: tokens of the x that it writes as `arrange` does, or 0
 };
 constexpr int MOST_DEPTH = 12;
 
@@ -210,10 +211,24 @@ template <int F, int MT, int G> struct Ring {
 // What becomes of a lane's sums: rows g and g + 8 of a tile, tokens `token` + 8 m and one on. What is
 // added to is read before anything is written.
 template <int MT>
-__device__ __forceinline__ void finish_tile(Product p, int token, int tile, int g,
+__device__ __forceinline__ void finish_tile(const Wide &wide, int token, int tile, int g,
                                             float (&sums)[MT][4]) {
   constexpr int FEW = MT < 4 ? MT : 4;
+  Product p = wide.product;
   if (tile >= p.num_tiles) return;
+  if (wide.places) {
+    const int column = tile * 8 + g, piece = (column >> 1) & 7;
+    u8 *out = (u8 *)p.out + (size_t)(column / CHUNK) * wide.places * CHUNK_BYTES +
+              (column >> 4 & 3) * 4 + (column & 1) * 2;
+    p.out_stride = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * MT; ++i) {
+      const int place = token + (i >> 1) * 8 + (i & 1);
+      p.out = out + (size_t)place * CHUNK_BYTES + ((piece ^ place) & 7) * 16 - (tile * 8 + g) * 2;
+      finish(p, place, tile, g, sums[i >> 1][i & 1], sums[i >> 1][2 + (i & 1)]);
+    }
+    return;
+  }
   if (p.epilogue == ADD && !p.bias) {
     const int row = tile * 16 + g;
     float *out = (float *)p.out + (size_t)token * p.out_stride + row;
@@ -376,7 +391,7 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   }
   wait_for_inputs();  // what is added to may be what the kernel before writes
   if (CUT <= 1) {
-    finish_tile<MT>(p, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
+    finish_tile<MT>(wide, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
     __syncwarp();
     if (!is_alone) cluster_barrier();  // nobody's memory goes while another writes or counts
     return;
@@ -403,5 +418,5 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
 #pragma unroll
       for (int s = 1; s < SLICES; ++s) all[m][i] += sums[(s * MT * 4 + place) * 128];
     }
-  finish_tile<SHARE>(p, blockIdx.x * TOKENS + part * SHARE * 8 + 2 * t, tile, g, all);
+  finish_tile<SHARE>(wide, blockIdx.x * TOKENS + part * SHARE * 8 + 2 * t, tile, g, all);
 }

@@ -150,3 +150,15 @@ def test_swiglu(kind: str, gpu: torch.device) -> None:
     arranged = native_wide.scratch(2048, gpu)
     native_wide.linear(out, x[:100], held, epilogue=native.SWIGLU, arranged=arranged)
     assert torch.equal(out[:64], few) and bool(out.isfinite().all())
+    down = weight(kind, (256, 8192), gpu, paired=False)
+    want, fed = torch.zeros(100, 256, device=gpu), torch.zeros(100, 256, device=gpu)
+    behind = native_wide.scratch(8192, gpu)
+    how = {"epilogue": native.STORE, "arranged": behind}
+    native_wide.linear(want, out, down, **how)
+    behind.fill_(0xFF)
+    places = native_wide.num_places(down, 100)
+    native_wide.linear(
+        behind, x[:100], held, epilogue=native.SWIGLU, arranged=arranged, feeds=places
+    )
+    native_wide.linear(fed, out, down, is_there=True, **how)
+    assert torch.equal(fed, want)
