@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
 from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, Stage
-from tilewright.compiler.targets.pipeline import with_ranks
+from tilewright.compiler.targets.pipeline import RANK, with_ranks
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import grouped_modules, trace
 
@@ -121,10 +121,7 @@ def compile_virtual(
     check_options(options, model.config.max_positions)
     backend, resolved = get_target(target), resolve_precision(model, precision)
     parallel = backend.settled(options)
-    found = [
-        lower_model(model, resolved, backend.stages(), silent, parallel=parallel, rank=rank)
-        for rank in range(parallel.tensor)
-    ]
+    found = _lower_ranks(model, resolved, backend.stages(), parallel)
     source = weight_source(model, options.max_context, parallel)
     graphs = [graph_module for graph_module, _ in found]
     return Compiled(
@@ -208,6 +205,29 @@ def lower_model(
         report(stage.name, index, len(stages))
         run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
     return graph_module, ctx
+
+
+def _lower_ranks(
+    model: CompilableModel,
+    precision: ResolvedPrecision,
+    stages: Sequence[Stage],
+    parallel: Parallel,
+) -> list[tuple[GraphModule, PassContext]]:
+    """`lower_model` of every rank; what comes before a rank's part is cut out is done once."""
+    stages = with_ranks(stages)
+    end = stages.index(RANK)
+    graph_module, stored_type = trace_model(model), model.checkpoint.stored_type
+    ctx = PassContext(precision, stored_type=stored_type, parallel=parallel)
+    found = []
+    for stage in stages[:end]:
+        run_passes(graph_module, stage.passes, ctx, verify=stage.verify)
+    for rank in range(parallel.tensor):
+        own = replace(ctx, rank=rank, notes=[*ctx.notes], reports=[*ctx.reports])
+        part = copy.deepcopy(graph_module)
+        for stage in stages[end:]:
+            run_passes(part, stage.passes, own, verify=stage.verify)
+        found.append((part, own))
+    return found
 
 
 def constants_of(model: CompilableModel, max_context: int | None = None) -> dict[str, Tensor]:
