@@ -130,7 +130,7 @@ def print_byte_plan(
 def explain_places(screen: Console, compiled: Compiled) -> None:
     """What of the weights each rank has; nothing of one device."""
     if compiled.places:
-        table = Table.of(("group", "axis", "of rank 0 + 1 + ..."), compiled.places)
+        table = Table.of(("group", "axis", "shares of ranks"), compiled.places)
         print_table(screen, "dealt over ranks; whole on each: all others", table)
 
 

@@ -51,8 +51,10 @@ def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
         group = info(weight).tensor_group
         names = {0: "out", 1: "in"} if weight.meta["val"].dim() == 2 else _EXPERT_AXES
         for each in placement.dealt if group else ():
-            sizes = " + ".join(map(str, each.split.sizes))
-            yield str(group), names[each.axis], sizes
+            sizes = each.split.sizes
+            is_even = len(sizes) > 1 and len(set(sizes)) == 1
+            shown = f"{len(sizes)} x {sizes[0]}" if is_even else " + ".join(map(str, sizes))
+            yield str(group), names[each.axis], shown
 
 
 _EXPERT_AXES = {0: "experts", 1: "out", 2: "in"}

@@ -26,8 +26,8 @@ def test_shares_wire_and_bytes_are_told() -> None:
     for line in (
         "wqkv out 64 + 32 + 32",
         "wo in 64 + 32 + 32",
-        "ff1_3 out 24 + 24 + 24",
-        "ff2 in 24 + 24 + 24",
+        "ff1_3 out 3 x 24",
+        "ff2 in 3 x 24",
         "lm_head out 48 + 48 + 35",
     ):
         assert line in text
