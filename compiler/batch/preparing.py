@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -10,8 +12,8 @@ import msgspec
 from tilewright.compiler.batch.records import Item
 from tilewright.compiler.errors import ConfigError, RequestError
 from tilewright.compiler.runtime.grammar import GrammarSpec
-from tilewright.compiler.runtime.matchers import Grammars
-from tilewright.compiler.serve.errors import ApiError, refuse, unsupported
+from tilewright.compiler.runtime.matchers import Grammars, roomy_threads
+from tilewright.compiler.serve.errors import ApiError, invalid, refuse, unsupported
 from tilewright.compiler.serve.forms import Job
 from tilewright.compiler.serve.jobs import Served, make_job, read_calls, template_variables
 from tilewright.compiler.serve.prepare import Prompt, check_prompt, encode, render_chat
@@ -23,12 +25,38 @@ from tilewright.compiler.serve.requests import (
     check_common,
     decode,
 )
-from tilewright.compiler.serve.structured import behind_reasoning, read_grammar
+from tilewright.compiler.serve.structured import SECONDS, behind_reasoning, read_grammar
 from tilewright.compiler.serve.template import TemplateFacts
 from tilewright.compiler.serve.tools.asked import ToolsAsked, read_tools
 from tilewright.compiler.serve.tools.grammars import call_grammar
 
 _SEED_BITS = 63
+_NUM_THREADS = 2
+
+
+class GrammarTrials:
+    """Tries grammars before the engine hears of them, in threads whose stacks are deep enough."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._grammars = grammars
+        self._threads: ThreadPoolExecutor | None = None
+
+    def check(self, spec: GrammarSpec, param: str) -> None:
+        """Refuse what cannot be compiled in time; raises ApiError 400."""
+        if self._threads is None:
+            self._threads = roomy_threads(_NUM_THREADS, "grammars")
+            self._threads.submit(self._load).result()  # seconds, once
+        try:
+            self._threads.submit(self._grammars.check, spec).result(SECONDS)
+        except (RequestError, ConfigError) as error:
+            raise refuse(error, "invalid_grammar", param) from None
+        except TimeoutError:
+            said = f"{param}: it takes longer than {SECONDS:g} s to compile; allowed: less"
+            raise invalid(said, param, "invalid_grammar") from None
+
+    def _load(self) -> None:
+        with suppress(ConfigError):  # it is raised again where a grammar is tried
+            self._grammars.load()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +72,7 @@ class Preparer:
 
     served: Served
     template: TemplateFacts
-    grammars: Grammars
+    trials: GrammarTrials
     max_tokens: int | None = None
     ignore_eos: bool = False
     seed: int = 0
@@ -143,14 +171,8 @@ class Preparer:
         asked = read_grammar(request)
         if asked is None:
             return None
-        self._check(*asked)
+        self.trials.check(*asked)
         return asked[0]
-
-    def _check(self, spec: GrammarSpec, param: str) -> None:
-        try:
-            self.grammars.check(spec)
-        except (RequestError, ConfigError) as error:
-            raise refuse(error, "invalid_grammar", param) from None
 
     def _call_grammar(
         self, tools: ToolsAsked, prompt: str, otherwise: GrammarSpec | None
@@ -161,7 +183,7 @@ class Preparer:
         if spec is None:
             return None
         try:
-            self._check(spec, "tools")
+            self.trials.check(spec, "tools")
         except ApiError:
             if tools.must_call or otherwise is not None or any(t.is_strict for t in tools.tools):
                 raise

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tilewright.compiler.batch.engine import BatchEngine
-from tilewright.compiler.batch.preparing import Preparer
+from tilewright.compiler.batch.preparing import GrammarTrials, Preparer
 from tilewright.compiler.commands.batch_options import BatchOptions
 from tilewright.compiler.commands.source import (
     Source,
@@ -119,7 +119,7 @@ def _made(
     preparer = Preparer(
         served=served,
         template=read_template(source.tokenizer, None),
-        grammars=grammars,
+        trials=GrammarTrials(grammars),
         max_tokens=options.max_tokens,
         ignore_eos=options.ignore_eos,
         seed=options.seed,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from tilewright.compiler.batch.engine import BatchEngine, Ended
-from tilewright.compiler.batch.preparing import Preparer
+from tilewright.compiler.batch.preparing import GrammarTrials, Preparer
 from tilewright.compiler.batch.records import Item, Record, refused
 from tilewright.compiler.runtime.matchers import grammars_of
 from tilewright.compiler.runtime.service import EngineService, QueueTransport
@@ -19,6 +20,7 @@ from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.null import NullExecutable
 from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
+from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 VOCABULARY = 256
 
@@ -39,21 +41,26 @@ def null_executable(seats: int = 4, context: int = 64) -> NullExecutable:
 
 
 def null_engine(
-    folder: Path, executable: NullExecutable | None = None, *, ignore_eos: bool = True
+    folder: Path,
+    executable: NullExecutable | None = None,
+    *,
+    ignore_eos: bool = True,
+    chat_template: str | None = None,
 ) -> BatchEngine:
     """A batch engine on an executable that needs no weights; its tokens are bytes."""
-    tokenizer = byte_tokenizer(VOCABULARY, "null")
+    plain = byte_tokenizer(VOCABULARY, "null")
+    tokenizer = Tokenizer(replace(plain._vocabulary, chat_template=chat_template))
     tokenizer.save(folder / "tokenizer")
     transport = QueueTransport()
-    service = EngineService(executable or null_executable(), transport)
     grammars = grammars_of(folder / "tokenizer", tokenizer.eos_ids, VOCABULARY)
+    service = EngineService(executable or null_executable(), transport, grammars=grammars)
     served = Served(
         ready=service.ready({}), coder=tokenizer, name="null", fingerprint="fp", defaults={}
     )
     preparer = Preparer(
         served=served,
         template=read_template(tokenizer, None),
-        grammars=grammars,
+        trials=GrammarTrials(grammars),
         ignore_eos=ignore_eos,
     )
     return BatchEngine(service, transport, preparer)

@@ -140,3 +140,47 @@ def test_the_mean_batch_is_what_decoded_together(tmp_path: Path) -> None:
     assert 3.0 < meter.mean_batch <= 4.0
     tail = meter.tail
     assert tail is not None and 0 <= tail.seconds <= meter.seconds and tail.mean_batch <= 4.0
+
+
+def test_grammars_hold_and_bad_ones_fail_alone(tmp_path: Path) -> None:
+    items = [
+        completion(0, max_tokens=9, structured_outputs={"choice": ["yes", "no"]}),
+        completion(1, max_tokens=9, structured_outputs={"regex": "("}),
+        completion(2, max_tokens=2, structured_outputs={"regex": "a", "choice": ["b"]}),
+    ]
+    engine = null_engine(tmp_path, ignore_eos=False)
+    found = {each.record.row: each.record for each in run(engine, items)}
+    assert found[0].said()["choices"][0]["text"] in ("yes", "no")
+    assert [found[row].error()["code"] for row in (1, 2)] == ["invalid_grammar", "invalid_value"]
+
+
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
+)
+_TOOL = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+
+
+def test_chats_and_their_tools_are_rendered_by_the_template(tmp_path: Path) -> None:
+    def chat(row: int, **body: object) -> Item:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, **body}
+        return Item(row, True, msgspec.json.encode(asked))
+
+    tools = [{"type": "function", "function": _TOOL}]
+    items = [
+        chat(0),
+        chat(1, tools=tools),
+        chat(2, tools=tools, tool_choice="required"),
+        chat(3, tools=[{"type": "function", "function": {"name": "no such name"}}]),
+        chat(4, messages=[]),
+        chat(5, top_logprobs=3),
+    ]
+    executable = null_executable(context=512)
+    engine = null_engine(tmp_path, executable, ignore_eos=False, chat_template=_TEMPLATE)
+    found = {each.record.row: each.record for each in run(engine, items)}
+    assert [row for row, each in sorted(found.items()) if each.is_ok] == [0, 1, 2]
+    assert found[0].prompt_tokens == len("<user>hi") < found[1].prompt_tokens
+    message = found[0].said()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "\x00\x00\x00"}
+    assert "\x00" not in found[2].said()["choices"][0]["message"]["content"]
+    assert found[0].said()["object"] == "chat.completion"

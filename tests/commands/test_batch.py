@@ -224,6 +224,22 @@ def test_stopped_in_any_line_and_resumed_every_row_is_there_once(
     assert out.read_bytes() == whole.read_bytes()
 
 
+def test_answers_of_a_resumed_run_are_of_one_time_and_have_their_ids(
+    tiny_gguf: Path, tmp_path: Path, stop_at: Stop, run: Run
+) -> None:
+    data, out = tmp_path / "set.jsonl", tmp_path / "out.jsonl"
+    body = {"prompt": "a", "max_tokens": 9, "temperature": 1.0}
+    asked = [{"custom_id": f"r{row}", "url": "/v1/completions", "body": body} for row in range(20)]
+    data.write_text("".join(f"{json.dumps(each)}\n" for each in asked))
+    stop_at(command(data, out, tiny_gguf), 2000)
+    run("batch", *command(data, out, tiny_gguf, "--resume"))
+    found = lines_of(out)
+    assert [each["custom_id"] for each in found] == [f"r{row}" for row in range(20)]
+    bodies = [each["response"]["body"] for each in found]
+    assert len({each["created"] for each in bodies}) == 1
+    assert len({each["id"] for each in bodies}) == len({each["id"] for each in found}) == 20
+
+
 def test_killed_and_resumed_every_row_is_there_once(tiny_gguf: Path, tmp_path: Path) -> None:
     check_kills(tiny_gguf, tmp_path, num_rows=400, num_kills=1)
 
