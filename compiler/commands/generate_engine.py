@@ -30,6 +30,9 @@ than ``_LARGE``."""
 _LEAST = 150.0
 """Seconds that the reference, and candidates up to the first correct one, have in any case."""
 
+_REPEATS = {"cuda": 5, "cpu": 1}
+"""Of every case, of a candidate; the reference is slow, and the time is theirs."""
+
 _DEVICES = ("auto", "cuda", "cpu")
 
 
@@ -257,7 +260,7 @@ class _Search:
             device=self.device,
             expected=str(self.scratch / "expected.pt"),
             scale=self.scale,
-            repeats=5 if self.device == "cuda" else int(engine is not None),
+            repeats=_REPEATS[self.device] if engine is not None else int(self.device == "cuda"),
         )
 
     def _try(self, trial: Trial, least: float = 0.0) -> dict[str, Any] | str:
