@@ -115,6 +115,7 @@ class EngineService:
                 self._next_beat = 0.0  # what is held now is nothing
         if (now := time.perf_counter()) >= self._next_beat:
             self._next_beat = now + BEAT_SECONDS
+            self.loop.executable.check()  # a rank may end while nobody asks
             said.append(self._beat())
         if said:
             self._transport.send(said)

@@ -148,6 +148,9 @@ class Executable(ABC):
     def follow_choice(self) -> None:  # noqa: B027 (most followers are told the tokens)
         """Make a follower's part of :meth:`choose`."""
 
+    def check(self) -> None:  # noqa: B027 (most depend on nothing else)
+        """Raise where something has gone that every later step needs, as a RankError."""
+
     @abstractmethod
     def reset(self) -> None:
         """Close every seat and forget every page, for a runtime that begins anew."""

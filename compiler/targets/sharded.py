@@ -83,6 +83,9 @@ class ShardedExecutable(Executable):
         self._leader.tell(_PREPARE)
         self._guarded(self.own.prepare)
 
+    def check(self) -> None:
+        self._leader.check()
+
     def memory(self) -> MemoryUse:
         return self.own.memory()
 

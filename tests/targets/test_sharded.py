@@ -19,6 +19,7 @@ from tilewright.compiler.ops.collectives import all_gather_group, all_reduce_gro
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.runtime.service import EngineService, QueueTransport
 from tilewright.compiler.targets.null import NullExecutable
 from tilewright.compiler.targets.peer_values import Exchange, RankInterpreter
 from tilewright.compiler.targets.sharded import ShardedExecutable, meet, serve_steps
@@ -99,10 +100,13 @@ def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path: Path) -> None:
     with thread_group(tmp_path, 2, follow) as (leader, ranks):
         meet(own, Peers(leader, ranks.token, 5.0))
         executable = ShardedExecutable(own, ranks)
+        service = EngineService(executable, QueueTransport())
         with pytest.raises(AssertionError, match="leaves a gap"):
             executable.step(Step(edits=(Open(S[0], Choosing()),), prompts=(Chunk(S[0], 5, (1,)),)))
         with pytest.raises(RankError, match=r"rank 0 failed in step|rank 1 .* failed in step"):
             executable.step(Step())
+        with pytest.raises(RankError):  # though nobody asks anything
+            service.turn()
 
 
 def _rank_graph() -> fx.GraphModule:

@@ -1,0 +1,137 @@
+"""Ranks of commands as processes: started, compared, killed and stopped in every phase.
+
+All but the first test take seconds a case, and are slow.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.test_child import gone
+from tilewright.compiler.child import PYTHON
+from tilewright.compiler.commands.following import is_follower
+from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
+from tilewright.compiler.distributed.parallel import Parallel
+from tilewright.compiler.errors import ConfigError
+
+RUN = (*PYTHON, "-m", "tilewright.compiler.cli", "run", "--target", "null", "--tensor-parallel")
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29511",
+}
+
+
+def asked(**options: object) -> SimpleNamespace:
+    nothing = dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"))
+    return SimpleNamespace(**{**nothing, **options})
+
+
+def test_what_started_us_says_which_rank_we_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_grouping(asked()).is_alone and not is_follower(["--prompt", "x"])
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    found = read_grouping(asked())
+    assert found.place is not None and found.parallel.tensor == 2 and not found.leads
+    assert str(found.place.address) == "tcp:127.0.0.1:29511" and is_follower([])
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # it listens there itself
+    assert str(read_grouping(asked()).place.address) == "tcp:127.0.0.1:29512"
+    with pytest.raises(ConfigError, match=r"--tensor-parallel 4 in 2 processes; allowed: 2"):
+        read_grouping(asked(tensor_parallel=4))
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match=r"meet at 10\.0\.0\.1 without a token; allowed: TILEWR"):
+        read_grouping(asked())
+    for name in TORCHRUN:
+        monkeypatch.delenv(name)
+    lws = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "leader.svc"}
+    for name, value in lws.items():
+        monkeypatch.setenv(name, value)
+    found = read_grouping(asked(tensor_parallel=4))
+    assert (found.machines.count, found.machines.rank, found.machines.host) == (2, 1, "leader.svc")
+    assert is_follower([]) and not found.leads
+
+
+def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"3 ranks on 2 machines; allowed: as many on each"):
+        read_grouping(asked(tensor_parallel=3, nnodes=2, master_addr="h"))
+    with pytest.raises(ConfigError, match=r"machine 2 of 2; allowed: 0 to 1 \(--node-rank\)"):
+        read_grouping(asked(tensor_parallel=2, nnodes=2, node_rank=2, master_addr="h"))
+    with pytest.raises(ConfigError, match="devices 0,0; allowed: numbers from 0, each once"):
+        read_grouping(asked(tensor_parallel=2, devices=(0, 0)))
+    two = Grouping(Parallel(tensor=4))
+    with pytest.raises(ConfigError, match="4 ranks on target cuda: this machine has 2 GPUs"):
+        check_devices(two, 2)
+    with pytest.raises(ConfigError, match="device 3: this machine has 2 GPUs; allowed: up to 2"):
+        check_devices(Grouping(Parallel(tensor=2, devices=(0, 3))), 2)
+
+
+def _followers(pid: int) -> list[int]:
+    """The processes that a rank 0 has started."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = path.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid and b"follow" in (path.parent / "cmdline").read_bytes():
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _running(size: int, limit: float, tokens: int) -> Iterator[subprocess.Popen[bytes]]:
+    command = [*RUN, str(size), "--peer-limit", str(limit), "--prompt", "x"]
+    command += ["--max-tokens", str(tokens), "--model", "shape:llama-3.2-1b", "--no-cache"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("phase", ["loading", "decoding"])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_whoever_is_killed_or_stopped_nobody_stays(rank: int, phase: str, number: int) -> None:
+    limit = 4.0
+    with _running(3, limit, 130_000) as process:
+        deadline = time.monotonic() + 120
+        while len(followers := _followers(process.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(1.0 if phase == "loading" else 25.0)
+        if process.poll() is not None:
+            pytest.skip("it was done before")
+        everyone = [process.pid, *followers]
+        os.kill(everyone[rank], number)
+        if rank == 0 and number == signal.SIGSTOP:
+            return  # its followers wait for it, and end with it: it is killed now
+        most = 120.0 if phase == "loading" and number == signal.SIGSTOP else limit
+        assert process.wait(most + 10) != 0
+        assert process.stderr is not None
+        said = process.stderr.read().decode().strip().splitlines()
+        if rank:
+            assert process.returncode == 3 and f"rank {rank} " in said[-1], said
+    assert all(gone(pid) for pid in everyone)
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_ranks() -> None:
+    command = [*RUN[:-1], "--prompt", "x", "--max-tokens", "3", "--model", "shape:llama-3.2-1b"]
+    ranks = []
+    for rank in ("0", "1"):
+        env = {**os.environ, **TORCHRUN, "RANK": rank, "LOCAL_RANK": rank}
+        ranks.append(subprocess.Popen(command, env=env, stderr=subprocess.PIPE))
+    assert [each.wait(120) for each in ranks] == [0, 0]
