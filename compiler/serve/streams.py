@@ -175,11 +175,13 @@ async def answer_stream(
     headers: dict[str, str],
 ) -> web.StreamResponse:
     """Send chunks as they come; headers leave with the first of them, or the first ping."""
-    response = web.StreamResponse(headers={**_HEADERS, **headers})
-    response.enable_chunked_encoding()
+    response: web.StreamResponse | None = None  # one that waits is kept small
 
     async def write(data: bytes) -> None:
-        if not response.prepared:
+        nonlocal response
+        if response is None:
+            response = web.StreamResponse(headers={**_HEADERS, **headers})
+            response.enable_chunked_encoding()
             await response.prepare(request)
         await response.write(data)
 
@@ -197,15 +199,16 @@ async def answer_stream(
         tail = _event(job.usage_chunk()) if job.include_usage else b""
         await write(tail + _DONE)
     except ApiError as error:
-        if not response.prepared:
+        if response is None:
             raise
         await write(_EVENT + error.body() + _END)
     except Exception as error:  # of ours: a second answer must not follow the first one's bytes
-        if not response.prepared or isinstance(error, ConnectionError):
+        if response is None or not response.prepared or isinstance(error, ConnectionError):
             raise
         say_fault(error, f"a stream {request[ID]}")
         fault = ApiError(500, "internal_error", "the server has a fault")
         await write(_EVENT + fault.body() + _END)
+    assert response is not None, "every stream has an end"
     await response.write_eof()
     return response
 

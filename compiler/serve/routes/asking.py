@@ -14,32 +14,40 @@ from tilewright.compiler.serve.exchange import (
     read_body,
 )
 from tilewright.compiler.serve.forms import Job
-from tilewright.compiler.serve.front import Front
 from tilewright.compiler.serve.requests import ChatRequest, CompletionRequest, decode
 from tilewright.compiler.serve.streams import Follower, answer_stream, answer_whole
 
 
 async def _chat(request: web.Request) -> web.StreamResponse:
-    front = request.app[FRONT]
-    body = await read_body(request, front)
-    asked, ignored = decode(body, ChatRequest)
-    return await _answer(request, front, await front.chat_job(asked), ignored)
+    return await _answer(request, *await _chat_job(request))
 
 
 async def _completions(request: web.Request) -> web.StreamResponse:
+    return await _answer(request, *await _completion_job(request))
+
+
+async def _chat_job(request: web.Request) -> tuple[Job, dict[str, str]]:
+    """What is asked, and the headers of the answer. The body is not kept while it waits."""
     front = request.app[FRONT]
-    body = await read_body(request, front)
-    asked, ignored = decode(body, CompletionRequest)
-    return await _answer(request, front, await front.completion_job(asked), ignored)
+    asked, ignored = decode(await read_body(request, front), ChatRequest)
+    return await front.chat_job(asked), _ignored(ignored)
 
 
-async def _answer(
-    request: web.Request, front: Front, job: Job, ignored: list[str]
-) -> web.StreamResponse:
-    headers: dict[str, str] = {}
-    if ignored:
-        names = [key if key.isascii() and key.isprintable() else "?" for key in ignored]
-        headers["x-ignored-fields"] = ", ".join(names)[:1000]
+async def _completion_job(request: web.Request) -> tuple[Job, dict[str, str]]:
+    front = request.app[FRONT]
+    asked, ignored = decode(await read_body(request, front), CompletionRequest)
+    return await front.completion_job(asked), _ignored(ignored)
+
+
+def _ignored(fields: list[str]) -> dict[str, str]:
+    if not fields:
+        return {}
+    names = [key if key.isascii() and key.isprintable() else "?" for key in fields]
+    return {"x-ignored-fields": ", ".join(names)[:1000]}
+
+
+async def _answer(request: web.Request, job: Job, headers: dict[str, str]) -> web.StreamResponse:
+    front = request.app[FRONT]
     if job.unheld:
         headers["x-unconstrained-tools"] = job.unheld.encode("ascii", "replace").decode()[:500]
     job.client = request[CLIENT]
