@@ -26,6 +26,7 @@ from tilewright.compiler.serve.errors import ApiError
 
 Answer: TypeAlias = Started | Tokens | Finished | Failed
 _MAX_RETRY_SECONDS = 600
+_LOOK_SECONDS, _LOOK_SHARE = 1.0, 0.1  # between looks at who has waited too long
 _OLD, _NEW = 0.9, 0.1  # shares of what is known and of what is measured, in the rate
 
 
@@ -42,13 +43,14 @@ class Limits:
 class _Asked:
     """A request that the engine has, and who waits for it; times are of this process's clock.
 
-    ``given_at``: when the engine was asked; ``seated_at``, ``first_at`` and ``last_at``: when it
-    got a seat, and when its first and its latest tokens came.
+    ``since``: when it was asked for; ``given_at``: when an engine was asked; ``seated_at``,
+    ``first_at`` and ``last_at``: when it got a seat, and when its first and its latest tokens came.
     """
 
     message: Submit
     ticket: Ticket
     index: int
+    since: float
     given_at: float
     seated_at: float | None = None
     first_at: float | None = None
@@ -87,7 +89,6 @@ class Ticket:
     ids: list[int]
     _desk: Desk
     engines: dict[int, int] = field(default_factory=dict)
-    _timer: asyncio.TimerHandle | None = None
     _found: list[tuple[int, Answer]] = field(default_factory=list)
     _finished: dict[int, Finished] = field(default_factory=dict)
     _waiter: asyncio.Future[None] | None = None
@@ -136,9 +137,8 @@ class Ticket:
 
     def close(self) -> None:
         """Cancel every request of this ticket that has not ended."""
-        for timer in (self._timer, self._look_timer):
-            if timer is not None:
-                timer.cancel()
+        if self._look_timer is not None:
+            self._look_timer.cancel()
         for request_id in self.ids:
             self._desk.cancel(request_id)
 
@@ -157,6 +157,7 @@ class Desk:
         self._rate = 0.0
         self._num_running = 1
         self._next_id = 0
+        self._timer: asyncio.TimerHandle | None = None
         self.num_waiting = 0
 
     def __len__(self) -> int:
@@ -185,11 +186,12 @@ class Desk:
                 like=like if like != self._next_id else None,
             )
             ticket.ids.append(self._next_id)
-            self._asked[self._next_id] = _Asked(numbered, ticket, index, time.perf_counter())
+            now = time.perf_counter()
+            self._asked[self._next_id] = _Asked(numbered, ticket, index, now, now)
             self._count(numbered, 1)
             self._give(numbered)
-        loop = asyncio.get_running_loop()
-        ticket._timer = loop.call_later(self._limits.queue_timeout, self._expire, ticket)
+        if self._timer is None:
+            self._look_later()
         return ticket
 
     def cancel(self, request_id: int) -> Finished | None:
@@ -278,13 +280,22 @@ class Desk:
             self._count(asked.message, -1)
         return asked
 
-    def _expire(self, ticket: Ticket) -> None:
-        for request_id in ticket.ids:
-            asked = self._asked.get(request_id)
-            if asked is not None and not asked.has_started:
+    def _look_later(self) -> None:
+        """One timer for all: a thousand may wait."""
+        seconds = min(_LOOK_SECONDS, self._limits.queue_timeout * _LOOK_SHARE)
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        """End what has waited too long."""
+        latest = time.perf_counter() - self._limits.queue_timeout
+        for request_id, asked in list(self._asked.items()):
+            if not asked.has_started and asked.since <= latest:
                 self.cancel(request_id)
                 said = f"waited {self._limits.queue_timeout:g} s in the queue"
-                ticket.put(asked.index, Failed(request_id, "queue_timeout", said))
+                asked.ticket.put(asked.index, Failed(request_id, "queue_timeout", said))
+        self._timer = None
+        if self._asked:
+            self._look_later()
 
     def _measure(self, asked: Submit, done: Finished) -> None:
         """Tokens of prompts a second, all that run together."""
