@@ -30,3 +30,10 @@ def test_more_gpus_are_faster_and_below_their_limit(load: object) -> None:
 def test_the_document_has_the_table() -> None:
     text = DOCUMENT.read_text()
     assert all(line in text for line in table().markdown().splitlines())
+
+
+def test_the_model_is_within_a_tenth_of_what_was_measured() -> None:
+    measured = [load for load in LOADS if load.on_two is not None]
+    assert measured
+    for load in measured:
+        assert tokens_per_s(load, 2) == pytest.approx(load.on_two, rel=0.1)
