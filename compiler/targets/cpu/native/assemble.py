@@ -92,7 +92,7 @@ def program_of(
         num_buffers=len(widths),
         num_states=len(assembly.states),
         logits=logits,
-        large_pages=large_pages,
+        large_pages=2 if large_pages else 0,
         instructions=(lib.TwInstruction * len(assembly.instructions))(*assembly.instructions),
         tensors=(lib.TwTensor * len(tensors))(*tensors),
         widths=(ctypes.c_int32 * len(widths))(*widths),

@@ -71,7 +71,8 @@ struct TwProgram {
     int32_t max_seats, max_context, max_tokens;
     int32_t num_instructions, num_tensors, num_buffers, num_states;
     int32_t logits;                           // the buffer that is the caller's
-    int32_t large_pages;                      // 1: tensors are copied onto large pages, and not read again
+    int32_t large_pages;                      // 1: tensors are copied onto large pages, and not read
+                                              // again; 2: and are of a mapped file, which is let go
     const TwInstruction* instructions;
     const TwTensor* tensors;
     const int32_t* widths;                    // of buffers, in floats

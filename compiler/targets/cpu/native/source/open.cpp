@@ -1,6 +1,7 @@
 // Opening a program: once it is checked, memory and threads are made.
 
 #include <sys/mman.h>
+#include <unistd.h>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -169,6 +170,12 @@ struct Copy {
     uint8_t* to;
 };
 
+// The whole pages in between, which the file still has.
+void let_go(const uint8_t* begin, const uint8_t* end) {
+    const int64_t page = sysconf(_SC_PAGESIZE), first = rounded((int64_t)begin, page), last = (int64_t)end / page * page;
+    if (first < last) madvise((void*)first, last - first, MADV_DONTNEED);
+}
+
 // A thread takes its own panels first, so that they lie in the memory that is nearest to it.
 void copy_own(void* given, int thread) {
     const Copy& copy = *(Copy*)given;
@@ -178,7 +185,9 @@ void copy_own(void* given, int thread) {
         const int64_t unit = each.kind == TW_VECTOR ? (int64_t)each.num_bytes : 2 * panel_size(each.kind, each.columns).total;
         const int64_t count = (int64_t)each.num_bytes / unit;
         const int64_t first = thread * count / num_threads * unit, last = (thread + 1) * count / num_threads * unit;
-        std::memcpy(copy.to + copy.offsets[i] + first, (const uint8_t*)each.data + first, last - first);
+        const uint8_t* from = (const uint8_t*)each.data;
+        std::memcpy(copy.to + copy.offsets[i] + first, from + first, last - first);
+        if (copy.engine.program.large_pages == 2) let_go(from + first, from + last);
     }
 }
 
