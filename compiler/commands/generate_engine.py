@@ -205,7 +205,8 @@ class _Search:
             changes = (
                 {"columns": 256},
                 {"parts": 8},
-                {"columns": 1024, "warps": 8},
+                {"columns": 1024},
+                {"whole": 1},
                 {"keys": 32},
                 {"queries": 128},
                 {"few_rows": 1},

@@ -110,7 +110,9 @@ class CudaKernels(Executor):
         norm, width = weight if each.norm is None else each.norm, x.shape[1]
         rows = 1 if len(x) == 1 else max(8, 1 << (len(x) - 1).bit_length())
         block = CHOICES.one_outputs if rows == 1 else CHOICES.outputs
-        columns = min(max(128, CHOICES.columns * 16 // max(16, rows)), _power(width))
+        columns = CHOICES.columns * 16 // max(16, rows)
+        if width <= max(columns, CHOICES.whole):
+            columns = _power(width)
         self._launch(
             product_kernel,
             (-(-outputs // block),),

@@ -79,6 +79,7 @@ class Choices:
         few_rows: up to which products read each weight once, in a kernel of ours.
         outputs, one_outputs: of a program of such a product, and of one with a single row.
         columns, parts, warps: that it takes at once, in how many parts, with how many warps.
+        whole: columns of x up to which it takes all at once.
         keys: cached positions that decode attention takes at once.
         queries: tokens of a prompt that a program attends for, fewer where there are few.
         prompts: sizes in tokens of the graphs for prompts; longer ones are launched one by one.
@@ -90,6 +91,7 @@ class Choices:
     outputs: int = 16
     one_outputs: int = 8
     columns: int = 512
+    whole: int = 1024
     parts: int = 4
     warps: int = 4
     keys: int = 64
