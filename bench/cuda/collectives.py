@@ -130,7 +130,8 @@ def _table(figures: Sequence[Figure]) -> Table:
     rows: dict[str, dict[int, list[float]]] = {}
     for each in figures:
         rows.setdefault(each.method, {}).setdefault(each.num_bytes, []).extend(each.times)
-    titles = ("us an exchange", *(f"{size // 1024} KB" for size in sizes))
+    names = (f"{size // 1024} KB" if size >= 1024 else f"{size} bytes" for size in sizes)
+    titles = ("us an exchange", *names)
     cells = [
         (method, *(_cell(found.get(size, ())) for size in sizes))
         for method, found in rows.items()

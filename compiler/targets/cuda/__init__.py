@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.fx import GraphModule
 
+from tilewright.compiler.distributed.parallel import Parallel
+from tilewright.compiler.errors import CompileError, allowed
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
@@ -79,6 +81,23 @@ class CudaTarget(Target):
                 fuse_norm_linear,
             ),
         )
+
+    def settled(self, options: CompileOptions) -> Parallel:
+        """See `Target`; sums over ranks travel as fp32, or as bf16.
+
+        Raises:
+            CompileError: for more ranks than a kernel knows, or a wire that it does not send.
+        """
+        from tilewright.compiler.targets.cuda.kernels.exchange import MOST_RANKS, WIRES
+
+        parallel = super().settled(options)
+        if parallel.tensor > MOST_RANKS:
+            raise CompileError(
+                f"{parallel.tensor} ranks on target cuda; allowed: at most {MOST_RANKS}"
+            )
+        if parallel.tensor > 1 and parallel.wire not in WIRES:
+            raise CompileError(f"wire {parallel.wire} on target cuda; {allowed(WIRES)}")
+        return parallel
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, meanings(exact=options.compute == "exact"))

@@ -15,6 +15,7 @@ from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.driver import lower_model, resolve_precision, silent, weight_source
+from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda import CudaTarget
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
@@ -127,3 +128,16 @@ def test_experts_and_linear_attention() -> None:
     """The width of every expert over both ranks, and key heads with their value heads."""
     two = Two("qwen3_5_moe", Parallel(2, expert=1))
     two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        (Parallel(2, wire="q80"), "wire q80 on target cuda; allowed: fp32, bf16"),
+        (Parallel(16), "16 ranks on target cuda; allowed: at most 8"),
+    ],
+)
+def test_what_no_kernel_sends_is_refused(parallel: Parallel, said: str) -> None:
+    with pytest.raises(CompileError, match=said):
+        CudaTarget().settled(CompileOptions(parallel=parallel))
+    assert CudaTarget().settled(CompileOptions()).wire == "fp32"
