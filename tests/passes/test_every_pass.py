@@ -40,9 +40,11 @@ from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.table import get_target
 
 CPU = {current.name: current for current in pipeline()}
-FUSED = {current.name: current for current in pipeline("cuda")}
+OF_RANKS = {"shard", "take_rank", "fuse_all_reduce_add"}
+"""What does nothing for one device; all that holds of it is in the file of its name."""
+FUSED = {each.name: each for each in pipeline("cuda") if each.name not in OF_RANKS}
 PASSES = CPU | FUSED
-OF_OTHER_TARGETS = {"round_activations", "merge_qkv", "shard", "take_rank"}
+OF_OTHER_TARGETS = {"round_activations", "merge_qkv"} | OF_RANKS
 """All that holds of it is in the file of its name."""
 FOLDER = Path(__file__).parents[2] / "compiler" / "passes"
 NUM_LAYERS = 2
