@@ -1,5 +1,5 @@
 """What measurements may switch, to compare what runs with what may be faster: one variable of the
-environment, ``TILEWRIGHT_CUDA_TRIALS=rows=64,blocks=wide,experts=parts``.
+environment, ``TILEWRIGHT_CUDA_TRIALS=rows=64,blocks=parts,experts=parts``.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ class Trials:
 
     Attributes:
         rows: the most rows of a decode step; more come in further steps.
-        blocks: of weights in block formats, ``parts``: 64 rows at a time by the kernels of few
-            rows, or by the library on dequantised weights where that is faster, as prompts are;
-            ``wide``: 33 to 512 rows of both by one kernel that decodes in registers.
-        prompts: pieces of prompts that one batch takes; more come one after another.
+        blocks: of weights in block formats, ``wide``: up to 512 rows of steps and prompts by one
+            kernel that decodes in registers, where it is faster than ``parts``: 64 rows at a time
+            by the kernels of few rows, or by the library on dequantised weights where that is.
+        prompts: pieces of prompts that one batch takes; more come one after another. 0: as
+            :func:`.device.capabilities_of` finds best.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
 
     rows: int = 256
-    blocks: str = PARTS
+    blocks: str = WIDE
     experts: str = TOGETHER
-    prompts: int = 1
+    prompts: int = 0
 
 
 def read_trials() -> Trials:

@@ -317,7 +317,7 @@ def test_more_rows_than_the_largest_bucket_choose_as_each_does_alone(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("trials", ["rows=256", "rows=256,blocks=wide"])
+@pytest.mark.parametrize("trials", ["blocks=parts", "blocks=wide"])
 @pytest.mark.parametrize("name", ["bf16", "bfp8", "bfp4"])
 def test_a_hundred_rows_are_near_each_alone(
     name: str, trials: str, monkeypatch: pytest.MonkeyPatch

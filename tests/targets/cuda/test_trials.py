@@ -37,9 +37,9 @@ SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "nu
 
 def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    assert read_trials() == Trials(rows=256, blocks="parts", experts="together")
+    assert read_trials() == Trials(rows=256, blocks="wide", experts="together")
     monkeypatch.setenv(VARIABLE, "experts=parts,rows=64")
-    assert read_trials() == Trials(rows=64, blocks="parts", experts="parts")
+    assert read_trials() == Trials(rows=64, blocks="wide", experts="parts")
 
 
 @pytest.mark.parametrize(

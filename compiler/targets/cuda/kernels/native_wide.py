@@ -22,10 +22,10 @@ from tilewright.compiler.targets.cuda.kernels.native import (
 )
 
 MAX_TOKENS = 512
-"""With more, the library's products of dequantised weights are as fast."""
-MORE_THAN = 16
-"""With so many tokens or fewer, linear.cu's products are faster."""
+"""The most tokens of a product here; with more, the library's of dequantised weights is as fast."""
 
+_MOST_CUT = 256
+_MANY_TILES = 300
 _CHUNK = 64
 _MOST_DEPTH = 12
 
@@ -34,14 +34,12 @@ _MOST_DEPTH = 12
 class Way:
     """How a product lies on the device: ``eights`` of tokens and ``groups`` of four warps a block,
     ``resident`` blocks a multiprocessor. Groups have 64 rows each; of a weight whose K is cut, the
-    same 64 rows, and slices of their own. ``together`` blocks of rows share what they fetch of x,
-    where K is not cut.
+    same 64 rows, and slices of their own.
     """
 
     eights: int
     groups: int
     resident: int = 1
-    together: int = 1
 
     def kernel(self, held: HeldWeight) -> str:
         """The name of the kernel that goes so over a weight."""
@@ -71,20 +69,20 @@ class Way:
 
 
 WAYS = {
-    "wide": ((4, 2), (8, 2), (16, 2), (16, 4), (32, 2)),
-    "cut": ((4, 1), (4, 4), (8, 1), (8, 4), (16, 1)),
+    "wide": ((4, 2), (8, 2), (16, 2)),
+    "cut": ((4, 4), (8, 4), (8, 1)),
 }
 """Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
 
 
 def choose_way(held: HeldWeight, num_tokens: int) -> Way:
-    """How a product with a weight goes."""
+    """How a product with a weight goes: as was fastest on an H200 of those in docs/cuda.md."""
+    many = held.num_row_tiles > _MANY_TILES
     if num_slices(held) == 1:
-        eights = 4 if num_tokens <= 32 else 8 if num_tokens <= 64 else 16
-        return Way(eights, 2, 2)
-    if num_tokens <= 128:
-        return Way(4 if num_tokens <= 32 else 8, 4)
-    return Way(8 if num_tokens <= 256 else 16, 1, 2)
+        return Way(4 if num_tokens <= 32 else 8 if num_tokens <= 64 else 16, 2, 2)
+    if num_tokens <= 64:
+        return Way(8 if many and num_tokens > 32 else 4, 4)
+    return Way(8, 1, 3) if many and num_tokens > 128 else Way(8, 4)
 
 
 class _Arrange(ctypes.Structure):
@@ -140,9 +138,12 @@ def why_not(device: torch.device) -> str:
 
 
 def takes(held: HeldWeight, num_tokens: int) -> bool:
-    """Whether a product with a weight is one of these."""
-    is_held_so = held.kind in TILE_BYTES and held.num_experts == 1 and held.num_columns % 4 == 0
-    return is_held_so and MORE_THAN < num_tokens <= MAX_TOKENS
+    """Whether a product with a weight is one of these: where it was measured faster on an H200."""
+    if held.kind not in TILE_BYTES or held.num_experts > 1 or held.num_columns % 4:
+        return False
+    if num_slices(held) == 1:
+        return (16 if held.kind == "bfp8" else 32) < num_tokens <= MAX_TOKENS
+    return (16 if held.num_row_tiles > _MANY_TILES else 32) < num_tokens <= _MOST_CUT
 
 
 def scratch(num_columns: int, device: torch.device) -> Tensor:
@@ -172,7 +173,7 @@ def linear(
     SWIGLU, of whole tiles of columns, and no columns of weights behind them.
     """
     num_tokens = len(x)
-    assert takes(held, num_tokens) and x.stride(1) == 1 and held.data.data_ptr() % 16 == 0
+    assert num_tokens <= MAX_TOKENS and x.stride(1) == 1 and held.data.data_ptr() % 16 == 0
     way = way or choose_way(held, num_tokens)
     places = -(-num_tokens // (8 * way.eights)) * 8 * way.eights
     steps = held.num_column_tiles
@@ -230,11 +231,7 @@ def _launch(product: Product, held: HeldWeight, way: Way, feeds: int) -> None:
     shared, depth = way.shared_bytes(held), way.depth(held)
     assert shared <= MOST_SHARED and depth > 1
     row_blocks = -(-held.num_row_tiles // way.row_tiles(held))
-    at = nvrtc.Launch(
-        (product.x_stride // (8 * way.eights), -(-row_blocks // way.together) * way.together, 1),
-        128 * way.groups,
-        shared,
-        cluster=(1, way.together, 1),
-    )
+    blocks = product.x_stride // (8 * way.eights), row_blocks, 1
+    at = nvrtc.Launch(blocks, 128 * way.groups, shared)
     arguments = _Wide(product=product, depth=depth, places=feeds)
     nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

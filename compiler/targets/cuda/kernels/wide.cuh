@@ -30,27 +30,11 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
-// The same, into every block of the cluster whose bit `mask` has, at the same place of each.
-__device__ __forceinline__ void copy_bulk(u32 to, const void *from, u32 bytes, u32 barrier,
-                                          u32 mask) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-               ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to), "l"(from), "r"(bytes),
-               "r"(barrier), "h"((u16)mask) : "memory");
-}
-// Adds one to a word of this block's shared memory, or of another's of the cluster; what it was.
+// Adds one to a word of this block's shared memory; what it was.
 // Relaxed: what is ordered by it has been read by then, and a stronger one waits for all memory.
 __device__ __forceinline__ u32 count_here(u32 at) {
   u32 old;
   asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], 1;" : "=r"(old) : "r"(at) : "memory");
-  return old;
-}
-__device__ __forceinline__ u32 count_at(u32 at, u32 rank) {
-  u32 old;
-  asm volatile("{\n"
-               ".reg .u32 there;\n"
-               "mapa.shared::cluster.u32 there, %1, %2;\n"
-               "atom.relaxed.cluster.shared::cluster.add.u32 %0, [there], 1;\n"
-               "}" : "=r"(old) : "r"(at), "r"(rank) : "memory");
   return old;
 }
 __device__ __forceinline__ void group_fence() {
@@ -106,24 +90,6 @@ __device__ __forceinline__ void multiply_group(float (&c)[16][4], u32 a0, u32 a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
 }
 
-__device__ __forceinline__ void multiply_group(float (&c)[32][4], u32 a0, u32 a1, u32 a2, u32 a3,
-                                               u64 x) {
-  asm volatile(
-      "{.reg .pred adds;\nsetp.eq.u32 adds, 1, 1;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-      "{%128, %129, %130, %131}, %132, adds, 1, 1, 0;}"
-      : ACC16(0), ACC16(4), ACC16(8), ACC16(12), ACC16(16), ACC16(20), ACC16(24), ACC16(28)
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(x));
-}
-
 // A word of codes, as decode_bfp8 and decode_bfp4 of tiles.cuh have it.
 __device__ __forceinline__ void decode_word8(u32 &a, u32 &b, u32 w, u32 scale) {
   a = multiply2(w & 0x807F807Fu, scale);
@@ -161,15 +127,14 @@ struct Wide {
 constexpr int MOST_DEPTH = 12;
 
 // How shared memory is filled: `depth` places of a step's x and weights each, of which a barrier
-// counts the bytes. The blocks of a cluster have the same tokens: each fetches its share of x for all
-// of them. Whoever is the last to leave a place, of the warps that read it or of a cluster's blocks,
-// asks for what comes there next, so nobody waits for a free place.
+// counts the bytes. The last warp to leave a place asks for what comes there next, so nobody waits
+// for a free place.
 template <int F, int MT, int G> struct Ring {
   static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
   static constexpr u32 W_BYTES = WARPS * step_bytes<F>;
   const u8 *weight, *x;  // a lane's row tile; the tokens' x
   size_t x_chunk;
-  u32 lane, num_blocks, num_steps, depth, x_ring, w_ring, full, left, freed;
+  u32 lane, num_steps, depth, x_ring, w_ring, full, left;
 
   __device__ __forceinline__ void fetch_weights(u32 step, u32 slot) const {
     if (lane == 0) arrive_for(full + 8 * slot, X_BYTES + W_BYTES);
@@ -178,13 +143,10 @@ template <int F, int MT, int G> struct Ring {
       copy_bulk(w_ring + slot * W_BYTES + lane * step_bytes<F>,
                 weight + (size_t)step * step_bytes<F>, step_bytes<F>, full + 8 * slot);
   }
-  // The share of block `of` of a half of a step's x, to all blocks of the cluster.
-  __device__ __forceinline__ void fetch_x(u32 step, u32 slot, u32 of, u32 half) const {
-    const u32 bytes = X_HALF / num_blocks, at = of * bytes;
-    const u32 to = x_ring + slot * X_BYTES + half * X_HALF + at;
-    const u8 *from = x + (2 * step + half) * x_chunk + at;
-    if (num_blocks == 1) copy_bulk(to, from, bytes, full + 8 * slot);
-    else copy_bulk(to, from, bytes, full + 8 * slot, (1u << num_blocks) - 1);
+  __device__ __forceinline__ void fetch_x(u32 step, u32 slot) const {
+    if (lane < 2)  // a half of the step each
+      copy_bulk(x_ring + slot * X_BYTES + lane * X_HALF, x + (2 * step + lane) * x_chunk, X_HALF,
+                full + 8 * slot);
   }
   // A warp has read all of a step's place.
   __device__ __forceinline__ void leave(u32 step, u32 slot) const {
@@ -196,14 +158,7 @@ template <int F, int MT, int G> struct Ring {
     before = __shfl_sync(~0u, before, 0);
     if ((before & (WARPS - 1)) != WARPS - 1) return;
     fetch_weights(next, slot);
-    if (num_blocks == 1) {
-      if (lane < 2) fetch_x(next, slot, 0, lane);
-    } else if (lane < num_blocks) {
-      if ((count_at(freed + 4 * slot, lane) & (num_blocks - 1)) == num_blocks - 1) {
-        fetch_x(next, slot, lane, 0);
-        fetch_x(next, slot, lane, 1);
-      }
-    }
+    fetch_x(next, slot);
     __syncwarp();
   }
 };
@@ -293,25 +248,18 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   const Product &p = wide.product;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[RINGS * MOST_DEPTH];
-  __shared__ u32 left[RINGS * MOST_DEPTH], freed[RINGS * MOST_DEPTH];
+  __shared__ u32 left[RINGS * MOST_DEPTH];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 part = CUT > 1 ? threadIdx.x >> 7 : 0, warp = (threadIdx.x >> 5) - 4 * part;
   const u32 depth = wide.depth, tile = blockIdx.y * R::WARPS + warp;
   const u32 begins = part * OWN * p.num_steps / SLICES;
   const u32 ends = CUT ? (part + 1) * OWN * p.num_steps / SLICES : p.num_steps;
-  u32 rank = 0;
   R ring;
-  ring.num_blocks = 1;
-  if (!CUT) {
-    asm volatile("mov.u32 %0, %%cluster_nctaid.y;" : "=r"(ring.num_blocks));
-    asm volatile("mov.u32 %0, %%cluster_ctaid.y;" : "=r"(rank));
-  }
   ring.lane = lane, ring.num_steps = ends - begins, ring.depth = depth;
   ring.x_ring = ((shared_address(memory) + 1023) & ~1023u) + part * depth * R::X_BYTES;
   ring.w_ring = ring.x_ring + (RINGS - part) * depth * R::X_BYTES + part * depth * R::W_BYTES;
   ring.full = shared_address(full + part * MOST_DEPTH);
   ring.left = shared_address(left + part * MOST_DEPTH);
-  ring.freed = shared_address(freed + part * MOST_DEPTH);
   const size_t own = min((int)(blockIdx.y * R::WARPS + lane), p.num_tiles - 1);
   ring.weight = p.weight + (own * p.num_steps + begins) * step_bytes<F>;
   ring.x_chunk = (size_t)p.x_stride * CHUNK_BYTES;
@@ -320,21 +268,18 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
     for (u32 i = 0; i < RINGS * MOST_DEPTH; i += MOST_DEPTH)
       for (u32 j = 0; j < depth; ++j) {
         make_barrier(shared_address(full + i + j), 1);
-        left[i + j] = freed[i + j] = 0;
+        left[i + j] = 0;
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async;" ::: "memory");
   }
   release_dependents();
-  const bool is_alone = CUT || ring.num_blocks == 1;
-  if (is_alone) __syncthreads();
-  else cluster_barrier();
+  __syncthreads();
   if (warp == 0) {  // weights never change: they are asked for before x is there
     const u32 ahead = min(depth, ring.num_steps);
     for (u32 i = 0; i < ahead; ++i) ring.fetch_weights(i, i);
     wait_for_inputs();
-    for (u32 i = 0; i < ahead; ++i)
-      if (lane < 2) ring.fetch_x(i, i, rank, lane);
+    for (u32 i = 0; i < ahead; ++i) ring.fetch_x(i, i);
     __syncwarp();
   }
   float acc[MT][4] = {}, total[MT][4] = {};
@@ -392,8 +337,6 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   wait_for_inputs();  // what is added to may be what the kernel before writes
   if (CUT <= 1) {
     finish_tile<MT>(wide, blockIdx.x * TOKENS + 2 * t, tile, g, CUT ? total : acc);
-    __syncwarp();
-    if (!is_alone) cluster_barrier();  // nobody's memory goes while another writes or counts
     return;
   }
   // A slice's sums after the other, value by value, a place for each thread of a group.
