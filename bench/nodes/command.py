@@ -1,6 +1,6 @@
 """``tilewright bench-nodes``: a model over CPU nodes, free and over links of a known rate.
 
-Processes of one machine share its memory bus, and are not machines: see docs/cpu.md.
+Processes of one machine share its memory bus, and are not machines: see docs/parallel.md.
 """
 
 from __future__ import annotations
