@@ -30,6 +30,7 @@ def main(argv: list[str]) -> int:
 def _follow(place: Place, path: str | None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and tells us
     follower = join(place)
+    follower.ends_process = True
     try:
         _serve(follower, place, path)
     except RankError as error:

@@ -51,13 +51,14 @@ def compile_ranks(
     job: Job,
     grouping: Grouping,
     facts: Mapping[str, str],
-    run: Callable[[CompileOptions], Compiled],
+    run: Callable[[CompileOptions, Callable[[], None]], Compiled],
 ) -> Compiled:
     """The executable of all ranks, led by this process.
 
     Args:
         facts: what is to be equal on all ranks, beside what `compare` knows itself.
-        run: compiles rank 0's own part.
+        run: compiles rank 0's own part, and calls what it is given now and then: it raises where a
+            rank has failed meanwhile.
 
     Raises:
         ConfigError: where ranks do not come, or differ.
@@ -69,7 +70,7 @@ def compile_ranks(
     try:
         leader.tell(JOB, pack(job))
         compare(leader, facts, job.options)
-        compiled = run(job.options)
+        compiled = run(job.options, leader.check)
         meet(compiled.executable, Peers(leader, ranks.token, parallel.peer_limit))
         executable = ShardedExecutable(compiled.executable, ranks)
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -150,8 +151,12 @@ def compile_source(
     options = replace(options, parallel=grouping.parallel)
     job = Job(str(source.path), choices.target, choices.precision, options, use_cache)
 
-    def run(own: CompileOptions) -> Compiled:
-        return compile_alone(source, choices, own, progress, use_cache=use_cache)
+    def run(own: CompileOptions, check: Callable[[], None]) -> Compiled:
+        def report(what: str, done: int, total: int) -> None:
+            check()
+            progress(what, done, total)
+
+        return compile_alone(source, choices, own, report, use_cache=use_cache)
 
     return compile_ranks(job, grouping, facts_of(source, choices), run)
 

@@ -128,6 +128,15 @@ class Channel:
             found.append(message)
         return found
 
+    def is_closed(self) -> bool:
+        """Whether the other end has gone; nothing is read, and what it said before may be left."""
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     def close(self) -> None:
         """Close this end; the other one reads its end."""
         with contextlib.suppress(OSError):

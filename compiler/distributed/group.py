@@ -7,6 +7,7 @@ stopped is noticed whatever the others do. The group lives or dies as one.
 from __future__ import annotations
 
 import contextlib
+import os
 import select
 import socket
 import threading
@@ -240,6 +241,7 @@ class Follower:
 
     def __init__(self, rank: int, size: int, channel: Channel, address: Address) -> None:
         self.rank, self.size, self.channel, self.address = rank, size, channel, address
+        self.ends_process = False  # where rank 0 has gone and this one does not end by itself
         self._ended = threading.Event()
         self._beater = threading.Thread(target=self._beat, daemon=True, name="beat")
         self._beater.start()
@@ -278,6 +280,10 @@ class Follower:
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
             self.channel.send_if_free(BEAT)
+            if self.ends_process and self.channel.is_closed():
+                if not self._ended.wait(PATIENCE_SECONDS):
+                    os._exit(RankError.exit_code)  # in a kernel or a library that does not return
+                return
 
 
 class Peers:

@@ -163,3 +163,16 @@ def test_followers_end_when_rank_0_is_killed() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     pids = [int(each) for each in done.stdout.split()]
     assert len(pids) == 2 and all(gone(pid) for pid in pids)
+
+
+def test_a_follower_that_does_not_hear_is_ended_with_rank_0() -> None:
+    code = "follower.ends_process = True\nimport time; time.sleep(60)\n"
+    ranks = process_group(
+        "from tilewright.compiler.distributed import group\ngroup.PATIENCE_SECONDS = 0.2\n" + code
+    )
+    (member,) = ranks.leader.members
+    assert member.child is not None
+    ranks.leader.end("rank 0 has enough")
+    ended = member.child.wait(6)
+    assert ended is not None and ended.code == RankError.exit_code
+    ranks.close()
