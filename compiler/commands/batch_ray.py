@@ -71,9 +71,7 @@ def run_on_ray(
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray.data
     except ImportError:
-        raise ConfigError(
-            "--engine ray needs Ray; allowed: pip install 'tilewright[ray]'"
-        ) from None
+        raise ConfigError("--engine ray needs Ray; allowed: pip install -e '.[ray]'") from None
     known: list[Item] = []
     bad: list[Ended] = []
     for each in islice(items, count):

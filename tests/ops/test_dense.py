@@ -160,11 +160,21 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
         *(torch.tensor([0, 1, 2, 7, 8]), torch.tensor([0, 3, 5]), torch.tensor([2, 0])),
     ),
     "round_q80": (torch.randn(T, C),),
+    "all_reduce": (torch.randn(T, C), 2, "bf16"),
+    "all_reduce_add": (*(torch.randn(T, C), torch.randn(T, C), torch.randn(C)), 1e-5, 2, "bf16"),
+    "all_gather": (torch.randn(T, C), [C - 1, 1]),
+    "reduce_scatter": (torch.randn(T, C), [C], "bf16"),
+    "all_to_all": (torch.randn(T, C), [T - 1, 1]),
+    "local_experts": (torch.tensor([[0, 3], [2, 1]]), 1, 2),
     "sample": (
         *(torch.randn(2, 9), torch.tensor([0.0, 1.0]), torch.tensor([0, 3])),
         *(torch.tensor([1.0, 0.5]), torch.tensor([1, 2]), torch.tensor([0, 5])),
     ),
 }
+
+
+WITHOUT_ARITHMETIC = ("embedding", "all_gather", "all_to_all", "local_experts", "reduce_scatter")
+"""The last: of a single rank, as its example is."""
 
 
 def test_every_operator_has_an_example() -> None:
@@ -187,7 +197,7 @@ def test_costs_count_at_least_the_result(operator: ops.Operator) -> None:
     assert isinstance(cost, Cost)
     assert cost.elements_written >= first.numel()
     assert cost.elements_read > 0
-    assert (cost.flops == 0) == (operator.name == "embedding")
+    assert (cost.flops == 0) == (operator.name in WITHOUT_ARITHMETIC)
     fakes = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments]
     assert operator.cost(*fakes) == cost, "a cost depends on shapes alone"
 
