@@ -19,12 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.errors import ExchangeError
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cpu.native import library as lib
-from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS
+from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS, Assembly
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+from tilewright.compiler.targets.cpu.native.weights import Mapped
 from tilewright.compiler.targets.host import Batch
 from tilewright.compiler.targets.program.instructions import AllReduce, AllReduceAdd, Plan
 from tilewright.compiler.targets.step import Choosing, Open, Seat, Step, StepOutput
@@ -39,8 +41,17 @@ _TRIALS, _TRIAL_ROWS = 5, 64
 class NativeRank(NativeExecutable):
     """The engine of one rank of several."""
 
-    def __init__(self, plan: Plan, *given: Any, **named: Any) -> None:
-        super().__init__(plan, *given, **named)
+    def __init__(
+        self,
+        plan: Plan,
+        assembly: Assembly,
+        mapped: Mapped,
+        options: CompileOptions,
+        contract: NumericContract,
+        **named: Any,
+    ) -> None:
+        super().__init__(plan, assembly, mapped, options, contract, **named)
+        self._num_threads = options.num_threads or 1
         kinds = AllReduce | AllReduceAdd
         self._reductions = [each for each in plan.instructions if isinstance(each, kinds)]
         self._widths = plan.dealt
@@ -56,7 +67,8 @@ class NativeRank(NativeExecutable):
             each.setblocking(False)
         numbers = [self._sockets[r].fileno() if r != peers.rank else -1 for r in range(peers.size)]
         num_threads = sum(struct.unpack("<q", each)[0] for each in self._shared(peers))
-        looks = _MOST_LOOKS if num_threads <= (os.cpu_count() or 1) else _LEAST_LOOKS
+        has_cores = num_threads <= len(os.sched_getaffinity(0))
+        looks = _MOST_LOOKS if has_cores else _LEAST_LOOKS
         given = lib.TwPeers(
             rank=peers.rank,
             count=peers.size,
@@ -157,8 +169,7 @@ class NativeRank(NativeExecutable):
     def _shared(self, peers: Peers) -> list[bytes]:
         """The threads of every rank that runs on this machine, by what it calls itself."""
         own = socket.gethostname().encode()
-        threads = getattr(self, "num_threads", None) or describe_cpu().num_cores
-        found = peers.all_gather(struct.pack("<q", threads) + own)
+        found = peers.all_gather(struct.pack("<q", self._num_threads) + own)
         return [each[:8] for each in found if each[8:] == own]
 
     def _choose_hops(self, peers: Peers) -> str:
