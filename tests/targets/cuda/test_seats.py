@@ -34,7 +34,7 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.step import (
     Back,
     Choosing,
@@ -218,3 +218,20 @@ def test_a_step_past_a_seat_s_own_pages_is_refused(executable: Executable) -> No
     after = [each.values for each in inner._state.pages.values()]
     assert all(map(torch.equal, before, after))
     release(executable, (other, seat))
+
+
+@pytest.mark.gpu
+def test_what_is_sent_may_be_changed_at_once() -> None:
+    """More than the pinned memory holds, in pieces of all sizes, while the device is busy."""
+    device = torch.device("cuda", 0)
+    busy = torch.randn(2048, 2048, device=device)
+    wanted, sent = [], []
+    for number in range(600):
+        values = np.arange(1 + number * number % 4099, dtype=np.int64) + number
+        busy = busy @ busy
+        sent.append(send(values, device))
+        wanted.append(int(values.sum()))
+        values[:] = -1
+    large = np.full((3, 1 << 18), 7, dtype=np.int64)
+    assert bool((send(large, device) == 7).all())
+    assert [int(each.sum()) for each in sent] == wanted
