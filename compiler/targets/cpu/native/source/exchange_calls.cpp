@@ -18,6 +18,7 @@ int32_t tw_join(void* engine, const TwPeers* peers) {
     const TwInstruction& last = own.instructions.back();
     if (last.op == TW_GATHER_LOGITS && (width != last.out.width || peers->logit_widths[peers->rank] != last.x.width)) return 1;
     own.logit_widths.assign(peers->logit_widths, peers->logit_widths + peers->count);
+    if (peers->most_looks > peers->looks) own.pool->least_looks = 4096;  // cores enough for all
     own.exchange = std::make_unique<tw::Exchange>(*peers, own.max_blocks);
     return 0;
 }

@@ -87,6 +87,10 @@ class Pool {
 
     int size() const { return num_threads_; }
 
+    // Looks before a thread sleeps, at least: while one waits for another rank, waking the others
+    // would take longer than the wait.
+    int least_looks = 0;
+
     // Run on all threads, this one being the first; returns when all are done.
     void run(Function function, void* context) {
         function_ = function;
@@ -105,6 +109,7 @@ class Pool {
             met_.raise();
         } else {
             met_.wait(old, patience_[thread].looks);
+            if (patience_[thread].looks < least_looks) patience_[thread].looks = least_looks;
         }
     }
 
