@@ -189,7 +189,7 @@ def eager(executable: Executable, work: list[tuple[Seat, list[int], int]]) -> Te
     for at, (handle, (token,), position) in enumerate(work):
         rows[:, at] = torch.tensor([token, position, handle])
     with torch.no_grad():
-        logits = inner._steps.decode(Rows(*rows.to(inner._device)))
+        logits = inner._steps.decode(Rows(*rows.to(inner.device)))
     return logits[: len(work)].cpu()
 
 
