@@ -168,10 +168,10 @@ def test_steps_of_padding_leave_every_state_as_it_is() -> None:
     for each in states.values():
         each.normal_()
     before = {name: each.clone() for name, each in states.items()}
-    rows = Rows.padding(4, executable._device)
+    rows = Rows.padding(4, executable.device)
     with torch.no_grad():
         executable._steps.decode(rows)
-        last = torch.zeros(1, dtype=torch.int64, device=executable._device)
+        last = torch.zeros(1, dtype=torch.int64, device=executable.device)
         executable._steps.prefill(rows, logit_rows=last)
     assert all(torch.equal(each, before[name]) for name, each in states.items())
 
