@@ -291,8 +291,11 @@ def read_model_options(
     grouping = read_grouping(arguments) if runs else Grouping()
     if target == "cuda" and runs:
         check_gpu()
-        if not grouping.is_alone:
+        if not grouping.is_alone or grouping.parallel.devices:
             check_devices(grouping, num_gpus())
+    elif grouping.parallel.devices:
+        listed = ",".join(map(str, grouping.parallel.devices))
+        raise ConfigError(f"--devices {listed}: target {target} has cores; allowed: --target cuda")
     if arguments.model is not None and is_compiled(arguments.model):
         path = Path(arguments.model).expanduser()
         refuse_given(

@@ -64,7 +64,17 @@ def read_grouping(given: Any) -> Grouping:
         peer_limit=getattr(given, "peer_limit", None) or ALONE.peer_limit,
     )
     parallel.check()
+    if tensor == 1:
+        _refuse_of_groups(given)
     return Grouping(parallel, machines, place)
+
+
+def _refuse_of_groups(given: Any) -> None:
+    for name in ("shares", "wire", "peer_limit"):
+        if getattr(given, name, None):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} for one rank; allowed: with --tensor-parallel"
+            )
 
 
 def check_devices(grouping: Grouping, num_devices: int) -> None:

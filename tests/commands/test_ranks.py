@@ -15,13 +15,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.test_child import gone
 from tilewright.compiler.child import PYTHON
+from tilewright.compiler.cli import main
 from tilewright.compiler.commands.following import is_follower
 from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda.device import open_device
 
 RUN = (*PYTHON, "-m", "tilewright.compiler.cli", "run", "--target", "null", "--tensor-parallel")
 TORCHRUN = {
@@ -71,11 +75,32 @@ def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
         read_grouping(asked(tensor_parallel=2, nnodes=2, node_rank=2, master_addr="h"))
     with pytest.raises(ConfigError, match="devices 0,0; allowed: numbers from 0, each once"):
         read_grouping(asked(tensor_parallel=2, devices=(0, 0)))
+    for option, value in (("shares", (2,)), ("wire", "bf16"), ("peer_limit", 3.0)):
+        with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} for one rank; allow"):
+            read_grouping(asked(**{option: value}))
     two = Grouping(Parallel(tensor=4))
     with pytest.raises(ConfigError, match="4 ranks on target cuda: this machine has 2 GPUs"):
         check_devices(two, 2)
     with pytest.raises(ConfigError, match="device 3: this machine has 2 GPUs; allowed: up to 2"):
         check_devices(Grouping(Parallel(tensor=2, devices=(0, 3))), 2)
+    with pytest.raises(ConfigError, match="device 2: this machine has 2 GPUs"):
+        check_devices(read_grouping(asked(devices=(2,))), 2)
+
+
+def test_devices_of_a_target_that_has_cores_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--target", "reference", "--devices", "1", "--prompt", "x"]) == 2
+    said = "--devices 1: target reference has cores; allowed: --target cuda"
+    assert said in capsys.readouterr().err
+
+
+def test_one_rank_runs_on_the_device_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_for: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", asked_for.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: asked_for[-1] if asked_for else 0)
+    found = open_device(CompileOptions(parallel=Parallel(devices=(1,))))
+    assert found.index == 1 and open_device(CompileOptions()).index == 1
 
 
 def _followers(pid: int) -> list[int]:

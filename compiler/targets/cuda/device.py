@@ -36,14 +36,14 @@ _GB = 1e9
 
 
 def open_device(options: CompileOptions | None = None) -> torch.device:
-    """Find the current GPU, or of a rank among several its own, which becomes the current one; the
-    CPU where Triton's interpreter is asked for.
+    """Find the current GPU, or the one that was named or is a rank's own, which becomes the current
+    one; the CPU where Triton's interpreter is asked for.
 
     Raises:
         CompileError: where there is neither, or a rank has no GPU.
     """
     if torch.cuda.is_available():
-        if options is not None and options.parallel.tensor > 1:
+        if options is not None and (options.parallel.tensor > 1 or options.parallel.devices):
             torch.cuda.set_device(_device_of_rank(options))
         return torch.device("cuda", torch.cuda.current_device())
     if os.environ.get("TRITON_INTERPRET") == "1":
