@@ -102,7 +102,7 @@ LOADS: Sequence[Load] = (
     Load("Qwen3.5-35B-A3B bf16", 64, 3544, 69.8e9, 387, 80, 2048),
 )
 """Of one H200, as docs/cuda.md has them; on two H200s, behind prompts of 128 (2026-11-23, commit
-6acf4bb). The model was made before the latter and is 9 % off at most.
+1f96a6e). The model was made before the latter and is 9 % off at most.
 """
 
 
