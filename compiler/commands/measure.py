@@ -283,6 +283,7 @@ def make_result(
         device=device,
         device_detail=detail,
         target=compiled.target,
+        mesh=compiled.executable.mesh,
         num_generated=max((len(output) for run in runs for output in run.outputs), default=0),
         compute="exact" if compiled.compute == "exact" else "fast",
         repeats=repeats,

@@ -99,7 +99,8 @@ class Executable(ABC):
     """A compiled model with its weights and state.
 
     ``device_name`` and ``device_detail``: what a result calls the device (``H200``), and what
-    tells it from others of the name; None where the host's description says it.
+    tells it from others of the name; None where the host's description says it. ``mesh``: the
+    devices it runs on, rows by columns, as results name it.
 
     ``num_tokens``: ids from there on have no token and are never chosen, though they have logits;
     None: there are none of these. It is set before the first step.
@@ -110,6 +111,7 @@ class Executable(ABC):
     vocab_size: int
     device_name: str = "CPU"
     device_detail: str | None = None
+    mesh: str = "1x1"
     num_tokens: int | None = None
 
     @property

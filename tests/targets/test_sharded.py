@@ -77,6 +77,7 @@ def test_followers_make_the_steps_of_rank_0(tmp_path: Path) -> None:
         meet(own, Peers(leader, ranks.token, 5.0))
         executable = ShardedExecutable(own, ranks)
         assert executable.capabilities.max_seats == 6  # the least of all ranks
+        assert executable.mesh == "1x3" and own.mesh == "1x1"  # what results say
         loop = EngineLoop(executable)
         loop.warm_up()
         sampling = [SamplingParams(max_tokens=9, temperature=t) for t in (0.0, 0.7, 0.0, 1.0)]
