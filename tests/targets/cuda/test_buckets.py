@@ -21,7 +21,7 @@ class Counted:
 
     made = 0
 
-    def __init__(self, run: Any, device: Any, pool: Any) -> None:
+    def __init__(self, run: Any, device: Any, pool: Any, group: Any = None) -> None:
         Counted.made += 1
 
     def __call__(self) -> None:
@@ -32,6 +32,7 @@ class Unrun:
     """Steps that compute nothing, and attend in two ways where prompts are long."""
 
     device = torch.device("cpu")
+    group = None
 
     def __init__(self) -> None:
         self.prompts: list[tuple[int, bool]] = []
