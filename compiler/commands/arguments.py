@@ -289,13 +289,8 @@ def read_model_options(
         raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS, target)}")
     target = _with_backend(target, arguments.backend)
     grouping = read_grouping(arguments) if runs else Grouping()
-    if target == "cuda" and runs:
-        check_gpu()
-        if not grouping.is_alone or grouping.parallel.devices:
-            check_devices(grouping, num_gpus())
-    elif grouping.parallel.devices:
-        listed = ",".join(map(str, grouping.parallel.devices))
-        raise ConfigError(f"--devices {listed}: target {target} has cores; allowed: --target cuda")
+    if runs:
+        _check_devices(target, grouping)
     if arguments.model is not None and is_compiled(arguments.model):
         path = Path(arguments.model).expanduser()
         refuse_given(
@@ -324,6 +319,17 @@ def read_model_options(
         is_auto=target == "cpu" and arguments.backend in (None, AUTO),
         grouping=grouping,
     )
+
+
+def _check_devices(target: str, grouping: Grouping) -> None:
+    devices = grouping.parallel.devices
+    if target == "cuda":
+        check_gpu()
+        if not grouping.is_alone or devices:
+            check_devices(grouping, num_gpus())
+    elif devices:
+        listed = ",".join(map(str, devices))
+        raise ConfigError(f"--devices {listed}: target {target} has cores; allowed: --target cuda")
 
 
 def _with_backend(target: str, backend: str | None) -> str:
