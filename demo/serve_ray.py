@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import http.client
 import signal
 import sys
 import time
@@ -21,6 +20,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tilewright.compiler.child import PYTHON, Child
+from tilewright.compiler.commands.health import is_healthy
 from tilewright.compiler.errors import TilewrightError
 
 _ADDRESS = b"tilewright: http://"
@@ -54,14 +54,7 @@ class Served:
 
     def is_healthy(self) -> bool:
         """Whether it answers requests now."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == 200
-        except OSError:
-            return False
-        finally:
-            connection.close()
+        return is_healthy("127.0.0.1", self.port, timeout_s=10.0)
 
     def close(self) -> None:
         """End it; Ray has waited for its answers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.compiler.child import PYTHON, Child
+from tilewright.compiler.commands.health import is_healthy
 from tilewright.compiler.errors import ConfigError, TilewrightError
 
 _PATIENCE_SECONDS = 300.0
@@ -59,23 +59,12 @@ def running(contestant: Contestant, log: Path) -> Iterator[str]:
     command = [*contestant.command, "--host", "127.0.0.1", "--port", str(port)]
     with Child(command, what=contestant.name, log=log) as child:
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not _is_healthy(port):
+        while not is_healthy("127.0.0.1", port):
             if child.poll() is not None or time.monotonic() > deadline:
                 said = "\n".join(child.stop().said)
                 raise TilewrightError(f"{contestant.name} did not start: {said}")
             time.sleep(0.1)
         yield f"http://127.0.0.1:{port}"
-
-
-def _is_healthy(port: int) -> bool:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
-        return False
-    finally:
-        connection.close()
 
 
 def in_turn(first: Sequence[Contestant], num_rounds: int) -> Iterator[tuple[int, Contestant]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import importlib.util
 import os
 import signal
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.asking import Sign
+from tilewright.compiler.commands.health import is_healthy
 from tilewright.compiler.commands.serve_options import ServeOptions, read_serve_options
 from tilewright.compiler.errors import ConfigError
 from tilewright.models import DEFAULT_MODEL
@@ -121,7 +121,7 @@ def _detach(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     try:
         while child.poll() is None:
             # another server may have the port: ours has said that it listens
-            if _listens(path, start) and _is_healthy(options.host, options.port):
+            if _listens(path, start) and is_healthy(options.host, options.port):
                 sign.clear()
                 print(f"tilewright: pid {child.pid}, port {options.port}, log {path}")
                 return 0
@@ -140,15 +140,3 @@ def _listens(log: Path, start: int) -> bool:
     with log.open("rb") as file:
         file.seek(start)
         return _ADDRESS.encode() in file.read(1 << 20)
-
-
-def _is_healthy(host: str, port: int) -> bool:
-    where = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    connection = http.client.HTTPConnection(where, port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
