@@ -172,8 +172,14 @@ class Front:
             grammar, unheld = await self._call_grammar(tools, text, grammar)
         elif grammar is not None:
             grammar = behind_reasoning(grammar, text, coder)
-        job = self._job(
-            request, [prompt], limit=limit, num_top=num_top, is_chat=True, grammar=grammar
+        job = make_job(
+            self._served(request, 1),
+            request,
+            [prompt],
+            limit=limit,
+            num_top=num_top,
+            is_chat=True,
+            grammar=grammar,
         )
         job.unheld = unheld
         if tools is not None:
@@ -248,8 +254,14 @@ class Front:
             prompts.append(prompt)
         limit = request.max_tokens
         grammar = await self.checked_grammar(request)
-        return self._job(
-            request, prompts, limit=limit, num_top=request.logprobs, is_chat=False, grammar=grammar
+        return make_job(
+            self._served(request, len(prompts)),
+            request,
+            prompts,
+            limit=limit,
+            num_top=request.logprobs,
+            is_chat=False,
+            grammar=grammar,
         )
 
     async def checked_grammar(self, request: Common) -> GrammarSpec | None:
@@ -272,35 +284,22 @@ class Front:
             said = f"model {str(request.model)[:100]!r}; allowed: {', '.join(names)}"
             raise ApiError(404, "model_not_found", said, param="model")
 
-    def _job(
-        self,
-        request: Common,
-        prompts: Sequence[Prompt],
-        *,
-        limit: int | None,
-        num_top: int | None,
-        is_chat: bool,
-        grammar: GrammarSpec | None = None,
-    ) -> Job:
+    def _served(self, request: Common, num_prompts: int) -> Served:
+        """The model as it is now, which may have gone while prompts were read.
+
+        Raises:
+            ApiError: where it has, or the choices of so many prompts are too many.
+        """
         ready, coder = self.up()
         n = request.n or 1
-        if len(prompts) * n > self.settings.max_queue:
-            raise invalid(f"n: {len(prompts)} prompts of {n} choices are too many", "n")
-        served = Served(
+        if num_prompts * n > self.settings.max_queue:
+            raise invalid(f"n: {num_prompts} prompts of {n} choices are too many", "n")
+        return Served(
             ready=ready,
             coder=coder,
             name=self.names(ready)[0],
             fingerprint=self.fingerprint,
             defaults=self.defaults,
-        )
-        return make_job(
-            served,
-            request,
-            prompts,
-            limit=limit,
-            num_top=num_top,
-            is_chat=is_chat,
-            grammar=grammar,
         )
 
 
