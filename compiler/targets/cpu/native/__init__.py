@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
@@ -76,11 +75,6 @@ class NativeTarget(Target):
             ),
             lower(fuse_delta_norm, fuse_rope_attention, gather_before_norm, fuse_norm_linear),
         )
-
-    def settled(self, options: CompileOptions) -> Parallel:
-        """Partial sums travel in bfloat16, unless everything is to be exact."""
-        parallel, wire = options.parallel, "fp32" if options.compute == "exact" else "bf16"
-        return dataclasses.replace(parallel, wire=parallel.wire or wire)
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, meanings(exact=options.compute == "exact"))
