@@ -54,8 +54,8 @@ WEIGHTS = "weights.bin"
 _MAGIC, _VERSION = b"TWNATIVE", 1
 _HEADER = struct.Struct("<8sIIQ32s8x")
 _ALIGNMENT = 64
-_CHUNK_VALUES = 1 << 24
-"""Values that are read and packed at a time."""
+_CHUNK_VALUES = 1 << 22
+"""Values that are read and packed at a time; their temporaries take about 25 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,8 +186,11 @@ void copy_own(void* given, int thread) {
         const int64_t count = (int64_t)each.num_bytes / unit;
         const int64_t first = thread * count / num_threads * unit, last = (thread + 1) * count / num_threads * unit;
         const uint8_t* from = (const uint8_t*)each.data;
-        std::memcpy(copy.to + copy.offsets[i] + first, from + first, last - first);
-        if (copy.engine.program.large_pages == 2) let_go(from + first, from + last);
+        for (int64_t at = first; at < last; at += kLargePage) {
+            const int64_t end = std::min(at + kLargePage, last);
+            std::memcpy(copy.to + copy.offsets[i] + at, from + at, end - at);
+            if (copy.engine.program.large_pages == 2) let_go(from + at, from + end);
+        }
     }
 }
 
