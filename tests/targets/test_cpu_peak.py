@@ -21,8 +21,12 @@ CONFIG = {
     **{"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True},
     **{"hidden_act": "silu", "eos_token_id": 1},
 }
-ALLOWED = 700e6 + (110e6 if find_spec("triton") is not None else 0)
-"""Beyond weights and cache; torch.export imports triton, where it is installed."""
+ALLOWED = 470e6 + (110e6 if find_spec("triton") is not None else 0)
+"""Beyond weights, cache and torch; torch.export imports triton, where it is installed."""
+TORCH_ALONE = """
+import re, torch
+print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
 
 
 @pytest.fixture
@@ -52,11 +56,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_large_vocabulary_is_never_whole_in_memory(folder: Path) -> None:
-    """Weights as held, cache, and 700 MB, as for the default model; 24 layers of it come to 650 MB
-    beyond the first two.
-    """
+    """Weights as held, cache, what torch takes alone (its builds differ by 290 MB), and 580 MB."""
     argv = ["--case", "performance-ci-1", "--precision", "all-bfp8", "--no-results", "--json"]
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", "--no-cache"]
+    torch_alone = int(subprocess.check_output([sys.executable, "-c", TORCH_ALONE])) * 1024
     done = subprocess.run(
         [sys.executable, "-m", "tilewright.compiler.cli", "bench", "--model", str(folder), *argv],
         capture_output=True,
@@ -65,4 +68,4 @@ def test_a_large_vocabulary_is_never_whole_in_memory(folder: Path) -> None:
     )
     result = json.loads(done.stdout)
     held = result["resident_bytes"] + result["cache_bytes"]
-    assert result["peak_memory_bytes"] <= held + ALLOWED
+    assert result["peak_memory_bytes"] <= held + torch_alone + ALLOWED
