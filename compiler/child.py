@@ -287,8 +287,9 @@ def _open_log(log: Path | None) -> IO[bytes]:
 
 
 def _before_start(parent: int, max_bytes: int | None, cores: Sequence[int]) -> Callable[[], None]:
-    """What the child does first: die with its parent, be the kernel's first choice where memory
-    is short, keep to its limit and its cores.
+    """What the child does first: hear interrupts, which a parent started in the background of a
+    shell may ignore; die with its parent, be the kernel's first choice where memory is short, keep
+    to its limit and its cores.
     """
     library = ctypes.CDLL(None)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -296,6 +297,7 @@ def _before_start(parent: int, max_bytes: int | None, cores: Sequence[int]) -> C
     limit = min(max_bytes or 0, hard) if is_bound else max_bytes
 
     def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own where the child is Python
         if sys.platform == "linux":
             library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:  # it died before we asked

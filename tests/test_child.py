@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -83,6 +84,19 @@ def test_the_end_of_a_block_stops_it() -> None:
     with Child(["sleep", "600"]) as child:
         assert child.wait(0.05) is None
     assert gone(child.pid)
+
+
+def test_an_interrupt_reaches_it_where_its_parent_hears_none() -> None:
+    """As under ``nohup`` or ``&``; a shell cannot trap what was ignored when it started."""
+    program = "trap 'echo took back; exit 5' INT; echo ready; sleep 600 & wait"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Child([*SHELL, program], has_pipes=True) as child:
+            assert child.read_line(10) == b"ready\n"
+            assert child.stop().code == 5
+            assert child.read_line(10) == b"took back\n"
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_what_cannot_be_started_is_said(tmp_path: Path) -> None:

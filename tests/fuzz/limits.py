@@ -1,7 +1,8 @@
 """What every reader of untrusted bytes is held to: our errors only, little memory, little time.
 
 `guarded` watches Python's and numpy's memory here; `guarded_apart` runs the reader in a process of
-its own, whose whole address space is limited, so that native code is held to it too.
+its own, whose whole address space is limited, so that native code is held to it too. Time is what a
+reader computes, whatever else the machine does; one that waits is ended as well, later.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from tilewright.compiler.errors import TilewrightError
 CONSTANT_BYTES = 32 << 20
 APART_BYTES = 1 << 30  # threads' stacks and arenas are address space too
 MAX_MESSAGE = 1500
+WAITING = 12
+"""Seconds on the clock, for each that may be computed, after which a reader is taken to wait."""
 _FAILED = 1
 
 
@@ -42,7 +45,9 @@ def message_of(read: Callable[[], object]) -> str:
 def guarded(
     read: Callable[[], object], *, file_size: int, factor: float = 64, seconds: float = 5
 ) -> str:
-    """`message_of` a reader, which takes no more than ``seconds`` and ``factor`` times its file."""
+    """`message_of` a reader, which computes for no more than ``seconds``, in memory of no more than
+    ``factor`` times its file.
+    """
     tracemalloc.start(1)
     try:
         with _time_limit(seconds):
@@ -58,7 +63,7 @@ def guarded(
 
 
 def guarded_apart(
-    read: Callable[[], object], *, file_size: int, factor: float = 64, seconds: int = 10
+    read: Callable[[], object], *, file_size: int, factor: float = 64, seconds: float = 10
 ) -> str:
     """As `guarded`, in a forked process; native allocations and loops count."""
     source, sink = os.pipe()
@@ -75,14 +80,15 @@ def guarded_apart(
     return said
 
 
-def _run_in_child(read: Callable[[], object], sink: int, num_bytes: int, seconds: int) -> None:
+def _run_in_child(read: Callable[[], object], sink: int, num_bytes: int, seconds: float) -> None:
     code = _FAILED
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + num_bytes
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(seconds)
+        for timer, number, limit in _timers(seconds):
+            signal.signal(number, signal.SIG_DFL)  # which ends a process
+            signal.setitimer(timer, limit)
         said, code = message_of(read), 0
     except BaseException as error:
         said = f"{type(error).__name__}: {error}"
@@ -92,15 +98,24 @@ def _run_in_child(read: Callable[[], object], sink: int, num_bytes: int, seconds
         os._exit(code)
 
 
+def _timers(seconds: float) -> tuple[tuple[int, signal.Signals, float], ...]:
+    """Timers, the signals they send, and after how many seconds."""
+    computing = signal.ITIMER_PROF, signal.SIGPROF, seconds
+    return computing, (signal.ITIMER_REAL, signal.SIGALRM, WAITING * seconds)
+
+
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     def late(number: int, frame: object) -> None:
-        raise OvertimeError(f"more than {seconds} seconds")
+        raise OvertimeError(f"more than {seconds} seconds ({signal.Signals(number).name})")
 
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    timers = _timers(seconds)
+    before = [signal.signal(number, late) for _, number, _ in timers]
     try:
+        for timer, _, limit in timers:
+            signal.setitimer(timer, limit)
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for (timer, number, _), handler in zip(timers, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)

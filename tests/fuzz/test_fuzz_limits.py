@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fuzz import limits
 from tests.fuzz.limits import guarded, guarded_apart
 from tilewright.compiler.errors import ConfigError
 
@@ -26,7 +27,11 @@ def crash() -> None:
 
 def spin() -> None:
     while True:
-        time.sleep(0.01)
+        pass
+
+
+def wait() -> None:
+    time.sleep(600)
 
 
 GUARDS = [guarded, guarded_apart]
@@ -41,16 +46,22 @@ def test_messages_come_back(guard: Callable[..., str]) -> None:
             guard(fail_with(message), file_size=0)
 
 
-def test_other_errors_and_hangs_and_numpy_are_seen() -> None:
+def test_other_errors_and_hangs_and_numpy_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyError):
         guarded(crash, file_size=0)
-    with pytest.raises(AssertionError, match="more than"):
+    with pytest.raises(AssertionError, match=r"more than 0\.2 seconds \(SIGPROF"):
         guarded(spin, file_size=0, seconds=0.2)
+    monkeypatch.setattr(limits, "WAITING", 1)
+    with pytest.raises(AssertionError, match=r"more than 0\.1 seconds \(SIGALRM"):
+        guarded(wait, file_size=0, seconds=0.1)
     with pytest.raises(AssertionError, match="bytes for a file"):
         guarded(lambda: np.ones(10**7), file_size=1000)
 
 
-@pytest.mark.parametrize("read", [crash, spin, lambda: torch.ones(10**9)])
-def test_apart_native_memory_is_seen_too(read: Callable[[], object]) -> None:
+@pytest.mark.parametrize("read", [crash, spin, wait, lambda: torch.ones(10**9)])
+def test_apart_native_memory_is_seen_too(
+    read: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "WAITING", 1 if read is wait else 60)
     with pytest.raises(AssertionError, match="the reader ended with"):
-        guarded_apart(read, file_size=1000, seconds=1)
+        guarded_apart(read, file_size=1000, seconds=0.3)
