@@ -163,7 +163,7 @@ def load_dense(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
         CheckpointError: where a tensor has not the shape the model needs, or holds NaN or inf.
     """
     parts = [_load_segment(segment, recipe, get) for segment in recipe.segments]
-    dense = parts[0] if len(parts) == 1 else torch.cat(parts)
+    dense = _finite(recipe.segments, parts)
     if recipe.pad_rows:
         dense = torch.cat((dense, dense.new_zeros((recipe.pad_rows, *dense.shape[1:]))))
     if len(recipe.shape) > 2:
@@ -239,15 +239,15 @@ def load_rows(recipe: WeightRecipe, get: ReadsRows, first: int, last: int) -> Te
             recipe, segments=cut(recipe, first, last), shape=(last - first, recipe.shape[1])
         )
         return load_dense(part, get)  # type: ignore[arg-type]
-    parts = []
-    for segment in cut(recipe, first, last):
+    parts, segments = [], cut(recipe, first, last)
+    for segment in segments:
         begin = segment.rows[0] if segment.rows is not None else 0
         read = functools.partial(get.rows, first=begin, last=begin + segment.num_rows)
         whole = dataclasses.replace(segment, rows=None)
         shape = (segment.num_rows, recipe.shape[1])
         part = dataclasses.replace(recipe, segments=(whole,), shape=shape)
         parts.append(_load_segment(whole, part, read))
-    return torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].contiguous()
+    return _finite(segments, parts).contiguous()
 
 
 def load_values(recipe: WeightRecipe, get: Callable[[str], Tensor]) -> Tensor:
@@ -286,12 +286,23 @@ def _load_segment(segment: Segment, recipe: WeightRecipe, get: Callable[[str], T
         )
     tensor = tensor.flatten(0, -2) if tensor.dim() > 2 else tensor
     tensor = tensor.float()
-    # a finite sum has finite terms, and needs no second tensor
-    if not bool(tensor.sum().isfinite()) and not bool(tensor.isfinite().all()):
-        raise CheckpointError(f"tensor {segment.name!r} holds NaN or inf; allowed: finite values")
-    if segment.offset:
-        tensor = tensor + segment.offset
-    return tensor
+    return tensor + segment.offset if segment.offset else tensor
+
+
+def _finite(segments: Sequence[Segment], parts: Sequence[Tensor]) -> Tensor:
+    """What segments were loaded as, below one another.
+
+    Raises:
+        CheckpointError: where one holds NaN or inf.
+    """
+    joined = parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+    # a finite sum has finite terms; one of them all is read back from a device once
+    if not bool(joined.sum().isfinite()):
+        for segment, part in zip(segments, parts, strict=True):
+            if not bool(part.isfinite().all()):
+                name = segment.name
+                raise CheckpointError(f"tensor {name!r} holds NaN or inf; allowed: finite values")
+    return joined
 
 
 def _slice(run: Run) -> slice:

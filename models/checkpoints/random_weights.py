@@ -1,6 +1,8 @@
 """Random weights in the place of a checkpoint: to measure speed without one.
 
-Tensors are made where they are wanted, when they are asked for; nothing is kept.
+Tensors are made where they are wanted, when they are asked for, in blocks of values that are each
+drawn from a seed of their own: of a part no more is made than the blocks it lies in. Nothing is
+kept.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +20,6 @@ from tilewright.models.checkpoints.base import (
     Rows,
     TensorMeta,
     TokenizerSource,
-    inner_part,
     outer_rows,
     row_range,
     unknown_tensor,
@@ -27,16 +28,20 @@ from tilewright.models.config import ModelConfig
 from tilewright.models.shapes import SHAPES, ShapeName
 
 STD = 0.02
+BLOCK = 1 << 18
+"""Values of a tensor that are drawn together."""
+
 _DTYPE = torch.bfloat16
 _SEEDS = 1 << 63
+_STRIP = 1 << 24  # values of whole rows that are made at a time, of which some columns are kept
 
 
 class RandomCheckpoint:
     """Normal bfloat16 tensors around 0, norms around 1; see `checkpoints.base.Checkpoint`.
 
-    Equal for equal ``shape``, tensor and type of device; another type of device has other values,
-    because its generator differs. ``expected``: shapes by tensor name. ``offsets``: what the model
-    adds to a tensor, where it does; a norm's weights are around 1 with it.
+    Equal for equal ``shape``, tensor and type of device, whichever part is asked for; another type
+    of device has other values, because its generator differs. ``expected``: shapes by tensor name.
+    ``offsets``: what the model adds to a tensor, where it does; a norm's weights are around 1 then.
     """
 
     def __init__(
@@ -47,8 +52,6 @@ class RandomCheckpoint:
         offsets: Mapping[str, float] | None = None,
     ) -> None:
         self._offsets = offsets or {}
-        # all rows are drawn at once: those of a tensor read by rows stay until its last one
-        self._walked: dict[tuple[str, str], Tensor] = {}
         self._shape = shape
         self.path = Path(str(shape))
         self.files: tuple[Path, ...] = ()
@@ -71,25 +74,52 @@ class RandomCheckpoint:
         """
         if name not in self.names:
             raise unknown_tensor(self.path, name, self.names)
-        device = torch.get_default_device()
-        if rows is None and columns is None:
-            return self._draw(name, device)
-        key = name, str(device)
-        if key not in self._walked:
-            self._walked = {key: self._draw(name, device)}
-        values = self._walked[key]
-        start, stop = row_range(outer_rows(rows), values.shape[0])
-        if stop == values.shape[0] and columns is None:
-            self._walked = {}
-        return inner_part(values[start:stop], rows, columns).clone()
+        device, shape = torch.get_default_device(), self.names[name].shape
+        start, stop = row_range(outer_rows(rows), shape[0])
+        if len(shape) == 1:
+            vector = self._draw(name, device, start, stop)
+            return vector if columns is None else vector[columns].clone()
+        if isinstance(rows, tuple):
+            first, last = row_range(rows[1], shape[1])
+            runs = [(row * shape[1] + first, row * shape[1] + last) for row in range(start, stop)]
+            counts: tuple[int, ...] = (stop - start, last - first, *shape[2:-1])
+            assert len(shape) == 3, "pairs of rows are those of three axes"
+        else:
+            inner = math.prod(shape[1:-1])
+            runs, counts = [(start * inner, stop * inner)], (stop - start, *shape[1:-1])
+        kept = row_range(columns, shape[-1])
+        parts = [part for run in runs for part in self._rows(name, device, run, kept)]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined.view(*counts, kept[1] - kept[0])
 
-    def _draw(self, name: str, device: torch.device) -> Tensor:
+    def _rows(
+        self, name: str, device: torch.device, run: tuple[int, int], kept: tuple[int, int]
+    ) -> Iterator[Tensor]:
+        """A run of rows, counted over all axes but the last, of which some columns are kept."""
+        width = self.names[name].shape[-1]
+        if kept == (0, width):
+            yield self._draw(name, device, run[0] * width, run[1] * width).view(-1, width)
+            return
+        step = max(1, _STRIP // width)
+        for begin in range(run[0], max(run[1], run[0] + 1), step):
+            end = min(begin + step, run[1])
+            values = self._draw(name, device, begin * width, end * width)
+            yield values.view(-1, width)[:, kept[0] : kept[1]].clone()
+
+    def _draw(self, name: str, device: torch.device, start: int, stop: int) -> Tensor:
+        """Values ``[start, stop)`` of a tensor, counted over all of its axes."""
+        total = math.prod(self.names[name].shape)
         generator = torch.Generator(device)
-        generator.manual_seed(self._seed(name, device.type))
         mean = 1.0 - self._offsets.get(name, 0.0) if name.endswith("norm.weight") else 0.0
-        values = torch.empty(self.names[name].shape, dtype=_DTYPE, device=device)
-        values.normal_(mean, STD, generator=generator)
-        return values
+        begin = start // BLOCK * BLOCK
+        end = min(-(-stop // BLOCK) * BLOCK, total) if stop > start else begin
+        values = torch.empty(end - begin, dtype=_DTYPE, device=device)
+        for each in range(begin, end, BLOCK):
+            generator.manual_seed(self._seed(name, device.type, each // BLOCK))
+            block = values[each - begin : each - begin + BLOCK]
+            block.normal_(mean, STD, generator=generator)
+        part = values[start - begin : stop - begin]
+        return part if part.numel() == values.numel() else part.clone()
 
     def stored_type(self, name: str) -> str:
         """``BF16``, of every tensor."""
@@ -100,10 +130,10 @@ class RandomCheckpoint:
     def content_hash(self) -> str:
         """An identity of the shape, 64 hexadecimal digits, the same on every device."""
         body = [str(self._shape), dict(SHAPES[self._shape.name])]
-        digest = hashlib.sha256(b"tilewright random weights 1\n")
+        digest = hashlib.sha256(b"tilewright random weights 2\n")
         digest.update(json.dumps(body, sort_keys=True).encode())
         return digest.hexdigest()
 
-    def _seed(self, tensor: str, device_type: str) -> int:
-        digest = hashlib.sha256(f"{self._shape}\n{tensor}\n{device_type}".encode()).digest()
-        return int.from_bytes(digest[:8], "little") % _SEEDS
+    def _seed(self, tensor: str, device_type: str, block: int) -> int:
+        text = f"{self._shape}\n{tensor}\n{device_type}" + (f"\n{block}" if block else "")
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") % _SEEDS

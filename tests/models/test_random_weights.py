@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from tilewright.compiler.errors import CheckpointError
 from tilewright.models import load_model
+from tilewright.models.checkpoints import random_weights
 from tilewright.models.checkpoints.base import check_tensors
-from tilewright.models.checkpoints.random_weights import STD
+from tilewright.models.checkpoints.random_weights import STD, RandomCheckpoint
+from tilewright.models.shapes import ShapeName, shape_config
 
 EMBEDDING, NORM = "model.embed_tokens.weight", "model.layers.1.input_layernorm.weight"
 
@@ -71,6 +75,50 @@ def test_rows_are_rows_of_the_whole() -> None:
         part = checkpoint.get(EMBEDDING, rows)
         assert torch.equal(part, whole[rows])
         assert part.untyped_storage().nbytes() == part.nbytes, "the whole is not kept alive"
+
+
+SIZES = {"w": (37, 24), "experts": (5, 6, 24), "vector": (700,)}
+BOTH = (slice(1, 4), slice(2, 5))
+PARTS: list[tuple[str, Any, Any, int]] = [
+    ("w", None, None, 888),
+    ("w", slice(3, 30), None, 648),
+    ("w", slice(9, 9), None, 0),
+    ("w", None, slice(5, 17), 888),
+    ("w", slice(3, 30), slice(5, 17), 648),
+    ("experts", slice(2, 5), None, 432),
+    ("experts", slice(2, 5), slice(8), 432),
+    ("experts", BOTH, None, 216),
+    ("experts", BOTH, slice(20, 24), 216),
+    ("vector", slice(10, 600), None, 590),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "columns", "most"), PARTS)
+def test_a_part_is_the_whole_s_and_makes_no_more_than_its_blocks(
+    name: str, rows: Any, columns: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``most``: values of the rows that it lies in."""
+    monkeypatch.setattr(random_weights, "BLOCK", 32)
+    monkeypatch.setattr(random_weights, "_STRIP", 192)
+    shape = ShapeName("tiny")
+    checkpoint = RandomCheckpoint(shape, shape_config(shape), SIZES)
+    expected = checkpoint.get(name)
+    for axis, each in enumerate(rows if isinstance(rows, tuple) else (rows or slice(None),)):
+        expected = expected[(slice(None),) * axis + (each,)]
+    expected = expected[..., columns or slice(None)]
+    drawn: list[int] = []
+    normal = torch.Tensor.normal_
+
+    def counted(values: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        drawn.append(values.numel())
+        return normal(values, *given, **named)
+
+    monkeypatch.setattr(torch.Tensor, "normal_", counted)
+    part = checkpoint.get(name, rows, columns)
+    assert torch.equal(part, expected) and part.is_contiguous()
+    assert part.untyped_storage().nbytes() == part.nbytes, "no more is kept alive"
+    num_pieces = most // 192 + 3
+    assert max(drawn, default=0) <= 32 and sum(drawn) <= most + 2 * 31 * num_pieces
 
 
 def test_made_on_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The weights of experts: read, converted and placed one expert at a time."""
+"""The weights of experts: read, converted and placed some experts at a time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.ir.recipe import ReadsParts, WeightRecipe, cut, load_dense
-from tilewright.compiler.targets.cuda.held import HeldWeight
+from tilewright.compiler.targets.cuda.held import TILE_ROWS, HeldWeight
 from tilewright.compiler.targets.cuda.numerics import format_values
 from tilewright.compiler.targets.cuda.packing import GROUP, hold, scale_of
+
+_TOGETHER = 1 << 24
+"""Values that are converted together: experts are small, and every launch has its price."""
 
 
 def held_sizes(recipe: WeightRecipe, *, paired: bool) -> tuple[int, int, int]:
@@ -42,30 +45,31 @@ def place_experts(
     """
     get = _source(get_weight, device)
     num_experts, num_rows, num_columns = held_sizes(recipe, paired=paired)
-    scale, held, index = 1.0, None, 0
-    while index < num_experts:
-        one = _one(recipe, index)
+    step = max(1, _TOGETHER // max(1, num_rows * num_columns))
+    scale, held, first = 1.0, None, 0
+    while first < num_experts:
+        last = min(first + step, num_experts)
+        some = _some(recipe, first, last)
         with torch.device(device):  # where weights that are made up are made
-            dense = load_dense(one, get)
+            dense = load_dense(some, get).view(some.shape)
         if kind == "bf16" and recipe.format != "bf16":
-            dense = format_values(dense, one)
-        if paired:
-            dense = _padded_halves(dense)
+            dense = format_values(dense, some)
         wanted = scale_of(dense, kind)
         if wanted > scale:  # rare: a value of 2 or more; those before are held once more
-            scale, index = wanted, 0
+            scale, first = wanted, 0
             continue
-        check(dense, scale, one.names)
-        part = hold(dense, kind, paired=paired, scale=scale)
-        if held is None or index == 0:
-            data = part.data.new_empty((num_experts, *part.data.shape))
-            held = HeldWeight(
-                kind, num_rows, num_columns, data.flatten(0, 1), paired, scale, num_experts
-            )
-        held.data.view(num_experts, *part.data.shape)[index] = part.data
-        index += 1
+        if kind != "bf16":
+            for index, values in enumerate(dense):
+                check(values, scale, _some(some, index, index + 1).names)
+        part = hold(_below_one_another(dense, paired), kind, paired=False, scale=scale).data
+        if held is None:
+            data = part.new_empty((len(part) // len(dense) * num_experts, *part.shape[1:]))
+            held = HeldWeight(kind, num_rows, num_columns, data, paired, scale, num_experts)
+        rows = len(held.data) // num_experts
+        held.data[first * rows : last * rows] = part
+        first = last
     assert held is not None
-    return held
+    return dataclasses.replace(held, scale=scale)
 
 
 def _source(get_weight: Callable[[str], Tensor], device: torch.device) -> Callable[[str], Tensor]:
@@ -113,17 +117,23 @@ class _Last:
         return self._tensor
 
 
-def _one(recipe: WeightRecipe, index: int) -> WeightRecipe:
-    """``[out, in]`` of one expert."""
+def _some(recipe: WeightRecipe, first: int, last: int) -> WeightRecipe:
+    """``[last - first, out, in]`` of some experts."""
     rows = recipe.shape[-2]
-    segments = cut(recipe, index * rows, (index + 1) * rows)
-    return dataclasses.replace(recipe, segments=segments, shape=recipe.shape[1:])
+    segments = cut(recipe, first * rows, last * rows)
+    return dataclasses.replace(recipe, segments=segments, shape=(last - first, *recipe.shape[1:]))
 
 
-def _padded_halves(dense: Tensor) -> Tensor:
-    """Gate and up with rows of zeros behind each, up to a multiple of 8."""
-    missing = -(dense.shape[0] // 2) % GROUP
-    if not missing:
-        return dense
-    halves = dense.view(2, -1, dense.shape[1])
-    return torch.nn.functional.pad(halves, (0, 0, 0, missing)).flatten(0, 1)
+def _below_one_another(dense: Tensor, paired: bool) -> Tensor:
+    """Experts ``[E, out, in]``, each of whole tiles with zeros behind it, as ``[rows, in]``; rows
+    of gate and up in turns where they are ``paired``.
+    """
+    num_columns = dense.shape[2]
+    if paired:
+        halves = dense.unflatten(1, (2, -1))
+        missing = -halves.shape[2] % GROUP
+        halves = torch.nn.functional.pad(halves, (0, 0, 0, missing)) if missing else halves
+        dense = halves.unflatten(2, (-1, GROUP)).transpose(1, 2).flatten(1, 3)
+    missing = -dense.shape[1] % TILE_ROWS
+    dense = torch.nn.functional.pad(dense, (0, 0, 0, missing)) if missing else dense
+    return dense.reshape(-1, num_columns)

@@ -69,9 +69,9 @@ def tiles(kind: str, sizes: tuple[int, int, int]) -> Holding:
 
 
 def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
-    """The values that the recipe's format has for a dense weight, float32."""
+    """The values that the recipe's format has for a dense weight, or some experts', float32."""
     assert recipe.format is not None
-    axis = -1 if recipe.block_axis == "in" or dense.dim() == 1 else 0
+    axis = -1 if recipe.block_axis == "in" or dense.dim() == 1 else -2
     return get_format(recipe.format).round_trip(dense, axis=axis)
 
 

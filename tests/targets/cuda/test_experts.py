@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.models import test_qwen3_5_moe, test_qwen3_moe
 from tests.targets.test_holding import ask_for
-from tests.tiny import lowered, precision_of
+from tests.tiny import FakeCheckpoint, lowered, precision_of
+from tilewright.compiler.distributed.mesh import Run
+from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.ir.recipe import Segment, WeightRecipe
+from tilewright.compiler.ir.recipe import Segment, WeightRecipe, take
+from tilewright.compiler.targets.cuda import experts
 from tilewright.compiler.targets.cuda.device import weight_bytes
 from tilewright.compiler.targets.cuda.experts import place_experts
 from tilewright.compiler.targets.cuda.packing import unpack
@@ -114,3 +118,37 @@ def test_bytes_are_told_without_building() -> None:
     )
     held = ask_for("cuda", (3, 24, 32), "bfp4", group="experts_ff2")
     assert held.num_bytes == 3 * 2 * 1152
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("bf16", 48), ("bf16", 20), ("bfp4", 48), ("bfp8", 20)])
+@pytest.mark.parametrize("paired", [False, True])
+def test_a_rank_s_experts_are_held_alike_however_many_are_converted_together(
+    kind: str, rows: int, paired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of five experts, the third of which needs another scale, the rows that a rank has of both
+    halves, or its columns.
+    """
+    dense = torch.randn(5, 2 * rows, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    dense[2] *= 2.0**5
+    source = weight_source(SimpleNamespace(  # type: ignore[arg-type]
+        checkpoint=FakeCheckpoint({"w": dense}),
+        module=SimpleNamespace(sources=dict, constants=lambda most: {}),
+    ), None, Parallel(tensor=2))  # fmt: skip
+    whole = WeightRecipe((Segment("w", 10 * rows),), (5, 2 * rows, 64), kind)
+    halves = (Run(rows // 2, rows // 2), Run(rows + rows // 2, rows // 2))
+    part = take(whole, {1: halves} if paired else {2: (Run(32, 32),)})
+    found = []
+    for together in (1, 2 * 2 * rows * 64, 1 << 24):
+        monkeypatch.setattr(experts, "_TOGETHER", together)
+        check = lambda *given: None  # noqa: E731
+        found.append(place_experts(part, kind, source, CPU, paired=paired, check=check))
+    want = torch.cat([dense[:, run.start : run.start + run.count] for run in halves], 1)
+    want = want.float() if paired else dense[:, :, 32:].float()
+    if paired and rows == 48:
+        turned = get_format(kind).round_trip(want, axis=-1).unflatten(1, (2, -1, 8))
+        assert torch.equal(unpack(found[0]), turned.transpose(1, 2).reshape(-1, 64))
+    elif not paired:
+        turned = get_format(kind).round_trip(want, axis=-1)
+        assert torch.equal(unpack(found[0]), turned.reshape(-1, 32))
+    for each in found:
+        assert torch.equal(each.data, found[0].data) and each.scale == found[0].scale
