@@ -19,6 +19,13 @@ MAX_TOKENS = 512
 """Tokens of an answer to a plain row that says nothing of its length."""
 
 
+class _Ended(msgspec.Struct):
+    error: object = None
+
+
+_ERROR = msgspec.json.Decoder(_Ended)
+
+
 class DataSet(Protocol):
     """Rows by their number from 0.
 
@@ -47,6 +54,13 @@ class DataSet(Protocol):
 
     def write(self, path: Path, records: Iterable[Record]) -> None:
         """Write the answers of rows, in the order in which they are given."""
+
+    def num_failed(self, path: Path) -> int:
+        """Count the rows of an output that were not answered.
+
+        Raises:
+            ConfigError: for a file that `write` has not made.
+        """
 
 
 def file_hash(path: Path) -> str:
@@ -102,6 +116,19 @@ def write_json(path: Path, lines: Iterable[bytes], *, is_list: bool = False) -> 
             file.write(lead + line)
             lead = between
         file.write(after if lead is between else before + after)
+
+
+def count_errors(lines: Iterable[bytes], path: Path) -> int:
+    """Count the objects of an output whose ``error`` says something.
+
+    Raises:
+        ConfigError: where one of them is no object.
+    """
+    try:
+        return sum(_ERROR.decode(line).error is not None for line in lines)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        said = "is there already, and no output of a batch; allowed: a new file"
+        raise ConfigError(f"--output {path}: {said}") from None
 
 
 def encode(value: object) -> bytes:

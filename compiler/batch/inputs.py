@@ -9,12 +9,10 @@ import msgspec
 from tilewright.compiler.batch.dataset import DataSet, file_hash
 from tilewright.compiler.batch.lines import Lines
 from tilewright.compiler.batch.openai_rows import OpenAiRows
-from tilewright.compiler.batch.plain_rows import Asking, PlainRows, Rows
-from tilewright.compiler.errors import ConfigError, one_line
-from tilewright.compiler.files import read_regular
+from tilewright.compiler.batch.plain_rows import Asking, PlainRows, Rows, read_list
+from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.serve.errors import ApiError
 
-_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _KEYS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _FORMS = "a JSON list (.json), JSON lines (.jsonl) or Parquet (.parquet)"
 
@@ -42,7 +40,7 @@ def open_data_set(path: Path, asking: Asking, *, is_plain: bool = False) -> Data
         else:
             found = PlainRows(lines, file_hash(path), asking)
     elif path.suffix == ".json":
-        rows = Rows(path, _read_list(path))
+        rows = Rows(path, read_list(path))
         _check_some(path, len(rows))
         found = PlainRows(rows, file_hash(path), asking)
     else:
@@ -50,16 +48,6 @@ def open_data_set(path: Path, asking: Asking, *, is_plain: bool = False) -> Data
     _check_some(path, len(found))
     _check_readable(found, path)
     return found
-
-
-def _read_list(path: Path) -> list[msgspec.Raw]:
-    try:
-        return _LIST.decode(read_regular(path))
-    except (OSError, ValueError) as error:  # msgspec's are ValueErrors
-        reason = getattr(error, "strerror", None) or f"no whole JSON list: {one_line(error)}"
-        raise ConfigError(f"data set {path}: {reason}") from None
-    except RecursionError:
-        raise ConfigError(f"data set {path}: nested too deep; allowed: a list of rows") from None
 
 
 def _check_some(path: Path, count: int) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.compiler.batch.dataset import encode, spent, write_json
+from tilewright.compiler.batch.dataset import count_errors, encode, spent, write_json
+from tilewright.compiler.batch.plain_rows import lines_of
 from tilewright.compiler.batch.records import Item, Record
 
 
@@ -44,6 +45,14 @@ class MadeRows:
         return Item(row, False, encode({"prompt": prompt, "max_tokens": self.output_len}))
 
     def write(self, path: Path, records: Iterable[Record]) -> None:
-        """An object a row: its number and its answer."""
-        lines = (encode({"row": each.row + 1, **spent(each, "text")}) for each in records)
-        write_json(path, lines, is_list=path.suffix == ".json")
+        """An object a row: its number and its answer, or its ``error``."""
+        write_json(path, map(_line, records), is_list=path.suffix == ".json")
+
+    def num_failed(self, path: Path) -> int:
+        """The objects with an ``error``."""
+        return count_errors(lines_of(path), path)
+
+
+def _line(record: Record) -> bytes:
+    found = {"row": record.row + 1, **spent(record, "text")}
+    return encode(found if record.is_ok else {**found, "error": record.error()["message"]})

@@ -12,6 +12,7 @@ import msgspec
 from tilewright.compiler.batch.dataset import (
     bad_row,
     check_size,
+    count_errors,
     encode,
     file_hash,
     write_json,
@@ -98,6 +99,11 @@ class OpenAiRows:
     def write(self, path: Path, records: Iterable[Record]) -> None:
         """Lines as OpenAI's API gives them: the response, or the error, beside the user's id."""
         write_json(path, map(self._line, records))
+
+    def num_failed(self, path: Path) -> int:
+        """The lines with an error."""
+        lines = Lines(path)
+        return count_errors((lines[row] for row in range(len(lines))), path)
 
     def _line(self, record: Record) -> bytes:
         digest = hashlib.sha256(f"{self.content_hash} {record.row}".encode()).hexdigest()[:24]

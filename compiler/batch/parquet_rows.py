@@ -74,6 +74,17 @@ class ParquetRows:
                 part = table.take([each.row for each in found])
                 writer.write_table(self._joined(part, found, fields).cast(schema))
 
+    def num_failed(self, path: Path) -> int:
+        """The rows whose ``error`` is not null."""
+        try:
+            (errors,) = _library().ParquetFile(path).read(columns=["error"])
+        except ConfigError:
+            raise
+        except Exception as error:  # the library's own are of many kinds
+            said = f"is there already, and no output of a batch: {one_line(error)}"
+            raise ConfigError(f"--output {path}: {said}; allowed: a new file") from None
+        return len(errors) - int(errors.null_count)
+
     def _joined(
         self,
         part: pyarrow.Table,

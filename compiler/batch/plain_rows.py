@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
@@ -14,16 +14,20 @@ from tilewright.compiler.batch.dataset import (
     MAX_TOKENS,
     bad_row,
     check_size,
+    count_errors,
     encode,
     spent,
     write_json,
 )
+from tilewright.compiler.batch.lines import Lines
 from tilewright.compiler.batch.records import Item, Record
 from tilewright.compiler.errors import ConfigError, one_line
+from tilewright.compiler.files import read_regular
 
 _Triple: TypeAlias = tuple[str, Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=1, le=1 << 31)]]
 _TRIPLE = msgspec.json.Decoder(_Triple)
 _OBJECT = msgspec.json.Decoder(dict[str, Any])
+_LIST = msgspec.json.Decoder(list[msgspec.Raw])
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _MAX_READ = 64 << 20  # bytes of a row that are looked at at all
 _LOOKED_AT = 16  # rows, to see what a data set is made of
@@ -110,6 +114,27 @@ class Rows(Sequence[Any]):
         return f"{self._path}: row {index + 1}"
 
 
+def read_list(path: Path) -> list[msgspec.Raw]:
+    """The elements of a file that is a JSON list.
+
+    Raises:
+        ConfigError: where it cannot be read, or is none.
+    """
+    try:
+        return _LIST.decode(read_regular(path))
+    except (OSError, ValueError) as error:  # msgspec's are ValueErrors
+        reason = getattr(error, "strerror", None) or f"no whole JSON list: {one_line(error)}"
+        raise ConfigError(f"data set {path}: {reason}") from None
+    except RecursionError:
+        raise ConfigError(f"data set {path}: nested too deep; allowed: a list of rows") from None
+
+
+def lines_of(path: Path) -> Iterator[bytes]:
+    """The objects of an output, one a line or of one list; raises ConfigError."""
+    rows = Rows(path, read_list(path)) if path.suffix == ".json" else Lines(path)
+    return (rows[row] for row in range(len(rows)))
+
+
 class PlainRows:
     """Rows of JSON, one a line or of one list: triples, or objects with a column of prompts."""
 
@@ -166,6 +191,10 @@ class PlainRows:
     def write(self, path: Path, records: Iterable[Record]) -> None:
         """Objects of the row's columns and the answer's; a row that failed has an ``error``."""
         write_json(path, map(self._line, records), is_list=path.suffix == ".json")
+
+    def num_failed(self, path: Path) -> int:
+        """The objects with an ``error``, which no row has of its own."""
+        return count_errors(lines_of(path), path)
 
     def _line(self, record: Record) -> bytes:
         found = {**self._columns(record.row), **spent(record, self._asking.answer_column)}

@@ -11,8 +11,8 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilewright.compiler.commands.asking import Sign
 from tilewright.compiler.commands.batch_options import RAY, BatchOptions, read_batch_options
+from tilewright.compiler.commands.pulse import PulsingSign
 from tilewright.compiler.serve.errors import ApiError
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ def main(argv: list[str]) -> int:
         if path is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             path = Path(folder) / f"answers{_suffix(options)}"
-        return _run(options, path, Sign())
+        return _run(options, path, stack.enter_context(PulsingSign()))
 
 
 def _suffix(options: BatchOptions) -> str:
     return options.input.suffix if options.input is not None else ".jsonl"
 
 
-def _run(options: BatchOptions, path: Path, sign: Sign) -> int:
+def _run(options: BatchOptions, path: Path, sign: PulsingSign) -> int:
     import warnings
 
     warnings.filterwarnings("ignore", module="torch")
@@ -59,7 +59,7 @@ def _run(options: BatchOptions, path: Path, sign: Sign) -> int:
     output = Output(path)
     if not output.check(data, resumes=options.resume):
         sign.note(f"{path} is complete already")
-        return 0
+        return _exit_code(options, data.num_failed(path), len(_chosen(options, len(data))))
     source = source or open_batch_source(options)
     rows = _chosen(options, len(data))
     facts = {"data set": data.content_hash, "samples": f"{len(rows)} of {len(data)}"}
@@ -104,7 +104,7 @@ def _answer(
     journal: Journal,
     *,
     rows: Sequence[int],
-    sign: Sign,
+    sign: PulsingSign,
 ) -> Meter | None:
     """Answer the rows that have no answer yet; None where all have one."""
     from tilewright.compiler.commands.batch_progress import Bar
@@ -119,6 +119,7 @@ def _answer(
             if options.engine_kind == RAY:
                 from tilewright.compiler.commands.batch_ray import run_on_ray
 
+                sign.follow(bar.said)
                 return _follow(run_on_ray(options, items, len(left), journal), journal, bar)
             return _here(options, source, items, journal, bar=bar, sign=sign)
     except KeyboardInterrupt:
@@ -135,13 +136,14 @@ def _here(
     journal: Journal,
     *,
     bar: Bar,
-    sign: Sign,
+    sign: PulsingSign,
 ) -> Meter:
     from tilewright.compiler.commands.batch_engine import batch_engine
 
     created = journal.header.created
     with batch_engine(options, source, created=created, progress=sign.progress) as engine:
         sign.clear()
+        sign.follow(bar.said)
         from tilewright.compiler.batch.figures import Meter
 
         meter = Meter()
@@ -196,9 +198,14 @@ def _end(
     output.finish(data, journal, journal.rows if options.unordered else rows)
     if meter is not None:
         print(json.dumps(meter.values()) if options.as_json else "\n".join(meter.lines()))
-    if not journal.num_failed:
+    return _exit_code(options, journal.num_failed, len(rows))
+
+
+def _exit_code(options: BatchOptions, num_failed: int, num_rows: int) -> int:
+    """That of a batch that is complete: it says how many of its rows were not answered."""
+    if not num_failed:
         return 0
     where = "" if options.output is None else f"; their lines in {options.output} say why"
-    said = f"{journal.num_failed} of {len(rows)} rows could not be answered{where}"
+    said = f"{num_failed} of {num_rows} rows could not be answered{where}"
     print(f"tilewright: {said}", file=sys.stderr)
     return EXIT_ROWS_FAILED

@@ -85,6 +85,7 @@ def batch_engine(
     )
     for note in compiled.notes:
         say(note)
+    progress("preparing steps", 0, 1)
     with closing(compiled.executable), tempfile.TemporaryDirectory() as folder:
         made = _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
         gc.freeze()  # what imports and compiling have made need not be walked through again

@@ -157,7 +157,7 @@ def test_parquet_keeps_its_columns_and_their_types(tmp_path: Path) -> None:
         **{"prompt": "c", "n": 3, "said": "x", "finish_reason": "stop"},
         **{"prompt_tokens": 2, "completion_tokens": 1, "error": None},
     }
-    assert found.to_pylist()[1]["error"] == "why"
+    assert found.to_pylist()[1]["error"] == "why" and data.num_failed(out) == 1
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ConfigError, match=r"set\.parquet: no Parquet file"):
         open_data_set(path, Asking())

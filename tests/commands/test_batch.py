@@ -102,6 +102,24 @@ def test_rows_that_fail_have_their_line_and_the_exit_code_tells(
     assert [each["response"]["status_code"] for each in found] == [200, 400, 400, 400]
     assert "max_tokens" in found[1]["error"]["message"]
     assert found[2]["error"]["code"] == "duplicate_id"
+    before = out.read_bytes()
+    assert main(["batch", *command(data, out, tiny_gguf), "--resume"]) == 1, "as the first run"
+    assert "3 of 4 rows could not be answered; their lines in" in capfd.readouterr().err
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["out.json", "out.jsonl"])
+def test_a_complete_output_says_again_how_many_failed(
+    name: str, tiny_gguf: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "set.json", tmp_path / name
+    data.write_text(json.dumps([["a", 1, 2], ["b", 1, "long"], ["c" * 300, 1, 2]]))
+    for more in ([], ["--resume"], ["--resume"]):
+        assert main(["batch", *command(data, out, tiny_gguf, *more)]) == 1
+        assert "2 of 3 rows could not be answered" in capfd.readouterr().err
+    out.write_text("no output of a batch")
+    assert main(["batch", *command(data, out, tiny_gguf, "--resume")]) == 2
+    assert out.read_text() == "no output of a batch"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
-"""The bar of a batch on a terminal: rows, those of an earlier run too, tokens a second, time."""
+"""How far a batch is: rows, those of an earlier run too, rates, time; a bar, or lines of a log."""
 
 from __future__ import annotations
 
 import io
+import re
+import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,8 +13,9 @@ from rich.console import Console
 
 from tests.batch.rows import record
 from tilewright.compiler.batch.engine import Ended
-from tilewright.compiler.commands import batch_progress
+from tilewright.compiler.commands import batch_progress, pulse
 from tilewright.compiler.commands.batch_progress import Bar
+from tilewright.compiler.commands.pulse import PulsingSign
 
 
 def shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -24,14 +27,37 @@ def shown(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     with Bar(cast(Any, data), [5, 4, 3], num_done=2) as bar:
         bar.show([], 0)
         bar.show([Ended(record=record(5))], 40)
-        bar.show([Ended(record=record(4)), Ended(record=record(3))], 120)
+        bar.show([Ended(record=record(4))], 80)
+        assert re.fullmatch(r"4/5 rows, [\d,.]+ rows/s, [\d,]+ t/s, 0:00:00 left", bar.said())
+        bar.show([Ended(record=record(3))], 120)
     return file.getvalue()
 
 
 def test_the_bar_counts_rows_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     said = shown(True, monkeypatch)
-    assert "5/5 rows" in said and " t/s" in said and "0:00:00" in said
+    assert "5/5 rows" in said and " rows/s, " in said and " t/s" in said and "0:00:00" in said
 
 
-def test_there_is_none_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_bar_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(False, monkeypatch) == ""
+
+
+def test_a_log_has_a_line_now_and_then_of_what_is_being_done(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever is busy with it: the thread that says it asks nobody."""
+    monkeypatch.setattr(pulse, "_SECONDS", 0.01)
+    found = ""
+    with PulsingSign() as sign:
+        steps: list[tuple[Any, str]] = [
+            (lambda: sign.show("opening"), "0 s: opening\n"),
+            (lambda: sign.progress("weights", 1, 4), "0 s: weights 25 %\n"),
+            (lambda: sign.follow(lambda: "7/9 rows"), "0 s: 7/9 rows\n"),
+        ]
+        for begin, said in steps:
+            begin()
+            deadline = time.monotonic() + 10
+            while said not in found and time.monotonic() < deadline:
+                time.sleep(0.005)
+                found += capfd.readouterr().err
+            assert said in found
