@@ -20,8 +20,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.commands.health import is_healthy
 from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.serve.health import is_healthy
 
 _ADDRESS = b"tilewright: http://"
 _START_SECONDS, _LOOK_SECONDS = 1800.0, 0.1

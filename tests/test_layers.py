@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # From the bottom to the top; a module imports from its own layer and from those below.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "registry", "environment", "files", "child", "plain_yaml"),
+    ("errors", "registry", "environment", "files", "json_lines", "child", "plain_yaml"),
     ("formats",),
     ("devices",),
     ("distributed",),

@@ -15,12 +15,12 @@ from bench.batch.sides import Bodies, Sizes, ours, theirs
 from bench.peers.command import Pair, read_pair
 from tilewright.compiler.artifacts.places import cache_dir
 from tilewright.compiler.bench.display import decimal
-from tilewright.compiler.bench.json_lines import append_lines, check_writable
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import append_lines, check_writable
 
 VOCABULARY = 32_000
 """Ids of prompts are below, unless it is said: the models that are compared have as many."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from bench.cuda.rows import DECODE, METRICS, START, BenchRow, find_rows
 from tilewright.compiler.bench.display import decimal, percent, span
-from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
 from tilewright.compiler.bench.results import append
 from tilewright.compiler.bench.table import Columns, Table
@@ -21,6 +20,7 @@ from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.commands.console import err, note, out, print_table
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import CheckpointError, ConfigError, TilewrightError, one_line
+from tilewright.compiler.json_lines import check_writable
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -15,12 +15,12 @@ from bench.peers.rounds import Contestant, Plan, measure_all
 from bench.peers.tilewright_worker import OURS
 from bench.peers.worker import Worker, WorkerError
 from tilewright.compiler.artifacts.places import cache_dir, is_compiled
-from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import bench_text
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.arguments import integer, option, parse, real
 from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu
 from tilewright.compiler.errors import ConfigError, RequestError, allowed, one_line
+from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.precision import load_precision
 from tilewright.models import ShapeName, find_model_or_shape
 

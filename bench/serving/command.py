@@ -16,13 +16,13 @@ from bench.peers.command import Pair, read_pair
 from bench.serving.servers import Contestant, in_turn, llama_cpp, ours, running
 from tilewright.compiler.artifacts.places import cache_dir
 from tilewright.compiler.bench.display import cell_text, decimal, span
-from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.serve.load.client import connected
 from tilewright.compiler.serve.load.plans import PLANS, streams
 from tilewright.compiler.serve.load.shape import Shape

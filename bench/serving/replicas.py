@@ -19,13 +19,13 @@ from typing import Any
 
 from bench.serving.servers import Contestant, in_turn, running
 from tilewright.compiler.bench.display import decimal, span
-from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.serve.load.client import COMPLETIONS, Heard, at_most, connected
 from tilewright.compiler.serve.load.figures import summary
 from tilewright.compiler.serve.load.shape import Shape

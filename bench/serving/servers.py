@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.commands.health import is_healthy
 from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.serve.health import is_healthy
 
 _PATIENCE_SECONDS = 300.0
 

@@ -26,12 +26,12 @@ from bench.targets.target_runs import (
     read_runs,
 )
 from tilewright.compiler.bench.display import percent
-from tilewright.compiler.bench.json_lines import Located, check_writable
 from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.json_lines import Located, check_writable
 from tilewright.compiler.precision import PrecisionConfig, load_precision
 from tilewright.models import find_model
 

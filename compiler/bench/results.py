@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from tilewright.compiler.bench.json_lines import append_lines, decode_record, read_records
 from tilewright.compiler.bench.record import (
     SCHEMA,
     Accuracy,
@@ -26,6 +25,7 @@ from tilewright.compiler.bench.record import (
     check_choices,
 )
 from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.json_lines import append_lines, decode_record, read_records
 
 _WHAT = "not a result"
 _DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])

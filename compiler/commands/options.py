@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
-from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import (
     AccuracyText,
     Prompt,
@@ -34,6 +33,7 @@ from tilewright.compiler.commands.arguments import (
 )
 from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import check_writable
 
 DEFAULT_RESULTS = Path("results/results.jsonl")
 _MAX_BATCH = 256

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.asking import Sign
-from tilewright.compiler.commands.health import is_healthy
 from tilewright.compiler.commands.serve_options import ServeOptions, read_serve_options
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.serve.health import is_healthy
 from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:

@@ -19,17 +19,17 @@ from typing import Any, Literal
 import msgspec
 
 from tilewright.compiler.bench.display import short_commit
-from tilewright.compiler.bench.json_lines import (
-    TornLineWarning,
-    append_lines,
-    decode_record,
-    read_lines,
-)
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import from_values
 from tilewright.compiler.environment import Environment
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import create_file
+from tilewright.compiler.json_lines import (
+    TornLineWarning,
+    append_lines,
+    decode_record,
+    read_lines,
+)
 from tilewright.compiler.sweep.cell import Cell
 
 _WHAT = "sweep file"

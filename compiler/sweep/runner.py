@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilewright.compiler.bench.json_lines import is_json
 from tilewright.compiler.bench.results import loads
 from tilewright.compiler.child import PYTHON, Child, Ended
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.environment import now
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import is_json
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.journal import (
     Added,

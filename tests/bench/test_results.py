@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.compiler.bench import results
-from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.bench.record import (
     KINDS,
     SCHEMA,
@@ -31,6 +30,7 @@ from tilewright.compiler.bench.record import (
 )
 from tilewright.compiler.environment import commit, environment
 from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.json_lines import TornLineWarning
 
 HEADING = "precision_cfg = {ff1_3: bfp8, ff2: bfp8}, fidelity_cfg = {li_ff1_3: hifi2}"
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.fuzz.limits import guarded
 from tests.fuzz.mutations import Mutation, damaged_trees, mutations
 from tilewright.compiler.bench import perf_md, results
-from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.bench.prompts import MAX_FILE_BYTES, read_prompts
 from tilewright.compiler.bench.record import Repeat
 from tilewright.compiler.bench.reference import (
@@ -24,6 +23,7 @@ from tilewright.compiler.bench.reference import (
     load_reference,
     reference_bytes,
 )
+from tilewright.compiler.json_lines import TornLineWarning
 
 SEED = (Path(__file__).parents[1] / "goldens" / "seed_perf.md").read_bytes()
 SUBJECT = Subject("a model", "m" * 64, "t" * 64, "x" * 64)

@@ -26,8 +26,8 @@ from tests.sweep_cells import (
     planned,
     speed_result,
 )
-from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import TornLineWarning
 from tilewright.compiler.sweep import sensitivity_report, summary
 from tilewright.compiler.sweep.estimate import remaining_seconds
 from tilewright.compiler.sweep.journal import Added, Asked, Event, Journal, Started

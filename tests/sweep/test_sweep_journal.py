@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.sweep_cells import accuracy_cell, cell, done, failed, planned, speed_result
-from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import TornLineWarning
 from tilewright.compiler.sweep.cell import Cell
 from tilewright.compiler.sweep.journal import Added, Asked, Finished, Journal, Started, SweepState
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.commands.sweep.layout import plain_line
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.files import replace_file
+from tilewright.compiler.json_lines import TornLineWarning
 from tilewright.compiler.sweep.journal import Journal
 
 

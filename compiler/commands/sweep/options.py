@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compiler.bench.cases import CASES
-from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import accuracy_text
 from tilewright.compiler.commands.arguments import (
     Parser,
@@ -24,6 +23,7 @@ from tilewright.compiler.commands.arguments import (
 )
 from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.plain_yaml import parse_yaml, read_text
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.precision.fragment import as_map, check_keys

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT
-from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.results import append, read
 from tilewright.compiler.commands import perf
 from tilewright.compiler.commands.sweep.files import open_sweep, write_text
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.sweep import summary
 from tilewright.compiler.sweep.export import csv_text, markdown, to_results
 from tilewright.compiler.sweep.journal import Planned, SweepState

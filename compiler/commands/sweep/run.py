@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilewright.compiler.bench.cases import CASES
-from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
 from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.commands.console import err, note, out, print_table
@@ -19,6 +18,7 @@ from tilewright.compiler.commands.sweep.options import SweepOptions, read_option
 from tilewright.compiler.commands.sweep.progress import sweep_progress
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import TornLineWarning
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.sweep import estimate
 from tilewright.compiler.sweep.cell import Cell

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES
-from tilewright.compiler.bench.json_lines import check_writable
 from tilewright.compiler.bench.prompts import accuracy_text
 from tilewright.compiler.commands.console import err, note, out, print_table
 from tilewright.compiler.commands.sweep.files import open_sweep, write_text
@@ -36,6 +35,7 @@ from tilewright.compiler.commands.sweep.run import (
 )
 from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.sweep.journal import Journal
 
 EXIT_NOTHING_FOUND = 1

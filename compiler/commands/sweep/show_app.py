@@ -17,7 +17,6 @@ from textual.containers import ScrollableContainer
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
-from tilewright.compiler.bench.json_lines import TornLineWarning
 from tilewright.compiler.commands.sweep import tables
 from tilewright.compiler.commands.sweep.control import (
     What,
@@ -31,6 +30,7 @@ from tilewright.compiler.commands.sweep.control import (
 from tilewright.compiler.commands.sweep.files import write_text
 from tilewright.compiler.commands.sweep.layout import Line, Listing, plain_line
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import TornLineWarning
 from tilewright.compiler.sweep.journal import Journal
 
 LOOK_SECONDS = 1.0
