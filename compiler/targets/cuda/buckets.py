@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from tilewright.compiler.targets.cuda.capture import DecodeBucket, PromptBucket
+from tilewright.compiler.targets.cuda.library import lengths_between
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.steps import Steps
+from tilewright.compiler.targets.cuda.trials import FEW, read_trials
 
 
 class Buckets:
@@ -57,11 +59,16 @@ class Buckets:
         for size in self.tokens:
             self.prompt(size).prepare()
         device, size = self._steps.device, self.tokens[-1]
+        last = torch.zeros(1, dtype=torch.int64).to(device)
         while size < longest:
             size = min(2 * size, longest)
-            rows, last = Rows.padding(size, device), torch.zeros(1, dtype=torch.int64).to(device)
+            rows = Rows.padding(size, device)
             for from_start in (False, True):
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
+        if read_trials().lengths == FEW:
+            for length in lengths_between(self.tokens[-1], longest):
+                rows = Rows.padding(length, device)
+                self._steps.prefill(rows, logit_rows=last, from_start=True)
 
     def _widths(self) -> tuple[int, int]:
         return self._num_choosable(), self._num_ends

@@ -4,13 +4,31 @@ arithmetic between values that no kernel takes in.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_GRAIN = 256
+"""Lengths that prompts are padded to are multiples of this, and from 2,048 on of an eighth of the
+next power of two: attention is a small part of a prompt, and a plan for a length takes 0.4 s.
+"""
+
+
+def padded_length(num_tokens: int) -> int:
+    """The least of the few lengths that holds so many tokens."""
+    grain = max(_GRAIN, (1 << (num_tokens - 1).bit_length()) // 8)
+    return -(-num_tokens // grain) * grain
+
+
+def lengths_between(least: int, most: int) -> Iterator[int]:
+    """For each padded length above ``least`` the longest prompt that has it, ``most`` at most."""
+    while least < most:
+        least = min(padded_length(least + 1), most)
+        yield least
 
 
 def store_product(out: Tensor, x: Tensor, weight: Tensor) -> None:

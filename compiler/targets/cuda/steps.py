@@ -21,12 +21,16 @@ from tilewright.compiler.targets.cuda.kernels.embedding import embed
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu_apart
-from tilewright.compiler.targets.cuda.library import apply_function, attend_from_start
+from tilewright.compiler.targets.cuda.library import (
+    apply_function,
+    attend_from_start,
+    padded_length,
+)
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import Trials, read_trials
+from tilewright.compiler.targets.cuda.trials import FEW, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -82,6 +86,7 @@ class Steps:
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
+        self._pads_lengths = trials.lengths == FEW
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -287,19 +292,22 @@ class Steps:
         through_library = through_library and not (self.exact or self._strict)
         through_library = through_library and self.device.type == "cuda" and not each.window
         through_library = through_library and head_dim <= LIBRARY_HEAD_DIM
-        q = torch.empty(
-            num_tokens, each.num_heads, head_dim, dtype=self._operand, device=self.device
-        )
+        length = num_tokens
+        if through_library and self._pads_lengths:
+            length = padded_length(num_tokens)
+        q = torch.empty(length, each.num_heads, head_dim, dtype=self._operand, device=self.device)
         k = v = None
         if through_library:
-            k = q.new_empty(num_tokens, *each.state.shape[1:])
+            k = q.new_empty(length, *each.state.shape[1:])
             v = torch.empty_like(k)
+            for padded in (k, v):  # no query of the prompt sees it, but 0 times NaN is seen
+                padded[num_tokens:].zero_()
         rotate_and_store(
             pages,
             qkv,
-            q_out=q,
-            k_out=k,
-            v_out=v,
+            q_out=q[:num_tokens],
+            k_out=k if k is None else k[:num_tokens],
+            v_out=v if v is None else v[:num_tokens],
             positions=rows.positions,
             slots=rows.slots,
             block_tables=self._state.tables,
@@ -308,7 +316,7 @@ class Steps:
             interleaved=each.interleaved,
         )
         if k is not None and v is not None:
-            out.copy_(attend_from_start(q, k, v, each.scale))
+            out.copy_(attend_from_start(q, k, v, each.scale)[:num_tokens])
             return
         attend_prefill(
             pages,

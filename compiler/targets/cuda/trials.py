@@ -11,12 +11,14 @@ from tilewright.compiler.errors import ConfigError, allowed
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
+OWN, FEW = "own", "few"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
     "blocks": (PARTS, WIDE),
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
+    "lengths": (OWN, FEW),
 }
 
 
@@ -33,12 +35,16 @@ class Trials:
             :func:`.device.capabilities_of` finds best.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
+        lengths: of prompts for which the library's attention makes a plan when it first meets
+            them: ``own``, each prompt's; ``few``, some that prompts are padded to, all of which are
+            met before anybody waits.
     """
 
     rows: int = 256
     blocks: str = WIDE
     experts: str = TOGETHER
     prompts: int = 0
+    lengths: str = OWN
 
 
 def read_trials() -> Trials:
@@ -61,4 +67,5 @@ def read_trials() -> Trials:
         blocks=found.get("blocks", default.blocks),
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
+        lengths=found.get("lengths", default.lengths),
     )

@@ -45,7 +45,7 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("row=256", "'row'; allowed: rows, blocks, experts, prompts; did you mean 'rows'?"),
+        ("row=256", "'row'; allowed: rows, blocks, experts, prompts, lengths; did you mean"),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
         ("blocks", "blocks=''; allowed: parts, wide"),
     ],
