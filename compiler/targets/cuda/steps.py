@@ -292,9 +292,8 @@ class Steps:
         through_library = through_library and not (self.exact or self._strict)
         through_library = through_library and self.device.type == "cuda" and not each.window
         through_library = through_library and head_dim <= LIBRARY_HEAD_DIM
-        length = num_tokens
-        if through_library and self._pads_lengths:
-            length = padded_length(num_tokens)
+        pads = through_library and self._pads_lengths
+        length = padded_length(num_tokens) if pads else num_tokens
         q = torch.empty(length, each.num_heads, head_dim, dtype=self._operand, device=self.device)
         k = v = None
         if through_library:
