@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.errors import CompileError
 from tilewright.models.checkpoints.hf_config import hf_values
-from tilewright.models.config import ModelConfig, RopeConfig
+from tilewright.models.config import HybridConfig, ModelConfig, RopeConfig
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.cuda.engine.parts.settings import Settings
@@ -19,17 +19,41 @@ def engine_config(config: ModelConfig) -> dict[str, Any]:
     Raises:
         CompileError: for a rotation that generated engines have not.
     """
-    rope = config.rope
-    if rope.freq_factors is not None or rope.num_rotated not in (None, config.head_dim):
+    rope, hybrid = config.rope, _hybrid_values(config)
+    is_partial = rope.num_rotated not in (None, config.head_dim) and not hybrid
+    if rope.freq_factors is not None or is_partial:
         raise CompileError(f"{config.name}: rotates by factors, or some channels; {_ROTATIONS}")
     values = hf_values(config)
     del values["tie_word_embeddings"]  # weights without a head are tied
     scaling = values.pop("rope_parameters")
+    scaling.pop("partial_rotary_factor", None)
     theta = scaling.pop("rope_theta")
     if scaling["rope_type"] not in _KINDS:
         raise CompileError(f"{config.name}: {scaling['rope_type']} rotation; {_ROTATIONS}")
     scaled = scaling if scaling["rope_type"] != "default" else None
-    return {**values, "rope_theta": theta, "rope_scaling": scaled, "rope_style": "half"}
+    rotation = {"rope_theta": theta, "rope_scaling": scaled, "rope_style": "half"}
+    return {**values, **hybrid, **rotation}
+
+
+def _hybrid_values(config: ModelConfig) -> dict[str, Any]:
+    """The keys of a mixture of experts with layers of linear attention; none for other models."""
+    if not isinstance(config, HybridConfig) or not config.num_experts:
+        return {}
+    delta, num_rotated = config.delta, config.rope.num_rotated or config.head_dim
+    kinds = ("full_attention", "linear_attention")
+    return {
+        "partial_rotary_factor": num_rotated / config.head_dim,
+        "layer_types": [kinds[is_linear] for is_linear in config.linear_layers],
+        "linear_num_key_heads": delta.num_key_heads,
+        "linear_num_value_heads": delta.num_value_heads,
+        "linear_key_head_dim": delta.key_dim,
+        "linear_value_head_dim": delta.value_dim,
+        "linear_conv_kernel_dim": delta.conv_width,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "shared_expert_intermediate_size": config.shared_size,
+    }
 
 
 _KINDS = ("default", "linear", "llama3")

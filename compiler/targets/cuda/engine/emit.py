@@ -8,6 +8,7 @@ import torch
 
 from tilewright.compiler.targets.base import Emission
 from tilewright.compiler.targets.cuda.engine.layers import engine_plan
+from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import HybridPlan
 from tilewright.compiler.targets.cuda.engine.parts.plan import Choices
 from tilewright.compiler.targets.cuda.engine.write import engine_text
 from tilewright.compiler.targets.program.instructions import Plan
@@ -24,8 +25,10 @@ def emit_engine(plan: Plan, emission: Emission) -> None:
     """
     found, config = engine_plan(plan), emission.settings["model_config"]
     num_layers = config["num_hidden_layers"]
+    # Prompts of mixers are launched one by one: what they launch depends on how many there are.
+    choices = Choices(prompts=()) if isinstance(found, HybridPlan) else Choices()
     text = engine_text(
-        found, Choices(), title=emission.title.partition(",")[0], num_layers=num_layers
+        found, choices, title=emission.title.partition(",")[0], num_layers=num_layers
     )
     names, tensors = _tensors_of(plan), {}
     for done, name in enumerate(names):
@@ -43,6 +46,12 @@ def _tensors_of(plan: Plan) -> list[str]:
     """Every tensor of the checkpoint that a typed program reads, once, in its order."""
     found: list[str] = []
     for each in plan.instructions:
-        for recipe in (getattr(each, name, None) for name in ("table", "norm", "weight")):
+        convolve = getattr(each, "convolve", None)
+        recipes = [getattr(each, field, None) for field in _WEIGHTS]
+        for recipe in (*recipes, getattr(convolve, "weight", None)):
             found += () if recipe is None else recipe.names
     return list(dict.fromkeys(found))
+
+
+_WEIGHTS = ("table", "norm", "weight", "q_norm", "k_norm", "a_log", "dt_bias")
+"""The fields of instructions that are weights."""

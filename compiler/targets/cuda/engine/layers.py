@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping, Sequence
 
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.targets.cuda.engine.mixers import MixerWriter
 from tilewright.compiler.targets.cuda.engine.parts import plan as parts
+from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import DeltaRule, HybridPlan
 from tilewright.compiler.targets.program import instructions as typed
 
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_NAMES = "allowed: a model of Llama's form, without biases, head norms, windows or experts"
+_NAMES = (
+    "allowed: a model of Llama's form, without biases, head norms, windows or experts, or one with "
+    "gated and linear attention and experts in every layer (qwen3_5_moe)"
+)
+
+_VALUES = {
+    "wqkv": "qkv",
+    "delta_in": "mixed",
+    "delta_gates": "ab",
+    "router": "logits",
+    "shared_ff2": "shared",
+    "lm_head": "logits",
+}
+"""What products are called, by the tensor group of their weights."""
 
 
 def engine_plan(plan: typed.Plan) -> parts.Plan:
     """The plan of a generated engine that computes what a typed program does.
 
-    Sizes are left to the configuration, so every layer must be the same but for its weights.
+    Sizes are left to the configuration, so every layer of a kind must be the same but for its
+    weights.
 
     Raises:
         CompileError: for an instruction that generated engines have not, or layers that differ.
@@ -31,69 +48,98 @@ def engine_plan(plan: typed.Plan) -> parts.Plan:
     current = 0
     for layer, step in steps[first:stop]:
         current = current if layer is None else layer
-        layers.setdefault(current, []).append(step)
-    for index, layer_steps in layers.items():
-        if layer_steps != layers[0]:
-            raise CompileError(f"layers 0 and {index} differ; {_NAMES}")
-    before, after = ([step for _, step in part] for part in (steps[:first], steps[stop:]))
-    return parts.Plan(tuple(before), tuple(layers[0]), tuple(after))
+        layers.setdefault(current, []).extend(_made([step]))
+    kinds = _kinds(layers)
+    before, after = (_made([step for _, step in part]) for part in (steps[:first], steps[stop:]))
+    ends = {"first": tuple(before), "last": tuple(after)}
+    if written.offset:
+        return HybridPlan(**ends, layer=kinds[False], linear_layer=kinds[True])
+    return parts.Plan(**ends, layer=kinds[False])
+
+
+def _made(steps: Iterable[parts.Instruction | None]) -> list[parts.Instruction]:
+    """Without those that a later one stands for."""
+    return [step for step in steps if step is not None]
+
+
+def _kinds(
+    layers: Mapping[int, Sequence[parts.Instruction]],
+) -> dict[bool, tuple[parts.Instruction, ...]]:
+    """What layers compute, by whether they have linear attention."""
+    found: dict[bool, tuple[int, tuple[parts.Instruction, ...]]] = {}
+    for index, steps in layers.items():
+        is_linear = any(isinstance(each, DeltaRule) for each in steps)
+        first, expected = found.setdefault(is_linear, (index, tuple(steps)))
+        if tuple(steps) != expected:
+            raise CompileError(f"layers {first} and {index} differ; {_NAMES}")
+    if False not in found:
+        raise CompileError(f"no layer of attention; {_NAMES}")
+    return {is_linear: steps for is_linear, (_, steps) in found.items()}
 
 
 class _Writer:
-    """Gives values their names: a buffer is called after what it holds first."""
+    """Gives values their names: a buffer is called after what it holds first.
+
+    ``offset``: what the program adds to the weights of norms.
+    """
 
     def __init__(self, plan: typed.Plan) -> None:
         self._plan = plan
-        self._attended = {
-            each.qkv.buffer for each in plan.instructions if isinstance(each, typed.Attend)
-        }
-        self._names: dict[int, str] = {}
+        self.offset = float(any(isinstance(each, typed.DeltaRule) for each in plan.instructions))
+        self._values: dict[int, tuple[str, int]] = {}  # by buffer: its name and width
+        self._mixers = MixerWriter(self._name, self._out, self._norm)
 
-    def instruction(self, each: typed.Instruction) -> parts.Instruction:
+    def instruction(self, each: typed.Instruction) -> parts.Instruction | None:
+        """None: a later instruction's stands for it as well."""
         if isinstance(each, typed.Embed):
             return parts.Embed(self._out(each.out, "x"), _one_name(each.table))
         if isinstance(each, typed.Linear) and each.bias is None:
             return self._linear(each)
         if isinstance(each, typed.Norm):
             x = self._name(each.x)
-            return parts.Norm(self._out(each.out, "normed"), x, _one_name(each.weight))
+            return parts.Norm(self._out(each.out, "normed"), x, self._norm(each.weight))
         if isinstance(each, typed.Gather):
             x = self._name(each.x)
             return parts.Gather(self._out(each.out, "last"), x)
-        if isinstance(each, typed.Attend) and _is_plain(each):
+        if isinstance(each, typed.Attend) and _is_plain(each) and not self.offset:
             qkv = self._name(each.qkv)
             return parts.Attend(self._out(each.out, "heads"), qkv)
+        if self.offset and self._mixers.takes(each):
+            return self._mixers.instruction(each)
         what = getattr(each, "fqn", "") or type(each).__name__
         raise CompileError(f"{what}: no instruction of generated engines; {_NAMES}")
 
     def _linear(self, each: typed.Linear) -> parts.Linear:
         x = self._name(each.x)
-        role = self._plan.buffers[each.out.buffer].role
-        first = "qkv" if each.out.buffer in self._attended else "y"
-        first = "logits" if role == typed.LOGITS else "inner" if each.swiglu else first
+        name = "inner" if each.swiglu else _VALUES.get(each.group, "y")
         return parts.Linear(
-            out=self._name(each.out) if each.residual else self._out(each.out, first),
+            out=self._name(each.out) if each.residual else self._out(each.out, name),
             x=x,
             weights=_names(each.weight),
-            norm="" if each.norm is None else _one_name(each.norm),
+            norm="" if each.norm is None else self._norm(each.norm),
             residual=each.residual,
             swiglu=each.swiglu,
         )
 
+    def _norm(self, recipe: WeightRecipe) -> str:
+        """Of the stream, or of the heads of q and k."""
+        return _one_name(recipe, self.offset)
+
     def _out(self, place: typed.Place, name: str) -> str:
         """The name of a value that is written anew; buffers are used for several values."""
-        _check_whole(place)
-        self._names[place.buffer] = name
+        if place.first:
+            raise CompileError(f"a value among the columns of another; {_NAMES}")
+        self._values[place.buffer] = name, place.width
         return name
 
-    def _name(self, place: typed.Place) -> str:
-        _check_whole(place)
-        return self._names[place.buffer]
-
-
-def _check_whole(place: typed.Place) -> None:
-    if place.first or place.stride not in (0, place.width):
-        raise CompileError(f"a value among the columns of another; {_NAMES}")
+    def _name(self, place: typed.Place, first: int = 0, width: int | None = None) -> str:
+        """The name of the value that a place holds: all its columns, or ``width`` of them from
+        ``first`` on.
+        """
+        name, whole = self._values[place.buffer]
+        if (place.first, place.width) != (first, whole if width is None else width):
+            raise CompileError(f"a value among the columns of another; {_NAMES}")
+        return name
 
 
 def _is_plain(each: typed.Attend) -> bool:
@@ -106,13 +152,26 @@ def _layer_of(each: typed.Instruction) -> int | None:
     return int(found[1]) if found else None
 
 
-def _names(recipe: WeightRecipe) -> tuple[str, ...]:
-    """Names without what stands before a layer's own: whole tensors, stacked."""
-    if recipe.pad_rows or any(each.rows is not None or each.offset for each in recipe.segments):
-        raise CompileError(f"{recipe.names[0]}: not a whole tensor; {_NAMES}")
-    return tuple(_LAYER.sub("", name.removeprefix("model.")) for name in recipe.names)
+def _names(recipe: WeightRecipe, offset: float = 0.0) -> tuple[str, ...]:
+    """Names without what stands before a layer's own: whole tensors, stacked; a query's gate is
+    told from the query by its name.
+    """
+    found = []
+    for each in recipe.segments:
+        name = each.name
+        if each.rows is not None and name.endswith("q_proj.weight") and each.part in _QUERY:
+            name = name.replace("q_proj", f"{each.part}_proj")
+        elif each.rows is not None:
+            raise CompileError(f"{each.name}: not a whole tensor; {_NAMES}")
+        if recipe.pad_rows or each.offset != offset:
+            raise CompileError(f"{each.name}: padded, or of another offset; {_NAMES}")
+        found.append(_LAYER.sub("", name.removeprefix("model.")))
+    return tuple(dict.fromkeys(found))
 
 
-def _one_name(recipe: WeightRecipe) -> str:
-    (name,) = _names(recipe)
+_QUERY = ("q", "gate")
+
+
+def _one_name(recipe: WeightRecipe, offset: float = 0.0) -> str:
+    (name,) = _names(recipe, offset)
     return name

@@ -15,31 +15,37 @@ from types import ModuleType
 from typing import Any
 
 from tilewright.compiler import __version__
+from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import HybridPlan
 from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Plan
 
 _PARTS = __name__.rpartition(".")[0] + ".parts"
 _SECTIONS = {
     "plan": "Instructions",
+    "mixer_plan": "Instructions of experts and of linear attention",
     "generated": "The plan of this engine, made from the typed program",
     "settings": "Configuration",
+    "hybrid_settings": "Configuration of experts and of linear attention",
     "weights": "Weights",
     "steps": "The walk over the plan",
+    "mixer_steps": "The walk over mixers",
     "torch_steps": "On a CPU",
+    "mixer_torch": "Mixers on a CPU",
     "kernels": "Kernels",
     "pages": "Memory of requests on a GPU",
     "launches": "What an instruction launches",
     "cuda_steps": "On a GPU",
     "engine": "The engine",
     "reference": "The reference",
+    "hybrid_reference": "The reference with experts and linear attention",
+    "family": "The model",
     "self_test": "The check",
 }
-_ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES")
+_ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES", "FAMILY")
 _HEADER = '''"""An engine for {title}.
 
-Written by Tilewright {version}, from the typed program of this model: {products} products, \
-{attends} attentions and
-{norms} norms of their own for {layers} layers, in the order of PLAN below. It needs torch, and
-Triton where there is a GPU; nothing of Tilewright's.
+Written by Tilewright {version}, from the typed program of this model: {layers} layers that
+compute what PLAN below says, in its order. It needs torch, and Triton where there is a GPU; nothing
+of Tilewright's.
 
     engine = create_engine(model_config, weight_dir, device="cuda")   # or "cpu"
     logits = engine.prefill([7, 8], [tokens_of_7, tokens_of_8])       # [2, vocab]: last tokens'
@@ -63,30 +69,22 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
     bodies = {name: _body(module) for name, module in modules.items()}
     made = f"PLAN = {_literal(plan)}", f"CHOICES = {_literal(choices)}"
     bodies["generated"] = [_Piece(made[0], 1), _Piece(made[1], 1)]
+    family = "HYBRID" if isinstance(plan, HybridPlan) else "LLAMA"
+    bodies["family"][-1] = _Piece(f"FAMILY = {family}", 1)
     kept = _reached([each.text for body in bodies.values() for each in body])
     sections = []
     for name, heading in _SECTIONS.items():
         body = [each for each in bodies[name] if each.text in kept]
+        if not body:
+            continue
         note = "" if name == "generated" else _comment(modules[name])
         sections.append(f"# {'-' * 98}\n# {heading}{note}{_joined(body)}")
     imports = _imports(modules.values(), "\n".join(sections))
     ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
     first, *others = sections
-    begin = f"{_header(plan, title, num_layers)}\n{imports}\n\n{first}"
+    header = _HEADER.format(title=title, version=__version__, layers=num_layers)
+    begin = f"{header}\n{imports}\n\n{first}"
     return "\n\n\n".join((begin, *others, ending))
-
-
-def _header(plan: Plan, title: str, num_layers: int) -> str:
-    steps = [*plan.first, *plan.layer * num_layers, *plan.last]
-    kinds = [type(each).__name__ for each in steps]
-    return _HEADER.format(
-        title=title,
-        version=__version__,
-        layers=num_layers,
-        products=kinds.count("Linear"),
-        attends=kinds.count("Attend"),
-        norms=kinds.count("Norm"),
-    )
 
 
 @dataclass(frozen=True)

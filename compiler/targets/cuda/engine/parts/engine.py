@@ -8,14 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.engine.parts.cuda_steps import CudaExecutor
+from tilewright.compiler.targets.cuda.engine.parts.family import FAMILY
 from tilewright.compiler.targets.cuda.engine.parts.settings import (
     EngineError,
     Settings,
-    read_settings,
 )
 from tilewright.compiler.targets.cuda.engine.parts.steps import Executor
-from tilewright.compiler.targets.cuda.engine.parts.torch_steps import TorchExecutor
 from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 
 
@@ -36,11 +34,11 @@ def create_engine(
     place = torch.device(device)
     if place.type not in ("cuda", "cpu"):
         raise EngineError(f"device {str(device)!r}; allowed: cuda, cuda:N, cpu")
-    settings = read_settings(model_config, place)
+    settings = FAMILY.read_settings(model_config, place)
     tensors = load_weights(str(weight_dir), settings)
     if place.type == "cuda":
-        return Engine(CudaExecutor(tensors, settings, place), settings)
-    return Engine(TorchExecutor(tensors, settings, place), settings)
+        return Engine(FAMILY.on_gpu(tensors, settings, place), settings)
+    return Engine(FAMILY.on_cpu(tensors, settings, place), settings)
 
 
 class Engine:

@@ -73,6 +73,10 @@ class CudaKernels(Executor):
         sizes = {"H": s.num_heads, "G": s.num_kv_heads, "D": s.head_dim, "E": _power(s.head_dim)}
         return {**sizes, **options}
 
+    def _layer_offset(self, each: Bound) -> int:
+        """Where a layer's keys lie in a page."""
+        return self.settings.place_of(each.layer) * self.pages.layer_size
+
     def embed(self, each: Bound, batch: Tokens) -> Tensor:
         table = each.weight
         assert table is not None
@@ -147,7 +151,7 @@ class CudaKernels(Executor):
             remember_kernel,
             (-(-count // TOKENS), s.qkv_heads),
             *(turned, qkv, self.pages.base, batch.places, batch.starts, self.turns),
-            *(count, each.layer * self.pages.layer_size),
+            *(count, self._layer_offset(each)),
             **self._heads(TOKENS=TOKENS, PAGE=PAGE, INTERLEAVED=s.interleaved),
         )
         queries = CHOICES.queries
@@ -174,7 +178,7 @@ class CudaKernels(Executor):
             attend_token_kernel,
             (len(qkv), s.num_kv_heads, splits),
             *(out, parts, qkv, self.pages.base, table, batch.seats, batch.positions, self.turns),
-            *(each.layer * self.pages.layer_size, table.shape[1], s.scale),
+            *(self._layer_offset(each), table.shape[1], s.scale),
             **self._heads(SPLITS=splits, KEYS=min(CHOICES.keys, PAGE), PAGE=PAGE),
             R=_power(s.num_heads // s.num_kv_heads),
             INTERLEAVED=s.interleaved,

@@ -27,7 +27,7 @@ class Pages:
         s = self._settings = settings
         self._device = device
         self.layer_size = 2 * s.num_kv_heads * PAGE * s.head_dim
-        self.page_size = s.num_layers * self.layer_size
+        self.page_size = s.num_cached * self.layer_size
         self._chunk = max(1, min(CHUNK, CHUNK_BYTES // (self.page_size * s.dtype.itemsize)))
         self.base = self._allocate()
         self._chunks = {0: self.base}  # by the place of their first element

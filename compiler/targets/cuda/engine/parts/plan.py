@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+class Instruction:
+    """A step of a plan."""
+
+
 @dataclass(frozen=True)
-class Embed:
+class Embed(Instruction):
     """``out`` begins as the row of ``table`` for each token."""
 
     out: str
@@ -14,7 +18,7 @@ class Embed:
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Instruction):
     """A product with the rows of ``weights``, stacked.
 
     ``norm``: the weight of an RMSNorm that ``x`` passes through first. ``residual``: the product is
@@ -30,7 +34,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Instruction):
     """An RMSNorm that no product computes itself."""
 
     out: str
@@ -39,7 +43,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Attend:
+class Attend(Instruction):
     """Rotate q and k, remember k and v, attend causally to all that is remembered."""
 
     out: str
@@ -47,14 +51,11 @@ class Attend:
 
 
 @dataclass(frozen=True)
-class Gather:
+class Gather(Instruction):
     """Keep each request's last row: only its logits are asked for."""
 
     out: str
     x: str
-
-
-Instruction = Embed | Linear | Norm | Attend | Gather
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,21 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, turn_table
 
+SMALL_CONFIG = {
+    "model_type": "tiny_llama",
+    "torch_dtype": "float16",
+    "vocab_size": 509,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
 
 class Reference:
     """What an engine's logits are compared with: eager torch that caches nothing.

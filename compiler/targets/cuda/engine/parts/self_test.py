@@ -15,40 +15,25 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine, create_engine
+from tilewright.compiler.targets.cuda.engine.parts.family import FAMILY
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine.parts.settings import (
     EngineError,
     Settings,
-    read_settings,
 )
-from tilewright.compiler.targets.cuda.engine.parts.weights import expected_shapes, load_weights
+from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 
 ATOL = RTOL = 1e-2
-
-SMALL_CONFIG = {
-    "model_type": "tiny_llama",
-    "torch_dtype": "float16",
-    "vocab_size": 509,
-    "hidden_size": 192,
-    "intermediate_size": 320,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 48,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-}
 
 
 def random_weights(settings: Settings, seed: int) -> dict[str, Tensor]:
     """A state dict with Hugging Face's names: N(0, 0.02), norms around 1."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
-    for name, shape in expected_shapes(settings).items():
+    for name, shape in settings.shapes().items():
         values = torch.randn(shape, generator=generator) * 0.02
         full = name if name == "lm_head.weight" else f"model.{name}"
-        found[full] = (1 + values if "norm" in name else values).half()
+        found[full] = (settings.centre(name) + values).half()
     return found
 
 
@@ -126,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(argv)
     try:
-        config = json.loads(Path(given.config).read_text()) if given.config else SMALL_CONFIG
+        config = json.loads(Path(given.config).read_text()) if given.config else FAMILY.small_config
         worst = _self_test(config, given)
     except (EngineError, OSError) as error:
         print(f"engine: {error}", file=sys.stderr)
@@ -138,12 +123,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _self_test(config: Mapping[str, Any], given: argparse.Namespace) -> float:
     device = torch.device(given.device)
-    settings = read_settings(config, device)
+    settings = FAMILY.read_settings(config, device)
     with tempfile.TemporaryDirectory() as made:
         if given.weights is None:
             torch.save(random_weights(settings, given.seed), Path(made) / "model.pt")
         folder = given.weights or made
         engine = create_engine(config, folder, given.device)
-        reference = Reference(load_weights(folder, settings), settings, device)
+        reference = FAMILY.reference(load_weights(folder, settings), settings, device)
         asked = {"seed": given.seed, "operations": given.operations}
         return compare(engine, reference, settings, **asked)

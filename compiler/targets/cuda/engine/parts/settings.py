@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.engine.parts.plan import Instruction, Plan
+
 ALIASES = {
     "hidden_size": ("dim",),
     "num_hidden_layers": ("n_layers",),
@@ -58,6 +60,67 @@ class Settings:
     def scale(self) -> float:
         """What attention scores are multiplied by."""
         return self.head_dim**-0.5
+
+    @property
+    def num_cached(self) -> int:
+        """Layers that remember keys and values."""
+        return self.num_layers
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        """What the weights of norms are held in."""
+        return self.dtype
+
+    def steps_of(self, plan: Plan, layer: int) -> tuple[Instruction, ...]:
+        """What a layer computes."""
+        return plan.layer
+
+    def place_of(self, layer: int) -> int:
+        """Its place among the layers that remember the same."""
+        return layer
+
+    def frequencies(self) -> Tensor:
+        """The angle per position of every pair of channels, float32 ``[head_dim / 2]``."""
+        return inverse_frequencies(self, self.head_dim)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every tensor that a file of weights must have, by name."""
+        found = self._shapes_outside()
+        hidden, inner = self.hidden_size, self.intermediate_size
+        layer = {
+            **self._shapes_of_attention(self.num_heads),
+            "mlp.gate_proj.weight": (inner, hidden),
+            "mlp.up_proj.weight": (inner, hidden),
+            "mlp.down_proj.weight": (hidden, inner),
+        }
+        for index in range(self.num_layers):
+            found |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+        return found
+
+    def _shapes_outside(self) -> dict[str, tuple[int, ...]]:
+        table = self.vocab_size, self.hidden_size
+        norm = (self.hidden_size,)
+        return {"embed_tokens.weight": table, "lm_head.weight": table, "norm.weight": norm}
+
+    def _shapes_of_attention(self, query_heads: int) -> dict[str, tuple[int, ...]]:
+        hidden, width = self.hidden_size, self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
+        return {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_proj.weight": (query_heads * self.head_dim, hidden),
+            "self_attn.k_proj.weight": (kv, hidden),
+            "self_attn.v_proj.weight": (kv, hidden),
+            "self_attn.o_proj.weight": (hidden, width),
+        }
+
+    def prepared(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that the plan names, from those of a file."""
+        return tensors
+
+    def centre(self, name: str) -> float:
+        """What the values of a tensor lie around."""
+        return 1.0 if "norm" in name else 0.0
 
 
 def read_settings(config: Mapping[str, Any], device: torch.device) -> Settings:
@@ -145,10 +208,10 @@ def _read_scaling(given: Any) -> tuple[tuple[str, Any], ...]:
     return (("rope_type", kind), *numbers) if numbers else ()
 
 
-def inverse_frequencies(settings: Settings) -> Tensor:
-    """The angle per position of every pair of channels, float32 ``[head_dim / 2]``."""
-    channels = torch.arange(0, settings.head_dim, 2, dtype=torch.float32)
-    found = 1.0 / settings.theta ** (channels / settings.head_dim)
+def inverse_frequencies(settings: Settings, num_channels: int) -> Tensor:
+    """The angle per position of each pair of so many channels, scaled as the configuration says."""
+    channels = torch.arange(0, num_channels, 2, dtype=torch.float32)
+    found = 1.0 / settings.theta ** (channels / num_channels)
     scaling = dict(settings.scaling)
     if not scaling:
         return found
@@ -164,5 +227,5 @@ def inverse_frequencies(settings: Settings) -> Tensor:
 def turn_table(settings: Settings, device: torch.device) -> Tensor:
     """Cosines, then sines, of every position: ``[positions, head_dim]`` in the model's type."""
     positions = torch.arange(settings.max_positions, dtype=torch.float32, device=device)
-    angles = positions[:, None] * inverse_frequencies(settings).to(device)
+    angles = positions[:, None] * settings.frequencies().to(device)
     return torch.cat((angles.cos(), angles.sin()), dim=1).to(settings.dtype)

@@ -39,11 +39,11 @@ def bind(tensors: dict[str, Tensor], settings: Settings, device: torch.device) -
     """The plan, layer by layer, with its weights on a device in the model's type."""
     on_device: dict[tuple[str, ...], Tensor] = {}  # a tied table is placed once
 
-    def place(names: tuple[str, ...]) -> Tensor:
+    def place(names: tuple[str, ...], dtype: torch.dtype = settings.dtype) -> Tensor:
         parts = [tensors[name] for name in names]
         key = tuple(str(part.data_ptr()) for part in parts)
         if key not in on_device:
-            moved = [part.to(device, settings.dtype, copy=True) for part in parts]
+            moved = [part.to(device, dtype, copy=True) for part in parts]
             on_device[key] = torch.cat(moved) if len(moved) > 1 else moved[0].contiguous()
         return on_device[key]
 
@@ -51,15 +51,17 @@ def bind(tensors: dict[str, Tensor], settings: Settings, device: torch.device) -
         if isinstance(each, Embed):
             return Bound(each, layer, place((each.table,)))
         if isinstance(each, Norm):
-            return Bound(each, layer, norm=place((prefix + each.weight,)))
+            return Bound(each, layer, norm=place((prefix + each.weight,), settings.norm_dtype))
         if isinstance(each, Linear):
             weight = place(tuple(prefix + name for name in each.weights))
-            return Bound(each, layer, weight, place((prefix + each.norm,)) if each.norm else None)
+            norms = [place((prefix + each.norm,), settings.norm_dtype)] if each.norm else [None]
+            return Bound(each, layer, weight, *norms)
         return Bound(each, layer)
 
     program = [bound(each) for each in PLAN.first]
     for layer in range(settings.num_layers):
-        program += [bound(each, layer, f"layers.{layer}.") for each in PLAN.layer]
+        steps = settings.steps_of(PLAN, layer)
+        program += [bound(each, layer, f"layers.{layer}.") for each in steps]
     return program + [bound(each) for each in PLAN.last]
 
 

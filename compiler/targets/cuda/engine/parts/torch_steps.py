@@ -44,8 +44,11 @@ class TorchExecutor(Executor):
         self.turns = turn_table(settings, device)
 
     def prefill(self, prompts: Sequence[Tensor]) -> tuple[list[TorchSequence], Tensor]:
-        sequences = [TorchSequence(self._cache(len(prompt) + ROOM)) for prompt in prompts]
+        sequences = [self._begin(len(prompt)) for prompt in prompts]
         return sequences, self._step(sequences, prompts)
+
+    def _begin(self, length: int) -> TorchSequence:
+        return TorchSequence(self._cache(length + ROOM))
 
     def decode(self, sequences: Sequence[TorchSequence], tokens: Tensor) -> Tensor:
         for each in sequences:
@@ -60,7 +63,7 @@ class TorchExecutor(Executor):
 
     def _cache(self, positions: int) -> Tensor:
         s = self.settings
-        shape = s.num_layers, 2, s.num_kv_heads, min(positions, s.max_positions), s.head_dim
+        shape = s.num_cached, 2, s.num_kv_heads, min(positions, s.max_positions), s.head_dim
         return torch.empty(shape, dtype=s.dtype, device=self.device)
 
     def _step(self, sequences: Sequence[TorchSequence], tokens: Sequence[Tensor]) -> Tensor:
@@ -85,7 +88,7 @@ class TorchExecutor(Executor):
         assert each.norm is not None
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.settings.eps)
-        return (wide * scale).to(x.dtype) * each.norm
+        return ((wide * scale).to(x.dtype) * each.norm).to(x.dtype)
 
     def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
         assert each.weight is not None
@@ -107,7 +110,7 @@ class TorchExecutor(Executor):
         out = []
         for sequence, rows in batch.spans:
             first, last = sequence.length, sequence.length + rows.stop - rows.start
-            cache = sequence.cache[each.layer]
+            cache = sequence.cache[s.place_of(each.layer)]
             cache[0, :, first:last] = k[rows].transpose(0, 1)
             cache[1, :, first:last] = v[rows].transpose(0, 1)
             keys, values = cache[:, :, :last]

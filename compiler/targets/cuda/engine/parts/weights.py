@@ -18,7 +18,7 @@ from tilewright.compiler.targets.cuda.engine.parts.settings import EngineError, 
 
 SUFFIXES = (".pt", ".bin", ".safetensors")
 WRAPPERS = ("state_dict", "model", "weights")
-PREFIXES = ("module.", "_orig_mod.", "model.")
+PREFIXES = ("module.", "_orig_mod.", "model.", "language_model.")
 META_NAMES = {
     "tok_embeddings": "embed_tokens",
     "output": "lm_head",
@@ -37,7 +37,7 @@ SAFETENSORS_DTYPES |= {"BF16": torch.bfloat16}
 
 
 def load_weights(folder: str, settings: Settings) -> dict[str, Tensor]:
-    """Every tensor of the model by its name, on the CPU as the file has it; ``lm_head.weight`` is
+    """Every tensor that the plan names, on the CPU as the file has it; ``lm_head.weight`` is
     ``embed_tokens.weight`` where the file has none.
 
     Raises:
@@ -47,7 +47,7 @@ def load_weights(folder: str, settings: Settings) -> dict[str, Tensor]:
     path = find_weights(folder)
     found = {_plain_name(name): tensor for name, tensor in _read(path).items()}
     found.setdefault("lm_head.weight", found.get("embed_tokens.weight", torch.empty(0)))
-    shapes = expected_shapes(settings)
+    shapes = settings.shapes()
     for name, shape in shapes.items():
         if name not in found:
             raise EngineError(f"{path}: no {name}; expected: of shape {list(shape)}")
@@ -56,7 +56,7 @@ def load_weights(folder: str, settings: Settings) -> dict[str, Tensor]:
             raise EngineError(f"{path}: {name} of shape {was}; expected: {list(shape)}")
         if not found[name].is_floating_point():
             raise EngineError(f"{path}: {name} of {found[name].dtype}; expected: floats")
-    return {name: found[name] for name in shapes}
+    return settings.prepared({name: found[name] for name in shapes})
 
 
 def find_weights(folder: str) -> Path:
@@ -69,29 +69,6 @@ def find_weights(folder: str) -> Path:
         if files := sorted(Path(folder).glob(f"*{suffix}")):
             return files[0]
     raise EngineError(f"{folder}: no weights; allowed: model.pt, *.pt, *.bin, *.safetensors")
-
-
-def expected_shapes(settings: Settings) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that the plan may read, by name."""
-    hidden, inner = settings.hidden_size, settings.intermediate_size
-    q, kv = (n * settings.head_dim for n in (settings.num_heads, settings.num_kv_heads))
-    table = settings.vocab_size, hidden
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": table, "lm_head.weight": table}
-    shapes["norm.weight"] = (hidden,)
-    layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    for index in range(settings.num_layers):
-        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    return shapes
 
 
 def _plain_name(name: str) -> str:
