@@ -100,7 +100,10 @@ class CudaTarget(Target):
         return parallel
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
-        return build_contract(graph_module, meanings(exact=options.compute == "exact"))
+        from tilewright.compiler.targets.cuda.trials import BF16, trials_for
+
+        fp8 = trials_for(options).lofi != BF16
+        return build_contract(graph_module, meanings(exact=options.compute == "exact", fp8=fp8))
 
     def holding(
         self,
@@ -150,7 +153,7 @@ class CudaTarget(Target):
             graph_module,
             lambda plan, device: read_weights(plan, folder, device, progress),
             options,
-            program.contract,
+            self.contract(graph_module, options),  # of the trials that are on now
         )
 
     def compile(

@@ -11,13 +11,14 @@ from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Capabilities, CompileOptions
 from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
+from tilewright.compiler.targets.cuda.copies import copy_bytes
 from tilewright.compiler.targets.cuda.experts import held_sizes
 from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import read_trials
+from tilewright.compiler.targets.cuda.trials import read_trials, trials_for
 from tilewright.compiler.targets.cuda.weights import wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Plan
 
@@ -119,7 +120,7 @@ def shared_pages(plan: Plan, options: CompileOptions, free: int) -> int:
         CompileError: where they would not hold one whole context.
     """
     check_fits(plan, replace(options, max_batch=1), free)
-    left = free - weight_bytes(plan) - work_bytes(plan, options)
+    left = free - weight_bytes(plan, options) - work_bytes(plan, options)
     each = sequence_bytes(plan.sequence_states)
     left -= options.max_batch * each
     left -= min(_MAX_SNAPSHOTS * each, left // _SHARE_OF_SNAPSHOTS) if left > 0 else 0
@@ -135,7 +136,11 @@ def shared_pages(plan: Plan, options: CompileOptions, free: int) -> int:
 
 def check_fits(plan: Plan, options: CompileOptions, free: int) -> None:
     """:func:`check_room` for a number of free bytes."""
-    weights, state, work = weight_bytes(plan), state_bytes(plan, options), work_bytes(plan, options)
+    weights, state, work = (
+        weight_bytes(plan, options),
+        state_bytes(plan, options),
+        work_bytes(plan, options),
+    )
     if weights + state + work <= free:
         return
     need = weights + state + work
@@ -149,7 +154,7 @@ def check_fits(plan: Plan, options: CompileOptions, free: int) -> None:
 
 def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
     """Whole pages of the same sequences, or fewer sequences of the same length."""
-    left = free - weight_bytes(plan) - work_bytes(plan, options)
+    left = free - weight_bytes(plan, options) - work_bytes(plan, options)
     left -= options.max_batch * sequence_bytes(plan.sequence_states)
     a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
     num_pages = left // a_page if left > 0 and a_page else 0
@@ -165,9 +170,9 @@ def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
     return ", or ".join(fits) or "a smaller model, or formats of fewer bits"
 
 
-def weight_bytes(plan: Plan) -> int:
-    """Bytes of the plan's tensors on the device."""
-    total = 0
+def weight_bytes(plan: Plan, options: CompileOptions) -> int:
+    """Bytes of the plan's tensors on the device, and of what trials hold of them once more."""
+    total = copy_bytes(plan, trials_for(options))
     for wanted in wanted_by(plan):
         recipe = wanted.recipe
         if wanted.kind == "fp32":

@@ -32,6 +32,7 @@ from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import Steps
+from tilewright.compiler.targets.cuda.trials import trials_for
 from tilewright.compiler.targets.cuda.weights import Weights
 from tilewright.compiler.targets.host import Sitting
 from tilewright.compiler.targets.program.instructions import Plan
@@ -89,8 +90,9 @@ class CudaExecutable(Executable):
         exact = options.compute == "exact"
         strict = self.capabilities.invariant == "rows"
         self._steps = Steps(
-            plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict
-        )
+            plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict,
+            trials=trials_for(options),
+        )  # fmt: skip
         if is_gpu:
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
@@ -354,7 +356,9 @@ class CudaExecutable(Executable):
         return self._steps.chosen_experts(rows)
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(self._weights.num_bytes, self._state.num_bytes_held())
+        return MemoryUse(
+            self._weights.num_bytes + self._steps.copies.num_bytes, self._state.num_bytes_held()
+        )
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         return self._state.num_bytes(num_positions, num_sequences)

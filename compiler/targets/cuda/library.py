@@ -51,6 +51,27 @@ def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
         out.addmm_(x.float(), weight.float().T)
 
 
+def scaled_product(
+    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool
+) -> Tensor:
+    """``x weight^T`` of e4m3 codes ``[M, K]`` and ``[N, K]``, each with what multiplies its rows
+    (float32 ``[M, 1]`` and ``[N, 1]``, powers of two), in bfloat16 or float32.
+
+    ``fast``: sums are the matrix unit's own, of some 14 bits; else they go on in float32 every
+    128 columns.
+    """
+    codes, scales = zip(x, weight, strict=True)
+    operands = codes[0], codes[1].T
+    if dtype == torch.bfloat16:
+        by_row = {"scale_a": scales[0], "scale_b": scales[1].T}
+        return torch._scaled_mm(*operands, **by_row, out_dtype=dtype, use_fast_accum=fast)
+    # Float32 comes without scales of rows: a power of two changes no bits behind it.
+    one = torch.ones((), dtype=torch.float32, device=scales[0].device)
+    alone = {"scale_a": one, "scale_b": one}
+    out = torch._scaled_mm(*operands, **alone, out_dtype=dtype, use_fast_accum=fast)
+    return out.mul_(scales[0]).mul_(scales[1].T)
+
+
 def attend_from_start(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Causal attention of ``q [T, H, D]`` to ``k``, ``v [T, G, D]``: ``[T, H D]``."""
     q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))

@@ -13,6 +13,7 @@ from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.base import Holding
 from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
+from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_COLUMNS, TILE_ROWS
 
 BLOCK_KINDS = tuple(TILE_BYTES)
@@ -21,6 +22,10 @@ BLOCK_KINDS = tuple(TILE_BYTES)
 _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
 CACHE_KINDS = ("bf16", "bfp8")
 TABLES = ("embedding",)
+_LOFI = (
+    f"e4m3 x e4m3 from {LEAST_LOFI} rows on where the weight is exact in it, else bf16 x bf16; "
+    "fp32 sums"
+)
 
 
 def held_kind(recipe: WeightRecipe, group: str | None) -> str:
@@ -75,8 +80,10 @@ def format_values(dense: Tensor, recipe: WeightRecipe) -> Tensor:
     return get_format(recipe.format).round_trip(dense, axis=axis)
 
 
-def meanings(*, exact: bool) -> Meanings:
-    """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``."""
+def meanings(*, exact: bool, fp8: bool = False) -> Meanings:
+    """Make the target's answers to the numeric contract; ``exact`` is ``--compute exact``, ``fp8``:
+    lofi products of bfp4 weights take e4m3 operands where there are rows enough.
+    """
 
     def weight(name: str, axis: str) -> Meaning:
         if name not in _EXACT_IN_BF16:
@@ -88,6 +95,8 @@ def meanings(*, exact: bool) -> Meanings:
     def fidelity(format_name: str, axis: str, asked: str, phase: str) -> Meaning:
         if exact:
             return Meaning(NOT_HONOURED, "fp32")
+        if fp8 and (format_name, axis, asked) == ("bfp4", "in", "lofi"):
+            return Meaning(HONOURED, _LOFI)
         return Meaning(EMULATED, "bf16 x bf16, fp32 sums")
 
     def attention(asked: str, phase: str) -> Meaning:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
+from tilewright.compiler.targets.cuda.copies import Copies
 from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.kernels import attention_decode, native, native_attention
 from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
@@ -104,6 +105,11 @@ class Steps:
         ]
         self._attention = self._attention_scratch(max_rows)
 
+    @property
+    def copies(self) -> Copies:
+        """The weights that are held once more."""
+        return self._products.copies
+
     def _attention_scratch(self, max_rows: int) -> attention_decode.Scratch | None:
         found = [each for each in self._plan.instructions if isinstance(each, Attend)]
         if not found:
@@ -130,7 +136,12 @@ class Steps:
             "linear attention": next(filter(None, map(self._mixers.why_no_native, rules)), ""),
         }
         parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
-        return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")
+        copies = self.copies.said()
+        return (
+            "CUDA C++ kernels"
+            + (", but " + " and ".join(parts) if parts else "")
+            + (f"; {copies}" if copies else "")
+        )
 
     def _why_no_native_attention(self, each: Attend) -> str:
         if self.device.type != "cuda":

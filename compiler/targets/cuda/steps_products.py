@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import padded
+from tilewright.compiler.targets.cuda.copies import Copies, Copy
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
+from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows
 from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
-from tilewright.compiler.targets.cuda.library import add_product, store_product
-from tilewright.compiler.targets.cuda.trials import WIDE, Trials
+from tilewright.compiler.targets.cuda.library import add_product, scaled_product, store_product
+from tilewright.compiler.targets.cuda.trials import FP8_FAST, WIDE, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 
@@ -79,6 +81,7 @@ class Products:
         self._is_native, self._exact, self._trials = is_native, exact, trials
         self._strict = strict
         self._operand = torch.float32 if exact else torch.bfloat16
+        self.copies = Copies(plan, weights, trials)
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
         self._normed = torch.zeros(max_rows * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
@@ -102,12 +105,15 @@ class Products:
         num_rows = len(x)
         is_native = self._is_native and held.num_columns % 4 == 0
         most = native.most_tokens(held) if is_native else native.MAX_TOKENS
-        if self._exact or (self._strict and not decodes):
+        codes = self.copies.codes_for(each, num_rows, decodes=decodes)
+        if codes is not None:
+            self._lofi_product(each, out, self._norm(x, norm, decodes), held, bias, codes)
+        elif self._takes_library(each, num_rows, decodes):
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif self._is_wide(held, num_rows):
             if norm is not None and not native.takes_norm(held.num_columns):
                 x, norm = self._norm(x, norm, decodes), None
-            self._wide_product(each, out, x, held, bias, norm)
+            self._wide_product(each, out, x, held, bias, norm, decodes)
         elif num_rows > most and not (is_native and decodes and in_parts(held, num_rows)):
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif is_native:
@@ -116,6 +122,11 @@ class Products:
             triton_linear(
                 out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
             )
+
+    def _takes_library(self, each: Linear, num_rows: int, decodes: bool) -> bool:
+        if self._exact or (self._strict and not decodes):
+            return True
+        return self.copies.values_for(each, num_rows) is not None
 
     def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
         return self._arranged.numel() > 0 and native_wide.takes(held, num_rows)
@@ -128,13 +139,17 @@ class Products:
         held: HeldWeight,
         bias: Tensor | None,
         norm: tuple[Tensor, float] | None,
+        decodes: bool,
     ) -> None:
         """One for all rows; where the next product alone reads what comes out, as that reads it."""
         is_there, self._is_fed = self._is_fed, False
         feeds, reader = 0, self._readers.get(id(each))
         if reader is not None:
-            other = self._weights.held(product_of(reader))
-            if self._is_wide(other, len(x)):
+            other, num_rows = self._weights.held(product_of(reader)), len(x)
+            goes_elsewhere = self._takes_library(reader, num_rows, decodes) or (
+                self.copies.codes_for(reader, num_rows, decodes=decodes) is not None
+            )
+            if self._is_wide(other, num_rows) and not goes_elsewhere:
                 feeds, out, self._is_fed = native_wide.num_places(other, len(x)), self._fed, True
         native_wide.linear(
             out,
@@ -192,6 +207,29 @@ class Products:
             rms_norm(out, x, weight, eps=eps)
         return out[:, : x.shape[1]]
 
+    def _lofi_product(
+        self,
+        each: Linear,
+        out: Tensor,
+        x: Tensor,
+        held: HeldWeight,
+        bias: Tensor | None,
+        copy: Copy,
+    ) -> None:
+        """One of e4m3 operands."""
+        assert copy.scales is not None
+        dtype = torch.bfloat16 if each.swiglu else torch.float32
+        weight = copy.values, copy.scales
+        found = scaled_product(round_rows(x), weight, dtype, fast=self._trials.lofi == FP8_FAST)
+        if bias is not None:
+            found += bias
+        if each.swiglu:
+            swiglu(out, found, paired=held.is_paired)
+        elif each.residual:
+            out += found
+        else:
+            out.copy_(found)
+
     def _library_product(
         self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None
     ) -> None:
@@ -199,7 +237,10 @@ class Products:
         # With the weight's rows of zeros: the library is slow at odd widths.
         is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
         is_whole = is_whole and not (each.swiglu or each.residual)
-        weight = self._dense(held, stride if is_whole else held.num_rows)
+        copied = self.copies.values_for(each, len(x))
+        weight = (
+            self._dense(held, stride if is_whole else held.num_rows) if copied is None else copied
+        )
         if each.swiglu:
             gate_up = torch.mm(x, weight.T)
             if bias is not None:

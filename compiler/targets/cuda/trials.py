@@ -5,13 +5,15 @@ environment, ``TILEWRIGHT_CUDA_TRIALS=rows=64,blocks=parts,experts=parts``.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.compiler.errors import ConfigError, allowed
+from tilewright.compiler.targets.base import CompileOptions
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 OWN, FEW = "own", "few"
+BF16, FP8, FP8_FAST, NONE = "bf16", "fp8", "fp8-fast", "none"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -19,6 +21,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
     "lengths": (OWN, FEW),
+    "lofi": (BF16, FP8, FP8_FAST),
+    "copies": (NONE, BF16),
 }
 
 
@@ -38,6 +42,11 @@ class Trials:
         lengths: of prompts for which the library's attention makes a plan when it first meets
             them: ``own``, each prompt's; ``few``, some that prompts are padded to, all of which are
             met before anybody waits.
+        lofi: of bfp4 weights at fidelity lofi, ``fp8``: in prompts and steps of many rows by the
+            library on e4m3 operands, the weight held once more as them; ``fp8-fast``: with the
+            matrix unit's own sums, of fewer bits.
+        copies: ``bf16``: weights in block formats are held once more in bfloat16, for products of
+            so many rows that the library was measured faster on those.
     """
 
     rows: int = 256
@@ -45,6 +54,8 @@ class Trials:
     experts: str = TOGETHER
     prompts: int = 0
     lengths: str = OWN
+    lofi: str = BF16
+    copies: str = NONE
 
 
 def read_trials() -> Trials:
@@ -68,4 +79,16 @@ def read_trials() -> Trials:
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
         lengths=found.get("lengths", default.lengths),
+        lofi=found.get("lofi", default.lofi),
+        copies=found.get("copies", default.copies),
     )
+
+
+def trials_for(options: CompileOptions) -> Trials:
+    """The trials that a program of these options takes: float32 arithmetic holds no copies, and
+    where a row's bits are promised none depends on how many rows there are.
+    """
+    trials = read_trials()
+    if options.compute == "exact":
+        return replace(trials, lofi=BF16, copies=NONE)
+    return replace(trials, lofi=BF16) if options.is_strict else trials

@@ -1,0 +1,256 @@
+"""Lofi products on e4m3 operands, and weights held twice: exact values, who takes them, bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tiny import compiled, lowered, precision_of, step, take_seat, tiny_model
+from tilewright.compiler.driver import weight_source
+from tilewright.compiler.formats import get_format
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.contract import EMULATED, HONOURED
+from tilewright.compiler.targets.cuda import copies as copies_module
+from tilewright.compiler.targets.cuda.copies import Copies, copy_bytes
+from tilewright.compiler.targets.cuda.device import weight_bytes
+from tilewright.compiler.targets.cuda.e4m3 import CODES, exact_rows, round_rows, values
+from tilewright.compiler.targets.cuda.kernels import e4m3 as kernels
+from tilewright.compiler.targets.cuda.library import scaled_product
+from tilewright.compiler.targets.cuda.packing import unpack
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.steps_products import Products
+from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, trials_for
+from tilewright.compiler.targets.cuda.weights import Weights, load_weights, product_of, vector_of
+from tilewright.compiler.targets.program.instructions import Linear, Plan
+from tilewright.compiler.targets.table import get_target
+
+CPU = torch.device("cpu")
+SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}
+LOFI = Trials(lofi="fp8")
+
+
+def made(name: str, fidelity: str, trials: Trials, **sizes: Any) -> tuple[Plan, Weights, Copies]:
+    model = tiny_model(**(SIZES | sizes), std=0.2)
+    graph_module, _ = lowered(model, target="cuda", precision=precision_of(name, fidelity))
+    plan = make_plan(graph_module)
+    weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
+    return plan, weights, Copies(plan, weights, trials)
+
+
+@given(span=st.integers(0, 15), low=st.integers(-60, 0), seed=st.integers(0, 2**20))
+def test_rows_of_bfp4_are_exact_within_15_octaves(span: int, low: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.randint(low, low + span + 1, (8, 6, 1), generator=generator)
+    powers[:, 0], powers[:, 1] = low, low + span
+    blocks = torch.rand(8, 6, 16, generator=generator) * 2 - 1
+    blocks[..., 0] = 1.0  # so that a block's exponent is that of its power
+    dense = get_format("bfp4").round_trip((blocks * torch.exp2(powers)).view(8, 96))
+    exact = exact_rows(dense)
+    assert exact is not None and torch.equal(values(*exact), dense)
+    assert exact[0].float().abs().max() <= 448
+
+
+def test_smaller_blocks_are_exact_only_where_their_values_are_codes() -> None:
+    dense = torch.zeros(1, 32)
+    dense[0, 0], dense[0, 16:18] = 1.75, torch.tensor([2.0**-16, 2.0**-17])
+    assert exact_rows(dense) is not None  # 4 and 2 of their block, 17 octaves above its last bit
+    dense[0, 18] = 2.0**-18
+    assert exact_rows(dense) is None
+    assert exact_rows(torch.tensor([[1.0, 1.0625]])) is None
+    nothing = exact_rows(torch.zeros(2, 16))
+    assert nothing is not None and torch.equal(nothing[1], torch.ones(2, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [1, 96, 576])
+def test_the_kernel_rounds_as_torch_does(
+    dtype: torch.dtype, width: int, device: torch.device
+) -> None:
+    """Every code, ties, what rounds to nothing, zeros, no numbers."""
+    x = torch.randn(7, width + 3, device=device) * torch.exp2(torch.randint(-9, 3, (width + 3,)))
+    x[1] = 0.0
+    x[2] *= 2.0**-120
+    x[3] *= 2.0**100
+    x[4] = torch.linspace(0.9, 1.1, width + 3) * 2.0**-9
+    x[4, 0], x[5, 0], x[6, -4] = 1.0, -1.0, float("nan")
+    x = x.to(dtype)[:, :width]
+    for found, wanted in zip(kernels.round_rows(x), round_rows(x), strict=True):
+        rows = slice(0, 6)  # what a row with NaN is multiplied by means nothing
+        assert torch.equal(found.view(torch.uint8)[rows], wanted.view(torch.uint8)[rows])
+    assert bool(kernels.round_rows(x)[0][6].float().isnan()[width - 1])
+
+
+def test_every_code_of_every_octave(device: torch.device) -> None:
+    x = torch.arange(0, 1 << 16, 1 << 4, dtype=torch.int32).to(torch.int32) << 16
+    x = x.view(torch.float32)
+    x = torch.cat((torch.tensor([255.9]), x[(x.abs() < 256) & x.isfinite()]))[None]
+    x = torch.cat((x, x * 1.0078125)).to(device)
+    x[1, 0] = 255.0
+    codes, scales = kernels.round_rows(x)
+    assert torch.equal(scales, torch.ones_like(scales))
+    assert torch.equal(codes.view(torch.uint8), x.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_a_row_does_not_depend_on_others(device: torch.device) -> None:
+    x = torch.randn(5, 96, device=device)
+    x[1] *= 1000
+    codes, scales = kernels.round_rows(x)
+    alone = kernels.round_rows(x[:1])
+    assert torch.equal(codes[:1].view(torch.uint8), alone[0].view(torch.uint8))
+    assert torch.equal(scales[:1], alone[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_scaled_products(dtype: torch.dtype) -> None:
+    x, exact = (
+        round_rows(torch.randn(70, 96)),
+        exact_rows(
+            get_format("bfp4").round_trip(
+                torch.randn(48, 96) * torch.exp2(torch.arange(48.0))[:, None]
+            )
+        ),
+    )
+    assert exact is not None
+    wanted = values(*x).double() @ values(*exact).double().T
+    found = scaled_product(x, exact, dtype, fast=False)
+    assert found.dtype == dtype
+    rtol = 1e-5 if dtype == torch.float32 else 2**-8
+    scale = wanted.abs().amax(0)
+    assert bool(((found.double() - wanted).abs() <= rtol * scale).all())
+
+
+@pytest.mark.parametrize(
+    ("name", "fidelity", "trials", "kinds"),
+    [
+        ("bfp4", "lofi", LOFI, {CODES}),
+        ("bfp4", "hifi2", LOFI, set()),
+        ("bfp8", "lofi", LOFI, set()),
+        ("bfp4", "lofi", Trials(), set()),
+        ("bfp8", "lofi", Trials(copies="bf16"), {torch.bfloat16}),
+        # the head's rows are no multiple of 16
+        ("bfp4", "lofi", Trials(copies="bf16", lofi="fp8-fast"), {CODES, torch.bfloat16}),
+        ("bf16", "lofi", Trials(copies="bf16", lofi="fp8"), set()),
+    ],
+)
+def test_what_is_held_twice(
+    name: str, fidelity: str, trials: Trials, kinds: set[torch.dtype]
+) -> None:
+    """The copies are the values that are held, and take the bytes that were planned."""
+    plan, weights, copies = made(name, fidelity, trials)
+    assert {copy.values.dtype for copy in copies._copies.values()} == kinds
+    for wanted, copy in copies._copies.items():
+        held = unpack(weights.held(wanted))
+        found = copy.values.float() * (1.0 if copy.scales is None else copy.scales)
+        assert torch.equal(found, held)
+    assert copies.num_bytes == copy_bytes(plan, trials)
+    assert copies.num_inexact == 0 and bool(copies.said()) == bool(kinds)
+
+
+def test_a_weight_that_is_not_exact_keeps_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, _, copies = made("bfp4", "lofi", LOFI)
+    assert f"{copies.num_lofi} of {copies.num_lofi} lofi weights exact" in copies.said()
+    monkeypatch.setattr(copies_module, "exact_rows", lambda dense: None)
+    plan, _, copies = made("bfp4", "lofi", LOFI)
+    assert copies.num_inexact == copies.num_lofi > 0 == copies.num_bytes
+    assert copies.said().startswith(f"0 of {copies.num_lofi} lofi weights exact in e4m3")
+    each = next(one for one in plan.instructions if isinstance(one, Linear))
+    assert copies.codes_for(each, 128, decodes=True) is None
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize(("num_rows", "is_lofi"), [(63, False), (64, True), (130, True)])
+def test_products_of_many_rows_have_the_bits_of_rounded_operands(
+    num_rows: int, is_lofi: bool, decodes: bool
+) -> None:
+    """Every product of a plan, with its norm and what is fused behind it, against float64."""
+    plan, weights, copies = made("bfp4", "lofi", LOFI)
+    products = Products(plan, weights, CPU, max_rows=256, is_native=False, exact=False, trials=LOFI)
+    count = 0
+    for each in (one for one in plan.instructions if isinstance(one, Linear)):
+        columns, rows = each.weight.shape[1], each.weight.shape[0]
+        x = torch.randn(num_rows, columns)
+        x = x if each.norm is not None else x.bfloat16()
+        out = torch.ones(num_rows, rows // 2 if each.swiglu else rows)
+        out = out.bfloat16() if each.swiglu else out
+        products.run(each, out, x, decodes=decodes)
+        held = weights.held(product_of(each))
+        norm = None if each.norm is None else (weights.vector(vector_of(each.norm)), each.eps)
+        read = products._norm(x, norm, decodes)
+        read = (
+            values(*round_rows(read))
+            if is_lofi and copies.codes_for(each, num_rows, decodes=decodes)
+            else read.float()
+        )
+        count += 1
+        y = read.double() @ unpack(held).double().T
+        if each.swiglu:
+            gate, up = y.view(num_rows, -1, 2, 8).unbind(2)
+            y = (gate * gate.sigmoid() * up).flatten(1)
+        y = y + 1 if each.residual else y
+        bound = 2e-2 if each.swiglu else 1e-4
+        torch.testing.assert_close(out.double(), y, rtol=bound, atol=bound)
+    assert count > 2
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(64, False), (65, True), (128, True)])
+def test_copies_of_values_are_the_librarys(
+    rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = Trials(copies="bf16")
+    plan, weights, copies = made("bfp8", "hifi2", trials)
+    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    found = copies.values_for(each, rows)
+    assert (found is not None) == expected
+    products = Products(
+        plan, weights, CPU, max_rows=256, is_native=False, exact=False, trials=trials
+    )
+    monkeypatch.setattr(products, "_dense", lambda *_: pytest.fail("it is held already"))
+    if expected:
+        x = torch.randn(rows, each.weight.shape[1]).bfloat16()
+        out = torch.zeros(rows, each.weight.shape[0])
+        products.run(each, out, x, decodes=True)
+        wanted = x.double() @ unpack(weights.held(product_of(each))).double().T
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_the_contract_says_honoured_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph_module, _ = lowered(
+        tiny_model(**SIZES), target="cuda", precision=precision_of("bfp4", "lofi")
+    )
+
+    def said(**options: Any) -> set[tuple[str, str]]:
+        asked = CompileOptions(**({"compute": "fast"} | options))
+        contract = get_target("cuda").contract(graph_module, asked)
+        named = [each for each in contract.entries if each.field.startswith("li_")]
+        return {(each.meaning.status, each.meaning.effective[:11]) for each in named}
+
+    assert said() == {(EMULATED, "bf16 x bf16")}
+    monkeypatch.setenv(VARIABLE, "lofi=fp8")
+    assert said() == {(HONOURED, "e4m3 x e4m3")}
+    assert said(is_strict=True) == {(EMULATED, "bf16 x bf16")}
+    assert "e4m3 x e4m3" not in {text for _, text in said(compute="exact")}
+
+
+def test_a_program_holds_and_counts_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 70 tokens in e4m3: near the program without, and not its bits."""
+    model, found, bytes_of = tiny_model(std=0.2, **SIZES), [], []
+    prompt = [(7 * index) % 50 for index in range(70)]
+    for asked in ("", "lofi=fp8"):
+        monkeypatch.setenv(VARIABLE, asked)
+        options = {"compute": "fast", "max_batch": 1, "max_context": 128}
+        executable = compiled(model, "cuda", precision=precision_of("bfp4", "lofi"), **options)
+        found.append(step(executable, [(take_seat(executable, 80), prompt, 0)]))
+        bytes_of.append(executable.memory().weights)
+    plan, _, copies = made("bfp4", "lofi", LOFI)
+    assert bytes_of[1] - bytes_of[0] == copies.num_bytes
+    monkeypatch.setenv(VARIABLE, "lofi=fp8")
+    fast, exact = (CompileOptions(compute=how) for how in ("fast", "exact"))
+    assert weight_bytes(plan, fast) - weight_bytes(plan, exact) == copies.num_bytes
+    assert trials_for(fast) == LOFI and trials_for(exact) == Trials()
+    assert not torch.equal(*found)
+    spread = float(found[0].std())
+    assert float((found[0] - found[1]).pow(2).mean().sqrt()) < 0.2 * spread
