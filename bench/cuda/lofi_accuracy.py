@@ -35,6 +35,7 @@ from tilewright.compiler.targets.step import Choosing, Chunk, Open, Seat, Step
 from tilewright.models import find_model
 
 _PRECISIONS = "performance", "all-bfp4"
+_DEFAULT_WAYS = "bf16", "row", "chunk"
 _CHUNK = 128
 _ROW_MOST = 448.0
 
@@ -62,9 +63,9 @@ def _by_chunk(x: Tensor) -> Tensor:
 
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "bf16": _bf16,
-    "e4m3, a power of two a row": _by_row,
-    "e4m3, largest of a row = 448": _by_largest,
-    "e4m3, a power of two a row and 128 columns": _by_chunk,
+    "row": _by_row,
+    "largest": _by_largest,
+    "chunk": _by_chunk,
 }
 
 
@@ -110,6 +111,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.cuda.lofi_accuracy")
     parser.add_argument("--model", default=None)
     parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--precisions", nargs="+", default=_PRECISIONS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=_DEFAULT_WAYS)
     asked = parser.parse_args()
     source = open_source(find_model(asked.model))
     windows = cut_windows(source.tokenizer.encode, asked.windows)
@@ -117,7 +120,7 @@ def main() -> int:
     oracle = compile_reference(model, lambda what, done, total: None)
     assert isinstance(oracle, ReferenceExecutable)
     compiled: dict[str, ReferenceExecutable] = {}
-    for name in _PRECISIONS:
+    for name in asked.precisions:
         options = CompileOptions(max_context=ACCURACY_CONTEXT)
         made = compile_model(model, load_precision(name), target="reference", options=options)
         assert isinstance(made.executable, ReferenceExecutable)
@@ -131,8 +134,8 @@ def main() -> int:
         truth = _logits(oracle, tokens)
         five, wanted = truth.topk(5).indices, truth.double().log_softmax(-1)
         for name, executable in compiled.items():
-            for way, rounds in WAYS.items():
-                executable._run = _Rounded(executable.graph_module, rounds).run
+            for way in dict.fromkeys(("bf16", *asked.ways)):
+                executable._run = _Rounded(executable.graph_module, WAYS[way]).run
                 found = _logits(executable, tokens)
                 guesses = found.argmax(-1)
                 log_p = found.double().log_softmax(-1)
@@ -141,7 +144,16 @@ def main() -> int:
                 among = (five == guesses[:, None]).any(-1).tolist()
                 fives.setdefault((name, way), []).extend(among)
                 divergences.setdefault((name, way), []).extend(kl.tolist())
-        print(f"window {index + 1} of {len(windows)}", file=sys.stderr, flush=True)
+        print(f"window {index + 1} of {len(windows)}", flush=True)
+        _show(hits, fives, divergences)
+    return 0
+
+
+_Found = dict[tuple[str, str], list[bool]]
+
+
+def _show(hits: _Found, fives: _Found, divergences: dict[tuple[str, str], list[float]]) -> None:
+    """All windows so far, each way beside bfloat16."""
     for (name, way), right in hits.items():
         base = name, "bf16"
         others, kls = hits[base], divergences[name, way]
@@ -159,7 +171,6 @@ def main() -> int:
             "lost, won, p": [paired.b, paired.c, paired.p],
         }
         print(json.dumps(row), flush=True)
-    return 0
 
 
 def _less(ours: list[bool], theirs: list[bool]) -> tuple[float, ...]:

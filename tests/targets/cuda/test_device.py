@@ -81,7 +81,7 @@ def test_the_bytes_are_those_that_are_allocated(cache: str, compute: str) -> Non
     weights = load_weights(
         plan, weight_source(MODEL), torch.device("cpu"), lambda what, done, total: None
     )
-    assert weight_bytes(plan) == weights.num_bytes
+    assert weight_bytes(plan, options) == weights.num_bytes
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def needed(plan: Plan, options: CompileOptions) -> int:
-    return weight_bytes(plan) + state_bytes(plan, options) + work_bytes(plan, options)
+    return weight_bytes(plan, options) + state_bytes(plan, options) + work_bytes(plan, options)
 
 
 def test_what_fits_is_not_refused_and_one_byte_less_is(no_workspace: None) -> None:
@@ -139,7 +139,7 @@ def test_what_the_message_allows_does_fit(
     no_workspace: None, free: int, asked: tuple[int, int]
 ) -> None:
     plan, options = plan_of(), CompileOptions(*asked)
-    room = weight_bytes(plan) + work_bytes(plan, options) + free * PAGE_BYTES
+    room = weight_bytes(plan, OPTIONS) + work_bytes(plan, options) + free * PAGE_BYTES
     with pytest.raises(CompileError) as caught:
         check_fits(plan, options, room)
     found = str(caught.value).partition("allowed: ")[2]
@@ -172,7 +172,7 @@ def test_the_message_of_gigabytes() -> None:
 def test_a_pool_is_what_the_memory_holds(no_workspace: None, num_pages: int) -> None:
     """Three sequences of up to 130 positions: at least the three pages of one of them."""
     plan = plan_of()
-    free = weight_bytes(plan) + work_bytes(plan, OPTIONS) + num_pages * PAGE_BYTES
+    free = weight_bytes(plan, OPTIONS) + work_bytes(plan, OPTIONS) + num_pages * PAGE_BYTES
     assert shared_pages(plan, OPTIONS, free) == num_pages
     with pytest.raises(CompileError, match=r"GB are needed .* for a batch of 1 with 130"):
         shared_pages(plan, OPTIONS, free - (num_pages - 2) * PAGE_BYTES)
@@ -197,6 +197,6 @@ def test_snapshots_take_what_is_left_and_leave_room_to_work(no_workspace: None) 
     found = [num_snapshots(plan, OPTIONS, work + room) for room in (-5, each - 1, 9 * each, 10**9)]
     assert found == [0, 0, 9, 64]
     assert num_snapshots(plan_of(), OPTIONS, 10**12) == 0
-    kept = weight_bytes(plan) + work + OPTIONS.max_batch * each
+    kept = weight_bytes(plan, OPTIONS) + work + OPTIONS.max_batch * each
     pool = shared_pages(plan, OPTIONS, kept + 10**8) * page_bytes(plan.states[0], "bf16")
     assert 10**8 - pool * len(plan.states) >= 64 * each
