@@ -117,6 +117,8 @@ class Experts:
         for each in plan.instructions:
             if isinstance(each, Route):
                 top_k = each.top_k
+                if each.logits.width > native_experts.MAX_EXPERTS:
+                    return f"{each.logits.width} experts"
             elif isinstance(each, ExpertLinear | ExpertSum):
                 held, is_sum = self._weights.held(product_of(each)), isinstance(each, ExpertSum)
                 if not native_experts.takes(held, num_tokens=max_rows, top_k=top_k, is_sum=is_sum):
@@ -184,13 +186,13 @@ class Experts:
             self._sum(each, step)
 
     def _route_native(self, each: Route, logits: Tensor, positions: Tensor) -> _Routing:
-        num_tokens, num_experts = logits.shape
+        num_tokens = len(logits)
         weights = logits.new_empty(num_tokens, each.top_k)
         experts = torch.empty_like(weights, dtype=torch.int32)
         most = native_experts.MAX_TOKENS
         counts = [min(most, num_tokens - first) for first in range(0, num_tokens, most)]
         tiles = tuple(
-            native_experts.Tiles.empty(count, each.top_k, num_experts, logits.device)
+            native_experts.Tiles.empty(count, each.top_k, each.num_experts, logits.device)
             for count in counts
         )
         routing = _Routing(weights, experts, tiles=tiles)
@@ -202,11 +204,15 @@ class Experts:
                 positions[part],
                 some,
                 renormalise=each.renormalise,
+                first=each.first,
+                count=each.num_experts,
             )
         return routing
 
     def _route(self, each: Route, logits: Tensor, positions: Tensor, decodes: bool) -> _Routing:
-        num_tokens, num_experts = logits.shape
+        num_tokens, num_experts = len(logits), each.num_experts
+        if num_tokens == 1:  # a pair is a tile, be it this rank's or not
+            num_experts = max(num_experts, each.top_k)
         weights = logits.new_empty(num_tokens, each.top_k)
         experts = torch.empty_like(weights, dtype=torch.int32)
         parts = []
@@ -217,8 +223,16 @@ class Experts:
             size = FEW_PAIRS if is_few or self._exact else MANY_PAIRS
             parts.append(Groups.empty(num_pairs, num_experts, size, logits.device))
         alone = parts[0] if num_tokens == 1 else None
-        renormalise = each.renormalise
-        route(weights, experts, logits, positions, renormalise=renormalise, groups=alone)
+        route(
+            weights,
+            experts,
+            logits,
+            positions,
+            renormalise=each.renormalise,
+            groups=alone,
+            first=each.first,
+            count=each.num_experts,
+        )
         routing = _Routing(weights, experts, tuple(parts))
         if alone is None:
             for part, groups in routing.parts():

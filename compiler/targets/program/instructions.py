@@ -154,11 +154,21 @@ class SigmoidGate:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The experts of every token, for the instructions up to the next `Route`."""
+    """The experts of every token, for the instructions up to the next `Route`: of them this rank
+    has ``count`` from ``first`` on, which it counts from 0, or all (None); a token's others are
+    other ranks'.
+    """
 
     logits: Place
     top_k: int
     renormalise: bool
+    first: int = 0
+    count: int | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """How many of them this rank has."""
+        return self.logits.width if self.count is None else self.count
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +301,7 @@ class Needs:
     ``row_multiple``: a product's rows have room for whole tiles of so many of its weight's rows.
     ``has_soft_caps``: whether attention may cap its scores, or turn some channels with a factor.
     ``max_delta_dim``: channels of a key and of a value of the delta rule, at most.
+    ``deals_experts``: whether a rank may have some of the experts.
     """
 
     target: str
@@ -298,3 +309,4 @@ class Needs:
     row_multiple: int = 1
     has_soft_caps: bool = True
     max_delta_dim: int | None = None
+    deals_experts: bool = True

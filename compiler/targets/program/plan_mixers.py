@@ -30,6 +30,8 @@ from tilewright.compiler.targets.program.instructions import (
 EXPERTS = (ops.expert_linear.overload, ops.fused_expert_linear.overload)
 """Products with experts."""
 
+_LOCAL = ops.local_experts.overload
+
 
 class Lowering(Protocol):
     """The instructions made so far and the places of their values; ``routed`` is the router whose
@@ -49,14 +51,28 @@ class Lowering(Protocol):
 def _route(lowering: Lowering, node: Node) -> None:
     logits, top_k, renormalise = node.args
     assert isinstance(logits, Node) and isinstance(top_k, int)
-    lowering.append(Route(lowering.place(logits), top_k, bool(renormalise)))
+    own = [each for chosen in node.users for each in chosen.users if each.target is _LOCAL]
+    first, count = (0, None) if not own else own[0].args[1:]
+    if own and not lowering.needs.deals_experts:
+        raise CompileError(
+            f"{info(node).fqn}: whole experts on some of the ranks have no kernel on target "
+            f"{lowering.needs.target}; allowed: --expert-parallel 1"
+        )
+    assert isinstance(first, int) and (count is None or isinstance(count, int))
+    route = Route(lowering.place(logits), top_k, bool(renormalise), first, count)
+    lowering.append(route)
     lowering.routed = node
+
+
+def _local_experts(lowering: Lowering, node: Node) -> None:
+    """The router's instruction has done it."""
 
 
 def _expert_linear(lowering: Lowering, node: Node) -> None:
     given = ops.FusedExpertArguments.of(node.args)
     for choice in (given.experts, given.weights):
-        assert choice is None or choice.args[0] is lowering.routed, f"{node}: another's experts"
+        chosen = choice.args[0] if choice is not None and choice.target is _LOCAL else choice
+        assert chosen is None or chosen.args[0] is lowering.routed, f"{node}: another's experts"  # type: ignore[union-attr]
     facts, x, weight = info(node), lowering.place(given.x), recipe_of(given.weight)
     group = facts.tensor_group or ""
     if given.weights is None:
@@ -149,6 +165,7 @@ def _delta_rule(lowering: Lowering, node: Node) -> None:
 
 MIXERS: dict[Any, Callable[[Lowering, Node], None]] = {
     ops.router.overload: _route,
+    _LOCAL: _local_experts,
     ops.expert_linear.overload: _expert_linear,
     ops.fused_expert_linear.overload: _expert_linear,
     ops.sigmoid_gate.overload: _sigmoid_gate,

@@ -51,7 +51,7 @@ def steps_of(choosing: Sequence[Choosing], *, masked: bool) -> list[Step]:
     edits += [Pages(seat, 0, (int(seat),)) for seat in seats]
     chunks = tuple(
         Chunk(seat, 0, tuple(prompt), chooses=True)
-        for seat, prompt in zip(seats, PROMPTS, strict=True)
+        for seat, prompt in zip(seats, PROMPTS, strict=False)
     )
     decode = Step(decode=seats)
     last = Step(decode=seats, masked=True) if masked else Step(decode=seats, want_logits=True)
@@ -128,6 +128,15 @@ def test_experts_and_linear_attention() -> None:
     """The width of every expert over both ranks, and key heads with their value heads."""
     two = Two("qwen3_5_moe", Parallel(2, expert=1))
     two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
+
+
+def test_whole_experts() -> None:
+    """Each rank has three of the six experts, and makes no product of the others'; in steps of two
+    rows, and of one, whose pairs are tiles at once.
+    """
+    two = Two("qwen3_moe", Parallel(2, expert=2))
+    two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
+    two.check(steps_of((GREEDY,), masked=False)[:2])
 
 
 @pytest.mark.parametrize(

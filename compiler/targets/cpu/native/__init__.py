@@ -151,4 +151,5 @@ def _plan(graph_module: GraphModule) -> Plan:
     from tilewright.compiler.targets.program.instructions import Needs
     from tilewright.compiler.targets.program.plan import make_plan
 
-    return make_plan(graph_module, Needs(target="cpu", others="cpu --backend onnxruntime"))
+    needs = Needs(target="cpu", others="cpu --backend onnxruntime", deals_experts=False)
+    return make_plan(graph_module, needs)

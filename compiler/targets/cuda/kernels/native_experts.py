@@ -48,7 +48,7 @@ class _Route(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("logits", "positions", "weights", "experts")),
         *((name, ctypes.c_void_p) for name in ("tiles", "pairs")),
         *((name, ctypes.c_int) for name in ("num_tokens", "num_experts", "top_k")),
-        *((name, ctypes.c_int) for name in ("logits_stride", "renormalise")),
+        *((name, ctypes.c_int) for name in ("logits_stride", "renormalise", "first", "count")),
     )
 
 
@@ -152,18 +152,23 @@ def route(
     tiles: Tiles,
     *,
     renormalise: bool,
+    first: int = 0,
+    count: int | None = None,
 ) -> None:
     """:data:`ops.router` of ``logits [B, E]`` float32 into ``weights [B, K]`` float32 and
     ``experts [B, K]`` int32, 0 and -1 for tokens whose ``positions [B]`` int64 are negative; and
     their pairs into ``tiles``.
 
-    Rows of ``logits`` may be further apart than they are long.
+    Rows of ``logits`` may be further apart than they are long. ``first`` and ``count``: this rank's
+    experts, which are counted from 0; others' are as padding's. None: all.
     """
     (num_tokens, num_experts), top_k = logits.shape, weights.shape[1]
+    count = num_experts - first if count is None else count
+    assert 0 <= first < first + count <= num_experts
     assert weights.shape == experts.shape == (num_tokens, top_k) and logits.stride(1) == 1
     assert weights.is_contiguous() and experts.is_contiguous() and top_k <= num_experts
     assert num_tokens <= MAX_TOKENS and num_experts <= MAX_EXPERTS and top_k <= MAX_CHOSEN
-    assert len(tiles.pairs) >= most_tiles(num_tokens * top_k, num_experts, TILE_PAIRS)
+    assert len(tiles.pairs) >= most_tiles(num_tokens * top_k, count, TILE_PAIRS)
     arguments = _Route(
         logits=logits.data_ptr(),
         positions=positions.data_ptr(),
@@ -176,6 +181,8 @@ def route(
         top_k=top_k,
         logits_stride=logits.stride(0),
         renormalise=renormalise,
+        first=first,
+        count=count,
     )
     each = next(count for count in _ROUTES if 32 * count >= num_experts)
     if num_tokens == 1:

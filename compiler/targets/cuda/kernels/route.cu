@@ -12,10 +12,12 @@ struct Route {
   const float *logits;         // [B, logits_stride]
   const long long *positions;  // [B]: negative for padding
   float *weights;              // [B, K]
-  int *experts;                // [B, K]: -1 for padding
+  int *experts;                // [B, K]: from `first` on; -1 for padding and other ranks'
   int *tiles;                  // [1 + N]: how many there are, then the expert of each
   short *pairs;                // [N, 8]: -1 where a tile has no more
   int num_tokens, num_experts, top_k, logits_stride, renormalise;
+  int first, count;            // of the experts that this rank has; others' pairs are as padding's
+  __device__ __forceinline__ bool has(int expert) const { return (u32)expert < (u32)count; }
 };
 
 // A float as an integer that orders as it does; what is no number comes before all numbers.
@@ -72,7 +74,7 @@ __device__ __forceinline__ void choose(const Route &p, int token, int lane, floa
   weight /= total;
 }
 
-// One token, of one warp: every pair is a tile.
+// One token, of one warp: every pair of this rank's is a tile.
 template <int EACH> __device__ __forceinline__ void route_one(const Route &p) {
   release_dependents();
   wait_for_inputs();
@@ -80,13 +82,17 @@ template <int EACH> __device__ __forceinline__ void route_one(const Route &p) {
   float weight = 0.0f;
   int expert = -1;
   choose<EACH>(p, 0, lane, weight, expert);
-  const bool is_there = p.positions[0] >= 0;
-  if (lane == 0) p.tiles[0] = is_there ? p.top_k : 0;
+  expert -= p.first;
+  const bool is_own = p.positions[0] >= 0 && lane < p.top_k && p.has(expert);
+  const u32 own = __ballot_sync(~0u, is_own);
+  if (lane == 0) p.tiles[0] = __popc(own);
   if (lane >= p.top_k) return;
-  p.weights[lane] = is_there ? weight : 0.0f;
-  p.experts[lane] = is_there ? expert : -1;
-  p.tiles[1 + lane] = expert;
-  ((uint4 *)p.pairs)[lane] = make_uint4(0xFFFF0000u | lane, ~0u, ~0u, ~0u);
+  p.weights[lane] = is_own ? weight : 0.0f;
+  p.experts[lane] = is_own ? expert : -1;
+  if (!is_own) return;
+  const int tile = __popc(own & ((1u << lane) - 1));
+  p.tiles[1 + tile] = expert;
+  ((uint4 *)p.pairs)[tile] = make_uint4(0xFFFF0000u | lane, ~0u, ~0u, ~0u);
 }
 
 // A cluster of blocks, each for some tokens; the first of them then sorts all pairs.
@@ -104,7 +110,8 @@ template <int EACH> __device__ __forceinline__ void route(const Route &p) {
     float weight = 0.0f;
     int expert = -1;
     choose<EACH>(p, token, lane, weight, expert);
-    if (p.positions[token] < 0) weight = 0.0f, expert = -1;
+    expert -= p.first;
+    if (p.positions[token] < 0 || !p.has(expert)) weight = 0.0f, expert = -1;
     if (lane < p.top_k) {
       p.weights[token * p.top_k + lane] = weight;
       p.experts[token * p.top_k + lane] = expert;

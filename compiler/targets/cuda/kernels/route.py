@@ -61,7 +61,7 @@ class Groups:
 @triton.jit
 def _route_kernel(
     weights_ptr, experts_ptr, logits_ptr, positions_ptr, order_ptr, tiles_ptr,
-    num_experts, top_k, logits_stride,
+    num_experts, top_k, logits_stride, own_first, own_count,
     E: tl.constexpr, K: tl.constexpr, RENORMALISE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     release_dependents(CHAINED)
@@ -82,7 +82,9 @@ def _route_kernel(
         left = tl.where(expert == best, -1.0, left)
     if RENORMALISE:
         weights = weights / tl.sum(weights, 0)
-    chosen = tl.where(tl.load(positions_ptr + token) >= 0, chosen, -1)
+    chosen -= own_first
+    is_own = (chosen >= 0) & (chosen < own_count)
+    chosen = tl.where(is_own & (tl.load(positions_ptr + token) >= 0), chosen, -1)
     there = choice < top_k
     tl.store(weights_ptr + token * top_k + choice, weights, mask=there)
     tl.store(experts_ptr + token * top_k + choice, chosen, mask=there)
@@ -101,22 +103,27 @@ def route(
     *,
     renormalise: bool,
     groups: Groups | None = None,
+    first: int = 0,
+    count: int | None = None,
 ) -> None:
     """:data:`ops.router` of ``logits [T, E]`` float32 into ``weights [T, K]`` float32 and
     ``experts [T, K]`` int32, -1 for tokens whose ``positions [T]`` int64 are negative.
 
     Rows of ``logits`` may be further apart than they are long. ``groups``: of one token, whose
-    pairs are grouped as well.
+    pairs are grouped as well. ``first`` and ``count``: this rank's experts, which are counted from
+    0; others are -1, too. None: all.
     """
     num_tokens, num_experts = logits.shape
     top_k = weights.shape[1]
     assert weights.shape == experts.shape == (num_tokens, top_k) and logits.stride(1) == 1
     assert weights.is_contiguous() and experts.is_contiguous() and top_k <= num_experts
+    count = num_experts - first if count is None else count
+    assert 0 <= first < first + count <= num_experts
     assert groups is None or (num_tokens == 1 and groups.tiles.shape == (3, top_k))
     _route_kernel[(num_tokens,)](
         weights, experts, logits, positions,
         None if groups is None else groups.order, None if groups is None else groups.tiles,
-        num_experts, top_k, logits.stride(0),
+        num_experts, top_k, logits.stride(0), first, count,
         E=block_of(num_experts), K=block_of(top_k, least=1), RENORMALISE=renormalise,
         num_warps=min(8, max(1, num_experts // 128)), **chained(logits),
     )  # fmt: skip

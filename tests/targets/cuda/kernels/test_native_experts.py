@@ -53,7 +53,7 @@ class Step:
         self.tiles.tiles.fill_(-7)
         self.tiles.pairs.fill_(-7)
 
-    def route(self, *, renormalise: bool = True) -> None:
+    def route(self, *, renormalise: bool = True, first: int = 0, count: int | None = None) -> None:
         native_experts.route(
             self.weights,
             self.experts,
@@ -61,6 +61,8 @@ class Step:
             self.positions,
             self.tiles,
             renormalise=renormalise,
+            first=first,
+            count=count,
         )
 
     def some(self, rows: slice) -> Step:
@@ -142,6 +144,34 @@ def test_route(size: tuple[int, int, int], renormalise: bool) -> None:
     torch.testing.assert_close(step.weights[there].double(), weights[there], rtol=1e-5, atol=1e-9)
     assert bool((step.experts[~there] == -1).all()) and bool((step.weights[~there] == 0).all())
     check_tiles(step.tiles, step.experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_tokens", "first"), [(1, 6), (2, 3), (19, 5), (64, 1)])
+def test_ranks_experts_are_all_together(num_tokens: int, first: int) -> None:
+    """Those before the first one, and the rest: pairs of their own, whose sums add up."""
+    whole = Step(num_tokens, 10, 3)
+    whole.route()
+    torch.cuda.synchronize()
+    held = weight("bf16", (10, 48, 256), CUDA)
+    x = torch.randn(num_tokens, 256, device=CUDA).bfloat16()
+    total = torch.zeros(num_tokens, 48, device=CUDA)
+    sums = torch.full_like(total, NAN)
+    native_experts.expert_sum(sums, x, held, whole.tiles, whole.weights, residual=False)
+    for low, high in ((0, first), (first, 10)):
+        step = Step(num_tokens, 10, 3)
+        step.logits, step.positions = whole.logits, whole.positions
+        step.tiles = Tiles.empty(num_tokens, 3, high - low, CUDA)
+        step.route(first=low, count=high - low)
+        torch.cuda.synchronize()
+        is_own = (whole.experts >= low) & (whole.experts < high)
+        assert torch.equal(step.experts, torch.where(is_own, whole.experts - low, -1))
+        assert torch.equal(step.weights, torch.where(is_own, whole.weights, 0.0))
+        check_tiles(step.tiles, step.experts)
+        rows = held.data.view(10, -1, held.data.shape[1])[low:high].flatten(0, 1)
+        part = HeldWeight("bf16", 48, 256, rows, num_experts=high - low)
+        native_experts.expert_sum(total, x, part, step.tiles, step.weights, residual=True)
+    torch.testing.assert_close(total, sums, rtol=1e-5, atol=1e-5)
 
 
 def check_tiles(tiles: Tiles, experts: torch.Tensor) -> None:

@@ -39,6 +39,25 @@ def test_the_likeliest_experts(
     assert bool((experts[~is_real] == -1).all())
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_experts_of_a_rank(size: tuple[int, int, int], device: torch.device) -> None:
+    """They are counted from its first; of those that other ranks have there are no pairs."""
+    num_tokens, num_experts, top_k = size
+    logits, positions, weights, experts = chosen(*size, device)
+    expected, indices = ops.router.reference(logits, top_k, True)
+    first, count = num_experts // 3, num_experts // 2
+    groups = Groups.empty(num_tokens * top_k, max(count, top_k), 2, device)
+    own = {"first": first, "count": count, "renormalise": True}
+    alone = groups if num_tokens == 1 else None
+    route(weights, experts, logits, positions, groups=alone, **own)  # type: ignore[arg-type]
+    torch.testing.assert_close(weights, expected)
+    local = ops.local_experts.reference(indices, first, count)
+    assert torch.equal(experts.long(), local.masked_fill(positions.unsqueeze(1) < 0, -1))
+    if alone is None:
+        group(groups, experts)
+    check_groups(groups, experts)
+
+
 def test_of_equals_the_first_and_of_no_numbers_some(device: torch.device) -> None:
     logits = torch.zeros(2, 5, device=device)
     logits[0, 3], logits[1] = 1.0, NAN
