@@ -20,11 +20,11 @@ class _Line:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
         self.first = self.each = 0.0
 
-    def at(self, count: int) -> float:
+    def at(self, count: float) -> float:
         """Milliseconds; 0 where nothing was measured."""
         return self.first + self.each * count
 
-    def measure(self, count: int, ms: float) -> None:
+    def measure(self, count: float, ms: float) -> None:
         """One measurement of a part that was there: ``count`` is above 0."""
         if self.num_measured >= _WARM:
             ms = min(ms, _MOST * self.at(count))
@@ -46,7 +46,9 @@ class _Line:
 
 
 class StepCost:
-    """Milliseconds of the two parts of a step: rows that decode, and tokens of prompts."""
+    """Milliseconds of the two parts of a step: rows that decode, and tokens of prompts; and of rows
+    that share a pass over the weights with prompts, what they add to it.
+    """
 
     def __init__(self) -> None:
         self.forget()
@@ -54,12 +56,21 @@ class StepCost:
     def forget(self) -> None:
         """Forget all measured step times."""
         self._decode, self._prompts = _Line(is_careful=False), _Line(is_careful=True)
+        self._beside = _Line(is_careful=False)
 
     def decode(self, num_rows: int) -> float:
         """Milliseconds of so many decode rows; 0 where none were measured yet."""
         return self._decode.at(num_rows) if num_rows else 0.0
 
-    def prompts(self, num_tokens: int) -> float:
+    def beside(self, num_rows: int) -> float:
+        """Milliseconds that so many decode rows add to a pass of prompts; as long as no such pass
+        was measured, those of the rows by themselves.
+        """
+        if not self._beside.num_measured:
+            return self.decode(num_rows)
+        return self._beside.at(num_rows) if num_rows else 0.0
+
+    def prompts(self, num_tokens: float) -> float:
         """Milliseconds of so many tokens of prompts; 0 where none were measured yet."""
         return self._prompts.at(num_tokens) if num_tokens else 0.0
 
@@ -70,14 +81,27 @@ class StepCost:
             return None
         return max(0, int((ms - line.first) / line.each))
 
-    def measure(self, num_rows: int, num_tokens: int, ms: float) -> None:
-        """A step of so many rows and tokens took ``ms``."""
-        if num_tokens:
+    def measure(
+        self, num_rows: int, num_tokens: float, ms: float, *, is_mixed: bool = False
+    ) -> None:
+        """A step of so many rows and tokens, in one pass if ``is_mixed``, took ``ms``."""
+        if is_mixed and num_rows and self._prompts.num_measured:
+            self._measure_mixed(num_rows, num_tokens, ms)
+        elif num_tokens:
             rest = ms - self.decode(num_rows)
             if not num_rows or (rest > 0.0 and self._decode.num_measured):
                 self._prompts.measure(num_tokens, rest)
         elif num_rows:
             self._decode.measure(num_rows, ms)
+
+    def _measure_mixed(self, num_rows: int, num_tokens: float, ms: float) -> None:
+        """What a pass took is shared out in proportion to what was expected of both: so their sum
+        becomes right wherever steps are, and either follows where counts differ.
+        """
+        prompts, beside = self.prompts(num_tokens), self.beside(num_rows)
+        share = prompts / (prompts + beside) if prompts + beside > 0.0 else 0.5
+        self._prompts.measure(num_tokens, share * ms)
+        self._beside.measure(num_rows, (1.0 - share) * ms)
 
 
 class StepMeter:
@@ -91,21 +115,28 @@ class StepMeter:
     def __init__(self, cost: StepCost) -> None:
         self.cost = cost
         self._began = 0.0
-        self._num_behind = 0
+        self._num_behind = 0.0
 
     def begin(self, now: float) -> None:
         """A step is given while none is under way."""
-        self._began, self._num_behind = now, 0
+        self._began, self._num_behind = now, 0.0
 
     def read(
-        self, num_rows: int, num_tokens: int, now: float, *, are_prompts_read: bool, is_read: bool
+        self,
+        num_rows: int,
+        num_tokens: float,
+        now: float,
+        *,
+        are_prompts_read: bool,
+        is_read: bool,
+        is_mixed: bool = False,
     ) -> None:
         """A step was read. ``is_read``: anything of it was waited for; ``are_prompts_read``:
-        its prompts too.
+        its prompts too; ``is_mixed``: they were one pass with its rows.
         """
         tokens = self._num_behind + (num_tokens if are_prompts_read else 0)
         self._num_behind = 0 if are_prompts_read else num_tokens + (0 if is_read else tokens)
         if not is_read:
             return
-        self.cost.measure(num_rows, tokens, 1e3 * (now - self._began))
+        self.cost.measure(num_rows, tokens, 1e3 * (now - self._began), is_mixed=is_mixed)
         self._began = now

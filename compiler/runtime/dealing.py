@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tilewright.compiler.runtime.cost import StepCost
 from tilewright.compiler.runtime.running import Policy, Running
 from tilewright.compiler.targets.base import Capabilities
+from tilewright.compiler.targets.step import Chunk
 
 _MAX_ECHOED = 512
 """Tokens of a piece whose rows of logits are all wanted: they go to the host, 64 MB of 32k each."""
 
 _UNMEASURED = 4
 """Cells of a prompt in one step, while it is not known how long they take."""
+
+_ENDLESS = 1 << 62
 
 
 class PromptDealer:
@@ -36,41 +40,90 @@ class PromptDealer:
             if num_decoding and self._is_shortest_next:
                 order = sorted(pending, key=lambda each: (each.request.priority, each.left))
             self._is_shortest_next = not self._is_shortest_next
-        budget = self.budget(num_decoding)
+        room = self.budget(num_decoding, order[0].computed)
+        weight = self._weight_beside(num_decoding) if self._is_timed(num_decoding) else math.inf
         dealt: list[tuple[Running, int]] = []
         for running in order:
-            count = self._piece(running, budget)
+            count = self._piece(running, room, weight, is_first=not dealt)
             if not count or len(dealt) == self._limits.max_prompts:
                 break
-            budget -= count
+            room -= count
+            weight -= weight_of(running.computed, count, self._limits.far)
             dealt.append((running, count))
         return dealt
 
-    def _piece(self, running: Running, budget: int) -> int:
+    def weigh(self, chunks: Sequence[Chunk]) -> float:
+        """Tokens at the beginning of a sequence that would take as long as these pieces."""
+        far = self._limits.far
+        return sum(weight_of(chunk.start, len(chunk.tokens), far) for chunk in chunks)
+
+    def _piece(self, running: Running, room: int, weight: float, *, is_first: bool) -> int:
         """Tokens of the next piece: all that is left, or whole pages of it, and where there are no
-        pages whole cells: a part of one takes as long. Where steps are smaller, whole steps.
+        pages whole cells: a part of one takes as long. Where steps are smaller, whole steps. Behind
+        so much that a page takes longer than it may, a page.
         """
-        most = self._most
+        limits, most = self._limits, self._most
         if running.request.sampling.prompt_logprobs is not None:
             most = min(most, _MAX_ECHOED)
-            budget = min(budget, most)
-        if running.left <= budget:
+        within = max(0, min(room, most, _count_within(running.computed, weight, limits.far)))
+        if running.left <= within:
             return running.left
-        grain = self._limits.page_size or min(self._limits.cell, most)
-        return budget // grain * grain
+        grain = limits.page_size or min(limits.cell, most)
+        count = within // grain * grain
+        return count or (min(grain, running.left) if is_first else 0)
 
-    def budget(self, num_decoding: int) -> int:
-        """Tokens of prompts that the next step takes: beside streams, and where the loop must be
-        heard of between steps, as many whole cells as are expected to take no longer than they may.
+    def _is_timed(self, num_decoding: int) -> bool:
+        """Whether streams wait for the step's prompts, and shall not for long."""
+        return bool(num_decoding and self._policy.step_ms)
+
+    def budget(self, num_decoding: int, start: int = 0) -> int:
+        """Tokens of prompts, the first of them at ``start``, that the next step takes: beside
+        streams, and where the loop must be heard of between steps, as many whole cells as are
+        expected to take no longer than they may; with rows in one pass, cells of both together,
+        for products are made of such pieces.
         """
-        limits, policy, whole = self._limits, self._policy, self._most
-        tokens: int | None
-        if num_decoding and policy.step_ms:
-            allowed = max(policy.step_ms, self._cost.decode(num_decoding))
-            tokens = self._cost.tokens_within(allowed) or 0
-        elif policy.beat_ms and not limits.runs_ahead:
-            tokens = self._cost.tokens_within(policy.beat_ms)
-            tokens = _UNMEASURED * limits.cell if tokens is None else tokens
+        limits, cell = self._limits, self._limits.cell
+        if self._is_timed(num_decoding):
+            weight = self._weight_beside(num_decoding)
+            tokens = _count_within(start, weight, limits.far)
+            riding = num_decoding if limits.mixes else 0
+            cells = (riding + tokens) // cell * cell - riding
+            return min(self._most, cells if cells >= cell // 2 else tokens)
+        if self._policy.beat_ms and not limits.runs_ahead:
+            within = self._cost.tokens_within(self._policy.beat_ms)
+            within = _UNMEASURED * cell if within is None else within
+            return max(cell, min(within, self._most) // cell * cell)
+        return self._most
+
+    def _weight_beside(self, num_decoding: int) -> int:
+        """Tokens at the beginning of a sequence that are expected to take no longer than prompts
+        may behind so many rows, but at least as long as these, and a cell; or which share a pass
+        with them, the whole of which is to take no longer, but they at least half as long as the
+        rows, and half a cell.
+        """
+        cost, cell, step_ms = self._cost, self._limits.cell, self._policy.step_ms
+        if self._limits.mixes:
+            rows_ms = cost.beside(num_decoding)
+            allowed, least = max(step_ms - rows_ms, rows_ms / 2), max(cell // 2, 1)
         else:
-            return whole
-        return max(limits.cell, min(tokens, whole) // limits.cell * limits.cell)
+            allowed, least = max(step_ms, cost.decode(num_decoding)), cell
+        return max(cost.tokens_within(allowed) or 0, least)
+
+
+def weight_of(start: int, count: int, far: int) -> float:
+    """Tokens that take as long as ``count`` of them from position ``start`` on if no context is
+    before them: each counts once more for every ``far`` positions (0: never).
+    """
+    return count * (1.0 + (start + count / 2) / far) if far else float(count)
+
+
+def _count_within(start: int, weight: float, far: int) -> int:
+    """The most tokens from ``start`` on whose :func:`weight_of` is no more than ``weight``."""
+    if weight <= 0:
+        return 0
+    if weight == math.inf:
+        return _ENDLESS
+    if not far:
+        return int(weight)
+    first = 1.0 + start / far
+    return int(far * (math.sqrt(first * first + 2 * weight / far) - first) + 1e-6)

@@ -20,6 +20,13 @@ from tilewright.compiler.targets.step import GOES_ON, NOT_A_NUMBER, Chosen, Seat
 
 OnToken = Callable[[Request, int], None]
 
+_LONG = 4
+"""Cells of the longest prompt that is measured at the start where steps are short: a line through
+less would promise too much of larger pieces.
+"""
+_STREAMS, _STREAMED = 32, 24
+"""Requests, and tokens of each, beside which a prompt is measured at the start."""
+
 
 class LostDeviceError(Exception):
     """What was launched cannot be read: nothing that the device holds is known any more."""
@@ -161,11 +168,25 @@ class EngineLoop:
         limits = self.executable.capabilities
         sampling = SamplingParams(max_tokens=min(3, limits.max_context))
         most = limits.max_context - sampling.max_tokens + 1
-        lengths = {min(length, most) for length in (1, limits.cell)}
+        cells = (1, limits.cell, _LONG * limits.cell) if limits.runs_ahead else (1, limits.cell)
+        lengths = sorted({min(length, most) for length in cells})
         for _ in range(2):
             self.cost.forget()
-            for length in sorted(lengths):
+            for length in lengths:
                 self.generate([Request(-1, (0,) * length, sampling, is_private=True)])
+            if limits.mixes and limits.max_seats > 1:
+                self._run_beside_streams(lengths[-1])
+
+    def _run_beside_streams(self, length: int) -> None:
+        """A prompt while others decode, who are still there when its last piece has run."""
+        limits = self.executable.capabilities
+        sampling = SamplingParams(max_tokens=min(_STREAMED, limits.max_context))
+        for _ in range(min(_STREAMS, limits.max_seats - 1)):
+            self.add(Request(-1, (0,), sampling, is_private=True))
+        while any(each.left for each in self.scheduler.running) or self.scheduler.line:
+            self.step()
+        last = SamplingParams(max_tokens=1)
+        self.generate([Request(-1, (0,) * length, last, is_private=True)])
 
     def cancel(self, request: Request) -> None:
         """End a request early; what is on its way for it is dropped."""
@@ -270,11 +291,13 @@ class EngineLoop:
         self._count(launched, handling)
         self._meter.read(
             len(plan.step.decode),
-            plan.num_prompt_tokens,
+            plan.prompt_weight,
             time.perf_counter(),
             are_prompts_read=not self.executable.capabilities.runs_ahead
+            or launched.output.is_mixed
             or any(chunk.chooses for chunk in plan.step.prompts),
             is_read=bool(parts) or not self.executable.capabilities.runs_ahead,
+            is_mixed=launched.output.is_mixed,
         )
         return served
 

@@ -78,11 +78,13 @@ class Running:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A step and what becomes of its tokens: ``rows`` names who gets the token of a seat; rows
-    that only replay known tokens are not there. ``echoes``: whose chunks echo, in
-    their order, and where each begins.
+    that only replay known tokens are not there. ``prompt_weight``: tokens at the beginning of a
+    sequence that would take as long as the step's pieces of prompts. ``echoes``: whose chunks echo,
+    in their order, and where each begins.
     """
 
     step: Step
     rows: Mapping[Seat, Running]
     num_prompt_tokens: int
+    prompt_weight: float
     echoes: tuple[tuple[Request, int], ...] = ()

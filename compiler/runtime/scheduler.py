@@ -153,7 +153,8 @@ class Scheduler:
             masked=_any_masked(rows) if chunks else self._masked,
             logprobs=_most_logprobs(rows, asking) if chunks else self._logprobs,
         )
-        return Plan(step, rows, sum(len(chunk.tokens) for _, _, chunk in chunks), echoes)
+        prompts = sum(len(chunk.tokens) for chunk in step.prompts)
+        return Plan(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
 
     def _advance(self, decoding: list[Running]) -> tuple[dict[Seat, int], dict[Seat, Running]]:
         """Those who decode read a token each: what is forced on whom, and who gets one."""

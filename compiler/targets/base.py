@@ -41,6 +41,10 @@ class Capabilities:
         cell: the smallest piece of a prompt that is worth reading the weights for.
         max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
         runs_ahead: a step may be given before the last one's tokens have been read.
+        mixes: whether rows that decode and pieces of prompts may share one pass over the weights;
+            `StepOutput.is_mixed` says of a step whether they did.
+        far: positions before a prompt's token with which it takes twice as long as without any; 0:
+            as long anywhere, as far as is known.
         late_choice: whether a step may be ``masked``.
         invariant: what a row's bits depend on: ``rows``, on the request alone; ``batch``, on the
             cells its prompt was cut into; ``none``, on what it runs beside, by rounding.
@@ -56,6 +60,8 @@ class Capabilities:
     max_prompts: int = 1
     max_step_tokens: int = 8192
     runs_ahead: bool = False
+    mixes: bool = False
+    far: int = 0
     late_choice: bool = True
     invariant: str = "none"
 

@@ -69,7 +69,7 @@ class ShardedExecutable(Executable):
             dataclasses.replace(part, read=functools.partial(self._guarded, part.read))
             for part in output.parts
         ]
-        return StepOutput(tuple(guarded))
+        return dataclasses.replace(output, parts=tuple(guarded))
 
     def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
         self._leader.tell(_CHOSEN)

@@ -271,6 +271,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """The parts of a step that chose tokens: decode rows first, then the ends of prompts."""
+    """The parts of a step that chose tokens: decode rows first, then the ends of prompts.
+
+    ``is_mixed``: both were computed in one pass, and are one part: whoever has read it has waited
+    for the whole step.
+    """
 
     parts: tuple[Part, ...] = ()
+    is_mixed: bool = False

@@ -293,6 +293,8 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
         "cell": CELL,
         "max_prompts": rng.randint(1, 3),
         "max_step_tokens": rng.choice((8, 24, 64)),
+        "mixes": rng.random() < 0.5,
+        "far": rng.choice((0, 0, 10)),
     }
     if rng.random() < 0.7:
         found |= {"page_size": 4, "num_pages": rng.randint(6, 40)}

@@ -62,6 +62,20 @@ class _Held:
     state_at: int = 0
 
 
+def _mixed(groups: list[tuple[Seat, ...]], read: Callable[[int], Chosen]) -> StepOutput:
+    """All of a step in one part."""
+
+    def all_of_them() -> Chosen:
+        found = [read(index) for index in range(len(groups))]
+        return Chosen(*([one for each in found for one in getattr(each, n)] for n in _ROWS))
+
+    seats = tuple(seat for group in groups for seat in group)
+    return StepOutput((Part(seats, all_of_them),), is_mixed=True)
+
+
+_ROWS = ("tokens", "why")
+
+
 class QueuedExecutable(Executable):
     """``log`` holds ``("launch", n)`` and ``("read", n)`` of steps that choose tokens, n from 0.
 
@@ -118,6 +132,8 @@ class QueuedExecutable(Executable):
             tokens, why = zip(*answers[index], strict=True)
             return Chosen(tokens, why)
 
+        if step.decode and step.prompts and self.capabilities.mixes:
+            return _mixed(groups, read)
         parts = [Part(seats, lambda i=i: read(i)) for i, seats in enumerate(groups)]
         return StepOutput(tuple(parts))
 

@@ -39,11 +39,37 @@ def test_of_counts_that_are_alike_nothing_is_promised_of_others() -> None:
     assert cost.decode(64) == 6.0 and cost.prompts(200) == pytest.approx(20.0)
 
 
+def test_rows_that_ride_along_with_prompts_are_told_apart_from_rows_alone() -> None:
+    """Each is what it adds: 0.02 ms a token, 0.05 a row, and 2 of a pass that both share."""
+    cost = StepCost()
+    for _ in range(3):
+        cost.measure(64, 0, 7.5)
+        for tokens in (64, 256, 1024):
+            cost.measure(0, tokens, 2 + 0.02 * tokens)
+    assert cost.beside(64) == pytest.approx(7.5), "as alone, while it is not known"
+    for _ in range(60):
+        for rows, tokens in ((64, 448), (16, 448), (64, 192), (16, 960)):
+            cost.measure(rows, tokens, 2 + 0.02 * tokens + 0.05 * rows, is_mixed=True)
+    for rows, tokens in ((64, 448), (16, 960)):
+        expected = 2 + 0.02 * tokens + 0.05 * rows
+        assert cost.prompts(tokens) + cost.beside(rows) == pytest.approx(expected, rel=0.05)
+    assert cost.decode(64) == pytest.approx(7.5) and cost.beside(64) < 5.0
+
+
+def test_the_first_pass_of_both_is_measured_where_prompts_are_not() -> None:
+    cost = StepCost()
+    cost.measure(4, 0, 5.0)
+    cost.measure(4, 100, 9.0, is_mixed=True)
+    assert (cost.prompts(100), cost.beside(4)) == (4.0, 5.0)
+
+
 def test_a_reading_is_of_the_rows_it_waits_for_and_of_the_prompts_behind_the_last_ones() -> None:
     found: list[tuple[int, int, float]] = []
 
     class Heard(StepCost):
-        def measure(self, num_rows: int, num_tokens: int, ms: float) -> None:
+        def measure(
+            self, num_rows: int, num_tokens: float, ms: float, *, is_mixed: bool = False
+        ) -> None:
             found.append((num_rows, num_tokens, round(ms, 3)))
 
     meter = StepMeter(Heard())

@@ -65,6 +65,8 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "runs_ahead": draw(st.booleans()),
         "max_prompts": draw(st.integers(1, 3)),
         "max_step_tokens": draw(st.integers(8, 48)),
+        "mixes": draw(st.booleans()),
+        "far": draw(st.sampled_from((0, 5, 40))),
     }
     if draw(st.booleans()):
         found |= {"page_size": 4, "num_pages": draw(st.integers(16, 48))}

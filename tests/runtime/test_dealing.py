@@ -1,0 +1,167 @@
+"""How long the pieces of prompts are: by what they are expected to take where streams wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.queued import Clock, QueuedExecutable
+from tilewright.compiler.runtime import loop as loop_module
+from tilewright.compiler.runtime.cost import StepCost
+from tilewright.compiler.runtime.dealing import PromptDealer
+from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.running import Policy, Running
+from tilewright.compiler.runtime.sampling import SamplingParams
+from tilewright.compiler.targets.base import Capabilities
+from tilewright.compiler.targets.step import Chosen, Chunk, Part, Seat, Step, StepOutput
+
+LIKE_CUDA: dict[str, Any] = {
+    "max_seats": 256,
+    "max_context": 66_000,
+    "page_size": 64,
+    "num_pages": 4096,
+    "cell": 256,
+    "max_prompts": 8,
+    "runs_ahead": True,
+}
+FAR = 8192
+A_TOKEN, A_ROW, A_PASS = 0.0235, 0.0575, 1.0
+
+
+def known_cost() -> StepCost:
+    """Of a model of 8B on a large GPU, about: milliseconds of rows alone, and beside prompts."""
+    cost = StepCost()
+    for _ in range(3):
+        for rows in (1, 64, 256):
+            cost.measure(rows, 0, 4.0 + 0.055 * rows)
+        for tokens in (64, 256, 1024):
+            cost.measure(0, tokens, A_PASS + A_TOKEN * tokens)
+    for _ in range(100):
+        for rows in (8, 64, 256):
+            for tokens in (192, 448, 960):
+                took = A_PASS + A_TOKEN * tokens + A_ROW * rows
+                cost.measure(rows, tokens, took, is_mixed=True)
+    return cost
+
+
+def dealer(step_ms: float = 20.0, **changes: Any) -> PromptDealer:
+    return PromptDealer(
+        Capabilities(**{**LIKE_CUDA, **changes}), Policy(step_ms=step_ms), known_cost()
+    )
+
+
+def prompt(left: int, computed: int = 0, number: int = 0) -> Running:
+    request = Request(number, (1,) * (computed + left), SamplingParams(max_tokens=1))
+    request.order = number
+    return Running(request, Seat(number), left, wanted=1, room=1 << 20, computed=computed)
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(8, 760), (32, 480), (64, 448), (128, 384)])
+def test_rows_and_pieces_of_one_pass_are_whole_cells_together(rows: int, expected: int) -> None:
+    found = dealer(mixes=True).budget(rows)
+    assert found == expected and (found + rows) % 256 == 0
+    assert A_PASS + A_TOKEN * found + A_ROW * rows < 21.0
+
+
+@given(st.integers(1, 256), st.sampled_from((5.0, 20.0, 40.0)))
+def test_a_pass_takes_no_longer_than_it_may_or_half_as_long_again_as_its_rows(
+    rows: int, step_ms: float
+) -> None:
+    """But for a piece of half a cell, which is always there; nor is it ever empty."""
+    tokens = dealer(step_ms, mixes=True).budget(rows)
+    assert 128 <= tokens <= 8192
+    most = max(step_ms, 1.5 * (A_PASS + A_ROW * rows), A_TOKEN * 128 + A_ROW * rows)
+    assert A_TOKEN * tokens + A_ROW * rows <= 1.15 * most + A_PASS
+
+
+def test_where_nobody_decodes_or_time_is_no_matter_steps_are_whole() -> None:
+    assert dealer(mixes=True, far=FAR).budget(0) == 8192
+    assert dealer(0.0, mixes=True, far=FAR).budget(64) == 8192
+    ((_, count),) = dealer(mixes=True, far=FAR).deal([prompt(8192, 32_768)], 0)
+    assert count == 8192
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@given(st.integers(0, 64_000), st.integers(1, 2000), st.integers(1, 256))
+def test_pieces_far_into_a_prompt_take_no_longer_than_others(
+    mixes: bool, computed: int, left: int, rows: int
+) -> None:
+    """What counts is the context before them too; a page is always taken."""
+    made = dealer(mixes=mixes, far=FAR)
+    start = computed // 64 * 64
+    ((running, count),) = made.deal([prompt(left, start)], rows)
+    weight = made.weigh((Chunk(running.seat, start, (1,) * count),))
+    assert weight == pytest.approx(count * (1 + (start + count / 2) / FAR))
+    assert count == left or count % 64 == 0
+    assert count and (A_TOKEN * weight <= 40.0 or count <= 64)
+    assert count <= made.budget(rows, start) or count <= 64
+
+
+def test_what_is_left_of_a_step_goes_to_other_prompts() -> None:
+    made = dealer(mixes=True, far=FAR)
+    both = [prompt(64, 16_384), prompt(2000, number=1)]
+    found = [(each.request.request_id, count) for each, count in made.deal(both, 64)]
+    assert found == [(0, 64), (1, 128)]
+    both = [prompt(64, 57_344), prompt(2000, number=1)]
+    found = [(each.request.request_id, count) for each, count in made.deal(both, 64)]
+    assert found == [(0, 64)], "64 tokens there are 512 at the beginning"
+
+
+class Timed(QueuedExecutable):
+    """A step takes what :func:`known_cost` says, with the context of its pieces; zeros come out."""
+
+    longest = free_at = 0.0
+
+    def step(self, step: Step) -> StepOutput:
+        self.given.append(step)
+        rows, chosen = len(step.decode), tuple(c.seat for c in step.prompts if c.chooses)
+        is_mixed = self.capabilities.mixes and bool(rows and step.prompts)
+        rows_ms = (A_ROW * rows if is_mixed else 4.0 + 0.055 * rows) if rows else 0.0
+        weights = [len(c.tokens) * (1 + (c.start + len(c.tokens) / 2) / FAR) for c in step.prompts]
+        prompts_ms = A_PASS + A_TOKEN * sum(weights) if weights else 0.0
+        if rows:
+            self.longest = max(self.longest, rows_ms + prompts_ms)
+        begins = max(self.free_at, self.clock.now)
+        self.free_at = begins + 1e-3 * (rows_ms + prompts_ms)
+        if is_mixed:
+            return StepOutput((self._part((*step.decode, *chosen), self.free_at),), is_mixed=True)
+        parts = [self._part(step.decode, begins + 1e-3 * rows_ms)] if rows else []
+        return StepOutput((*parts, *([self._part(chosen, self.free_at)] if chosen else [])))
+
+    def _part(self, seats: tuple[Seat, ...], done: float) -> Part:
+        def read() -> Chosen:
+            self.clock.now = max(self.clock.now, done)
+            return Chosen([0] * len(seats), [0] * len(seats))
+
+        return Part(seats, read)
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
+    mixes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64,000 tokens into 8 streams: learnt at the start, and kept to as its context grows."""
+    clock = Clock()
+    monkeypatch.setattr(loop_module.time, "perf_counter", clock)
+    executable = Timed(clock=clock, **LIKE_CUDA, mixes=mixes, far=FAR)
+    loop = EngineLoop(executable, policy=Policy(reuses=False))
+    loop.warm_up()
+    for number in range(8):
+        loop.add(Request(number, (1,) * 128, SamplingParams(max_tokens=2000)))
+    for _ in range(8):
+        loop.step()
+    executable.longest, executable.given = 0.0, []
+    long = Request(9, (1,) * 64_000, SamplingParams(max_tokens=1))
+    loop.add(long)
+    while not long.output:
+        loop.step()
+    assert executable.longest < (23.0 if mixes else 27.0)
+    pieces = [len(chunk.tokens) for step in executable.given for chunk in step.prompts]
+    assert pieces[0] >= 448 and sum(pieces) == 64_000 and len(pieces) < 700
