@@ -110,15 +110,14 @@ class Choice:
     def _push_plain(self, tokens: Sequence[int]) -> Piece:
         """As `push`, for most tokens of most answers."""
         self.tokens += tokens
-        text, push, ends = "", self._decoder.push, self.sampling.end_tokens
+        said: Sequence[int] = tokens
+        ends = self.sampling.end_tokens
         for token in tokens:
-            if token not in ends:
-                text += push(token)
-                continue
-            if self.keeps_end:
-                text += push(token)
-            if token not in self.coder.eos_ids:
-                self.stop_reason = token
+            if token in ends:
+                said = tokens if self.keeps_end else [each for each in tokens if each not in ends]
+                if token not in self.coder.eos_ids:
+                    self.stop_reason = token
+        text = self._decoder.push_all(said)
         self._num_characters += len(text)
         self.content += text
         return Piece(content=text)

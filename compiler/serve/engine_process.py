@@ -25,6 +25,7 @@ from tilewright.compiler.runtime.messages import (
     Refused,
     Stop,
     ToEngine,
+    Tokens,
 )
 from tilewright.compiler.serve.says import say, say_fault, write
 from tilewright.compiler.serve.settings import Replica
@@ -171,7 +172,9 @@ class EngineProcess:
             self._give_up_for(error)
 
     def _hear(self, message: FromEngine, folder: Path) -> None:
-        if isinstance(message, Beat):
+        if isinstance(message, Tokens):  # most are
+            self._listener.hear(self.number, message)
+        elif isinstance(message, Beat):
             self.beat, self._last_beat = message, time.monotonic()
         elif isinstance(message, Ready):
             self._tasks.append(asyncio.ensure_future(self._begin(message, folder)))

@@ -137,10 +137,10 @@ class Router:
         """So many tokens of an answer have come: its prompt has been read."""
         placed = self._placed.get(request_id)
         if placed is not None:
-            read = placed.prompt_left + min(count, placed.answer_left)
+            count = min(count, placed.answer_left)
+            self._known[placed.engine].load -= placed.prompt_left + count
             placed.prompt_left = 0
-            placed.answer_left -= min(count, placed.answer_left)
-            self._known[placed.engine].load -= read
+            placed.answer_left -= count
 
     def leave(self, request_id: int) -> int | None:
         """A request has ended. Returns where it was; None where it was nowhere."""

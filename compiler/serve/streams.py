@@ -190,12 +190,12 @@ async def answer_stream(
             async for found in updates:
                 if found is None:
                     data = _PING
-                elif (count := sum(len(scored) for _, scored in found.values())) > _LONG:
+                elif job.num_top is not None and (count := _num_scored(found)) > _LONG:
                     data = await aside(_CHARACTERS_A_SCORE * count, _chunks, job, found)
                 else:
                     data = _chunks(job, found)
                 if data:
-                    await write(data)
+                    await (write(data) if response is None else response.write(data))
         tail = _event(job.usage_chunk()) if job.include_usage else b""
         await write(tail + _DONE)
     except ApiError as error:
@@ -211,6 +211,10 @@ async def answer_stream(
     assert response is not None, "every stream has an end"
     await response.write_eof()
     return response
+
+
+def _num_scored(found: dict[int, tuple[Piece, list[Scored]]]) -> int:
+    return sum(len(scored) for _, scored in found.values())
 
 
 def _chunks(job: Job, found: dict[int, tuple[Piece, list[Scored]]]) -> bytes:

@@ -12,6 +12,9 @@ class Decoder(Protocol):
     def push(self, index: int) -> str:
         """Take more token ids and return the text that they make certain."""
 
+    def push_all(self, ids: Iterable[int]) -> str:
+        """As `push` of each of ``ids`` in turn, joined."""
+
     def flush(self) -> str:
         """Return the text that was held back, now that no more ids come."""
 

@@ -26,6 +26,8 @@ _BYTE_LEVEL = ("ByteLevel",)
 _PIECES = ("Replace", "ByteFallback", "Fuse")
 _STRIPPED_PIECES = (*_PIECES, "Strip")
 _DECODERS = (_BYTE_LEVEL, _PIECES, _STRIPPED_PIECES)
+_MOST_KNOWN = 1 << 15
+"""Tokens whose bytes are kept once they were asked for: 4 MB; most texts have no more."""
 
 
 class Tokenizer:
@@ -40,6 +42,7 @@ class Tokenizer:
         self._backend = vocabulary.backend
         self._steps = _decoder_steps(vocabulary)
         self._added = self._backend.get_added_tokens_decoder()
+        self.known_bytes: dict[int, bytes] = {}
         self.vocab_size: int = self._backend.get_vocab_size(with_added_tokens=True)
         self.eos_ids: tuple[int, ...] = vocabulary.eos_ids
         self.bos_id: int | None = self._named_id("bos_token")
@@ -104,7 +107,16 @@ class Tokenizer:
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes token ``index`` adds to a text; empty for an id that the vocabulary lacks."""
-        token = self._backend.id_to_token(self.checked_id(index))
+        number = self.checked_id(index)
+        found = self.known_bytes.get(number)
+        if found is None:
+            found = self._bytes_of(number)
+            if len(self.known_bytes) < _MOST_KNOWN:
+                self.known_bytes[number] = found
+        return found
+
+    def _bytes_of(self, number: int) -> bytes:
+        token = self._backend.id_to_token(number)
         if token is None:
             return b""
         if self._steps == _BYTE_LEVEL:
@@ -216,10 +228,18 @@ class StreamDecoder:
 
     def push(self, index: int) -> str:
         """The text that is certain now that ``index`` has come; often empty."""
-        number = self._tokenizer.checked_id(index)
-        if number in self._skipped:
-            return ""
-        return self._emit(self._tokenizer.token_bytes(number), final=False)
+        return self.push_all((index,))
+
+    def push_all(self, ids: Iterable[int]) -> str:
+        """As :meth:`push` of each of ``ids`` in turn, joined."""
+        tokenizer, skipped, found = self._tokenizer, self._skipped, []
+        known = tokenizer.known_bytes
+        for index in ids:
+            number = index if type(index) is int else tokenizer.checked_id(index)
+            if number not in skipped:
+                raw = known.get(number)
+                found.append(tokenizer.token_bytes(number) if raw is None else raw)
+        return self._emit(b"".join(found), final=False)
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for bytes that never became a character."""
