@@ -8,14 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.boards_fit.fitting import (
-    DECODE_NAMES,
-    PREFILL_NAMES,
-    Sample,
-    fit,
-    held_out,
-    rank_correlation,
-)
+from bench.boards_fit import fitting
 from bench.boards_fit.programs import PUBLISHED
 from bench.boards_fit.rows import PublishedRow
 from tilewright.compiler.bench.display import percent
@@ -33,7 +26,7 @@ class Residual:
     sizes) or its board left out of it.
     """
 
-    sample: Sample
+    sample: fitting.Sample
     fitted: float
     model: float
     family: float
@@ -75,7 +68,7 @@ class Study:
         """Spearman's, of predicted and published speeds of the precision rows."""
         found = [row.decode for row in self.rows if row.kind == "precision" and row.decode]
         predicted = [1 / sample.predict(self.constants) for sample in found]
-        return rank_correlation(predicted, [1 / sample.seconds for sample in found])
+        return fitting.rank_correlation(predicted, [1 / sample.seconds for sample in found])
 
 
 def study_rows(reading: str, rows: Sequence[PublishedRow]) -> Study:
@@ -83,36 +76,36 @@ def study_rows(reading: str, rows: Sequence[PublishedRow]) -> Study:
     steps = [row.decode for row in rows if row.is_judged and row.decode]
     large = [row.decode for row in rows if row.is_galaxy and row.decode]
     prompts = [row.prefill for row in rows if row.is_judged and row.prefill]
-    decode = fit([*steps, *large], DECODE_NAMES)
-    constants = fit(prompts, PREFILL_NAMES, decode)
-    residuals = _residuals([*steps, *large], DECODE_NAMES, constants)
+    decode = fitting.fit([*steps, *large], fitting.DECODE_NAMES)
+    constants = fitting.fit(prompts, fitting.PREFILL_NAMES, decode)
+    residuals = _residuals([*steps, *large], fitting.DECODE_NAMES, constants)
     return Study(
         reading=reading,
         rows=tuple(rows),
         constants=constants,
         decode=residuals[: len(steps)],
         galaxy=residuals[len(steps) :],
-        prefill=_residuals(prompts, PREFILL_NAMES, constants),
-        alone=tuple(held_out(steps, DECODE_NAMES, _model)),
+        prefill=_residuals(prompts, fitting.PREFILL_NAMES, constants),
+        alone=tuple(fitting.held_out(steps, fitting.DECODE_NAMES, _model)),
     )
 
 
 def _residuals(
-    samples: Sequence[Sample], names: Sequence[str], constants: Constants
+    samples: Sequence[fitting.Sample], names: Sequence[str], constants: Constants
 ) -> tuple[Residual, ...]:
-    keys: tuple[Callable[[Sample], Hashable], ...] = (
+    keys: tuple[Callable[[fitting.Sample], Hashable], ...] = (
         _model,
         lambda sample: PUBLISHED[sample.model],
         lambda sample: sample.device,
     )
-    columns = [held_out(samples, names, key) for key in keys]
+    columns = [fitting.held_out(samples, names, key) for key in keys]
     return tuple(
         Residual(sample, sample.error(constants), *errors)
         for sample, *errors in zip(samples, *columns, strict=True)
     )
 
 
-def _model(sample: Sample) -> str:
+def _model(sample: fitting.Sample) -> str:
     return sample.model
 
 

@@ -12,19 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.targets.target_runs import (
-    BASE_RUN,
-    EXACT_RUN,
-    VERSION,
-    Compared,
-    TargetRun,
-    append_run,
-    check_same,
-    compare_runs,
-    figures,
-    latest,
-    read_runs,
-)
+from bench.targets import target_runs
 from tilewright.compiler.bench.display import percent
 from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.commands.arguments import integer, option, parse
@@ -46,7 +34,7 @@ if TYPE_CHECKING:
 TARGETS = ("cpu", "cuda", "reference")
 _PRECISIONS = ("bf16", "accuracy", "performance")
 _LEAST_SHOWN = 0.001
-_Run = Located[TargetRun]
+_Run = Located[target_runs.TargetRun]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +65,8 @@ class Options:
         type=load_precision,
     )
     runs: tuple[Choice, ...] = option(
-        f"of {', '.join(TARGETS)}; others are compared with {BASE_RUN} and {EXACT_RUN}",
+        f"of {', '.join(TARGETS)}; others are compared with {target_runs.BASE_RUN} and "
+        f"{target_runs.EXACT_RUN}",
         default=(),
         metavar="TARGET[:exact]",
         type=_choice,
@@ -123,14 +112,14 @@ def main(argv: list[str]) -> int:
         TilewrightError: as every command.
     """
     options = read_options(argv)
-    located = [each for path in options.merge for each in read_runs(path)]
+    located = [each for path in options.merge for each in target_runs.read_runs(path)]
     if options.runs:
         located += _measure_all(options, located)
     if not located:
         raise ConfigError(f"{options.merge[0]}: holds no run; allowed: one or more")
     place, run = located[0].place, located[0].record
-    check_same(located, model_hash=run.model_hash, text_hash=run.text_hash, what=place)
-    _print(compare_runs(latest(located)))
+    target_runs.check_same(located, model_hash=run.model_hash, text_hash=run.text_hash, what=place)
+    _print(target_runs.compare_runs(target_runs.latest(located)))
     return 0
 
 
@@ -165,7 +154,7 @@ def _measure_all(options: Options, merged: Sequence[_Run]) -> list[_Run]:
                 run = _measure(work, precision, choice=choice, progress=progress)
                 found.append(Located("a run made now", run))
                 if options.out is not None:
-                    append_run(options.out, run)
+                    target_runs.append_run(options.out, run)
                 tell(f"{run.precision} on {run.run}")
     return found
 
@@ -184,7 +173,7 @@ def _prepare(options: Options, merged: Sequence[_Run], progress: Progress) -> _W
     subject, _ = subject_of(source)
     tokens = cut_windows(source.tokenizer.encode, options.windows)
     text_hash = windows_hash(tokens)
-    check_same(
+    target_runs.check_same(
         merged, model_hash=source.content_hash, text_hash=text_hash, what="what is to be run"
     )
     executable = compile_reference(source.checkpoint_model(), progress)
@@ -200,7 +189,7 @@ def _prepare(options: Options, merged: Sequence[_Run], progress: Progress) -> _W
 
 def _measure(
     work: _Work, precision: PrecisionConfig, *, choice: Choice, progress: Progress
-) -> TargetRun:
+) -> target_runs.TargetRun:
     """Compile one precision for one target, and force all windows through it."""
     from tilewright.compiler.bench.accuracy import teacher_force
     from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
@@ -232,15 +221,15 @@ def _measure(
     return run
 
 
-def _record(work: _Work, compiled: Compiled, predictions: Predictions) -> TargetRun:
+def _record(work: _Work, compiled: Compiled, predictions: Predictions) -> target_runs.TargetRun:
     from tilewright.compiler.commands.measure import device_of
 
     fives = [five for reference, _ in work.windows for five in reference.guesses]
-    values: dict[str, Any] = figures(predictions.guesses, fives, predictions.kl)
+    values: dict[str, Any] = target_runs.figures(predictions.guesses, fives, predictions.kl)
     values |= dataclasses.asdict(environment(hash_host=True))
     device, detail = device_of(compiled, work.options.threads)
-    return TargetRun(
-        version=VERSION,
+    return target_runs.TargetRun(
+        version=target_runs.VERSION,
         model=work.source.name,
         model_hash=work.source.content_hash,
         text_hash=work.text_hash,
@@ -258,7 +247,7 @@ def _record(work: _Work, compiled: Compiled, predictions: Predictions) -> Target
     )
 
 
-def _print(rows: Sequence[Compared]) -> None:
+def _print(rows: Sequence[target_runs.Compared]) -> None:
     from tilewright.compiler.commands.console import out, print_table
 
     screen, first = out(), rows[0].run
@@ -288,11 +277,11 @@ def _mcnemar_cell(pair: Paired | None) -> str:
     return f"-{pair.b} +{pair.c} {p}"
 
 
-_RUN: Columns[Compared] = {
+_RUN: Columns[target_runs.Compared] = {
     "precision": lambda row: row.run.precision,
     "run": lambda row: row.run.run,
 }
-FIGURES: Columns[Compared] = {
+FIGURES: Columns[target_runs.Compared] = {
     **_RUN,
     "top-1 (%)": lambda row: percent(row.num_top1 / row.run.num_positions, 2),
     "top-5 (%)": lambda row: percent(row.run.num_top5 / row.run.num_positions, 2),
@@ -301,10 +290,10 @@ FIGURES: Columns[Compared] = {
     ),
 }
 """A run's own figures."""
-PAIRED: Columns[Compared] = {
+PAIRED: Columns[target_runs.Compared] = {
     **_RUN,
-    f"KL /\n{EXACT_RUN}": lambda row: _ratio_cell(row.kl_ratio),
-    f"against\n{BASE_RUN}": lambda row: _mcnemar_cell(row.paired),
-    f"against\n{EXACT_RUN}": lambda row: _mcnemar_cell(row.paired_exact),
+    f"KL /\n{target_runs.EXACT_RUN}": lambda row: _ratio_cell(row.kl_ratio),
+    f"against\n{target_runs.BASE_RUN}": lambda row: _mcnemar_cell(row.paired),
+    f"against\n{target_runs.EXACT_RUN}": lambda row: _mcnemar_cell(row.paired_exact),
 }
 """A run beside the others of its precision."""

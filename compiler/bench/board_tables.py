@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from tilewright.compiler.bench import perf_md, row
+from tilewright.compiler.bench import perf_md, row, selection
 from tilewright.compiler.bench.perf_md import (
     BOARDS_TITLE,
     EMULATED_TOP1,
@@ -24,15 +24,6 @@ from tilewright.compiler.bench.perf_md import (
     Section,
 )
 from tilewright.compiler.bench.record import Result
-from tilewright.compiler.bench.selection import (
-    BATCH_32,
-    SHORT,
-    SpeedTable,
-    context_lengths,
-    group_results,
-    speed_table,
-    table_rows,
-)
 from tilewright.compiler.bench.table import Table
 
 __all__ = ["BOARDS_TITLE", "INTRO", "board_table", "published_row", "published_tables"]
@@ -73,14 +64,18 @@ def board_table(results: Sequence[Result]) -> Table:
     """A row for every group, batch and prompt length; accuracy stands in the first of a group."""
     # kinds are told apart by their columns, so that both stand in one row
     figures = []
-    for group in group_results(list(results)):
-        tables: list[SpeedTable] = [SHORT, BATCH_32, *context_lengths([group])]
+    for group in selection.group_results(list(results)):
+        tables: list[selection.SpeedTable] = [
+            selection.SHORT,
+            selection.BATCH_32,
+            *selection.context_lengths([group]),
+        ]
         speeds = [found for table in tables if (found := group.speed(table)) is not None]
         for index, found in enumerate(speeds or [None]):
             figures.append((group, found, None if index else group.accuracy_result))
     rows = [
         (*row.cells(line, _FIGURES.values()), *_published(found), *row.cells(line, _ORIGIN))
-        for line, (_, found, _) in zip(table_rows(figures), figures, strict=True)
+        for line, (_, found, _) in zip(selection.table_rows(figures), figures, strict=True)
     ]
     return Table.of((*_FIGURES, *_PUBLISHED, *_ORIGIN), rows)
 
@@ -111,12 +106,12 @@ def published_row(result: Result) -> PerfRow | None:
 def _section(result: Result) -> Section | None:
     document = published_tables()
     is_performance = result.precision_name == "performance"
-    table = speed_table(result)
-    if table == BATCH_32:
+    table = selection.speed_table(result)
+    if table == selection.BATCH_32:
         return document.find("batch_32") if is_performance else None
     if isinstance(table, int):
         return document.find("long_context", context_k=table) if is_performance else None
-    if table != SHORT and result.accuracy is None:
+    if table != selection.SHORT and result.accuracy is None:
         return None
     if result.precision_name in ("performance", "accuracy"):
         return document.find("performance" if is_performance else "accuracy")

@@ -10,31 +10,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tilewright.compiler.bench import display, perf_md
+from tilewright.compiler.bench import display, perf_md, selection
 from tilewright.compiler.bench.markdown import find_markers
 from tilewright.compiler.bench.perf_tables import render_results
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.row import CHANGED, OTHER_RUN, Row, machine_text, marks, origin
-from tilewright.compiler.bench.selection import (
-    BATCH_32,
-    SHORT,
-    Group,
-    SpeedTable,
-    group_results,
-    is_placed,
-    of_other_runs,
-)
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.errors import ConfigError, allowed
 
 _DEFAULT_MODEL = "SmolLM2-135M-Instruct"
 _CPUS = ("CPU", "CPU native")
 _OF_DEFAULT_MODEL = ("bf16", "all-q80", "performance", "all-q40")
-_SHOWN: tuple[tuple[str, str, str, SpeedTable], ...] = (
-    *((cpu, _DEFAULT_MODEL, name, SHORT) for cpu in _CPUS for name in _OF_DEFAULT_MODEL),
-    ("H200", "Llama-3.1-8B", "bf16", SHORT),
-    ("H200", "Llama-3.1-8B", "performance", SHORT),
-    ("H200", "Llama-3.1-70B", "performance", SHORT),
+_SHOWN: tuple[tuple[str, str, str, selection.SpeedTable], ...] = (
+    *((cpu, _DEFAULT_MODEL, name, selection.SHORT) for cpu in _CPUS for name in _OF_DEFAULT_MODEL),
+    ("H200", "Llama-3.1-8B", "bf16", selection.SHORT),
+    ("H200", "Llama-3.1-8B", "performance", selection.SHORT),
+    ("H200", "Llama-3.1-70B", "performance", selection.SHORT),
     ("H200", "Qwen3.5-35B-A3B", "bf16", 1),
 )
 """README's rows: device, model, precision, and the table that one user's speed stands in."""
@@ -84,8 +75,10 @@ _README = ("device", "model", "precision", *list(_COLUMNS)[4:5], *list(_COLUMNS)
 _CPU = ("device", *tuple(_COLUMNS)[2:])
 
 
-def _groups(results: Sequence[Result]) -> list[Group]:
-    return group_results([r for r in results if r.kind == "measured" and is_placed(r)])
+def _groups(results: Sequence[Result]) -> list[selection.Group]:
+    return selection.group_results(
+        [r for r in results if r.kind == "measured" and selection.is_placed(r)]
+    )
 
 
 def _readme(results: Sequence[Result]) -> str:
@@ -95,7 +88,7 @@ def _readme(results: Sequence[Result]) -> str:
     for device, model, name, table in _SHOWN:
         for group in groups:
             if (group.any.device, group.any.model) == (device, model) and name in group.names:
-                one, many = group.speed(table), group.speed(BATCH_32)
+                one, many = group.speed(table), group.speed(selection.BATCH_32)
                 lines.append(_Line(name, one, many, group.accuracy_result))
     return _table(_README, lines)
 
@@ -106,7 +99,7 @@ def _cpu(results: Sequence[Result]) -> str:
     """
     lines = []
     for group in _groups(results):
-        one, many = group.speed(SHORT), group.speed(BATCH_32)
+        one, many = group.speed(selection.SHORT), group.speed(selection.BATCH_32)
         is_wanted = group.any.device in _CPUS and group.any.model == _DEFAULT_MODEL
         if is_wanted and one is not None and many is not None:
             lines.append(_Line(many.precision_name, one, many, group.accuracy_result))
@@ -116,7 +109,7 @@ def _cpu(results: Sequence[Result]) -> str:
 
 def _table(titles: Sequence[str], lines: Sequence[_Line]) -> str:
     """The rows, and below them when, where and on which code they were taken."""
-    others = of_other_runs([line.records for line in lines])
+    others = selection.of_other_runs([line.records for line in lines])
     rows = []
     seen = set[str]()
     for line, is_other in zip(lines, others, strict=True):

@@ -9,16 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilewright.compiler.bench.figures import (
-    DPI,
-    LABEL_SIZE,
-    WIDTH,
-    fit,
-    new_figure,
-    settings,
-    settle,
-    shown,
-)
+from tilewright.compiler.bench import figures
 from tilewright.compiler.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,12 +51,12 @@ def draw_heat_map(
             raise ConfigError(f"row {name!r} has no place in a plot; allowed: finite numbers")
     low, high, is_log = _scale(known)
     caption = _heat_caption(values, low=low if is_log else None, marked=marked)
-    with settings():
+    with figures.settings():
         from matplotlib.colors import LogNorm, Normalize
 
         each = 0.24 if len(rows) <= MAX_ANNOTATED_ROWS else min(0.15, 40 / len(rows))
         height = each * max(len(rows), 10)
-        figure = new_figure(height + 6.0, title=title, caption=caption)
+        figure = figures.new_figure(height + 6.0, title=title, caption=caption)
         axes = figure.add_subplot()
         norm = (LogNorm if is_log else Normalize)(low, high, clip=True)
         cells = [[math.nan if v is None else max(v, low) for v in row] for row in values]
@@ -74,11 +65,11 @@ def draw_heat_map(
             mesh.set(edgecolor="white", linewidth=0.6)
         _name_axes(axes, rows=rows, columns=columns, step=math.ceil(0.13 / each))
         bar = _add_colour_bar(figure, mesh, is_log=is_log, is_cut=min(known) < low)
-        fit(bar.yaxis.label, label, room=height * DPI)
+        figures.fit(bar.yaxis.label, label, room=height * figures.DPI)
         figure.draw_without_rendering()
-        excess = axes.get_window_extent().height / DPI - height
+        excess = axes.get_window_extent().height / figures.DPI - height
         figure.set_figheight(figure.get_figheight() - excess)
-        settle(figure)
+        figures.settle(figure)
         _write_cells(axes, values, mesh=mesh, marked=marked)
     return figure
 
@@ -111,16 +102,18 @@ def _heat_caption(
 
 
 def _name_axes(axes: Axes, *, rows: Sequence[str], columns: Sequence[str], step: int) -> None:
-    names = [shown(name) for name in columns]
-    room = (WIDTH - 2.5) * 72 / len(names) / (0.6 * LABEL_SIZE)  # characters, about
+    names = [figures.shown(name) for name in columns]
+    room = (figures.WIDTH - 2.5) * 72 / len(names) / (0.6 * figures.LABEL_SIZE)  # characters, about
     slanted = max(map(len, names)) > room
-    axes.set_xticks([index + 0.5 for index in range(len(names))], names, fontsize=LABEL_SIZE)
+    axes.set_xticks(
+        [index + 0.5 for index in range(len(names))], names, fontsize=figures.LABEL_SIZE
+    )
     bottom = len(rows) > MAX_ANNOTATED_ROWS and not slanted
     axes.tick_params(length=0, top=True, labeltop=True, labelbottom=bottom)
     if slanted:
         axes.set_xticks(axes.get_xticks(), names, rotation=35, ha="left", rotation_mode="anchor")
     kept = range(0, len(rows), step)
-    axes.set_yticks([i + 0.5 for i in kept], [shown(rows[i]) for i in kept], fontsize=7.5)
+    axes.set_yticks([i + 0.5 for i in kept], [figures.shown(rows[i]) for i in kept], fontsize=7.5)
     axes.set_ylabel("layer")
     axes.invert_yaxis()
     axes.patch.set(facecolor="#f4f4f4", edgecolor="#c0c0c0", hatch="////", linewidth=0)
@@ -137,7 +130,7 @@ def _add_colour_bar(figure: Figure, mesh: Any, *, is_log: bool, is_cut: bool) ->
         bar.minorlocator = NullLocator()
     bar.formatter = FuncFormatter(lambda value, _: _short(value, digits=2 if is_log else 4))
     bar.outline.set_visible(False)
-    bar.ax.tick_params(labelsize=LABEL_SIZE)
+    bar.ax.tick_params(labelsize=figures.LABEL_SIZE)
     bar.set_label("", fontsize=9)
     return bar.ax
 
@@ -159,8 +152,8 @@ def _write_cells(
     marked: Sequence[Sequence[bool]] | None,
 ) -> None:
     """The numbers, where all fit, and the dots."""
-    width = axes.get_window_extent().width / DPI * 72 / len(values[0])
-    fits = len(values) <= MAX_ANNOTATED_ROWS and width >= 6 * 0.62 * LABEL_SIZE + 8
+    width = axes.get_window_extent().width / figures.DPI * 72 / len(values[0])
+    fits = len(values) <= MAX_ANNOTATED_ROWS and width >= 6 * 0.62 * figures.LABEL_SIZE + 8
     for row, line in enumerate(values):
         for column, value in enumerate(line):
             if value is None:

@@ -15,15 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from tilewright.compiler.bench.markdown import (
-    Block,
-    Heading,
-    TableBlock,
-    TableLine,
-    Text,
-    merge,
-    parse_blocks,
-)
+from tilewright.compiler.bench import markdown
 from tilewright.compiler.bench.record import HEADING_FORM, KINDS, RANDOM_WEIGHTS, Kind, is_heading
 from tilewright.compiler.bench.row import (
     AVG_TTFT,
@@ -46,17 +38,6 @@ from tilewright.compiler.bench.row import (
 )
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.files import read_regular, replace_file
-
-__all__ = [
-    "Document",
-    "PerfRow",
-    "Section",
-    "load",
-    "match_row",
-    "merge",
-    "parse",
-    "update",
-]
 
 SectionKind = Literal[
     "performance", "accuracy", "long_context", "batch_32", "precision", "boards", "other"
@@ -192,13 +173,13 @@ def parse(text: str, *, name: str = "PERF.md") -> Document:
         ConfigError: with ``name`` and the line, on a malformed table, a non-number in a numeric
             column of a recognised section, or such a table without Model or Device.
     """
-    blocks = parse_blocks(text, name=name)
-    starts = [i for i, block in enumerate(blocks) if isinstance(block, Heading)]
+    blocks = markdown.parse_blocks(text, name=name)
+    starts = [i for i, block in enumerate(blocks) if isinstance(block, markdown.Heading)]
     sections = []
     result_kind: Kind = "measured"
     for start, end in pairwise([*starts, len(blocks)]):
         heading = blocks[start]
-        assert isinstance(heading, Heading)
+        assert isinstance(heading, markdown.Heading)
         if heading.level == 1:
             result_kind = KIND_TITLES.get(heading.title.lower(), "measured")
         body = blocks[start + 1 : end]
@@ -223,7 +204,7 @@ def update(path: str | os.PathLike[str], name: str, rendered: str) -> None:
             would not read back is never written.
     """
     path = Path(path).resolve()
-    text = merge(_read(path) if path.exists() else "", name, rendered, file=str(path))
+    text = markdown.merge(_read(path) if path.exists() else "", name, rendered, file=str(path))
     parse(text, name=str(path))
     try:
         replace_file(path, text.encode())
@@ -275,7 +256,7 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: {reason or error}") from None
 
 
-def _recognise(heading: Heading, *, name: str) -> tuple[SectionKind, int | None]:
+def _recognise(heading: markdown.Heading, *, name: str) -> tuple[SectionKind, int | None]:
     title = " ".join(heading.title.lower().split())
     if title in ("performance", "accuracy"):
         return ("performance" if title == "performance" else "accuracy"), None
@@ -294,14 +275,16 @@ def _recognise(heading: Heading, *, name: str) -> tuple[SectionKind, int | None]
     return "other", None
 
 
-def _section(heading: Heading, body: tuple[Block, ...], *, result_kind: Kind, name: str) -> Section:
+def _section(
+    heading: markdown.Heading, body: tuple[markdown.Block, ...], *, result_kind: Kind, name: str
+) -> Section:
     kind, context_k = _recognise(heading, name=name)
     rows: list[PerfRow] = []
     if kind != "other":
         for block in body:
-            if isinstance(block, TableBlock):
+            if isinstance(block, markdown.TableBlock):
                 rows += _rows(block, name=name)
-    intro = body[0].text.strip() if body and isinstance(body[0], Text) else ""
+    intro = body[0].text.strip() if body and isinstance(body[0], markdown.Text) else ""
     return Section(
         level=heading.level,
         title=heading.title,
@@ -314,7 +297,7 @@ def _section(heading: Heading, body: tuple[Block, ...], *, result_kind: Kind, na
     )
 
 
-def _rows(table: TableBlock, *, name: str) -> list[PerfRow]:
+def _rows(table: markdown.TableBlock, *, name: str) -> list[PerfRow]:
     place = f"{name}:{table.line}"
     columns = table.columns
     listed = ", ".join(columns)[:200]
@@ -328,7 +311,7 @@ def _rows(table: TableBlock, *, name: str) -> list[PerfRow]:
     return [_row(columns, line, name=name) for line in table.rows]
 
 
-def _row(columns: tuple[str, ...], line: TableLine, *, name: str) -> PerfRow:
+def _row(columns: tuple[str, ...], line: markdown.TableLine, *, name: str) -> PerfRow:
     place = f"{name}:{line.line}"
     cells = dict(zip(columns, line.cells, strict=True))
     numbers = {

@@ -14,16 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tilewright.compiler.bench.record import (
-    SCHEMA,
-    Accuracy,
-    Ceilings,
-    ContractLine,
-    Paired,
-    Repeat,
-    Result,
-    check_choices,
-)
+from tilewright.compiler.bench import record
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.json_lines import append_lines, decode_record, read_records
 
@@ -31,22 +22,22 @@ _WHAT = "not a result"
 _DECODER: msgspec.json.Decoder[dict[str, Any]] = msgspec.json.Decoder(dict[str, Any])
 _PARTS: Mapping[str, type] = MappingProxyType(
     {
-        "repeats": Repeat,
-        "accuracy": Accuracy,
-        "paired": Paired,
-        "contract": ContractLine,
-        "ceilings": Ceilings,
+        "repeats": record.Repeat,
+        "accuracy": record.Accuracy,
+        "paired": record.Paired,
+        "contract": record.ContractLine,
+        "ceilings": record.Ceilings,
     }
 )
 """Fields that hold records, or lists of them."""
 
 
-def dumps(result: Result) -> str:
+def dumps(result: record.Result) -> str:
     """One line of ASCII JSON without its newline; `loads` gives an equal Result."""
     return json.dumps(result.to_dict(), allow_nan=False, separators=(",", ":"))
 
 
-def loads(line: str | bytes, *, place: str = "result") -> Result:
+def loads(line: str | bytes, *, place: str = "result") -> record.Result:
     """Parse one line of a results file as a `Result`.
 
     Raises:
@@ -56,7 +47,7 @@ def loads(line: str | bytes, *, place: str = "result") -> Result:
     return decode_record(data, _decode, place=place, expected=_WHAT)
 
 
-def append(path: str | os.PathLike[str], result: Result) -> None:
+def append(path: str | os.PathLike[str], result: record.Result) -> None:
     """Add one line, whole or not at all, and have it on disk on return; see `append_lines`.
 
     Raises:
@@ -65,7 +56,7 @@ def append(path: str | os.PathLike[str], result: Result) -> None:
     append_lines(path, (dumps(result) + "\n").encode("ascii"))
 
 
-def read(path: str | os.PathLike[str]) -> list[Result]:
+def read(path: str | os.PathLike[str]) -> list[record.Result]:
     """Every result of a file, in the order they were written.
 
     A last line cut short by a crash is dropped with a `TornLineWarning`.
@@ -76,7 +67,7 @@ def read(path: str | os.PathLike[str]) -> list[Result]:
     return [each.record for each in read_records(path, _decode, expected=_WHAT)]
 
 
-def from_values(values: dict[str, Any], *, place: str = "result") -> Result:
+def from_values(values: dict[str, Any], *, place: str = "result") -> record.Result:
     """The Result that `Result.to_dict` made these JSON values of.
 
     Raises:
@@ -85,20 +76,22 @@ def from_values(values: dict[str, Any], *, place: str = "result") -> Result:
     return decode_record(values, _from_values, place=place, expected=_WHAT)
 
 
-def _decode(line: bytes) -> Result:
+def _decode(line: bytes) -> record.Result:
     return _from_values(_DECODER.decode(line))
 
 
-def _from_values(values: dict[str, Any]) -> Result:
+def _from_values(values: dict[str, Any]) -> record.Result:
     values = dict(values)
     schema = values.pop("schema", None)
-    names = {field.name for field in dataclasses.fields(Result)}
-    if schema != SCHEMA or isinstance(schema, bool):
+    names = {field.name for field in dataclasses.fields(record.Result)}
+    if schema != record.SCHEMA or isinstance(schema, bool):
         unknown = ", ".join(sorted(map(repr, values.keys() - names))) or "none"
-        raise ConfigError(f"schema {schema!r}; allowed: {SCHEMA} (unknown fields: {unknown})")
-    _check_fields(Result, values)
-    check_choices(values)
-    return msgspec.convert(values, Result)
+        raise ConfigError(
+            f"schema {schema!r}; allowed: {record.SCHEMA} (unknown fields: {unknown})"
+        )
+    _check_fields(record.Result, values)
+    record.check_choices(values)
+    return msgspec.convert(values, record.Result)
 
 
 def _check_fields(kind: type, values: dict[str, Any], prefix: str = "") -> None:

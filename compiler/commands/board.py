@@ -13,16 +13,7 @@ from tilewright.compiler.bench.display import decimal, percent
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.row import model_text
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands import measure
-from tilewright.compiler.commands.console import (
-    RANDOM_NOTE,
-    accuracy_rows,
-    compile_progress,
-    err,
-    keep_results,
-    note,
-    print_table,
-)
+from tilewright.compiler.commands import console, measure
 from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.commands.screen import (
     TextPrinter,
@@ -64,9 +55,9 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
         explain_precision(screen, precision_of(source, options.model.precision))
     board = _Board(source, options, plan)  # refuses what the board cannot hold
     if source.weights == "random":
-        note(screen, RANDOM_NOTE.format(source.name))
+        console.note(screen, console.RANDOM_NOTE.format(source.name))
     sizes = {"batch": options.case.batch_size, "context": plan.context}
-    print_byte_plan(err(), source.model, options.model, **sizes)
+    print_byte_plan(console.err(), source.model, options.model, **sizes)
     records = [board.predicted()] if board.num_generated > 1 else []
     if options.case.is_natural or options.case.token_accuracy:
         say_expected_time(board.num_emulated, options.case.precision)
@@ -76,15 +67,15 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     if options.explain_time:
         parts = explain_time(board.prefill, board.decode, num_generated=board.num_generated)
         for title, columns, rows in parts:
-            print_table(screen, title, Table.of(columns, rows), numbers=True)
+            console.print_table(screen, title, Table.of(columns, rows), numbers=True)
     last = records[-1]
     title = f"{last.case}: {model_text(last)} on {last.device}, {last.precision_name}"
     rows = [row for record in records for row in _rows(record)]
-    print_table(screen, title, Table.of(("", "figure"), rows), numbers=True)
-    note(screen, f"{last.device_detail}; {last.heading}")
+    console.print_table(screen, title, Table.of(("", "figure"), rows), numbers=True)
+    console.note(screen, f"{last.device_detail}; {last.heading}")
     # where a text alone was emulated there is no figure
     kept = [each for each in records if each.kind == "predicted" or each.accuracy is not None]
-    keep_results(screen, options, kept)
+    console.keep_results(screen, options, kept)
     return 0
 
 
@@ -93,7 +84,7 @@ def say_expected_time(num_multiplies: int, precision: str) -> None:
     seconds = _START_SECONDS + num_multiplies / _MULTIPLIES_PER_SECOND
     text = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
     said = f"the board is emulated, multiply by multiply: about {text} on two cores "
-    note(err(), f"{said}(the shortest answer: --case {precision}-short)")
+    console.note(console.err(), f"{said}(the shortest answer: --case {precision}-short)")
 
 
 def _check(source: Source, options: RunOptions) -> None:
@@ -128,7 +119,7 @@ class _Board:
         assert isinstance(target, BoardTarget)
         self._target = target
         if case.data_parallel == 1 and (source.manifest is not None or self._needs_executable):
-            with compile_progress(err()) as progress:
+            with console.compile_progress(console.err()) as progress:
                 self._compiled = measure.compile_for(source, options, plan, progress)
             graph = self._compiled.graph()
             summary = self._compiled.precision
@@ -191,13 +182,13 @@ class _Board:
         """The record of what was emulated: the text is printed, the accuracy measured."""
         compiled = self._compiled
         assert compiled is not None
-        note(err(), *compiled.notes)
+        console.note(console.err(), *compiled.notes)
         if self._options.case.is_natural:
             self._print_text(screen, compiled)
         detail = compiled.executable.device_detail
         result = replace(self._record(detail or "emulated"), kind="emulated")
         if self._options.case.token_accuracy:
-            with compile_progress(err()) as progress:
+            with console.compile_progress(console.err()) as progress:
                 accuracy = measure.measure_accuracy(
                     self._source, compiled, progress, text=self._options.accuracy_text
                 )
@@ -237,7 +228,9 @@ class _Board:
 def _rows(record: Result) -> list[tuple[str, str]]:
     """The figures of one kind, each named by it."""
     if record.kind == "emulated":
-        return [(f"{name}, emulated", text) for name, text in accuracy_rows(record.accuracy)]
+        return [
+            (f"{name}, emulated", text) for name, text in console.accuracy_rows(record.accuracy)
+        ]
     weights, cache = record.resident_bytes or 0, record.cache_bytes or 0
     return [
         ("TTFT (ms), predicted", _with_error(record.ttft_ms, record.ttft_error)),

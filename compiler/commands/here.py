@@ -10,17 +10,7 @@ from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.row import model_text
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.bench.timing import Run, time_jobs
-from tilewright.compiler.commands import measure
-from tilewright.compiler.commands.console import (
-    RANDOM_NOTE,
-    REPEAT_COLUMNS,
-    compile_progress,
-    err,
-    keep_results,
-    note,
-    print_table,
-    result_rows,
-)
+from tilewright.compiler.commands import console, measure
 from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.commands.screen import (
     TextPrinter,
@@ -42,14 +32,14 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     """Compile, generate, measure, print and record. Returns the exit code."""
     case, plan = options.case, measure.plan_jobs(source, options)
     if source.weights == "random":
-        note(screen, RANDOM_NOTE.format(source.name))
-    with compile_progress(err()) as progress:
+        console.note(screen, console.RANDOM_NOTE.format(source.name))
+    with console.compile_progress(console.err()) as progress:
         options = replace(options, model=settle_backend(options.model, progress))
     sizes = {"batch": options.case.batch_size, "context": plan.context}
-    print_byte_plan(err(), source.model, options.model, **sizes)
-    with compile_progress(err()) as progress:
+    print_byte_plan(console.err(), source.model, options.model, **sizes)
+    with console.compile_progress(console.err()) as progress:
         compiled = measure.compile_for(source, options, plan, progress)
-    note(err(), *compiled.notes)
+    console.note(console.err(), *compiled.notes)
     if options.explain:
         explain_precision(screen, compiled.precision)
         explain_contract(screen, compiled.executable.contract)
@@ -66,24 +56,26 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     printer.close(runs[0].outputs)
     result = measure.make_result(source, options, compiled, runs, plan=plan)
     if case.token_accuracy:
-        with compile_progress(err()) as progress:
+        with console.compile_progress(console.err()) as progress:
             accuracy = measure.measure_accuracy(
                 source, compiled, progress, text=options.accuracy_text
             )
         result = replace(result, accuracy=accuracy)
     compiled.executable.close()
     _print_result(screen, result)
-    keep_results(screen, options, [result])
+    console.keep_results(screen, options, [result])
     return _compare_texts(screen, runs) if case.rotate_prompts else 0
 
 
 def _print_result(screen: Console, result: Result) -> None:
     title = f"{result.case}: {model_text(result)} on {result.target}, {result.precision_name}"
-    print_table(screen, title, Table.of(("", "median"), result_rows(result)), numbers=True)
+    console.print_table(
+        screen, title, Table.of(("", "median"), console.result_rows(result)), numbers=True
+    )
     if len(result.repeats) > 1:
-        repeats = Table.by(REPEAT_COLUMNS, enumerate(result.repeats, start=1))
-        print_table(screen, "", repeats, numbers=True)
-    note(screen, f"{result.device_detail}; {result.heading}")
+        repeats = Table.by(console.REPEAT_COLUMNS, enumerate(result.repeats, start=1))
+        console.print_table(screen, "", repeats, numbers=True)
+    console.note(screen, f"{result.device_detail}; {result.heading}")
 
 
 def _compare_texts(screen: Console, runs: Sequence[Run]) -> int:

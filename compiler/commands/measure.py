@@ -12,14 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tilewright.compiler.bench.accuracy import (
-    BASE,
-    predictions_key,
-    recall,
-    remember,
-    score,
-    teacher_force,
-)
+from tilewright.compiler.bench import accuracy
 from tilewright.compiler.bench.cases import ACCURACY_CONTEXT, check_case
 from tilewright.compiler.bench.prompts import AccuracyText, accuracy_text, cut_prompts
 from tilewright.compiler.bench.record import Accuracy, ContractLine, Result, medians
@@ -151,21 +144,21 @@ def measure_accuracy(
     """
     text = text or accuracy_text()
     reference, logits = find_reference(source, progress, text=text)
-    predictions = teacher_force(
+    predictions = accuracy.teacher_force(
         compiled.executable,
         [(reference, logits)],
         on_step=lambda done, total: progress("accuracy", done, total),
     )
-    base_id = load_precision(BASE).resolve(source.num_layers, source.name).id
+    base_id = load_precision(accuracy.BASE).resolve(source.num_layers, source.name).id
     base = None
     if compiled.precision.id != base_id:
-        base = recall(reference, _predictions_key(compiled, base_id))
-    remember(predictions, reference, _predictions_key(compiled, compiled.precision.id))
-    return score(predictions, reference, base=base, text=text.name)
+        base = accuracy.recall(reference, _predictions_key(compiled, base_id))
+    accuracy.remember(predictions, reference, _predictions_key(compiled, compiled.precision.id))
+    return accuracy.score(predictions, reference, base=base, text=text.name)
 
 
 def _predictions_key(compiled: Compiled, precision_id: str) -> str:
-    return predictions_key(
+    return accuracy.predictions_key(
         compiled.executable,
         target=compiled.target,
         compute=compiled.compute,

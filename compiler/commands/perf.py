@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tilewright.compiler.bench import perf_md
+from tilewright.compiler.bench import markdown, perf_md
 from tilewright.compiler.bench.documents import blocks_of, update_document
 from tilewright.compiler.bench.perf_tables import render_results
 from tilewright.compiler.bench.record import Result
@@ -61,7 +61,7 @@ def check_file(output: str) -> None:
         ConfigError: if the file cannot be read, a table or a marker in it is malformed.
     """
     if Path(output).exists():
-        perf_md.merge(perf_md.load(output).text, _BLOCK, "", file=output)
+        markdown.merge(perf_md.load(output).text, _BLOCK, "", file=output)
 
 
 def update_tables(output: str, results: Sequence[Result]) -> str:

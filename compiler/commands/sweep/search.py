@@ -14,6 +14,7 @@ from pathlib import Path
 from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES
 from tilewright.compiler.bench.prompts import accuracy_text
 from tilewright.compiler.commands.console import err, note, out, print_table
+from tilewright.compiler.commands.sweep import run
 from tilewright.compiler.commands.sweep.files import open_sweep, write_text
 from tilewright.compiler.commands.sweep.options import (
     DEFAULT_FOLDER,
@@ -21,17 +22,6 @@ from tilewright.compiler.commands.sweep.options import (
     RUNNING,
     SweepOptions,
     read_options,
-)
-from tilewright.compiler.commands.sweep.run import (
-    check_size,
-    check_targets,
-    full_targets,
-    measures_of,
-    open_journal,
-    planned,
-    print_plan,
-    runner_of,
-    swept_models,
 )
 from tilewright.compiler.devices import BOARDS
 from tilewright.compiler.errors import ConfigError
@@ -44,7 +34,7 @@ EXIT_NOTHING_FOUND = 1
 def main(argv: list[str]) -> int:
     """Run ``tilewright sweep search`` for a configuration; returns the exit code."""
     options = read_options(argv)
-    begun = open_journal(options) if options.resume else None
+    begun = run.open_journal(options) if options.resume else None
     if begun is not None:
         options = _as_begun(options, begun)
     if len(options.models) > 1 or len(options.targets) > 1:
@@ -64,7 +54,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"--held-out {options.held_out[:60]!r}: is what is searched on; allowed: another text"
         )
-    check_targets(options)
+    run.check_targets(options)
     return _search(options, begun)
 
 
@@ -90,9 +80,9 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
     from tilewright.compiler.sweep import search_plan
     from tilewright.compiler.sweep.hunt import hunt
 
-    usual, target = measures_of(options), full_targets(options)[0]
-    check_size(usual.count(1 + len(options.levels)), options)
-    (model,) = swept_models(options)
+    usual, target = run.measures_of(options), run.full_targets(options)[0]
+    run.check_size(usual.count(1 + len(options.levels)), options)
+    (model,) = run.swept_models(options)
     device, base = search_plan.searched_place(model, target, options.devices, options.base)
     search = search_plan.Search(
         model=model,
@@ -107,13 +97,13 @@ def _search(options: SweepOptions, begun: Journal | None) -> int:
     )
     known = _known_sensitivities(options, search.fits)
     first = search.first_cells(known)
-    check_size(len(first), options)
+    run.check_size(len(first), options)
     if options.dry_run:
-        print_plan(first, options)
+        run.print_plan(first, options)
         out().print("and, when these are known, about 12 cells that depend on them")
         return 0
-    journal = begun or Journal.create(options.results, planned(options, first), first)
-    with runner_of(journal, options) as runner:
+    journal = begun or Journal.create(options.results, run.planned(options, first), first)
+    with run.runner_of(journal, options) as runner:
         found = hunt(search, runner, known)
     print_table(out(), f"search: {search.bounds}", found.table(), numbers=True)
     for line in found.comments:

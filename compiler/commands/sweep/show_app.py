@@ -17,16 +17,7 @@ from textual.containers import ScrollableContainer
 from textual.screen import ModalScreen, Screen
 from textual.widgets import DataTable, Footer, Static
 
-from tilewright.compiler.commands.sweep import tables
-from tilewright.compiler.commands.sweep.control import (
-    What,
-    affected,
-    ask,
-    cells_text,
-    log_text,
-    newest,
-    table_lines,
-)
+from tilewright.compiler.commands.sweep import control, tables
 from tilewright.compiler.commands.sweep.files import write_text
 from tilewright.compiler.commands.sweep.layout import Line, Listing, plain_line
 from tilewright.compiler.errors import ConfigError
@@ -206,7 +197,7 @@ class SweepScreen(Screen[None]):
         def text() -> str:
             table = tables.front_table(self.journal.state, is_held=self.is_held)
             table = table.sorted_by("speed")
-            return "\n".join(table_lines(table, self.app.size.width - 1))
+            return "\n".join(control.table_lines(table, self.app.size.width - 1))
 
         self.app.push_screen(TextScreen("The front: speed against top-1", text))
 
@@ -217,34 +208,34 @@ class SweepScreen(Screen[None]):
             return
 
         def text() -> str:
-            state = newest(line.states)
+            state = control.newest(line.states)
             held = self.is_held
-            return log_text(self.journal, state, is_held=held, max_bytes=_LOG_BYTES)
+            return control.log_text(self.journal, state, is_held=held, max_bytes=_LOG_BYTES)
 
         self.app.push_screen(TextScreen(f"The log of {line.name}", text, is_at_end=True))
 
-    def action_ask(self, what: What) -> None:
+    def action_ask(self, what: control.What) -> None:
         """Cancel the line's cells, or run them again, once that is confirmed."""
         line = self.current()
         if line is None:
             return
-        chosen = affected(line.states, what)
+        chosen = control.affected(line.states, what)
         if not chosen:
             self._ask(line, what, is_sure=True)  # which says why there is nothing to ask for
             return
-        text = f"{what.capitalize()} {cells_text(len(chosen))} of {line.name}?"
+        text = f"{what.capitalize()} {control.cells_text(len(chosen))} of {line.name}?"
         if num_done := sum(state.status == "done" for state in chosen):
             text += f" The figures of {num_done} will be replaced."
         question = Question(text)
         self.app.push_screen(question, lambda sure: self._ask(line, what, is_sure=bool(sure)))
 
-    def _ask(self, line: Line, what: What, *, is_sure: bool) -> None:
+    def _ask(self, line: Line, what: control.What, *, is_sure: bool) -> None:
         if not is_sure:
             return
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", TornLineWarning)
-                said = ask(self.journal, line.states, what)[0]
+                said = control.ask(self.journal, line.states, what)[0]
             self._deed = "; ".join([said, *(plain_line(str(each.message)) for each in caught)])
         except ConfigError as error:
             self._deed = plain_line(str(error))
