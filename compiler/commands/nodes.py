@@ -116,9 +116,11 @@ def main(argv: list[str]) -> int:
     words = "Run a model over CPU nodes, as distributed-llama is run."
     given = parse(_Arguments, argv, prog="tilewright nodes", description=words)
     if given.path == _WORKER:
-        from tilewright.compiler.commands.worker import serve_worker
+        from tilewright.compiler.commands.ranks import FOLLOW
+        from tilewright.compiler.distributed.worker import serve_worker
 
-        return serve_worker(given.host, given.port, given.model)
+        own = [] if given.model is None else [given.model]
+        return serve_worker(given.host, given.port, [*FOLLOW, *own])
     if given.task is not None:
         return _task(given, argv)
     if given.prompt is None:
@@ -196,8 +198,8 @@ def _open(given: _Arguments) -> tuple[Source, Compiled]:
 
 def _choices(given: _Arguments) -> ModelOptions:
     """The model's options, with the nodes that the arguments name."""
-    from tilewright.compiler.commands.worker import read_workers
     from tilewright.compiler.distributed.parallel import Parallel
+    from tilewright.compiler.distributed.worker import read_workers
 
     if given.workers and given.nodes is not None:
         raise ConfigError("--workers and --nodes; allowed: one of them")

@@ -39,7 +39,7 @@ def runners(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Planted]:
     def started(*args: object, **options: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(search, "runner_of", runner_of)
+    monkeypatch.setattr(search.run, "runner_of", runner_of)
     monkeypatch.setattr(Child, "__init__", started)
     monkeypatch.chdir(tmp_path)
     return found

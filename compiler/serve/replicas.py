@@ -7,17 +7,11 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-import msgspec
-
-from tilewright.compiler.artifacts.places import MANIFEST, is_compiled
-from tilewright.compiler.commands.arguments import ModelOptions
-from tilewright.compiler.commands.serve_options import ServeOptions
 from tilewright.compiler.devices import num_gpus, usable_cpus
+from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.files import read_regular
 from tilewright.compiler.serve.says import say
 from tilewright.compiler.serve.settings import Replica
-from tilewright.models import ShapeName
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _ALONE = ("--replicas", "1")
@@ -25,35 +19,41 @@ _ALONE = ("--replicas", "1")
 _T = TypeVar("_T")
 
 
-def replicas_of(options: ServeOptions) -> tuple[Replica, ...]:
-    """Deal what this machine has, as far as the options name it.
+def replicas_of(
+    count: int,
+    target: str,
+    grouping: Grouping,
+    *,
+    devices: tuple[int, ...] = (),
+    threads: int | None = None,
+) -> tuple[Replica, ...]:
+    """Deal what this machine has, as far as it is named; ``grouping``: the ranks of each replica.
 
     Raises:
         ConfigError: where there are fewer GPUs or threads than replicas, or each were to be on
             several machines.
     """
-    count, grouping = options.replicas, options.model.grouping
     if count == 1:
         return (Replica(),)
     if grouping.machines.count > 1 or grouping.place is not None:
         raise ConfigError(
             f"--replicas {count} of a group that others start too; allowed: a server a group"
         )
-    if _target_of(options.model) == "cuda":
-        return _with_gpus(options)
-    if options.devices:
+    ranks = grouping.parallel.tensor
+    if target == "cuda":
+        return _with_gpus(count, ranks, devices)
+    if devices:
         raise ConfigError(
-            f"--replicas {count} with --devices {_listed(options.devices)}: have cores; allowed: "
+            f"--replicas {count} with --devices {_listed(devices)}: have cores; allowed: "
             "GPUs, with --target cuda"
         )
-    return _with_cores(options)
+    return _with_cores(count, ranks, threads)
 
 
-def _with_gpus(options: ServeOptions) -> tuple[Replica, ...]:
+def _with_gpus(count: int, ranks: int, devices: tuple[int, ...]) -> tuple[Replica, ...]:
     """A replica sees its own GPUs alone, numbered from 0, one for each of its ranks."""
-    count, ranks = options.replicas, options.model.grouping.parallel.tensor
     there, needed = num_gpus(), count * ranks
-    devices = options.devices or tuple(range(needed))
+    devices = devices or tuple(range(needed))
     if len(set(devices)) != needed or len(devices) != needed:
         raise ConfigError(
             f"--devices {_listed(devices)} for {count} replicas of {ranks} ranks; allowed: "
@@ -75,13 +75,12 @@ def _with_gpus(options: ServeOptions) -> tuple[Replica, ...]:
     )
 
 
-def _with_cores(options: ServeOptions) -> tuple[Replica, ...]:
+def _with_cores(count: int, ranks: int, threads: int | None) -> tuple[Replica, ...]:
     """A replica has cores of its own, and as many threads, which its ranks share; where there are
     fewer cores than replicas, all share them, which is said.
     """
-    cores, count = usable_cpus(), options.replicas
-    ranks = options.model.grouping.parallel.tensor
-    threads = options.threads or len(cores)
+    cores = usable_cpus()
+    threads = threads or len(cores)
     if threads < count * ranks:
         most = threads // ranks
         raise ConfigError(
@@ -107,18 +106,3 @@ def _dealt(things: Sequence[_T], count: int) -> list[tuple[_T, ...]]:
 
 def _listed(numbers: Sequence[int]) -> str:
     return ",".join(str(each) for each in numbers)
-
-
-class _Manifest(msgspec.Struct):
-    target: str
-
-
-def _target_of(model: ModelOptions) -> str:
-    """What a model runs on: as asked, or as a folder was compiled for."""
-    path = model.path
-    if isinstance(path, ShapeName) or not is_compiled(path):
-        return model.target
-    try:
-        return msgspec.json.decode(read_regular(path / MANIFEST), type=_Manifest).target
-    except (OSError, msgspec.MsgspecError):
-        return model.target  # the engine says what is wrong with it

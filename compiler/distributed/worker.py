@@ -27,18 +27,18 @@ def read_workers(given: Sequence[str]) -> tuple[Address, ...]:
     return tuple(Address.parse(f"tcp:{each}") for each in given)
 
 
-def serve_worker(host: str, port: int, path: str | None) -> int:
-    """Wait for rank 0, follow it with a process, and wait again; ``path``: the model here.
+def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
+    """Wait for rank 0, follow it with a process, and wait again.
+
+    Args:
+        follow: what starts a follower, behind ``python``.
 
     Raises:
         ConfigError: for an address that is not this machine's, or no token.
     """
-    from tilewright.compiler.commands.ranks import FOLLOW
-
     token = shared_token(host, True, os.environ)
     listener = Listener(Address(host, port), token)
     print(f"tilewright: waits at {host}:{port}", file=sys.stderr, flush=True)
-    own = [] if path is None else [path]
     try:
         while True:
             came = listener.accept(time.monotonic() + _FOREVER)
@@ -47,7 +47,7 @@ def serve_worker(host: str, port: int, path: str | None) -> int:
             place = _hear(Channel(came[1]), token)
             if place is None:
                 continue
-            with start(place, [*FOLLOW, *own]) as child:
+            with start(place, follow) as child:
                 ended = child.wait()
             if ended is not None and ended.code:
                 print(f"tilewright: {ended.last or ended.how}", file=sys.stderr, flush=True)

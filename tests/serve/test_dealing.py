@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tilewright.compiler.commands import replicas
-from tilewright.compiler.commands.replicas import replicas_of
 from tilewright.compiler.commands.serve_options import read_serve_options
 from tilewright.compiler.devices import usable_cpus
 from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.serve import replicas
+from tilewright.compiler.serve.replicas import replicas_of
+from tilewright.compiler.serve.settings import Replica
 
 ALONE = ("--replicas", "1")
+
+
+def of_options(argv: list[str]) -> tuple[Replica, ...]:
+    """What `tilewright serve` deals for a command line."""
+    given = read_serve_options(argv)
+    model, dealing = given.model, {"devices": given.devices, "threads": given.threads}
+    return replicas_of(given.replicas, model.target, model.grouping, **dealing)
 
 
 def dealt(*argv: str, cores: tuple[int, ...] = (), monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments and cores of each replica of a CPU server on a machine of these cores."""
     monkeypatch.setattr(replicas, "usable_cpus", lambda: cores)
-    found = replicas_of(read_serve_options(["shape:tiny", *argv]))
+    found = of_options(["shape:tiny", *argv])
     return [(each.arguments, each.cores) for each in found]
 
 
@@ -52,14 +59,8 @@ def test_cores_and_threads_are_divided(
 
 def test_gpus_are_dealt_and_seen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def dealt(count: int, devices: tuple[int, ...] = (), ranks: int = 1) -> list[Any]:
-        asked: Any = SimpleNamespace(
-            replicas=count,
-            devices=devices,
-            model=SimpleNamespace(
-                path=Path("/nowhere"), target="cuda", grouping=Grouping(Parallel(ranks))
-            ),
-        )
-        return [(each.arguments, dict(each.environment)) for each in replicas_of(asked)]
+        found = replicas_of(count, "cuda", Grouping(Parallel(ranks)), devices=devices)
+        return [(each.arguments, dict(each.environment)) for each in found]
 
     monkeypatch.setattr(replicas, "num_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -97,12 +98,12 @@ def test_gpus_are_dealt_and_seen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_cannot_be_dealt_is_said(argv: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        replicas_of(read_serve_options(["shape:tiny", *argv.split()]))
+        of_options(["shape:tiny", *argv.split()])
 
 
 def test_an_engine_reads_its_own_share_behind_the_users_options() -> None:
     user = ["shape:tiny", "--replicas", "2", "--tensor-parallel", "2", "--threads", "8"]
-    for own in replicas_of(read_serve_options(user)):
+    for own in of_options(user):
         options = read_serve_options([*user, *own.arguments])
         assert (options.replicas, options.threads) == (1, 2)
         assert options.model.grouping.parallel.tensor == 2
