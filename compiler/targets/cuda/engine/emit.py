@@ -8,7 +8,6 @@ import torch
 
 from tilewright.compiler.targets.base import Emission
 from tilewright.compiler.targets.cuda.engine.layers import engine_plan
-from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import HybridPlan
 from tilewright.compiler.targets.cuda.engine.parts.plan import Choices
 from tilewright.compiler.targets.cuda.engine.write import engine_text
 from tilewright.compiler.targets.program.instructions import Plan
@@ -25,10 +24,8 @@ def emit_engine(plan: Plan, emission: Emission) -> None:
     """
     found, config = engine_plan(plan), emission.settings["model_config"]
     num_layers = config["num_hidden_layers"]
-    # Prompts of mixers are launched one by one: what they launch depends on how many there are.
-    choices = Choices(prompts=()) if isinstance(found, HybridPlan) else Choices()
     text = engine_text(
-        found, choices, title=emission.title.partition(",")[0], num_layers=num_layers
+        found, Choices(), title=emission.title.partition(",")[0], num_layers=num_layers
     )
     names, tensors = _tensors_of(plan), {}
     for done, name in enumerate(names):

@@ -16,7 +16,7 @@ from tilewright.compiler.targets.cuda.engine.parts.launches import CudaKernels, 
 from tilewright.compiler.targets.cuda.engine.parts.pages import PAGE, Pages
 from tilewright.compiler.targets.cuda.engine.parts.plan import Gather
 from tilewright.compiler.targets.cuda.engine.parts.settings import EngineError, Settings
-from tilewright.compiler.targets.cuda.engine.parts.steps import Values, bind
+from tilewright.compiler.targets.cuda.engine.parts.steps import Values
 
 MOST_TOKENS = 8192
 """Tokens of prompts that are computed together; a longer prompt goes alone."""
@@ -46,14 +46,19 @@ class Captured:
 
 
 class CudaExecutor(CudaKernels):
-    """Sequences in pages; steps padded to the sizes that graphs were captured for."""
+    """Sequences in pages; steps padded to the sizes that graphs were captured for.
+
+    ``prompt_sizes``: those of the graphs for prompts, in tokens.
+    """
+
+    prompt_sizes: tuple[int, ...] = CHOICES.prompts
 
     def __init__(
         self, tensors: dict[str, Tensor], settings: Settings, device: torch.device
     ) -> None:
         if device.type == "cuda" and not torch.cuda.is_available():
             raise EngineError("device 'cuda', but torch finds no GPU; allowed here: cpu")
-        super().__init__(settings, device, bind(tensors, settings, device))
+        super().__init__(tensors, settings, device)
         last = next(i for i, each in enumerate(self.program) if isinstance(each.does, Gather))
         self._body, self._tail = self.program[:last], self.program[last:]
         self.pages = Pages(settings, device)
@@ -71,7 +76,7 @@ class CudaExecutor(CudaKernels):
         for rows in CHOICES.batches:
             for splits in {1, self._splits(rows, self.settings.max_positions)}:
                 self._captured("decode", rows, splits)
-        for rows in CHOICES.prompts:
+        for rows in self.prompt_sizes:
             if rows <= self.settings.max_positions * CHOICES.batches[-1]:
                 self._captured("prompts", rows, 1)
         for rows in CHOICES.batches:
@@ -103,7 +108,7 @@ class CudaExecutor(CudaKernels):
 
     def _prompts(self, sequences: Sequence[CudaSequence], prompts: Sequence[Tensor]) -> Tensor:
         count = sum(len(prompt) for prompt in prompts)
-        size = next((size for size in CHOICES.prompts if size >= count), count)
+        size = next((size for size in self.prompt_sizes if size >= count), count)
         is_here = all(prompt.device.type == "cpu" for prompt in prompts)
         staged = self._staged(sequences, prompts if is_here else [], size)
         found = self._graphs.get(("prompts", size, 1))

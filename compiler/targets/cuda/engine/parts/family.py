@@ -14,6 +14,7 @@ from tilewright.compiler.targets.cuda.engine.parts.hybrid_reference import (
     HybridReference,
 )
 from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import read_hybrid_settings
+from tilewright.compiler.targets.cuda.engine.parts.mixer_cuda import HybridCudaExecutor
 from tilewright.compiler.targets.cuda.engine.parts.mixer_torch import HybridTorchExecutor
 from tilewright.compiler.targets.cuda.engine.parts.reference import SMALL_CONFIG, Reference
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
@@ -34,6 +35,6 @@ class Family:
 
 LLAMA = Family(read_settings, TorchExecutor, CudaExecutor, Reference, SMALL_CONFIG)
 HYBRID = Family(
-    read_hybrid_settings, HybridTorchExecutor, HybridTorchExecutor, HybridReference, HYBRID_CONFIG
+    read_hybrid_settings, HybridTorchExecutor, HybridCudaExecutor, HybridReference, HYBRID_CONFIG
 )
 FAMILY = LLAMA

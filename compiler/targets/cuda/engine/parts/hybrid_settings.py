@@ -21,6 +21,9 @@ from tilewright.compiler.targets.cuda.engine.parts.settings import (
     read_settings,
 )
 
+LENGTH_EPS = 1e-6
+"""Of the lengths of q and k of linear attention."""
+
 LINEAR = "linear_attention"
 LAYER_TYPES = (LINEAR, "full_attention")
 

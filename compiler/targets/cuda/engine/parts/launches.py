@@ -53,8 +53,11 @@ class CudaKernels(Executor):
 
     pages: Pages
 
-    def __init__(self, settings: Settings, device: torch.device, program: list[Bound]) -> None:
-        self.settings, self.device, self.program = settings, device, program
+    def __init__(
+        self, tensors: dict[str, Tensor], settings: Settings, device: torch.device
+    ) -> None:
+        self.settings, self.device = settings, device
+        self.program = self.bind(tensors)
         self.turns = turn_table(settings, device)
         self.num_processors, self.chained = 1, False
         if device.type == "cuda":

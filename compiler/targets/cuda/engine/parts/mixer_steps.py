@@ -50,6 +50,9 @@ class MixedExecutor(Executor):
 
     settings: HybridSettings
 
+    def bind(self, tensors: dict[str, Tensor]) -> list[Bound]:
+        return bind_mixers(super().bind(tensors), tensors, self.settings, self.device)
+
     def run(self, program: Sequence[Bound], values: Values, batch: Any) -> Values:
         for each in program:
             does = each.does
@@ -61,7 +64,7 @@ class MixedExecutor(Executor):
                 values[does.out] = self.delta_rule(each, values[does.x], values[does.ab], batch)
             elif isinstance(does, Experts):
                 given = values[does.x], values[does.logits], values[does.shared]
-                values[does.out] = self.experts(each, values[does.out], *given)
+                values[does.out] = self.experts(each, values[does.out], *given, batch)
         return values
 
     @abstractmethod
@@ -74,6 +77,12 @@ class MixedExecutor(Executor):
 
     @abstractmethod
     def experts(
-        self, each: BoundMixer, out: Tensor, x: Tensor, logits: Tensor, shared: Tensor
+        self,
+        each: BoundMixer,
+        out: Tensor,
+        x: Tensor,
+        logits: Tensor,
+        shared: Tensor,
+        batch: Any,
     ) -> Tensor:
         """What `Experts` says."""

@@ -8,11 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import HybridSettings
+from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import (
+    LENGTH_EPS,
+    HybridSettings,
+)
 from tilewright.compiler.targets.cuda.engine.parts.mixer_steps import (
     BoundMixer,
     MixedExecutor,
-    bind_mixers,
 )
 from tilewright.compiler.targets.cuda.engine.parts.torch_steps import (
     ROOM,
@@ -20,8 +22,6 @@ from tilewright.compiler.targets.cuda.engine.parts.torch_steps import (
     TorchExecutor,
     TorchSequence,
 )
-
-LENGTH_EPS = 1e-6
 
 
 @dataclass(kw_only=True)
@@ -38,12 +38,6 @@ class HybridTorchExecutor(MixedExecutor, TorchExecutor):
     """Layers of attention and of linear attention."""
 
     settings: HybridSettings
-
-    def __init__(
-        self, tensors: dict[str, Tensor], settings: HybridSettings, device: torch.device
-    ) -> None:
-        super().__init__(tensors, settings, device)
-        self.program = bind_mixers(self.program, tensors, settings, device)
 
     def _begin(self, length: int) -> HybridTorchSequence:
         s = self.settings
@@ -89,7 +83,13 @@ class HybridTorchExecutor(MixedExecutor, TorchExecutor):
         return split_mixed(x, s)
 
     def experts(
-        self, each: BoundMixer, out: Tensor, x: Tensor, logits: Tensor, shared: Tensor
+        self,
+        each: BoundMixer,
+        out: Tensor,
+        x: Tensor,
+        logits: Tensor,
+        shared: Tensor,
+        batch: TorchBatch,
     ) -> Tensor:
         s = self.settings
         logits, gate = logits.float().split((s.num_experts, 1), dim=1)

@@ -72,7 +72,12 @@ class Executor(ABC):
     """
 
     device: torch.device
+    settings: Settings
     program: list[Bound]
+
+    def bind(self, tensors: dict[str, Tensor]) -> list[Bound]:
+        """The plan with its weights."""
+        return bind(tensors, self.settings, self.device)
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Tensor]) -> tuple[list[Any], Tensor]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, turn_table
-from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Executor, bind
+from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Executor
 
 ROOM = 64
 """Positions that a sequence's memory grows by."""
@@ -40,7 +40,7 @@ class TorchExecutor(Executor):
         self, tensors: dict[str, Tensor], settings: Settings, device: torch.device
     ) -> None:
         self.settings, self.device = settings, device
-        self.program = bind(tensors, settings, device)
+        self.program = self.bind(tensors)
         self.turns = turn_table(settings, device)
 
     def prefill(self, prompts: Sequence[Tensor]) -> tuple[list[TorchSequence], Tensor]:
