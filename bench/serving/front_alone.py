@@ -153,19 +153,21 @@ async def measure(url: str, *, seats: int, num_tokens: int, num_requests: int) -
 def main(argv: list[str]) -> int:
     """Run ``tilewright bench-front``; returns the exit code."""
     parser = Parser(prog="tilewright bench-front", description=__doc__)
-    parser.add_argument("--seats", type=int, default=64, help="streams, or users, at a time")
-    parser.add_argument("--steps", type=int, default=300, help="of the engine, a second at most")
+    parser.add_argument("--seats", type=int, default=64, help="users of an engine at a time")
+    parser.add_argument("--replicas", type=int, default=1, help="engines, each with its seats")
+    parser.add_argument("--steps", type=int, default=300, help="of an engine, a second at most")
     parser.add_argument("--tokens", type=int, default=2000, help="of each stream")
     parser.add_argument("--requests", type=int, default=10_000, help="short ones, in all")
     given = parser.parse_args(argv)
-    command = (*PYTHON, str(_PACED), "front", str(given.seats), str(given.steps))
+    sizes = [str(each) for each in (given.seats, given.steps, given.replicas)]
+    command = (*PYTHON, str(_PACED), "front", *sizes)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "front.log"
         with running(Contestant("the front", command), log) as url:
             table = asyncio.run(
                 measure(
                     url,
-                    seats=given.seats,
+                    seats=given.seats * given.replicas,
                     num_tokens=given.tokens,
                     num_requests=given.requests,
                 )

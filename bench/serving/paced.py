@@ -1,7 +1,7 @@
 """A server without a model, of the null target at a given pace; a process for each of its halves.
 
-``paced.py front SEATS STEPS --host HOST --port PORT`` serves, and starts the other. Imports no
-``bench``, so that it runs as a file.
+``paced.py front SEATS STEPS ENGINES --host HOST --port PORT`` serves, and starts the others.
+Imports no ``bench``, so that it runs as a file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tilewright.models.tokenizer.tokenizer import Tokenizer
 CONTEXT, VOCABULARY = 4096, 256
 
 
-def front(seats: str, steps: str, *where: str) -> int:
+def front(seats: str, steps: str, engines: str, *where: str) -> int:
     """Serve until a signal; returns the exit code."""
     from tilewright.compiler.serve.server import serve
-    from tilewright.compiler.serve.settings import Settings
+    from tilewright.compiler.serve.settings import Replica, Settings
 
     command = [__file__, "engine", "{}", seats, steps]
-    settings = Settings(port=int(where[-1]))
+    settings = Settings(port=int(where[-1]), replicas=(Replica(),) * int(engines))
     return serve(settings, command, _load, on_listening=lambda port: tell(f"port {port}"))
 
 

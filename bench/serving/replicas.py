@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,7 @@ class _Options:
     styles: tuple[str, ...] = option(
         "how answers are asked for: stream, whole", default=("stream",), choices=("stream", "whole")
     )
+    clients: int = option("processes that the users are dealt to", default=1, type=integer(1, 64))
     rounds: int = option("in turn", default=3, type=integer(1, 1000))
     results: str | None = option("add every row to a file of JSON lines", metavar="FILE")
 
@@ -61,7 +65,7 @@ class _Place:
 
 def main(argv: list[str]) -> int:
     """Measure and print the medians; returns the exit code."""
-    text = "Load replicas behind one server and one engine alone, in turn, by one client."
+    text = "Load replicas behind one server and one engine alone, in turn."
     options = parse(_Options, argv, prog="tilewright compare-replicas", description=text)
     if options.results is not None:
         check_writable(Path(options.results))
@@ -114,40 +118,78 @@ def _one(options: _Options, place: _Place, logs: Path) -> list[dict[str, Any]]:
     began = time.perf_counter()
     with running(place.contestant, logs / f"{place.contestant.name}.log") as url:
         ready = time.perf_counter() - began
-        rows = asyncio.run(_ask(url, options, place.users))
+        rows = load(options, url, place.users)
     return [{"start_seconds": ready, "users": place.users, **row} for row in rows]
 
 
-async def _ask(url: str, options: _Options, users: int) -> list[dict[str, float | str]]:
+def load(options: _Options, url: str, users: int) -> list[dict[str, float | str]]:
+    """Load a server that is up, in every style, behind a short warm-up."""
     shape = Shape(input_tokens=options.input_tokens, output_tokens=options.output_tokens)
-    async with connected(url, "any") as client:
-        warm = replace(shape, output_tokens=_WARM_TOKENS)
-        await _load(client.stream, warm, users, num_answers=users)
+    warm = replace(shape, output_tokens=_WARM_TOKENS)
+    clients = min(options.clients, users)
+    kind = multiprocessing.get_context("spawn")
+    meeting = kind.Barrier(clients)
+    with ProcessPoolExecutor(clients, kind, initializer=_meet, initargs=(meeting,)) as pool:
+        _load(pool, clients, partial(_ask, url, "stream", warm), users, 1)
         return [
             {
                 "style": style,
-                **await _load(
-                    getattr(client, style), shape, users, num_answers=users * options.answers
-                ),
+                "clients": clients,
+                **_load(pool, clients, partial(_ask, url, style, shape), users, options.answers),
             }
             for style in options.styles
         ]
 
 
-async def _load(
-    ask: Callable[[str, dict[str, Any]], Awaitable[Heard]],
-    shape: Shape,
+def _meet(meeting: Barrier) -> None:
+    """No process takes work before all are there, so that each takes its own, at once."""
+    meeting.wait()
+
+
+def _load(
+    pool: ProcessPoolExecutor,
+    clients: int,
+    ask: Callable[[int, int, int], _Told],
     users: int,
-    *,
-    num_answers: int,
+    answers: int,
 ) -> dict[str, float | str]:
-    chooser = random.Random(shape.seed)
-    jobs = [partial(ask, COMPLETIONS, shape.body(chooser)) for _ in range(num_answers)]
-    heard, seconds = await at_most(users, jobs)
-    row = summary(heard, seconds)
+    """Users dealt to so many processes; the clock runs from the first question to the last end."""
+    dealt = [len(range(client, users, clients)) for client in range(clients)]
+    asked = [pool.submit(ask, count, answers, client) for client, count in enumerate(dealt)]
+    told = [each.result() for each in asked]
+    seconds = max(each.ended for each in told) - min(each.began for each in told)
+    row = summary([heard for each in told for heard in each.heard], seconds)
     if row["failed"]:
         raise TilewrightError(str(row["why"]))
-    return row
+    cpu = sum(each.cpu_s for each in told)
+    chunks = sum(len(heard.times) for each in told for heard in each.heard)
+    return {**row, "client_us_per_chunk": 1e6 * cpu / chunks}
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What one process of the client heard, when by the clock of all, and its own CPU time."""
+
+    heard: list[Heard]
+    began: float
+    ended: float
+    cpu_s: float
+
+
+def _ask(url: str, style: str, shape: Shape, users: int, answers: int, client: int) -> _Told:
+    return asyncio.run(_asked(url, style, shape, users, answers, client))
+
+
+async def _asked(
+    url: str, style: str, shape: Shape, users: int, answers: int, client: int
+) -> _Told:
+    chooser = random.Random(f"{shape.seed} {client}")
+    async with connected(url, "any") as asks:
+        ask = getattr(asks, style)
+        bodies = [shape.body(chooser) for _ in range(users * answers)]
+        began, spent = time.monotonic(), time.process_time()
+        heard, _ = await at_most(users, [partial(ask, COMPLETIONS, body) for body in bodies])
+        return _Told(heard, began, time.monotonic(), time.process_time() - spent)
 
 
 def render(rows: Sequence[dict[str, Any]]) -> str:

@@ -81,14 +81,16 @@ class Client:
                 if answer.status != 200:
                     heard.error = f"status {answer.status}: {(await answer.text())[:200]}"
                     return heard
-                has_ended = False
-                async for line in answer.content:
-                    if line.startswith(_DONE):
-                        has_ended = True
-                    elif line.startswith(_HEAD):
-                        _take(heard, line)
-                    if most is not None and len(heard.times) >= most:
-                        return heard
+                has_ended, rest = False, b""
+                async for data in answer.content.iter_any():  # a line at a time takes twice as long
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
+                        if line.startswith(_DONE):
+                            has_ended = True
+                        elif line.startswith(_HEAD):
+                            _take(heard, line)
+                        if most is not None and len(heard.times) >= most:
+                            return heard
                 is_whole = has_ended and (heard.times or heard.count)
                 heard.error = heard.error or ("" if is_whole else "no whole answer")
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
@@ -167,22 +169,40 @@ def read_metrics(text: str) -> dict[str, float]:
     return found
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Said(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Said] = []
+    usage: dict[str, Any] | None = None
+    error: Any = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)  # what it does not name is skipped, not made
+
+
 def _take(heard: Heard, line: bytes) -> None:
-    event = msgspec.json.decode(line.removeprefix(_HEAD))
-    if "error" in event:
-        heard.error = str(event["error"])
+    event = _EVENT.decode(line.removeprefix(_HEAD))
+    if event.error is not None:
+        heard.error = str(event.error)
         return
-    texts = [choice.get("text") or _said(choice) for choice in event["choices"]]
-    if any(texts):
+    text = "".join([choice.text or _said(choice.delta) for choice in event.choices])
+    if text:
         heard.times.append(time.perf_counter() - heard.began)
-        heard.text += "".join(texts)
-    if event.get("usage"):
-        heard.take_usage(event["usage"])
+        heard.text += text
+    if event.usage:
+        heard.take_usage(event.usage)
 
 
-def _said(choice: dict[str, Any]) -> str:
-    delta = choice.get("delta") or {}
-    return str(delta.get("content") or delta.get("reasoning_content") or "")
+def _said(delta: _Delta | None) -> str:
+    return (delta.content or delta.reasoning_content or "") if delta is not None else ""
 
 
 @asynccontextmanager
