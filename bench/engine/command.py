@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -17,7 +16,9 @@ from typing import Any
 
 import torch
 
-from bench.engine.compiled import CompiledReference
+from bench.engine.compiled import CASES, Asked, command
+from bench.engine.measure import measure
+from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import option, parse
 from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
@@ -25,7 +26,6 @@ from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine.parts.self_test import (
     compare,
-    error_of,
     random_weights,
 )
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
@@ -49,7 +49,7 @@ HIDDEN_LIKE = {
 }
 """The sizes that the goals are said for."""
 
-PARTS = ("eager", "operations", "memory", "compiled_decode", "compiled_prefill")
+PARTS = ("eager", "compiled", "operations", "memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,15 @@ class _Arguments:
     scale: int = option("prompts and answers are shorter by this", default=1, type=int)
     operations: int = option("random calls that are compared", default=300, type=int)
     engines: int = option("that are made one after another for the memory", default=10, type=int)
-    mode: str = option("of torch.compile", default="max-autotune")
+    mode: str = option(
+        "of torch.compile (default: its own; max-autotune-no-cudagraphs takes minutes)",
+        default="default",
+    )
+    compiled_seconds: float = option(
+        "that all cases of torch.compile have together; what is not done by then is said",
+        default=60.0,
+        type=float,
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -118,11 +126,14 @@ class _Measured:
             except Exception as error:  # the other parts are still worth their time
                 self.found[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
             self.found[f"{name}_s"] = round(time.perf_counter() - begun, 1)
-            text = json.dumps(self.found, indent=1)
-            if self.given.output:
-                Path(self.given.output).write_text(text + "\n", "utf-8")
+            self._write()
             print(f"{name}: {json.dumps(self.found[name])}", flush=True)
         return int("failed" in self.found["ours"])
+
+    def _write(self) -> None:
+        if self.given.output:
+            text = json.dumps(self.found, indent=1)
+            Path(self.given.output).write_text(text + "\n", "utf-8")
 
     def _make(self) -> Any:
         return self.module.create_engine(self.config, self.folder, self.given.device)
@@ -143,40 +154,48 @@ class _Measured:
         plain = self._cases(self.reference, repeats=1)
         return {"with a cache": self._cases(cached), "reference": plain}
 
-    def _compiled_decode(self) -> dict[str, Any]:
-        """Steps of 8 requests; their prompts are eager, since each shape takes a minute."""
-        engine = CompiledReference(self.reference, mode=self.given.mode, prompts=False)
-        return self._cases(engine, "decode 8 x 32 + 16")
-
-    def _compiled_prefill(self) -> dict[str, Any]:
-        engine = CompiledReference(self.reference, mode=self.given.mode)
-        return self._cases(engine, "prefill 4 x 128")
-
-    def _cases(self, engine: Any, only: str = "", repeats: int | None = None) -> dict[str, Any]:
-        found = {}
-        for name, calls in cases(self.given.scale).items():
-            if only and name != only:
-                continue
-            trace = Trace(calls, self.settings.vocab_size, self.given.device)
-            ours = trace.run(engine)
-            self.reference.tokens.clear()
-            theirs = trace.run(self.reference)
-            errors = [error_of(a, b) for a, b in zip(ours, theirs, strict=True)]
-            engine.remove(trace.requests)
-            each = range(repeats or self.given.repeats)
-            seconds = [trace.seconds(engine, self._wait) for _ in each]
-            median = statistics.median(seconds)
-            found[name] = {"ms": median * 1e3, "all_ms": [1e3 * s for s in seconds]}
-            found[name] |= {"tokens_per_s": trace.num_tokens / median, "error": max(errors)}
-            if trace.num_decoded:
-                decode = statistics.median(trace.decode_seconds(engine, self._wait) for _ in each)
-                found[name]["decode_tokens_per_s"] = trace.num_decoded / decode
-            engine.remove(trace.requests)
+    def _compiled(self) -> dict[str, Any]:
+        """Case by case in children, each with half of the time that is left: what one has compiled
+        the next finds in torch's cache.
+        """
+        config = Path(self.folder) / "model_config.json"
+        config.write_text(json.dumps(self.config), "utf-8")
+        found: dict[str, Any] = {}
+        until = time.monotonic() + self.given.compiled_seconds
+        for index, case in enumerate(CASES):
+            asked = Asked(
+                case=case,
+                config=str(config),
+                weights=self.folder,
+                device=self.given.device,
+                mode=self.given.mode,
+                scale=self.given.scale,
+                repeats=self.given.repeats,
+            )
+            left = max(0.0, until - time.monotonic())
+            share = left / min(2, len(CASES) - index)
+            found[case] = self._in_child(asked, share)
+            self.found["compiled"] = found
+            self._write()
         return found
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _in_child(self, asked: Asked, seconds: float) -> dict[str, Any]:
+        """What a child measured, or why it did not."""
+        environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        given = [*PYTHON, *command(asked)]
+        with Child(given, timeout_s=seconds, environment=environment, what="a case") as child:
+            ended = child.wait()
+            assert ended is not None
+            if ended.is_timed_out:
+                return {"failed": f"not compiled and measured in {seconds:.0f} s"}
+            if ended.code:
+                return {"failed": f"{ended.how}: {ended.last}"[:2000]}
+            found: dict[str, Any] = json.loads(child.output().splitlines()[-1])
+            return found
+
+    def _cases(self, engine: Any, repeats: int | None = None) -> dict[str, Any]:
+        count = repeats or self.given.repeats
+        return measure(engine, self.reference, scale=self.given.scale, repeats=count)
 
     def _operations(self) -> dict[str, Any]:
         """Random calls, compared; for each of three seeds of weights."""

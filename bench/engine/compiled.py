@@ -1,23 +1,78 @@
 """torch.compile of the reference with a cache of fixed size: what a careful user of torch writes.
 
-Calls must be of prompts of one length, and of requests that were prefilled together or in order.
+A layer is compiled once for each shape, its weights given as arguments; a whole step is then
+captured in a CUDA graph. ``python -m bench.engine.compiled '{...}'`` measures one case, see
+`Asked`: in a process of its own, which can be stopped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.engine.measure import measure
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
+from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
+from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
+
+CASES = {
+    "decode 8 x 32 + 16": False,
+    "prefill 4 x 128": True,
+    "decode 8 x 128 + 16": False,
+    "mixed": False,
+}
+"""Whether prompts are compiled, too: where nothing else is; each shape takes its time."""
+
+EAGER = "eager"
+"""The mode that traces, but compiles nothing: for tests."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One case of the model in ``config``, a file, with the weights in a folder."""
+
+    case: str
+    config: str
+    weights: str
+    device: str
+    mode: str
+    scale: int
+    repeats: int
+
+
+def run(asked: Asked) -> dict[str, Any]:
+    """What `measure` finds of the case, compiled.
+
+    Raises:
+        ValueError: for a configuration or weights that cannot be read.
+    """
+    device = torch.device(asked.device)
+    settings = read_settings(json.loads(Path(asked.config).read_text("utf-8")), device)
+    reference = Reference(load_weights(asked.weights, settings), settings, device)
+    engine = CompiledReference(reference, mode=asked.mode, prompts=CASES[asked.case])
+    found = measure(engine, reference, scale=asked.scale, repeats=asked.repeats, only=asked.case)
+    return found[asked.case]
+
+
+def command(asked: Asked) -> list[str]:
+    """What follows the interpreter to measure a case in a child."""
+    return ["-m", "bench.engine.compiled", json.dumps(asdict(asked))]
 
 
 class CompiledReference:
-    """The reference's arithmetic in batches over a static cache; each shape is compiled once, by
-    ``mode`` of torch.compile; without ``prompts``, those of decode steps alone.
+    """The reference's arithmetic in batches over a static cache, by ``mode`` of torch.compile;
+    without ``prompts``, decode steps alone are compiled.
+
+    Calls must be of prompts of one length, and of requests that were prefilled together or in
+    order.
     """
 
     def __init__(
@@ -32,12 +87,14 @@ class CompiledReference:
         self._reference, s = reference, reference.settings
         shape = s.num_layers, 2, num_seats, s.num_kv_heads, length, s.head_dim
         self._cache = torch.zeros(shape, dtype=s.dtype, device=reference.device)
-        torch._dynamo.mark_static_address(self._cache)
         self._columns = torch.arange(length, device=reference.device)
         self._lengths: dict[int, int] = {}
         self._seats: dict[int, int] = {}
-        self._step: Any = torch.compile(self._eager, mode=mode, fullgraph=True, dynamic=False)
-        self._step_of_prompts = self._step if prompts else self._eager
+        self._prompts = prompts
+        self._layers = [_weights_of(reference, f"layers.{i}.") for i in range(s.num_layers)]
+        how: dict[str, Any] = {"backend": EAGER} if mode == EAGER else {"mode": mode}
+        self._compiled = torch.compile(self._layer, fullgraph=True, dynamic=False, **how)
+        self._graphs: dict[torch.Size, tuple[Any, list[Tensor], Tensor]] = {}
 
     @torch.no_grad()
     def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
@@ -61,43 +118,87 @@ class CompiledReference:
         starts = torch.tensor([self._lengths[request] for request in request_ids]).to(device)
         seats = torch.tensor([self._seats[request] for request in request_ids]).to(device)
         positions = starts[:, None] + torch.arange(tokens.shape[1], device=device)
-        step = self._step if tokens.shape[1] == 1 else self._step_of_prompts
-        logits: Tensor = step(tokens.to(device), positions, seats)
+        given = [tokens.to(device), positions, seats]
+        if tokens.shape[1] > 1 and not self._prompts:
+            logits = self._step(self._layer, *given)
+        elif device.type == "cuda":
+            logits = self._replay(given)
+        else:
+            logits = self._step(self._compiled, *given)
         for request in request_ids:
             self._lengths[request] += tokens.shape[1]
         return logits.clone()
 
-    def _eager(self, tokens: Tensor, positions: Tensor, seats: Tensor) -> Tensor:
+    def _replay(self, given: list[Tensor]) -> Tensor:
+        """A step by the graph of its shape, captured when it is first asked for."""
+        shape = given[0].shape
+        if shape not in self._graphs:
+            held = [each.clone() for each in given]
+            for _ in range(2):  # compiles; the cache is written as by the step itself
+                self._step(self._compiled, *held)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                logits = self._step(self._compiled, *held)
+            self._graphs[shape] = graph, held, logits
+        graph, held, logits = self._graphs[shape]
+        for each, new in zip(held, given, strict=True):
+            each.copy_(new)
+        graph.replay()
+        return logits
+
+    def _step(
+        self, layer: Callable[..., Tensor], tokens: Tensor, positions: Tensor, seats: Tensor
+    ) -> Tensor:
         """Tokens and positions ``[B, T]`` of the sequences in ``seats [B]``: logits ``[B, V]``."""
-        reference, s = self._reference, self._reference.settings
+        reference = self._reference
         turns = reference.turns[positions].unsqueeze(1)
         seen = self._columns[None, None, None, :] <= positions[:, None, :, None]
         x = F.embedding(tokens, reference.tensors["embed_tokens.weight"])
-        for layer in range(s.num_layers):
-            at = f"layers.{layer}."
-            normed = reference._norm(x, at + "input_layernorm")
-            q, k, v = (
-                reference._linear(normed, f"{at}self_attn.{name}_proj")
-                .unflatten(-1, (-1, s.head_dim))
-                .transpose(1, 2)
-                for name in "qkv"
-            )
-            q, k = _rotate(q, turns, s.interleaved), _rotate(k, turns, s.interleaved)
-            keys, values = self._cache[layer]
-            keys[seats[:, None], :, positions] = k.transpose(1, 2)
-            values[seats[:, None], :, positions] = v.transpose(1, 2)
-            heads = F.scaled_dot_product_attention(
-                q, keys[seats], values[seats], attn_mask=seen, enable_gqa=True
-            )
-            heads = heads.transpose(1, 2).flatten(2)
-            x = x + reference._linear(heads, at + "self_attn.o_proj")
-            normed = reference._norm(x, at + "post_attention_layernorm")
-            gate, up = (
-                reference._linear(normed, f"{at}mlp.{name}_proj") for name in ("gate", "up")
-            )
-            x = x + reference._linear(F.silu(gate) * up, at + "mlp.down_proj")
-        last = reference._norm(x[:, -1], "norm")
+        for weights, cache in zip(self._layers, self._cache, strict=True):
+            x = layer(x, turns, seen, positions, seats, cache[0], cache[1], weights)
+        last = _norm(x[:, -1], reference.tensors["norm.weight"], reference.settings.eps)
         return F.linear(last, reference.tensors["lm_head.weight"])
+
+    def _layer(
+        self,
+        x: Tensor,
+        turns: Tensor,
+        seen: Tensor,
+        positions: Tensor,
+        seats: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        weights: dict[str, Tensor],
+    ) -> Tensor:
+        s = self._reference.settings
+        normed = _norm(x, weights["input_layernorm"], s.eps)
+        q, k, v = (
+            F.linear(normed, weights[f"self_attn.{name}_proj"])
+            .unflatten(-1, (-1, s.head_dim))
+            .transpose(1, 2)
+            for name in "qkv"
+        )
+        q, k = _rotate(q, turns, s.interleaved), _rotate(k, turns, s.interleaved)
+        keys[seats[:, None], :, positions] = k.transpose(1, 2)
+        values[seats[:, None], :, positions] = v.transpose(1, 2)
+        heads = F.scaled_dot_product_attention(
+            q, keys[seats], values[seats], attn_mask=seen, enable_gqa=True
+        )
+        x = x + F.linear(heads.transpose(1, 2).flatten(2), weights["self_attn.o_proj"])
+        normed = _norm(x, weights["post_attention_layernorm"], s.eps)
+        gate, up = (F.linear(normed, weights[f"mlp.{name}_proj"]) for name in ("gate", "up"))
+        return x + F.linear(F.silu(gate) * up, weights["mlp.down_proj"])
+
+
+def _weights_of(reference: Reference, at: str) -> dict[str, Tensor]:
+    found = reference.tensors.items()
+    return {n.removeprefix(at).removesuffix(".weight"): t for n, t in found if n.startswith(at)}
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
 def _rotate(x: Tensor, turns: Tensor, interleaved: bool) -> Tensor:
@@ -107,3 +208,7 @@ def _rotate(x: Tensor, turns: Tensor, interleaved: bool) -> Tensor:
         return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(Asked(**json.loads(sys.argv[1])))))

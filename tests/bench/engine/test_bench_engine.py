@@ -6,12 +6,18 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.engine.command import main
+from bench.engine.compiled import CASES, EAGER, Asked, run
 from tests.targets.cuda.engine.conftest import CONFIG, engine_file, plan
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
+from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
 
 __all__ = ["engine_file", "plan"]
+
+CPU = torch.device("cpu")
 
 
 def test_an_engine_is_measured_beside_eager_torch(engine_file: Path, tmp_path: Path) -> None:
@@ -28,6 +34,37 @@ def test_an_engine_is_measured_beside_eager_torch(engine_file: Path, tmp_path: P
         assert "decode_tokens_per_s" not in table["prefill 4 x 128"]
     assert max(found["operations"]["worst"]) < 0.01
     assert found["memory"] == {"after_remove": [0, 0], "after_del": [0, 0]}
+
+
+def test_torch_compile_has_the_logits_of_the_reference(tmp_path: Path) -> None:
+    """Traced alone: what inductor makes of it takes a minute here."""
+    config = {**CONFIG, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    torch.save(random_weights(read_settings(config, CPU), 0), tmp_path / "model.pt")
+    for case in ("prefill 4 x 128", "mixed"):
+        asked = Asked(
+            case=case,
+            config=str(tmp_path / "config.json"),
+            weights=str(tmp_path),
+            device="cpu",
+            mode=EAGER,
+            scale=16,
+            repeats=1,
+        )
+        found = run(asked)
+        assert found["error"] < 0.01 and found["ms"] > 0
+
+
+def test_a_table_comes_out_whatever_torch_compile_takes(engine_file: Path, tmp_path: Path) -> None:
+    config, output = tmp_path / "config.json", tmp_path / "found.json"
+    config.write_text(json.dumps({**CONFIG, "num_hidden_layers": 1}))
+    argv = [str(engine_file), "--config", str(config), "--device", "cpu", "--output", str(output)]
+    argv += ["--scale", "16", "--repeats", "1", "--parts", "compiled", "--compiled-seconds", "0.4"]
+    assert main(argv) == 0
+    found = json.loads(output.read_text())
+    assert found["ours"]["cases"]["mixed"]["ms"] > 0
+    assert len(found["compiled"]) == len(CASES)
+    assert all("not compiled" in each["failed"] for each in found["compiled"].values())
 
 
 @pytest.mark.parametrize(

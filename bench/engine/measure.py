@@ -1,0 +1,47 @@
+"""The time and the error of an engine on the cases, each a median over repeats."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
+from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
+from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
+
+
+def waits(device: torch.device) -> Callable[[], object]:
+    """What returns when a device has ended."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
+
+
+def measure(
+    engine: Any, reference: Reference, *, scale: int, repeats: int, only: str = ""
+) -> dict[str, Any]:
+    """By case: ``ms`` and ``tokens_per_s``, ``decode_tokens_per_s`` where it decodes, and the worst
+    ``error`` in units of the tolerance. ``only``: the one case that is measured.
+    """
+    found = {}
+    wait, device = waits(reference.device), str(reference.device)
+    for name, calls in cases(scale).items():
+        if only and name != only:
+            continue
+        trace = Trace(calls, reference.settings.vocab_size, device)
+        ours = trace.run(engine)
+        reference.tokens.clear()
+        theirs = trace.run(reference)
+        errors = [error_of(a, b) for a, b in zip(ours, theirs, strict=True)]
+        engine.remove(trace.requests)
+        seconds = [trace.seconds(engine, wait) for _ in range(repeats)]
+        median = statistics.median(seconds)
+        found[name] = {"ms": median * 1e3, "all_ms": [1e3 * s for s in seconds]}
+        found[name] |= {"tokens_per_s": trace.num_tokens / median, "error": max(errors)}
+        if trace.num_decoded:
+            each = [trace.decode_seconds(engine, wait) for _ in range(repeats)]
+            found[name]["decode_tokens_per_s"] = trace.num_decoded / statistics.median(each)
+        engine.remove(trace.requests)
+    return found
