@@ -1,4 +1,4 @@
-"""The cache of compiled programs: entries named by what they are made of, never stale.
+"""The cache of compiled programs, and of facts about models: never stale, made of what names them.
 
 One process builds an entry while others wait for its lock; a damaged entry is built again; the
 least recently used ones make room.
@@ -16,18 +16,25 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from tilewright.compiler.artifacts.digests import file_digest, sources_digest
+import msgspec
+
+from tilewright.compiler.artifacts.digests import file_digest, sources_digest, write_whole
 from tilewright.compiler.artifacts.folder import open_folder
 from tilewright.compiler.artifacts.manifest import FORMAT, Manifest, read_manifest
 from tilewright.compiler.artifacts.places import MANIFEST, cache_dir
 from tilewright.compiler.environment import versions
 from tilewright.compiler.errors import CheckpointError, ConfigError, NoRoomError, TilewrightError
+from tilewright.compiler.files import read_regular
 
 SIZE_VARIABLE = "TILEWRIGHT_CACHE_GB"
 DEFAULT_GB = 20.0
 _KEY_DIGITS = 32
 _PARTIAL, _LOCK = ".partial", ".lock"
+_MAX_FACTS = 256
+
+Facts = TypeVar("Facts")
 
 
 class CacheUnusableError(TilewrightError):
@@ -81,6 +88,23 @@ class ProgramCache:
     def memory(self) -> Path:
         """The folder of remembered file digests."""
         return self.root / "digests"
+
+    def facts(self, key: str, tell: Callable[[], Facts], kind: type[Facts]) -> Facts:
+        """What ``tell`` says, a small dataclass that ``key`` stands for: kept once it was said.
+
+        The oldest make room. Nothing is kept where there is no writing to the cache, and what is
+        damaged is told anew.
+        """
+        path = self.root / "facts" / f"{key}.json"
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            return msgspec.json.decode(read_regular(path), type=kind)
+        said = tell()
+        write_whole(path, msgspec.json.encode(said))
+        with contextlib.suppress(OSError):
+            kept = sorted(path.parent.iterdir(), key=lambda each: each.stat().st_mtime)
+            for each in kept[:-_MAX_FACTS]:
+                each.unlink(missing_ok=True)
+        return said
 
     @contextmanager
     def entry(

@@ -105,7 +105,10 @@ def load_program(
     def graph() -> GraphModule:
         return read_graph(data, path)
 
-    program = Program(folder, manifest.contract, graph)
+    def sketch() -> GraphModule:
+        return read_graph(data, path, is_fixed=True)
+
+    program = Program(folder, manifest.contract, graph, sketch)
     executable = get_target(manifest.target).load(program, options, progress)
     return Compiled(
         executable=executable,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.bench.record import Result
 from tilewright.compiler.bench.row import model_text
 from tilewright.compiler.bench.table import Table
@@ -36,7 +37,8 @@ def run_here(source: Source, options: RunOptions, screen: Console) -> int:
     with console.compile_progress(console.err()) as progress:
         options = replace(options, model=settle_backend(options.model, progress))
     sizes = {"batch": options.case.batch_size, "context": plan.context}
-    print_byte_plan(console.err(), source.model, options.model, **sizes)
+    cache = ProgramCache.default() if options.use_cache else None
+    print_byte_plan(console.err(), source.model, options.model, **sizes, cache=cache)
     with console.compile_progress(console.err()) as progress:
         compiled = measure.compile_for(source, options, plan, progress)
     console.note(console.err(), *compiled.notes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
+from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
 from tilewright.compiler.bench.roofline import Share, compiled_weight_bytes
 from tilewright.compiler.bench.table import Columns, Table
@@ -17,7 +19,7 @@ from tilewright.compiler.ir.cost import GroupCost, step_costs
 from tilewright.compiler.ir.rewrite import find_calls
 from tilewright.compiler.ops import COLLECTIVES
 from tilewright.compiler.precision import EXPERT_GROUPS, PrecisionSummary
-from tilewright.compiler.sweep.byte_plan import byte_plan
+from tilewright.compiler.sweep.byte_plan import byte_plan, kept_byte_plan
 from tilewright.compiler.sweep.model import experts_share
 from tilewright.compiler.targets.table import get_target
 
@@ -98,20 +100,21 @@ def print_byte_plan(
     *,
     batch: int,
     context: int,
+    cache: ProgramCache | None = None,
 ) -> None:
     """What a model and its state are going to take, and what a decode step is to move of them.
 
     Nothing is printed of what is compiled already, and for weights that the target cannot hold:
-    compiling refuses them, and can say where they are.
+    compiling refuses them, and can say where they are. ``cache``: where it may have been told
+    before.
     """
     precision, target = choices.precision, choices.target
     if model is None or precision is None:
         return
-    resolved, kept = resolve_precision(model, precision), get_target(target)
+    resolved, asked = resolve_precision(model, precision), get_target(target)
+    tell = byte_plan if cache is None else partial(kept_byte_plan, cache=cache)
     try:
-        plan = byte_plan(
-            model, resolved, kept, batch=batch, context=context, compute=choices.compute
-        )
+        plan = tell(model, resolved, asked, batch=batch, context=context, compute=choices.compute)
     except CompileError:
         return
     name = f"{model.name} {RANDOM_WEIGHTS}" if model.weights == "random" else model.name

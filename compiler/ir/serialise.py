@@ -7,13 +7,13 @@ file that contradicts itself fails to load.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
 from tilewright.compiler.distributed.parallel import WIRES
@@ -81,8 +81,11 @@ def graph_json(graph_module: GraphModule) -> bytes:
     return msgspec.json.encode(GraphRecord(tuple(inputs), tuple(calls), output))
 
 
-def read_graph(data: bytes, where: Path) -> GraphModule:
+def read_graph(data: bytes, where: Path, *, is_fixed: bool = False) -> GraphModule:
     """The graph that :func:`graph_json` wrote; only ops that graphs may hold are accepted.
+
+    ``is_fixed``: with a number for each dynamic dimension. That takes none of torch's symbols,
+    whose modules take two seconds to import, and does for readers of all other sizes.
 
     Raises:
         CheckpointError: for anything else, naming ``where``.
@@ -92,7 +95,7 @@ def read_graph(data: bytes, where: Path) -> GraphModule:
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{where}: not a graph: {one_line(error)}") from None
     try:
-        return _Builder(record).build()
+        return (_FixedBuilder if is_fixed else _Builder)(record).build()
     except Exception as error:  # fakes run on what the file says; whatever fails is its fault
         raise CheckpointError(f"{where}: not a lowered graph: {one_line(error)}") from None
 
@@ -125,10 +128,7 @@ class _Builder:
         self._nodes: dict[str, Node] = {}
         self._functions = _functions()
         self._sizes: dict[str, Any] = {}
-        # imports sympy, which costs a quarter of a second, and most programs' graphs are not read
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-        self._mode = FakeTensorMode(shape_env=ShapeEnv())
+        self._mode = self._make_mode()
 
     def build(self) -> GraphModule:
         for each in self._record.inputs:
@@ -171,9 +171,18 @@ class _Builder:
     def _size(self, name: str) -> Any:
         """The dynamic size of this name, one for all inputs that have it."""
         if name not in self._sizes:
-            hint = _FIRST_HINT + len(self._sizes)
-            self._sizes[name] = dynamic_size(self._mode, name, hint)
+            self._sizes[name] = self._make_size(name, _FIRST_HINT + len(self._sizes))
         return self._sizes[name]
+
+    def _make_mode(self) -> AbstractContextManager[Any]:
+        """What inputs are made in, and with them all else."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        return FakeTensorMode(shape_env=ShapeEnv())
+
+    def _make_size(self, name: str, hint: int) -> Any:
+        return dynamic_size(self._mode, name, hint)
 
     def _read(self, argument: Any) -> Any:
         if isinstance(argument, dict):
@@ -183,3 +192,13 @@ class _Builder:
         if isinstance(argument, str) and argument not in _WORDS:
             raise ValueError(f"argument {argument[:40]!r}")
         return argument
+
+
+class _FixedBuilder(_Builder):
+    """Builds with hints as sizes, of tensors on the meta device and no more."""
+
+    def _make_mode(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def _make_size(self, name: str, hint: int) -> Any:
+        return hint

@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from torch.fx import GraphModule
 
+from tilewright.compiler.artifacts.cache import ProgramCache, program_key
 from tilewright.compiler.bench.roofline import MEMORY, Share, state_shares, weight_shares
 from tilewright.compiler.driver import CompilableModel, lower_model, silent, stored_formats
 from tilewright.compiler.precision import OP_GROUP_OF, PHASES, ResolvedPrecision
@@ -75,6 +76,39 @@ def byte_plan(
         position_bytes=round(kept / context),
         memory_bytes=int(memory),
     )
+
+
+def kept_byte_plan(
+    model: CompilableModel,
+    precision: ResolvedPrecision,
+    target: Target,
+    *,
+    batch: int,
+    context: int,
+    compute: str,
+    cache: ProgramCache,
+) -> BytePlan:
+    """`byte_plan`, from the cache where it was told before; of random weights, which no file stands
+    for, always anew. Raises as `byte_plan`.
+    """
+
+    def tell() -> BytePlan:
+        sizes: dict[str, Any] = {"batch": batch, "context": context}
+        return byte_plan(model, precision, target, compute=compute, **sizes)
+
+    files = model.checkpoint.files
+    if not files:
+        return tell()
+    choices: dict[str, Any] = {
+        "target": target.name,
+        "compute": compute,
+        "precision_id": f"{precision.id}/bytes/{batch}/{context}",
+    }
+    try:
+        key = program_key(files, memory=cache.memory, **choices)
+    except OSError:
+        return tell()
+    return cache.facts(key, tell, BytePlan)
 
 
 def _joined(group: str, parts: Iterable[Share]) -> Share:

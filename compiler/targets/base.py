@@ -203,11 +203,14 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A target's files in ``folder``; ``graph`` reads the lowered graph they were made of."""
+    """A target's files in ``folder``; ``graph`` reads the lowered graph they were made of, and
+    ``sketch``, sooner, the same with some number for every size that steps choose.
+    """
 
     folder: Path
     contract: NumericContract
     graph: Callable[[], GraphModule]
+    sketch: Callable[[], GraphModule]
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +371,8 @@ class Target(ABC):
         with temporary as name:
             folder = Path(name)
             self.build(graph_module, get_weight, folder, options, progress)
-            return self.load(Program(folder, contract, lambda: graph_module), options, progress)
+            program = Program(folder, contract, lambda: graph_module, lambda: graph_module)
+            return self.load(program, options, progress)
 
 
 def vocab_size(graph_module: GraphModule) -> int:

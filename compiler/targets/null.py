@@ -85,7 +85,7 @@ class NullTarget(Target):
         """Write nothing: the graph says all there is to know."""
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
-        return NullExecutable(vocab_size(program.graph()), options, program.contract)
+        return NullExecutable(vocab_size(program.sketch()), options, program.contract)
 
 
 class NullExecutable(HostExecutable):

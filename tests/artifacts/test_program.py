@@ -78,6 +78,19 @@ def test_a_folder_is_what_was_compiled(
     assert torch.equal(logits_of(loaded), logits_of(direct))
 
 
+@pytest.mark.parametrize("target", ["null", "cpu-native"])
+def test_a_load_makes_none_of_torch_s_symbols(
+    target: str, model: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which take longer to import than all else of a second start."""
+    manifest = write_program(model, BFP8, tmp_path, target=target)
+    monkeypatch.delattr("torch.fx.experimental.symbolic_shapes.ShapeEnv.create_symbol")
+    loaded = load_program(tmp_path, manifest, OPTIONS)
+    assert logits_of(loaded).shape[-1] == loaded.executable.vocab_size
+    with pytest.raises(CheckpointError, match="create_symbol"):
+        loaded.graph()
+
+
 def test_a_folder_serves_any_batch_and_context(model: SimpleNamespace, tmp_path: Path) -> None:
     manifest = write_program(model, BFP8, tmp_path, compute="exact")
     for options in (CompileOptions(max_batch=7, max_context=256), CompileOptions(max_context=9)):

@@ -26,8 +26,12 @@ from tilewright.compiler.ir.verify import verify_lowered
 from tilewright.compiler.passes.gather_logit_rows import gather_logit_rows
 from tilewright.compiler.passes.insert_state import insert_state
 from tilewright.compiler.passes.runner import run_passes
+from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.program.instructions import Needs
+from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.compiler.targets.table import get_target
+from tilewright.models import load_model
 
 WHERE = Path("graph.json")
 MIXED = precision_of("bfp8", "hifi2", layers="0: {ff2: bf16, li_ff2: hifi4}", block_axis="out")
@@ -51,6 +55,18 @@ def test_everything_comes_back(target: str, changes: dict[str, Any]) -> None:
         asked = {"num_tokens": num_tokens, "context": context}
         assert step_costs(after, **asked) == step_costs(before, **asked)
     assert graph_json(after) == graph_json(before)
+
+
+@pytest.mark.parametrize("shape", ["tiny", "tiny-moe", "tiny-hybrid"])
+def test_a_graph_of_fixed_sizes_has_the_same_plan(shape: str) -> None:
+    model: Any = load_model(f"shape:{shape}")
+    before = lowered(model, target="cpu-native", precision=load_precision("all-bfp8"))[0]
+    needs = Needs(target="cpu-native", others="none")
+    plans = [
+        make_plan(read_graph(graph_json(before), WHERE, is_fixed=is_fixed), needs)
+        for is_fixed in (False, True)
+    ]
+    assert plans[0] == plans[1] == make_plan(before, needs)
 
 
 def test_a_graph_that_came_back_computes_the_same() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.bench.roofline import weight_bytes
 from tilewright.compiler.driver import compile_model, resolve_precision
 from tilewright.compiler.precision import load_precision
-from tilewright.compiler.sweep.byte_plan import BytePlan, byte_plan, lower_outline
+from tilewright.compiler.sweep.byte_plan import BytePlan, byte_plan, kept_byte_plan, lower_outline
 from tilewright.compiler.sweep.model import experts_share, step_bytes, swept_model
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.table import get_target
@@ -72,6 +74,37 @@ def test_what_is_compiled_takes_what_was_told(shape: str, target: str) -> None:
     for group, share in shares.items():
         if group != "other":  # a step reads constants as well
             assert read[group] == pytest.approx(share.moved)
+
+
+def test_a_plan_is_kept_for_the_bytes_of_a_checkpoint_and_what_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = load_model("shape:tiny")
+    precision = resolve_precision(model, load_precision("bf16"))
+    path, cache = tmp_path / "model.file", ProgramCache(tmp_path / "cache", 10**9)
+    told: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> BytePlan:
+        told.append(kwargs["context"])
+        return byte_plan(*args, **kwargs)
+
+    def ask(context: int) -> BytePlan:
+        made = {"batch": 1, "context": context, "compute": "fast", "cache": cache}
+        return kept_byte_plan(model, precision, get_target("reference"), **made)
+
+    monkeypatch.setattr("tilewright.compiler.sweep.byte_plan.byte_plan", counted)
+    assert ask(8) == ask(8) and told == [8, 8], "random weights: no file stands for them"
+    path.write_bytes(b"weights")
+    monkeypatch.setattr(model.checkpoint, "files", (path,), raising=False)
+    assert (
+        ask(8)
+        == ask(8)
+        == byte_plan(model, precision, get_target("reference"), batch=1, context=8, compute="fast")
+    )
+    assert ask(9).total != ask(8).total and told == [8, 8, 8, 9]
+    path.write_bytes(b"others")
+    ask(8)
+    assert told == [8, 8, 8, 9, 8]
 
 
 def test_layers_that_differ_are_lowered_each_and_the_others_once() -> None:

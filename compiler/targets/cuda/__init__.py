@@ -148,7 +148,7 @@ class CudaTarget(Target):
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         from tilewright.compiler.targets.cuda.weights import read_weights
 
-        graph_module, folder = program.graph(), program.folder
+        graph_module, folder = program.sketch(), program.folder
         return _place(
             graph_module,
             lambda plan, device: read_weights(plan, folder, device, progress),

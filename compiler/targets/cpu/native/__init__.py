@@ -128,7 +128,7 @@ class NativeTarget(Target):
         from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes
         from tilewright.compiler.targets.cpu.native.weights import map_weights
 
-        plan = _plan(program.graph())
+        plan = _plan(program.sketch())
         assembly = assemble(plan, exact=options.compute == "exact")
         check_room(assembly.states, options.max_batch, options.max_context, memory_bytes())
         mapped = map_weights(list(assembly.wanted), program.folder)
