@@ -309,7 +309,8 @@ def test_start_to_first_token(smollm2_path: Path, name: str) -> None:
 @pytest.mark.quiet
 @pytest.mark.parametrize("name", ["all-bfp8", "bf16"])
 def test_second_start_to_first_token(smollm2_path: Path, name: str) -> None:
-    """The program comes from the cache. Measured beside other work: 3.4 s."""
+    """The program comes from the cache, and so do the bytes told before. Measured: 3.6 s, of which
+    3.5 are computed, 1.3 of them importing torch."""
     run_alone(smollm2_path, name)
     _, seconds = run_alone(smollm2_path, name)
     assert seconds <= 5
