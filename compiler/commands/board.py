@@ -6,7 +6,7 @@ What the emulator takes on this machine is never printed as a board's figure.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.bench.cases import ACCURACY_CONTEXT
 from tilewright.compiler.bench.display import decimal, percent
@@ -56,7 +56,7 @@ def run_board(source: Source, options: RunOptions, screen: Console) -> int:
     board = _Board(source, options, plan)  # refuses what the board cannot hold
     if source.weights == "random":
         console.note(screen, console.RANDOM_NOTE.format(source.name))
-    sizes = {"batch": options.case.batch_size, "context": plan.context}
+    sizes: dict[str, Any] = {"batch": options.case.batch_size, "context": plan.context}
     print_byte_plan(console.err(), source.model, options.model, **sizes)
     records = [board.predicted()] if board.num_generated > 1 else []
     if options.case.is_natural or options.case.token_accuracy:
