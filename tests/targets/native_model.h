@@ -50,7 +50,10 @@ struct Model {
             if (kind == TW_FP32)
                 for (int64_t i = 0; i < size.codes / 4; i++) ((float*)panel)[i] = ((float)(number() >> 8) * 0x1p-24f - 0.5f) / 4;
             if (kind == TW_BF16)
-                for (int64_t i = 0; i < size.codes / 2; i++) ((uint16_t*)panel)[i] = (uint16_t)(0x3c00 | (number() >> 16 & 0x81ff));
+                for (int64_t i = 0; i < size.codes / 2; i++) {  // some have other upper bytes; a table has so many that it is not packed
+                    const bool other = number() >> 8 < (rows == kVocab ? 1u << 21 : 1u << 16);
+                    ((uint16_t*)panel)[i] = (uint16_t)(other ? number() >> 16 & 0xbcff : 0x3c00 | (number() >> 16 & 0x81ff));
+                }
             for (int64_t i = size.codes; i < size.total; i++)  // small scales of float16, or exponents
                 panel[i] = kind == TW_BFP8 || kind == TW_BFP4 ? (uint8_t)(117 + number() % 3) : (i % 2 ? 0x14 : 0x31);
         }
@@ -112,7 +115,7 @@ struct Model {
 
     TwProgram program(int isa) {
         return {sizeof(TwProgram), TW_VERSION, sizeof(TwInstruction), sizeof(TwTensor), 3, isa, kSeats, kContext, 512,
-                (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 3, 5, isa == 1,
+                (int32_t)instructions.size(), (int32_t)tensors.size(), (int32_t)widths.size(), 3, 5, isa > 0,
                 instructions.data(), tensors.data(), widths.data(), states};
     }
 };

@@ -114,6 +114,56 @@ inline void bf16_to_fp32(const uint8_t* panel, int64_t wide, float* out) {
     }
 }
 
+// A packed panel, read block by block from its first on.
+struct Packed {
+    vi table;
+    const uint8_t* groups;
+    const Exception* next;
+    const Exception* end;
+
+    Packed(const uint8_t* panel, int64_t columns)
+        : table(repeated(panel + kPackedTable)), groups(panel + kPackedHead),
+          next((const Exception*)(panel + panel_size(kPacked, columns).codes)), end(next + *(const uint32_t*)panel) {}
+
+    // Four pairs of columns, 16 rows of two bfloat16 each.
+    void four_pairs(int64_t group, vi (&pairs)[4]) const {
+        const uint8_t* at = groups + group * kPackedGroup;
+        const vi first = iload(at), second = iload(at + 64), places = iload(at + 128);
+        const vi upper = looked_up(table, iand(places, ispread(0x0f0f0f0f)));
+        const vi other = looked_up(table, iand(right<4>(places), ispread(0x0f0f0f0f)));
+        pairs[0] = in_turns_low(first, upper);
+        pairs[1] = in_turns_high(first, upper);
+        pairs[2] = in_turns_low(second, other);
+        pairs[3] = in_turns_high(second, other);
+    }
+
+    bool is_plain(int64_t block) const { return next == end || next->index >= (block + 1) * kBlock * kLanes; }
+
+    // All of a block, as a panel of BF16 has it, with its exceptions.
+    void unpack(int64_t block, uint8_t* out) {
+        for (int64_t group = 0; group < 4; group++) {
+            vi pairs[4];
+            four_pairs(4 * block + group, pairs);
+            for (int64_t i = 0; i < 4; i++) istore(out + (4 * group + i) * 64, pairs[i]);
+        }
+        for (; !is_plain(block); next++) ((uint16_t*)out)[next->index % (kBlock * kLanes)] = (uint16_t)next->value;
+    }
+};
+
+inline void unpack_panel(const uint8_t* panel, int64_t columns, uint8_t* out) {
+    Packed packed(panel, columns);
+    for (int64_t block = 0; block < rounded(columns, kBlock) / kBlock; block++) packed.unpack(block, out + block * kBlock * kLanes * 2);
+}
+
+inline void packed_to_fp32(const uint8_t* panel, int64_t columns, float* out) {
+    Packed packed(panel, columns);
+    alignas(64) uint8_t values[kBlock * kLanes * 2];
+    for (int64_t block = 0; block < rounded(columns, kBlock) / kBlock; block++) {
+        packed.unpack(block, values);
+        bf16_to_fp32(values, kBlock, out + block * kBlock * kLanes);
+    }
+}
+
 // Calls `make.template kind<KIND>()` for a kind in blocks.
 template <class Make> inline void by_kind(int kind, Make make) {
     switch (kind) {
@@ -138,6 +188,7 @@ struct ToFp32 {
 };
 
 inline void to_fp32(int kind, const uint8_t* panel, int64_t columns, float* out) {
+    if (kind == kPacked) return packed_to_fp32(panel, columns, out);
     if (kind == TW_BF16) return bf16_to_fp32(panel, rounded(columns, kBlock), out);
     by_kind(kind, ToFp32{panel, columns, out});
 }

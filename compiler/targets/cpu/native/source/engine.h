@@ -153,6 +153,7 @@ constexpr int kRegions = 4;  // at most, of an instruction
 void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following);
 void run_attend(Worker& worker, const TwInstruction& each, int32_t index);
 void make_angles(Worker& worker);
+void copy_weights(Engine& engine);
 void run_route(Worker& worker, const TwInstruction& each);
 void run_experts(Worker& worker, const TwInstruction& each);
 void run_convolve(Worker& worker, const TwInstruction& each);

@@ -1,7 +1,6 @@
 // Opening a program: once it is checked, memory and threads are made.
 
 #include <sys/mman.h>
-#include <unistd.h>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #endif
@@ -160,52 +159,6 @@ void place_buffers(Engine& engine) {
     engine.queries = Memory(tokens * engine.max_query + 64);
     engine.scratch_bytes = std::max({engine.max_wide * 160 + 4096, attend_bytes, mixer_bytes});
     for (int32_t i = 0; i < engine.program.num_threads; i++) engine.scratch.emplace_back(engine.scratch_bytes);
-}
-
-constexpr int64_t kLargePage = 2 << 20;
-
-struct Copy {
-    Engine& engine;
-    std::vector<int64_t> offsets;
-    uint8_t* to;
-};
-
-// The whole pages in between, which the file still has.
-void let_go(const uint8_t* begin, const uint8_t* end) {
-    const int64_t page = sysconf(_SC_PAGESIZE), first = rounded((int64_t)begin, page), last = (int64_t)end / page * page;
-    if (first < last) madvise((void*)first, last - first, MADV_DONTNEED);
-}
-
-// A thread takes its own panels first, so that they lie in the memory that is nearest to it.
-void copy_own(void* given, int thread) {
-    const Copy& copy = *(Copy*)given;
-    const int64_t num_threads = copy.engine.pool->size();
-    for (size_t i = 0; i < copy.offsets.size(); i++) {
-        const TwTensor& each = copy.engine.tensors[i];
-        const int64_t unit = each.kind == TW_VECTOR ? (int64_t)each.num_bytes : 2 * panel_size(each.kind, each.columns).total;
-        const int64_t count = (int64_t)each.num_bytes / unit;
-        const int64_t first = thread * count / num_threads * unit, last = (thread + 1) * count / num_threads * unit;
-        const uint8_t* from = (const uint8_t*)each.data;
-        for (int64_t at = first; at < last; at += kLargePage) {
-            const int64_t end = std::min(at + kLargePage, last);
-            std::memcpy(copy.to + copy.offsets[i] + at, from + at, end - at);
-            if (copy.engine.program.large_pages == 2) let_go(from + at, from + end);
-        }
-    }
-}
-
-void copy_weights(Engine& engine) {
-    Copy copy{engine, {}, nullptr};
-    int64_t total = 0;
-    for (const TwTensor& each : engine.tensors) {
-        copy.offsets.push_back(total);
-        total += rounded(each.num_bytes, 64);
-    }
-    engine.weights = Memory(total + kLargePage);
-    engine.weights.use_large_pages();
-    copy.to = (uint8_t*)rounded((int64_t)engine.weights.data(), kLargePage);
-    engine.pool->run(copy_own, &copy);
-    for (size_t i = 0; i < copy.offsets.size(); i++) engine.tensors[i].data = copy.to + copy.offsets[i];
 }
 
 void find_next_products(Engine& engine) {

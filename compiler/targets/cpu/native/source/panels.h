@@ -17,6 +17,12 @@
 //   Q4_K, Q5_K     [T][2][16] float16, of scales and of minimums, then for every two blocks of 32
 //              [3][16] uint8: the first's scale and 2 low bits of its minimum, the second's, and
 //              both minimums' 4 high bits
+//   kPacked  what an engine makes of BF16 as it copies weights: the same values in 12 bits. 64 bytes:
+//              the number of exceptions (uint32), at byte 16 the 16 upper bytes that values have most.
+//              [columns / 8][3][64] uint8: of 8 columns the lower bytes, two pairs and two pairs, then
+//              4 bits each of the places of their upper bytes among the 16, the first two pairs' low.
+//              Of two pairs' 64 bytes, every 16 are 8 of the first and 8 of the second. Then
+//              [columns / 4] exceptions, in the order of columns: a value whose upper byte is another.
 // Columns are padded with zeros to whole 32. A paired weight has a panel of gate and the panel of its
 // up in turns.
 #pragma once
@@ -61,6 +67,17 @@ constexpr int64_t scale_bytes(int kind, int64_t wide) {
     }
 }
 
+// No kind that a program has.
+constexpr int kPacked = TW_NUM_KINDS;
+constexpr int64_t kPackedHead = 64, kPackedTable = 16, kPackedGroup = 192, kPackedBlock = 4 * kPackedGroup;
+
+// A value of a packed panel, at `index` of [columns / 2][16][2].
+struct Exception {
+    uint32_t index, value;
+};
+
+constexpr int64_t most_exceptions(int64_t wide) { return wide / 4; }
+
 // What a panel of a kind takes.
 struct PanelSize {
     int64_t codes, total;
@@ -70,6 +87,10 @@ constexpr PanelSize panel_size(int kind, int64_t columns) {
     const int64_t wide = rounded(columns, kBlock);
     if (kind == TW_FP32) return {wide * 64, wide * 64};
     if (kind == TW_BF16) return {wide * 32, wide * 32};
+    if (kind == kPacked) {
+        const int64_t codes = kPackedHead + wide / kBlock * kPackedBlock;
+        return {codes, codes + most_exceptions(wide) * (int64_t)sizeof(Exception)};
+    }
     const int64_t codes = wide * 2 * code_bits(kind);
     return {codes, rounded(codes + scale_bytes(kind, wide), 64)};
 }

@@ -161,6 +161,35 @@ TW_UNROLL
     }
 }
 
+// Of packed panels; `fetches` what is read next.
+template <int M>
+inline void tile_packed(const PanelPair& pair, const int32_t* x, int64_t x_row, bool fetches, Tile<M>& tile) {
+    Packed first(pair.first, pair.columns), second(pair.second, pair.columns);
+    for (int64_t block = 0; block < rounded(pair.columns, kBlock) / kBlock; block++) {
+        if (fetches) fetch(pair, block * kPackedBlock, kPackedBlock);
+        if (!first.is_plain(block) || !second.is_plain(block)) {
+            alignas(64) uint8_t values[2][kBlock * kLanes * 2];
+            first.unpack(block, values[0]);
+            second.unpack(block, values[1]);
+            tile_bf16<M>({values[0], values[1], 64, kBlock / 2}, x + block * kBlock / 2, x_row, tile);
+            continue;
+        }
+        for (int64_t group = 4 * block; group < 4 * block + 4; group++) {
+            vi w0[4], w1[4];
+            first.four_pairs(group, w0);
+            second.four_pairs(group, w1);
+TW_UNROLL
+            for (int i = 0; i < 4; i++)
+TW_UNROLL
+                for (int m = 0; m < M; m++) {
+                    int32_t two = x[m * x_row + 4 * group + i];
+                    tile.at[m][0] = dot_pair(tile.at[m][0], w0[i], two);
+                    tile.at[m][1] = dot_pair(tile.at[m][1], w1[i], two);
+                }
+        }
+    }
+}
+
 template <int M>
 inline void tile_fp32(const Columns& w, const float* x, int64_t x_row, Tile<M>& tile) {
     for (int64_t k = 0; k < w.count; k++) {
@@ -238,7 +267,9 @@ template <int KIND> struct MakeBf16 {
         const int32_t* own = (const int32_t*)((const uint8_t*)x.values + row * x.row_bytes);
         Tile<M> tile;
         clear(tile);
-        if constexpr (KIND == TW_BF16)
+        if constexpr (KIND == kPacked)
+            tile_packed<M>(pair, own, x.row_bytes / 4, !row, tile);
+        else if constexpr (KIND == TW_BF16)
             for (int64_t block = 0; block < x.num_blocks; block++) {
                 if (!row) fetch(pair, block * 1024, 1024);
                 tile_bf16<M>({pair.first + block * 1024, pair.second + block * 1024, 64, 16}, own + block * 16, x.row_bytes / 4, tile);
@@ -265,7 +296,21 @@ struct ScaledBf16 {
     }
 };
 
+constexpr int kFewTiles = 6;
+
+// Unpacked in registers for every tile of rows, which costs less than storing it; with many rows,
+// whole panels are unpacked first.
+void product_packed(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, uint8_t* values) {
+    if (num_rows <= kFewTiles * kTile) return by_tiles(num_rows, MakeBf16<kPacked>{pair, x, result, nullptr});
+    const int64_t bytes = panel_size(TW_BF16, pair.columns).total;
+    unpack_panel(pair.first, pair.columns, values);
+    unpack_panel(pair.second, pair.columns, values + bytes);
+    const PanelPair plain{TW_BF16, pair.columns, values, values + bytes, {pair.ahead[0], pair.ahead[1]}};
+    by_tiles(num_rows, MakeBf16<TW_BF16>{plain, x, result, nullptr});
+}
+
 void product_bf16(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
+    if (pair.kind == kPacked) return product_packed(pair, x, num_rows, result, (uint8_t*)scratch);
     if (pair.kind == TW_BF16) return by_tiles(num_rows, MakeBf16<TW_BF16>{pair, x, result, nullptr});
     by_kind(pair.kind, ScaledBf16{pair, x, num_rows, result, (uint8_t*)scratch});
 }

@@ -72,6 +72,17 @@ inline vi widened(const uint8_t* p) {
             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8)))};
 }
 
+inline vi repeated(const uint8_t* p) {
+    __m256i v = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p));
+    return {v, v};
+}
+inline vi looked_up(vi table, vi places) {
+    return {_mm256_shuffle_epi8(table.a, places.a), _mm256_shuffle_epi8(table.b, places.b)};
+}
+// Bytes of two in turns, of the lower or the upper halves of every 16.
+inline vi in_turns_low(vi x, vi y) { return {_mm256_unpacklo_epi8(x.a, y.a), _mm256_unpacklo_epi8(x.b, y.b)}; }
+inline vi in_turns_high(vi x, vi y) { return {_mm256_unpackhi_epi8(x.a, y.a), _mm256_unpackhi_epi8(x.b, y.b)}; }
+
 // Codes of 8 bits as magnitude and sign, so that no 16-bit sum overflows; of fewer bits as they are.
 inline vi begin8(int32_t) { return ispread(0); }
 inline __m256i dot8_half(__m256i acc, __m256i w, __m256i x) {

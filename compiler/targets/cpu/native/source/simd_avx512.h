@@ -49,6 +49,12 @@ inline void store_halves(uint16_t* p, vi x) { _mm256_storeu_si256((__m256i*)p, _
 inline vf float16s(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 inline vi widened(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
 
+inline vi repeated(const uint8_t* p) { return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)p)); }
+inline vi looked_up(vi table, vi places) { return _mm512_shuffle_epi8(table, places); }
+// Bytes of two in turns, of the lower or the upper halves of every 16.
+inline vi in_turns_low(vi a, vi b) { return _mm512_unpacklo_epi8(a, b); }
+inline vi in_turns_high(vi a, vi b) { return _mm512_unpackhi_epi8(a, b); }
+
 // Sums of four products of codes and int8: `begin` takes away what the codes are shifted by.
 inline vi begin8(int32_t sum) { return _mm512_set1_epi32(-128 * sum); }
 inline vi dot8(vi acc, Codes w, int32_t x) { return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(x)); }

@@ -69,6 +69,14 @@ inline vi widened(const uint8_t* p) {
     TW_MAKE(vi, TW_SIGNED(vmovl_u16(i % 2 ? vget_high_u16(halves[i / 2]) : vget_low_u16(halves[i / 2]))));
 }
 
+#define TW_BYTES(value) vreinterpretq_u8_s32(value)
+inline vi repeated(const uint8_t* p) { TW_MAKE(vi, vreinterpretq_s32_u8(vld1q_u8(p))); }
+inline vi looked_up(vi table, vi places) { TW_MAKE(vi, vreinterpretq_s32_u8(vqtbl1q_u8(TW_BYTES(table.x[i]), TW_BYTES(places.x[i])))); }
+// Bytes of two in turns, of the lower or the upper halves of every 16.
+inline vi in_turns_low(vi a, vi b) { TW_MAKE(vi, vreinterpretq_s32_u8(vzip1q_u8(TW_BYTES(a.x[i]), TW_BYTES(b.x[i])))); }
+inline vi in_turns_high(vi a, vi b) { TW_MAKE(vi, vreinterpretq_s32_u8(vzip2q_u8(TW_BYTES(a.x[i]), TW_BYTES(b.x[i])))); }
+#undef TW_BYTES
+
 // Codes of 8 bits become signed; of fewer bits they are positive as they are.
 inline vi begin8(int32_t) { return ispread(0); }
 inline vi dot8(vi acc, Codes w, int32_t x) {

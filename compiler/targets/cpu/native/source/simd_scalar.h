@@ -65,6 +65,30 @@ inline float float16(uint32_t h) {
 inline vf float16s(const uint8_t* p) { TW_MAKE(vf, float16(p[2 * i] | (uint32_t)p[2 * i + 1] << 8)); }
 inline vi widened(const uint8_t* p) { TW_MAKE(vi, p[i]); }
 
+inline vi of_bytes(const uint8_t (&bytes)[64]) { vi r; std::memcpy(r.x, bytes, 64); return r; }
+inline vi repeated(const uint8_t* p) {
+    uint8_t r[64];
+    for (int i = 0; i < 64; i++) r[i] = p[i % 16];
+    return of_bytes(r);
+}
+inline vi looked_up(vi table, vi places) {
+    uint8_t t[64], at[64], r[64];
+    std::memcpy(t, table.x, 64);
+    std::memcpy(at, places.x, 64);
+    for (int i = 0; i < 64; i++) r[i] = t[i / 16 * 16 + at[i] % 16];
+    return of_bytes(r);
+}
+// Bytes of two in turns, of the lower or the upper halves of every 16.
+inline vi in_turns(vi a, vi b, int first) {
+    uint8_t x[64], y[64], r[64];
+    std::memcpy(x, a.x, 64);
+    std::memcpy(y, b.x, 64);
+    for (int i = 0; i < 64; i++) r[i] = (i % 2 ? y : x)[i / 16 * 16 + first + i % 16 / 2];
+    return of_bytes(r);
+}
+inline vi in_turns_low(vi a, vi b) { return in_turns(a, b, 0); }
+inline vi in_turns_high(vi a, vi b) { return in_turns(a, b, 8); }
+
 inline int32_t dot_lane(int32_t codes, int32_t x, int32_t zero) {
     int32_t sum = 0;
     for (int j = 0; j < 32; j += 8)

@@ -1,0 +1,139 @@
+// Weights are copied onto large pages, and those of bfloat16 into fewer bits: upper bytes, a sign and
+// most of an exponent, are few different ones in a panel.
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "engine.h"
+
+namespace tw {
+namespace {
+
+constexpr int64_t kLargePage = 2 << 20, kPlaces = 16, kNoPlace = 255;
+
+// The places of upper bytes among those that a panel has most; others have none.
+void find_places(const uint8_t* panel, int64_t wide, uint8_t* table, uint8_t (&places)[256]) {
+    const int64_t step = wide < 512 ? 1 : 4;  // pairs of columns
+    int32_t seen[256] = {}, order[256];
+    for (int64_t pair = 0; pair < wide / 2; pair += step)
+        for (int64_t i = 1; i < 64; i += 2) seen[panel[pair * 64 + i]]++;
+    std::iota(order, order + 256, 0);
+    std::partial_sort(order, order + kPlaces, order + 256, [&](int32_t a, int32_t b) { return seen[a] != seen[b] ? seen[a] > seen[b] : a < b; });
+    std::memset(places, kNoPlace, sizeof places);
+    for (int64_t i = 0; i < kPlaces; i++) {
+        table[i] = (uint8_t)order[i];
+        places[order[i]] = (uint8_t)i;
+    }
+}
+
+// Whether a panel of BF16 can be packed; `to` has its bytes then.
+bool pack(const uint8_t* panel, int64_t columns, uint8_t* to) {
+    const int64_t wide = rounded(columns, kBlock);
+    uint8_t places[256];
+    std::memset(to, 0, kPackedHead);
+    find_places(panel, wide, to + kPackedTable, places);
+    Exception* exceptions = (Exception*)(to + panel_size(kPacked, columns).codes);
+    uint32_t count = 0;
+    for (int64_t group = 0; group < wide / 8; group++) {
+        const uint8_t* from = panel + group * 256;
+        uint8_t* out = to + kPackedHead + group * kPackedGroup;
+        uint8_t all = 0;
+        for (int64_t i = 0; i < 64; i++) {  // of the first pair or the second, and of the third or the fourth
+            const int64_t at = i % 16 / 8 * 64 + (i / 16 * 8 + i % 8) * 2;
+            const uint8_t low = places[from[at + 1]], high = places[from[at + 129]];
+            out[i] = from[at];
+            out[64 + i] = from[at + 128];
+            out[128 + i] = (uint8_t)((low & 15) | high << 4);
+            all |= low | high;
+        }
+        if (all < kPlaces) continue;
+        for (int64_t i = 0; i < 128; i++) {
+            if (places[from[2 * i + 1]] != kNoPlace) continue;
+            if (count == most_exceptions(wide)) return false;
+            uint16_t value;
+            std::memcpy(&value, from + 2 * i, 2);
+            exceptions[count++] = {(uint32_t)(group * 128 + i), value};
+        }
+    }
+    std::memcpy(to, &count, 4);
+    return true;
+}
+
+struct Copy {
+    Engine& engine;
+    std::vector<int64_t> offsets;
+    std::vector<std::atomic<bool>> packs;  // of tensors
+    uint8_t* to;
+};
+
+// The whole pages in between, which the file still has.
+void let_go(const uint8_t* begin, const uint8_t* end) {
+    const int64_t page = sysconf(_SC_PAGESIZE), first = rounded((int64_t)begin, page), last = (int64_t)end / page * page;
+    if (first < last) madvise((void*)first, last - first, MADV_DONTNEED);
+}
+
+// Pairs of panels [first, last) of a tensor, a large page's bytes at a time.
+void copy_pairs(Copy& copy, size_t index, int64_t first, int64_t last, int64_t unit, bool packs) {
+    const TwTensor& each = copy.engine.tensors[index];
+    const uint8_t* from = (const uint8_t*)each.data;
+    uint8_t* to = copy.to + copy.offsets[index];
+    if (packs) {
+        const int64_t own = panel_size(kPacked, each.columns).total;
+        for (int64_t panel = 2 * first; panel < 2 * last && copy.packs[index]; panel++)
+            if (!pack(from + panel * (unit / 2), each.columns, to + panel * own)) copy.packs[index] = false;
+        return;
+    }
+    for (int64_t at = first * unit; at < last * unit; at += kLargePage) {
+        const int64_t end = std::min(at + kLargePage, last * unit);
+        std::memcpy(to + at, from + at, end - at);
+        if (copy.engine.program.large_pages == 2) let_go(from + at, from + end);
+    }
+}
+
+// A thread takes its own panels first, so that they lie in the memory that is nearest to it. Where
+// one of a tensor's panels cannot be packed, none is.
+void copy_own(void* given, int thread) {
+    Copy& copy = *(Copy*)given;
+    const int64_t num_threads = copy.engine.pool->size();
+    for (size_t i = 0; i < copy.offsets.size(); i++) {
+        const TwTensor& each = copy.engine.tensors[i];
+        const int64_t unit = each.kind == TW_VECTOR ? (int64_t)each.num_bytes : 2 * panel_size(each.kind, each.columns).total;
+        const int64_t count = (int64_t)each.num_bytes / unit;
+        const int64_t first = thread * count / num_threads, last = (thread + 1) * count / num_threads;
+        copy_pairs(copy, i, first, last, unit, each.kind == TW_BF16);
+        if (each.kind != TW_BF16) continue;
+        copy.engine.pool->meet(thread);
+        if (!copy.packs[i]) copy_pairs(copy, i, first, last, unit, false);
+        else if (copy.engine.program.large_pages == 2) let_go((const uint8_t*)each.data + first * unit, (const uint8_t*)each.data + last * unit);
+    }
+}
+
+}  // namespace
+
+void copy_weights(Engine& engine) {
+    const size_t count = engine.tensors.size();
+    Copy copy{engine, {}, std::vector<std::atomic<bool>>(count), nullptr};
+    int64_t total = 0;
+    for (size_t i = 0; i < count; i++) {
+        copy.offsets.push_back(total);
+        copy.packs[i] = engine.tensors[i].kind == TW_BF16;
+        total += rounded(engine.tensors[i].num_bytes, 64);
+    }
+    engine.weights = Memory(total + kLargePage);
+    engine.weights.use_large_pages();
+    copy.to = (uint8_t*)rounded((int64_t)engine.weights.data(), kLargePage);
+    engine.pool->run(copy_own, &copy);
+    for (size_t i = 0; i < count; i++) {
+        TwTensor& each = engine.tensors[i];
+        each.data = copy.to + copy.offsets[i];
+        if (!copy.packs[i]) continue;
+        each.num_bytes = each.num_bytes / panel_size(TW_BF16, each.columns).total * panel_size(kPacked, each.columns).total;
+        each.kind = kPacked;
+    }
+}
+
+}  // namespace tw
