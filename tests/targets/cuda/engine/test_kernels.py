@@ -13,6 +13,7 @@ from tests.targets.cuda.engine.conftest import CONFIG, Folder
 from tilewright.compiler.targets.cuda.engine.parts import launches
 from tilewright.compiler.targets.cuda.engine.parts.cuda_steps import Captured, CudaExecutor
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
+from tilewright.compiler.targets.cuda.engine.parts.plan import Linear
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
@@ -75,6 +76,22 @@ def test_kernels_have_the_references_logits(
         monkeypatch.setattr(launches, "CHOICES", fewer)
         same("prefill", [4], prompts(33))  # many: the library's, over two pages
         same("decode", [4, 9], torch.tensor([8, 1]))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs what it compiles")
+@pytest.mark.parametrize("way", [launches.INSIDE, launches.APART, launches.LIBRARY])
+def test_every_way_of_a_product_is_the_same(way: str, folder: Folder) -> None:
+    executor, _, _ = engines("half", folder)
+    products = [each for each in executor.program if isinstance(each.does, Linear)]
+    for each in products:
+        assert each.weight is not None
+        x = torch.randn(2, each.weight.shape[1]).half()
+        residuals = [torch.ones(2, len(each.weight)).half() for _ in range(2)]
+        one, other = residuals if each.does.residual else (None, None)
+        ours = executor.product_by(way, each, x, one)
+        expected = executor.product_by(launches.LIBRARY, each, x, other)
+        assert error_of(ours, expected) < 0.3
+    assert executor._ways(products[0]) == (launches.INSIDE, launches.APART, launches.LIBRARY)
 
 
 def test_pages_grow_and_shrink(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

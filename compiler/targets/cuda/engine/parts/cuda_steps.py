@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine.parts.generated import CHOICES
-from tilewright.compiler.targets.cuda.engine.parts.launches import CudaKernels, Tokens
+from tilewright.compiler.targets.cuda.engine.parts.launches import (
+    APART,
+    INSIDE,
+    LIBRARY,
+    WAYS,
+    CudaKernels,
+    Tokens,
+)
 from tilewright.compiler.targets.cuda.engine.parts.pages import PAGE, Pages
-from tilewright.compiler.targets.cuda.engine.parts.plan import Gather
+from tilewright.compiler.targets.cuda.engine.parts.plan import Gather, Linear
 from tilewright.compiler.targets.cuda.engine.parts.settings import EngineError, Settings
-from tilewright.compiler.targets.cuda.engine.parts.steps import Values
+from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Values
 
 MOST_TOKENS = 8192
 """Tokens of prompts that are computed together; a longer prompt goes alone."""
@@ -73,6 +80,9 @@ class CudaExecutor(CudaKernels):
         """Compile every kernel and capture the graphs that calls are expected to need."""
         if self.device.type != "cuda":
             return
+        for rows in CHOICES.batches if CHOICES.timed else ():
+            if rows <= CHOICES.few_rows:
+                self._time_products(rows)
         for rows in CHOICES.batches:
             for splits in {1, self._splits(rows, self.settings.max_positions)}:
                 self._captured("decode", rows, splits)
@@ -83,6 +93,45 @@ class CudaExecutor(CudaKernels):
             x = torch.zeros(rows, self.settings.hidden_size, dtype=self.settings.dtype)
             self.run(self._tail[1:], {self._tail[0].does.out: x.to(self.device)}, None)
         torch.cuda.synchronize(self.device)
+
+    def _time_products(self, rows: int) -> None:
+        """Find the fastest way of each product of a decode step of so many rows."""
+        found: dict[tuple[Any, ...], list[Bound]] = {}
+        for each in self.program:
+            if isinstance(each.does, Linear):
+                found.setdefault(self._shape(each, rows), []).append(each)
+        for shape, alike in found.items():
+            if shape not in WAYS:
+                times = {way: self._product_time(way, alike, rows) for way in self._ways(alike[0])}
+                WAYS[shape] = min(times, key=lambda way: times[way])
+
+    def _ways(self, each: Bound) -> tuple[str, ...]:
+        return (INSIDE, LIBRARY) if each.norm is None else (INSIDE, APART, LIBRARY)
+
+    def _product_time(self, way: str, alike: Sequence[Bound], rows: int) -> float:
+        """Milliseconds of the same product of all layers; infinite where it is wrong."""
+        weight, does = alike[0].weight, alike[0].does
+        assert weight is not None
+        x = torch.randn(rows, weight.shape[1], device=self.device).to(weight.dtype)
+        residual = x.new_zeros(rows, weight.shape[0]) if does.residual else None
+        expected = self.product_by(LIBRARY, alike[0], x, residual).clone()
+        residual = None if residual is None else torch.zeros_like(residual)
+        ours = self.product_by(way, alike[0], x, residual)
+        if not bool((ours - expected).abs().max() <= 0.02 * expected.abs().max()):
+            return float("inf")
+        torch.cuda.synchronize(self.device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for each in alike:
+                self.product_by(way, each, x, residual)
+        graph.replay()
+        begin.record()
+        for _ in range(3):
+            graph.replay()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end))
 
     # Prompts: whole, from position 0, side by side in one step.
 

@@ -26,6 +26,12 @@ from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Executor
 
 BLOCK = 1024
 
+INSIDE, APART, LIBRARY = "inside", "apart", "library"
+"""Ways of a product: a kernel of ours with the norm inside, or behind it; the library's."""
+
+WAYS: dict[tuple[Any, ...], str] = {}
+"""Those that were the fastest, by shape; of the whole process, for other engines."""
+
 TOKENS = 8
 """Tokens of a prompt that a program rotates a head of."""
 
@@ -94,12 +100,20 @@ class CudaKernels(Executor):
         return out
 
     def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
+        few = len(x) <= CHOICES.few_rows
+        way = WAYS.get(self._shape(each, len(x)), INSIDE) if few else LIBRARY
+        return self.product_by(way, each, x, residual)
+
+    def product_by(self, way: str, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
+        """A product in one of the ways that there are."""
         weight, swiglu = each.weight, each.does.swiglu
         assert weight is not None
-        if len(x) <= CHOICES.few_rows:
-            return self._few_rows(each, weight, x, residual)
+        if way == INSIDE:
+            return self._few_rows(each, weight, each.norm, x, residual)
         if each.norm is not None:
             x = self.normed(each, x)
+        if way == APART:
+            return self._few_rows(each, weight, None, x, residual)
         if residual is not None:
             return torch.addmm(residual, x, weight.T)
         y = F.linear(x, weight)
@@ -111,10 +125,19 @@ class CudaKernels(Executor):
         self._launch(swiglu_kernel, grid, out, y, width, BLOCK=BLOCK)
         return out
 
-    def _few_rows(self, each: Bound, weight: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
+    def _shape(self, each: Bound, num_rows: int) -> tuple[Any, ...]:
+        """What the time of a product depends on."""
+        weight, does = each.weight, each.does
+        assert weight is not None
+        has_norm = each.norm is not None
+        return (num_rows, *weight.shape, weight.dtype, has_norm, does.residual, does.swiglu)
+
+    def _few_rows(
+        self, each: Bound, weight: Tensor, norm: Tensor | None, x: Tensor, residual: Tensor | None
+    ) -> Tensor:
         outputs = weight.shape[0] // (2 if each.does.swiglu else 1)
         out = x.new_empty(len(x), outputs) if residual is None else residual
-        norm, width = weight if each.norm is None else each.norm, x.shape[1]
+        width = x.shape[1]
         rows = 1 if len(x) == 1 else max(8, 1 << (len(x) - 1).bit_length())
         block = CHOICES.one_outputs if rows == 1 else CHOICES.outputs
         columns = CHOICES.columns * 16 // max(16, rows)
@@ -123,13 +146,14 @@ class CudaKernels(Executor):
         self._launch(
             product_kernel,
             (-(-outputs // block),),
-            *(out, x, weight, norm, len(x), outputs, self.settings.eps),
+            *(out, x, weight, weight if norm is None else norm),
+            *(len(x), outputs, self.settings.eps),
             WIDTH=width,
             ROWS=rows,
             OUTPUTS=block,
             COLUMNS=columns,
             PARTS=min(CHOICES.parts, columns // 16),
-            NORM=each.norm is not None,
+            NORM=norm is not None,
             RESIDUAL=residual is not None,
             SWIGLU=each.does.swiglu,
             num_warps=CHOICES.warps,
