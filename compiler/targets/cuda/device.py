@@ -18,9 +18,9 @@ from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import read_trials, trials_for
+from tilewright.compiler.targets.cuda.trials import MIXED, read_trials, trials_for
 from tilewright.compiler.targets.cuda.weights import wanted_by
-from tilewright.compiler.targets.program.instructions import OPERAND, Plan
+from tilewright.compiler.targets.program.instructions import OPERAND, Attend, Plan
 
 _WORKSPACE = 2 << 30
 """Bytes left to the library, to captured graphs and to the context."""
@@ -29,6 +29,10 @@ _CELL, _CELL_OF_MIXERS = 256, 1024
 """Tokens of a prompt that are worth reading the weights for; experts need more of them."""
 _JOINED = 8
 """Pieces of prompts of a batch: faster than one after another, with bits of their own."""
+_ATTENTION_RATE = 0.28
+"""Of operations a second in products, those in a prompt's attention to pages: of 8B, 64,000 tokens
+in 7.8 s on an H200, where 1,024 take 24 ms.
+"""
 _LEAST_PROMPT = 1024
 """Tokens of a prompt that a step has room for, whatever is asked: a cell of any model."""
 _MAX_SNAPSHOTS = 64
@@ -87,8 +91,11 @@ def capabilities_of(
 ) -> Capabilities:
     """What steps of a plan with a pool of so many pages may look like on a device."""
     invariant = invariant_of(plan, options, device)
-    joins = device.type == "cuda" and invariant == "none" and options.compute == "fast"
+    joins = invariant == "none" and options.compute == "fast"
     joins = joins and not has_mixers(plan) and options.parallel.tensor == 1
+    trials = read_trials()
+    mixes = joins and trials.steps == MIXED
+    joins = mixes or (joins and device.type == "cuda")
     return Capabilities(
         max_seats=options.max_batch,
         max_context=options.max_context,
@@ -97,11 +104,25 @@ def capabilities_of(
         num_snapshots=num_snapshots(plan, options, free_bytes(options, device)),
         has_sequence_state=bool(plan.sequence_states),
         cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
-        max_prompts=read_trials().prompts or (_JOINED if joins else 1),
+        max_prompts=trials.prompts or (_JOINED if joins else 1),
         max_step_tokens=most_prompt_tokens(options),
         runs_ahead=device.type == "cuda",
+        mixes=mixes,
+        far=far_of(plan),
         invariant=invariant,
     )
+
+
+def far_of(plan: Plan) -> int:
+    """Positions before a prompt's token whose attention takes as long as all of its products; 0
+    where experts or linear attention make a token something else.
+    """
+    attends = [each for each in plan.instructions if isinstance(each, Attend)]
+    if has_mixers(plan) or not attends or any(each.window for each in attends):
+        return 0
+    products = sum(rows * columns for rows, columns in (p.weight.shape for p in plan.products[:-1]))
+    a_position = sum(2 * each.num_heads * each.state.shape[-1] for each in attends)
+    return max(1, int(_ATTENTION_RATE * products / a_position))
 
 
 def free_bytes(options: CompileOptions, device: torch.device) -> int:

@@ -17,17 +17,13 @@ from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.answers import Answers
 from tilewright.compiler.targets.cuda.away import Away
 from tilewright.compiler.targets.cuda.buckets import Buckets
-from tilewright.compiler.targets.cuda.capture import (
-    Seated,
-    decode_buckets,
-    prompt_buckets,
-)
+from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
 from tilewright.compiler.targets.cuda.device import capabilities_of
 from tilewright.compiler.targets.cuda.group import Group, meet
 from tilewright.compiler.targets.cuda.late import choose_now, needs_host
 from tilewright.compiler.targets.cuda.pages import pages_of
-from tilewright.compiler.targets.cuda.ragged import join, one, split
+from tilewright.compiler.targets.cuda.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.state import PagedState
@@ -134,17 +130,25 @@ class CudaExecutable(Executable):
             self._group.check()
         self._apply(step.edits)
         parts: list[Part] = []
-        if step.decode:
-            self._force(step)
+        self._force(step)
+        riding = step.decode if self._rides(step) else ()
+        if step.decode and not riding:
             for first in range(0, len(step.decode), most := self._buckets.rows[-1]):
                 seats = step.decode[first : first + most]
                 seats = step.decode if len(seats) == len(step.decode) else seats
                 parts.append(self._decode(seats, step))
-        batches, alone = split(step.prompts, self.capabilities.max_prompts)
-        for batch in batches:
-            parts += self._prompts(batch, step)
+        batches, alone = split(step.prompts, self.capabilities.max_prompts, least=1 + (not riding))
+        for index, batch in enumerate(batches):
+            parts += self._prompts(batch, step, () if index else riding)
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
-        return StepOutput(tuple(parts))
+        return StepOutput(tuple(parts), is_mixed=bool(riding) and len(batches) == 1 and not alone)
+
+    def _rides(self, step: Step) -> bool:
+        """Whether the rows that decode take part in a batch of pieces of prompts."""
+        if not (self.capabilities.mixes and step.decode and any(map(can_join, step.prompts))):
+            return False
+        seats = (*step.decode, *(chunk.seat for chunk in step.prompts if chunk.chooses))
+        return len(step.decode) <= self._buckets.rows[-1] and not self._answers.is_late(seats, step)
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -241,16 +245,25 @@ class CudaExecutable(Executable):
         is_late = any(map(needs_host, chosen))
         return Seated(seats, bucket, at, drawing_of(chosen), is_late, lengths)
 
-    def _prompts(self, chunks: Sequence[Chunk], step: Step) -> list[Part]:
-        """Pieces of several prompts in one batch; the tokens that are chosen behind them."""
+    def _prompts(
+        self, chunks: Sequence[Chunk], step: Step, riding: tuple[Seat, ...] = ()
+    ) -> list[Part]:
+        """Pieces of prompts, and a token of seats that decode, in one batch; what is chosen."""
         for chunk in chunks:
             sitting = self._check(chunk)
             sitting.length, sitting.token = chunk.end, None
-        ragged = join(chunks, self.device)
-        ends = {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
-        wanted, where = ragged.last if ends else None, ragged.pieces
+        held = self._go_on(riding)
+        ragged = join(chunks, self.device, seats=riding, positions=held)
+        if riding:
+            ragged.take_tokens(self._table.tokens)
+        ends = {seat: at + 1 for seat, at in zip(riding, held, strict=True)}
+        ends |= {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
         logits = self._steps.prefill(
-            ragged.rows, logit_rows=wanted, pieces=where, block=ragged.block
+            ragged.rows,
+            logit_rows=ragged.last if ends else None,
+            pieces=ragged.pieces,
+            block=ragged.block,
+            riding=ragged.riding,
         )
         for chunk in chunks:
             for end, snapshot in chunk.saves:
@@ -265,6 +278,17 @@ class CudaExecutable(Executable):
         choice = choose_now(self._table, seats, at, width, logits, chosen, self._group)
         self._table.give_back(self._table.index(seats), choice.tokens)
         return [self._answers.chosen(seats, logits, choice, step)]
+
+    def _go_on(self, seats: tuple[Seat, ...]) -> list[int]:
+        """Each seat has one position more, outside of a bucket; where their tokens stand."""
+        if not seats:
+            return []
+        self._leave()
+        held = [self._sittings[seat].length for seat in seats]
+        self._state.check_all(seats, np.array(held) + 1)
+        for seat, at in zip(seats, held, strict=True):
+            self._sittings[seat].length = at + 1
+        return held
 
     def _check(self, chunk: Chunk) -> Sitting:
         """Who sits where a piece of a prompt belongs; no bucket holds its token any more."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import send
-from tilewright.compiler.targets.step import Chunk
+from tilewright.compiler.targets.step import Chunk, Seat
 
 SHORT_BLOCK, LONG_BLOCK = 64, 128
 """Tokens of one sequence that attention takes together."""
@@ -19,19 +19,29 @@ SHORT_BLOCK, LONG_BLOCK = 64, 128
 LONG_PIECE = 512
 """Tokens of a piece, on average, from which on larger blocks waste little and read keys less."""
 
+_ALIGNED = 16
+"""Rows of a whole piece of memory: kernels are compiled for how their arguments are aligned."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """T rows of one batch: each piece in whole blocks of ``block`` rows, padding behind it.
 
-    ``pieces``: the rows that each has; ``last [R]`` (int64): those that want logits, in the order
-    of the pieces that choose a token.
+    ``pieces``: the rows that each has; ``last [R]`` (int64): those that want logits: rows that ride
+    along, then of the pieces that choose a token, in their order. ``riding``: behind all pieces,
+    rows of sequences that decode, one each, whose tokens are not there yet.
     """
 
     rows: Rows
     block: int
     pieces: tuple[slice, ...]
     last: Tensor
+    riding: slice
+
+    def take_tokens(self, held: Tensor) -> None:
+        """Rows that ride along read what their seats hold, of ``held [S]`` on the device."""
+        among = self.riding
+        torch.index_select(held, 0, self.rows.slots[among], out=self.rows.tokens[among])
 
 
 def can_join(chunk: Chunk) -> bool:
@@ -41,37 +51,50 @@ def can_join(chunk: Chunk) -> bool:
     return not chunk.echoes and not chunk.also and all(end == chunk.end for end, _ in chunk.saves)
 
 
-def split(chunks: Sequence[Chunk], most: int) -> tuple[list[list[Chunk]], list[Chunk]]:
-    """Batches of up to ``most`` pieces, and those pieces that are run each for itself."""
-    joined = [chunk for chunk in chunks if can_join(chunk)] if most > 1 < len(chunks) else []
+def split(
+    chunks: Sequence[Chunk], most: int, *, least: int = 2
+) -> tuple[list[list[Chunk]], list[Chunk]]:
+    """Batches of up to ``most`` pieces, and those pieces that are run each for itself: all where
+    there are fewer than ``least``.
+    """
+    joined: list[Chunk] = []
+    if most > 1 and len(chunks) >= least:
+        joined = [chunk for chunk in chunks if can_join(chunk)]
     batches = [joined[first : first + most] for first in range(0, len(joined), most)]
     return batches, [chunk for chunk in chunks if chunk not in joined]
 
 
-def join(chunks: Sequence[Chunk], device: torch.device) -> Ragged:
-    """Lay pieces out one behind the other."""
+def join(
+    chunks: Sequence[Chunk],
+    device: torch.device,
+    *,
+    seats: Sequence[Seat] = (),
+    positions: Sequence[int] = (),
+) -> Ragged:
+    """Lay pieces out one behind the other, and behind them rows of ``seats`` at ``positions``."""
     mean = sum(len(chunk.tokens) for chunk in chunks) / len(chunks)
     block = LONG_BLOCK if mean >= LONG_PIECE else SHORT_BLOCK
     pieces, first = [], 0
     for chunk in chunks:
         pieces.append(slice(first, first + len(chunk.tokens)))
         first += -(-len(chunk.tokens) // block) * block
-    staged = np.zeros((3, first), dtype=np.int64)
+    riding = slice(first, first + len(seats))
+    staged = np.zeros((3, -(-riding.stop // _ALIGNED) * _ALIGNED), dtype=np.int64)
     staged[1] = -1
+    staged[1, riding], staged[2, riding] = positions, seats
     for chunk, piece in zip(chunks, pieces, strict=True):
         staged[0, piece] = chunk.tokens
         staged[1, piece] = np.arange(chunk.start, chunk.end)
         staged[2, piece.start : -(-piece.stop // block) * block] = chunk.seat
     last = [piece.stop - 1 for chunk, piece in zip(chunks, pieces, strict=True) if chunk.chooses]
-    wanted = send(np.array(last, dtype=np.int64), device)
-    return Ragged(Rows(*send(staged, device)), block, tuple(pieces), wanted)
+    wanted = send(np.array([*range(riding.start, riding.stop), *last], dtype=np.int64), device)
+    return Ragged(Rows(*send(staged, device)), block, tuple(pieces), wanted, riding)
 
 
 def one(chunk: Chunk, device: torch.device) -> tuple[Rows, Tensor | None]:
     """The rows of a single piece, without padding, and those of them that want logits."""
     count = len(chunk.tokens)
-    # whole pieces of memory: kernels are compiled for how their arguments are aligned
-    staged = np.zeros((3, -(-count // 16) * 16), dtype=np.int64)
+    staged = np.zeros((3, -(-count // _ALIGNED) * _ALIGNED), dtype=np.int64)
     staged[0, :count] = chunk.tokens
     staged[1, :count] = np.arange(chunk.start, chunk.end)
     staged[2] = chunk.seat

@@ -31,6 +31,10 @@ class Rows:
         words[1] = -1
         return cls(words[0], words[1], words[2], words)
 
+    def part(self, rows: slice) -> Self:
+        """Some of the rows."""
+        return type(self)(self.tokens[rows], self.positions[rows], self.slots[rows])
+
     def upload(self, tokens: Sequence[int], first: int, slot: int) -> None:
         """Consecutive tokens of one sequence from a position on; the other rows become padding.
 

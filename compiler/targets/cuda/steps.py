@@ -190,15 +190,18 @@ class Steps:
         from_start: bool = False,
         pieces: Sequence[slice] = (),
         block: int = 0,
+        riding: slice = slice(0, 0),
     ) -> Tensor | None:
         """T tokens of the sequence in ``rows.slots[0]``; logits ``[R, V]`` of the rows asked for,
         this rank's columns of them where they are dealt.
 
         ``from_start``: the first of them is the sequence's first; padding is at the end only.
         ``pieces``: tokens of several sequences, each in whole blocks of ``block`` rows, with
-        padding behind its own.
+        padding behind its own. ``riding``: rows behind them that are one token each of sequences
+        that decode: they attend as in a decode step, and everything else takes all rows together.
         """
-        logits = self._prefill(rows, logit_rows, from_start, pieces or (slice(None),), block)
+        places = pieces or (slice(None),)
+        logits = self._prefill(rows, logit_rows, from_start, places, block, riding)
         if self.group is not None:
             self.group.exchange.end_step()
         return logits
@@ -210,8 +213,10 @@ class Steps:
         from_start: bool,
         places: Sequence[slice],
         block: int,
+        riding: slice,
     ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
+        is_mixed = riding.stop > riding.start
         for each in self._plan.instructions:
             if isinstance(each, Gather):
                 if logit_rows is None:
@@ -224,6 +229,10 @@ class Steps:
                     else self._fresh_buffers(len(logit_rows), with_logits=True)
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))
+            elif isinstance(each, Attend) and is_mixed:
+                prompts = slice(0, riding.start)
+                self._attend_prompt(each, step.part(prompts), rows.part(prompts), False, block)
+                self._attend_decode(each, step.part(riding), rows.part(riding), captured=False)
             elif isinstance(each, Attend):
                 self._attend_prompt(each, step, rows, from_start, block)
             elif isinstance(each, DeltaRule | Convolve):

@@ -12,6 +12,7 @@ from tilewright.compiler.targets.base import CompileOptions
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
+APART, MIXED = "apart", "mixed"
 OWN, FEW = "own", "few"
 BF16, FP8, FP8_FAST, NONE = "bf16", "fp8", "fp8-fast", "none"
 
@@ -20,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "blocks": (PARTS, WIDE),
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
+    "steps": (APART, MIXED),
     "lengths": (OWN, FEW),
     "lofi": (BF16, FP8, FP8_FAST),
     "copies": (NONE, BF16),
@@ -28,7 +30,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """How steps of more than 64 rows, and of several prompts, run.
+    """How steps of more than 64 rows, of several prompts, and of both kinds of work, run.
 
     Attributes:
         rows: the most rows of a decode step; more come in further steps.
@@ -39,6 +41,9 @@ class Trials:
             :func:`.device.capabilities_of` finds best.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
+        steps: of rows that decode and pieces of prompts, ``apart``: rows first, each by their own
+            kernels; ``mixed``: one pass over the weights for both, where
+            :func:`.device.capabilities_of` allows it.
         lengths: of prompts for which the library's attention makes a plan when it first meets
             them: ``own``, each prompt's; ``few``, some that prompts are padded to, all of which are
             met before anybody waits.
@@ -53,6 +58,7 @@ class Trials:
     blocks: str = WIDE
     experts: str = TOGETHER
     prompts: int = 0
+    steps: str = APART
     lengths: str = OWN
     lofi: str = BF16
     copies: str = NONE
@@ -78,6 +84,7 @@ def read_trials() -> Trials:
         blocks=found.get("blocks", default.blocks),
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
+        steps=found.get("steps", default.steps),
         lengths=found.get("lengths", default.lengths),
         lofi=found.get("lofi", default.lofi),
         copies=found.get("copies", default.copies),

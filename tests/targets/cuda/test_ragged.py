@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.targets.cuda.test_executable import release
-from tests.tiny import compiled, joined, precision_of, random_tokens, take_seat, tiny_model
-from tilewright.compiler.targets.base import Executable
-from tilewright.compiler.targets.cuda import ragged
+from tests.tiny import (
+    compiled,
+    joined,
+    lowered,
+    precision_of,
+    random_tokens,
+    take_seat,
+    tiny_model,
+)
+from tilewright.compiler.distributed.parallel import Parallel
+from tilewright.compiler.targets.base import Capabilities, CompileOptions, Executable
+from tilewright.compiler.targets.cuda import device, ragged
+from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.trials import VARIABLE
+from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.compiler.targets.step import Choosing, Chunk, Seat, Snapshot, Step
 
 CPU = torch.device("cpu")
@@ -57,20 +69,40 @@ def test_what_wants_more_than_a_choice_runs_alone() -> None:
     assert split([plain, within, behind], 8) == ([[plain, behind]], [within])
     assert split([plain, behind, chunk(6, 0, 3)], 2)[0] == [[plain, behind], [chunk(6, 0, 3)]]
     assert split([plain, behind], 1) == ([], [plain, behind])
-    assert split([plain], 8) == ([], [plain])
+    assert split([plain], 8) == ([], [plain]) and split([plain], 8, least=1) == ([[plain]], [])
 
 
-def made(model_type: str, monkeypatch: pytest.MonkeyPatch) -> Executable:
+def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> None:
+    chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False)]
+    seats = tuple(Seat(number) for number in range(5, 22))
+    found = join(chunks, CPU, seats=seats, positions=range(100, 117))
+    assert found.riding == slice(192, 209) and found.pieces == (slice(0, 65), slice(128, 131))
+    assert found.last.tolist() == [*range(192, 209), 64]
+    rows = found.rows
+    assert len(rows.tokens) == 224, "whole pieces of memory"
+    assert rows.positions[192:].tolist() == [*range(100, 117), *[-1] * 15]
+    assert rows.slots[192:209].tolist() == [*seats]
+    found.take_tokens(torch.arange(30) * 10)
+    assert rows.tokens[192:209].tolist() == [10 * seat for seat in seats]
+    assert rows.tokens[:65].tolist() == [*range(1, 66)], "the pieces keep theirs"
+
+
+def made(
+    model_type: str,
+    monkeypatch: pytest.MonkeyPatch,
+    trials: str = "prompts=8",
+    weights: str = "bf16",
+) -> Executable:
     from tests.models.test_qwen3_5_moe import ON_CUDA
 
-    monkeypatch.setenv(VARIABLE, "prompts=8")
+    monkeypatch.setenv(VARIABLE, trials)
     monkeypatch.setattr(ragged, "SHORT_BLOCK", 64)
     changes = SMALL
     if model_type != "llama":
         changes = {**ON_CUDA, "num_layers": 1, "hidden_size": 16, "linear_layers": (True,)}
     model = tiny_model(std=0.2, model_type=model_type, **changes)
     options = {"compute": "fast", "max_batch": 6, "max_context": 64}
-    return compiled(model, "cuda", precision=precision_of("bf16"), **options)
+    return compiled(model, "cuda", precision=precision_of(weights), **options)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_5_moe"])
@@ -99,3 +131,145 @@ def test_prompts_together_are_those_of_each_alone(
         release(executable, seats)
     assert found[0][0] == found[1][0] and found[0][2] == found[1][2]
     torch.testing.assert_close(found[0][1], found[1][1], rtol=2e-2, atol=2e-2)
+
+
+PROMPTS = [tuple(random_tokens(10, seed=seed)) for seed in range(4)]
+ROWS = [Choosing(), Choosing(temperature=1.0, seed=3), Choosing(), Choosing(temperature=0.7)]
+
+
+def served(executable: Executable, how: dict[str, Any] | None = None) -> tuple[list[Any], Any]:
+    """Two sequences decode while prompts of two others come in pieces; then all four decode. What
+    was chosen, seat by seat, and the logits; and which steps were mixed.
+    """
+    seats = tuple(take_seat(executable, 20, row) for row in ROWS)
+    first = tuple(Chunk(seats[n], 0, PROMPTS[n], chooses=True) for n in (0, 1))
+    late = [(2, 0, 4), (3, 0, 6)], [(2, 4, 10), (3, 6, 9)], [(3, 9, 10)]
+    steps = [Step(prompts=first, want_logits=True), Step(decode=seats[:2], want_logits=True)]
+    for pieces in late:
+        chunks = tuple(
+            Chunk(seats[n], start, PROMPTS[n][start:end], chooses=end == 10)
+            for n, start, end in pieces
+        )
+        decode = seats[:3] if pieces == late[2] else seats[:2]
+        forced = {seats[0]: 7} if pieces == late[0] else {}
+        given = Step(decode=decode, prompts=chunks, forced=forced, want_logits=True)
+        steps.append(replace(given, **(how or {})))
+    steps += [Step(decode=seats, want_logits=True)] * 2
+    found, mixed = [], []
+    for step in steps:
+        output = executable.step(step)
+        mixed.append(output.is_mixed)
+        parts = [
+            (seat, token, row)
+            for part in output.parts
+            for seat, token, row in zip(
+                part.seats, part.read().tokens, part.logits() if part.logits else (), strict=True
+            )
+        ]
+        found.append(sorted((seat, token) for seat, token, _ in parts))
+        found.append(torch.stack([row for *_, row in sorted(parts, key=lambda each: each[0])]))
+    release(executable, seats)
+    return found, mixed
+
+
+@pytest.mark.parametrize("weights", ["bf16", "bfp8"])
+def test_rows_that_ride_along_are_those_of_steps_apart(
+    weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forced tokens, draws and a prompt that is one piece among them; and what they leave."""
+    executables = [made("llama", monkeypatch, f"steps={s}", weights) for s in ("apart", "mixed")]
+    assert [each.capabilities.mixes for each in executables] == [False, True]
+    (apart, never), (mixed, sometimes) = map(served, executables)
+    assert not any(never) and sometimes == [False, False, True, True, True, False, False]
+    for ours, theirs in zip(mixed, apart, strict=True):
+        if isinstance(ours, torch.Tensor):
+            torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+        else:
+            assert ours == theirs
+
+
+def test_a_step_whose_tokens_are_chosen_late_is_of_two_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executable = made("llama", monkeypatch, "steps=mixed")
+    seat, other = (take_seat(executable, 12) for _ in range(2))
+    executable.step(Step(prompts=(Chunk(seat, 0, PROMPTS[0], chooses=True),)))
+    both = {"decode": (seat,), "prompts": (Chunk(other, 0, PROMPTS[1], chooses=True),)}
+    asked = executable.step(Step(**both, logprobs=1))
+    assert not asked.is_mixed and [part.seats for part in asked.parts] == [(seat,), (other,)]
+    release(executable, (other,))
+    other = take_seat(executable, 12)
+    both["prompts"] = (Chunk(other, 0, PROMPTS[1], chooses=True, echoes=True),)
+    echoed = executable.step(Step(**both, logprobs=1))
+    assert not echoed.is_mixed, "an echo runs alone"
+
+
+def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(VARIABLE, "steps=mixed")
+    plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
+    options = CompileOptions(max_batch=4, max_context=128)
+
+    def limits(options: CompileOptions) -> Capabilities:
+        return device.capabilities_of(plan, options, CPU, 8)
+
+    assert limits(options).mixes and limits(options).max_prompts == 8
+    assert not limits(replace(options, compute="exact")).mixes
+    assert not limits(replace(options, parallel=Parallel(tensor=2))).mixes
+    monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
+    assert not limits(options).mixes
+    monkeypatch.setattr(device, "has_mixers", lambda _: True)
+    assert limits(options).far == 0
+
+
+def test_a_context_counts_by_the_work_it_makes() -> None:
+    """Of 8B, about 8,000 positions make a token's attention as long as its products."""
+    plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
+    products = sum(rows * columns for rows, columns in (p.weight.shape for p in plan.products[:-1]))
+    attends = [each for each in plan.instructions if isinstance(each, Attend)]
+    width = attends[0].num_heads * attends[0].state.shape[-1]
+    assert device.far_of(plan) == int(0.28 * products / (2 * width * len(attends)))
+
+
+def logits_beside(executable: Executable, num_rows: int, context: int, count: int) -> torch.Tensor:
+    """Rows decode known tokens alone, beside two pieces of three prompts each, and alone again:
+    the logits of all of these steps.
+    """
+    found: list[torch.Tensor] = []
+    rows = tuple(take_seat(executable, context + 4) for _ in range(num_rows))
+    others = {take_seat(executable, count): tuple(random_tokens(count, seed=n)) for n in range(3)}
+    for index, seat in enumerate(rows):
+        tokens = tuple(random_tokens(context - index % 7, seed=index))
+        executable.step(Step(prompts=(Chunk(seat, 0, tokens),)))
+    forced = {seat: 1 + seat % 50 for seat in rows}
+    for start, end in ((0, 0), (0, 64), (64, count), (0, 0)):
+        chunks = tuple(
+            Chunk(seat, start, tokens[start:end], chooses=end == count)
+            for seat, tokens in others.items()
+            if end
+        )
+        output = executable.step(Step(decode=rows, prompts=chunks, forced=forced, want_logits=True))
+        assert output.is_mixed == (bool(end) and executable.capabilities.mixes)
+        found.append(joined(output))
+    release(executable, (*rows, *others))
+    return torch.cat(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("weights", "num_rows"), [("bf16", 5), ("bf16", 80), ("bfp8", 80)])
+def test_rows_ride_along_on_the_device(
+    weights: str, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads as the device's own attention takes them; logits of rows apart, to bf16's rounding."""
+    size = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 64}
+    model, found = tiny_model(std=0.05, max_positions=1024, **size), []
+    options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
+    for steps in ("apart", "mixed"):
+        monkeypatch.setenv(VARIABLE, f"steps={steps}")
+        executable = compiled(model, "cuda", precision=precision_of(weights), **options)
+        found.append(logits_beside(executable, num_rows, context=200, count=300))
+        executable.close()
+    apart, mixed = found
+    assert apart.isfinite().all() and mixed.isfinite().all()
+    assert float((mixed - apart).abs().max()) < 0.05 * float(apart.std())

@@ -46,7 +46,11 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ("row=256", "'row'; allowed: rows, blocks, experts, prompts, lengths, lofi, copies; did"),
+        (
+            "row=256",
+            "'row'; allowed: rows, blocks, experts, prompts, steps, lengths, lofi, copies; "
+            "did you mean 'rows'?",
+        ),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
         ("blocks", "blocks=''; allowed: parts, wide"),
     ],
