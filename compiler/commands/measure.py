@@ -7,6 +7,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,21 +150,18 @@ def measure_accuracy(
         [(reference, logits)],
         on_step=lambda done, total: progress("accuracy", done, total),
     )
-    base_id = load_precision(accuracy.BASE).resolve(source.num_layers, source.name).id
-    base = None
-    if compiled.precision.id != base_id:
-        base = accuracy.recall(reference, _predictions_key(compiled, base_id))
-    accuracy.remember(predictions, reference, _predictions_key(compiled, compiled.precision.id))
-    return accuracy.score(predictions, reference, base=base, text=text.name)
-
-
-def _predictions_key(compiled: Compiled, precision_id: str) -> str:
-    return accuracy.predictions_key(
+    key = partial(
+        accuracy.predictions_key,
         compiled.executable,
         target=compiled.target,
         compute=compiled.compute,
-        precision_id=precision_id,
     )
+    base_id = load_precision(accuracy.BASE).resolve(source.num_layers, source.name).id
+    base = None
+    if compiled.precision.id != base_id:
+        base = accuracy.recall(reference, key(precision_id=base_id))
+    accuracy.remember(predictions, reference, key(precision_id=compiled.precision.id))
+    return accuracy.score(predictions, reference, base=base, text=text.name)
 
 
 def subject_of(source: Source, text: AccuracyText | None = None) -> tuple[Subject, list[int]]:

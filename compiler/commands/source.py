@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import open_folder
@@ -178,36 +179,17 @@ def compile_alone(
     use_cache: bool,
 ) -> Compiled:
     """This process's own program: of the whole model, or of its rank's part."""
-    compiled = _compile(source, choices, options, progress, use_cache=use_cache)
-    compiled.executable.num_tokens = source.tokenizer.num_ids
-    return compiled
-
-
-def _compile(
-    source: Source,
-    choices: ModelOptions,
-    options: CompileOptions,
-    progress: Progress,
-    *,
-    use_cache: bool,
-) -> Compiled:
     if source.manifest is not None:
         assert isinstance(source.path, Path), "a shape has no manifest"
-        return load_program(source.path, source.manifest, options, progress)
-    model, precision, target = source.checkpoint_model(), choices.precision, choices.target
-    assert precision is not None
-    if use_cache and choices.dump_dir is None and get_target(target).is_cached:
-        cache = ProgramCache.default()
-        compiled = compile_cached(
-            model, precision, cache, target=target, options=options, progress=progress
-        )
+        compiled = load_program(source.path, source.manifest, options, progress)
     else:
-        compiled = compile_model(
-            model,
-            precision,
-            target=target,
-            options=options,
-            progress=progress,
-            dump_dir=choices.dump_dir,
-        )
-    return replace(compiled, notes=(*choices.notes, *compiled.notes))
+        model, precision = source.checkpoint_model(), choices.precision
+        assert precision is not None
+        how: Any = {"target": choices.target, "options": options, "progress": progress}
+        if use_cache and choices.dump_dir is None and get_target(choices.target).is_cached:
+            compiled = compile_cached(model, precision, ProgramCache.default(), **how)
+        else:
+            compiled = compile_model(model, precision, dump_dir=choices.dump_dir, **how)
+        compiled = replace(compiled, notes=(*choices.notes, *compiled.notes))
+    compiled.executable.num_tokens = source.tokenizer.num_ids
+    return compiled
