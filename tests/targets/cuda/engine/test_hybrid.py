@@ -137,3 +137,21 @@ def test_layers_of_another_form_are_refused() -> None:
         with pytest.raises(CompileError, match=r"qwen3_5_moe|not a whole tensor|no layer"):
             engine_plan(make_plan(graph))
         assert json.dumps(engine_config(other(kind).config))
+
+
+@pytest.mark.slow
+def test_the_file_of_35b_a3b_is_emitted() -> None:
+    """Of its real shape, without its weights."""
+    from tilewright.compiler.driver import lower_model, resolve_precision, silent
+    from tilewright.compiler.targets.cuda.engine.parts.plan import Choices
+    from tilewright.compiler.targets.cuda.engine.write import engine_text
+    from tilewright.compiler.targets.table import get_target
+    from tilewright.models import load_model
+
+    model = load_model("shape:qwen3.5-35b-a3b")
+    resolved = resolve_precision(model, load_precision("reference"))
+    graph, _ = lower_model(model, resolved, get_target("cuda").stages(), silent)
+    text = engine_text(engine_plan(make_plan(graph)), Choices(), title="35B-A3B", num_layers=40)
+    compile(text, "engine.py", "exec")
+    assert len(text.splitlines()) < 3200
+    assert engine_config(model.config)["num_experts"] == 256
