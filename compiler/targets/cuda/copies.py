@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI, exact_rows
-from tilewright.compiler.targets.cuda.held import TILE_BYTES, HeldWeight
+from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_ROWS, HeldWeight
+from tilewright.compiler.targets.cuda.kernels import native, native_lofi
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
-from tilewright.compiler.targets.cuda.trials import BF16, NONE, Trials
+from tilewright.compiler.targets.cuda.lofi_tiles import LofiWeight, lofi_tiles
+from tilewright.compiler.targets.cuda.trials import BF16, NONE, OWN, Trials
 from tilewright.compiler.targets.cuda.weights import Wanted, Weights, product_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 
 _LEAST_CUT, _LEAST_UNCUT = 65, 129
-_UNCUT_TILES = 1024
 _PIECES = 16
 _MOST_ROWS = 65_536
 _LIBRARY_MULTIPLE = 16
@@ -27,15 +28,18 @@ _LIBRARY_MULTIPLE = 16
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A weight's values once more: bfloat16 ``[N, K]``, or with ``scales`` (float32 ``[N, 1]``, of
-    rows) e4m3 codes. Rows are as they are held.
+    rows) e4m3 codes, and perhaps the ``tiles`` of lofi.cu. Rows are as they are held.
     """
 
     values: Tensor
     scales: Tensor | None = None
+    tiles: LofiWeight | None = None
 
     @property
     def num_bytes(self) -> int:
-        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        """Bytes on the device."""
+        tiles = 0 if self.tiles is None else self.tiles.num_bytes
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes) + tiles
 
 
 def is_lofi(each: Linear, *, decodes: bool) -> bool:
@@ -65,7 +69,9 @@ def copy_bytes(plan: Plan, trials: Trials) -> int:
     for each in _products(plan):
         rows, columns = each.weight.shape
         if wants_codes(each, trials):
-            found[product_of(each)] = rows * (columns + 4)
+            has_tiles = trials.lofi == OWN and rows >= TILE_ROWS * native.UNCUT_TILES
+            tiles = rows * (columns * 9 // 16 + 4) if has_tiles else 0
+            found[product_of(each)] = rows * (columns + 4) + tiles
         elif wants_values(each, trials):
             found[product_of(each)] = 2 * rows * columns
     return sum(found.values())
@@ -95,7 +101,7 @@ class Copies:
                 continue
             tried.add(wanted)
             if wants_codes(each, trials):
-                copy = _codes(weights.held(wanted))
+                copy = _codes(weights.held(wanted), trials)
                 self.num_lofi += 1
                 self.num_inexact += copy is None
                 if copy is not None:
@@ -114,6 +120,8 @@ class Copies:
         if self.num_lofi:
             exact = self.num_lofi - self.num_inexact
             parts.append(f"{exact} of {self.num_lofi} lofi weights exact in e4m3 and held as such")
+        if tiles := sum(each.tiles is not None for each in self._copies.values()):
+            parts.append(f"{tiles} of them in tiles of lofi.cu too")
         if values := sum(each.scales is None for each in self._copies.values()):
             parts.append(f"{values} weights held in bf16 too")
         return ", ".join(parts) + f" ({self.num_bytes / 1e9:.1f} GB)" if parts else ""
@@ -132,7 +140,7 @@ class Copies:
         copy = self._copies.get(product_of(each))
         if copy is None or copy.scales is not None:
             return None
-        is_uncut = each.weight.shape[0] >= 16 * _UNCUT_TILES
+        is_uncut = each.weight.shape[0] >= TILE_ROWS * native.UNCUT_TILES
         return copy.values if num_rows >= (_LEAST_UNCUT if is_uncut else _LEAST_CUT) else None
 
 
@@ -146,7 +154,7 @@ def _dense(held: HeldWeight) -> Tensor:
     return values
 
 
-def _codes(held: HeldWeight) -> Copy | None:
+def _codes(held: HeldWeight, trials: Trials) -> Copy | None:
     """A piece of the rows at a time: the scratch is 12 bytes a value."""
     dense, found = _dense(held), []
     for part in dense.chunk(_PIECES):
@@ -155,4 +163,7 @@ def _codes(held: HeldWeight) -> Copy | None:
             return None
         found.append(exact)
     codes, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return Copy(codes, scales)
+    device, tiles = held.data.device, None
+    if trials.lofi == OWN and native_lofi.takes(held) and not native_lofi.why_not(device):
+        tiles = lofi_tiles(held)
+    return Copy(codes, scales, tiles)

@@ -165,7 +165,7 @@ def _tiles(x_NK: Tensor, kind: str) -> Tensor:
         )
     exponents = exponents.masked_fill(exponents == 0, _EMPTY)
     pieces = _pieces_bfp8(mantissas) if kind == "bfp8" else _pieces_bfp4(mantissas)
-    return torch.cat((pieces, _pack_exponents(exponents)), dim=-1)
+    return torch.cat((pieces, lay_exponents(exponents)), dim=-1)
 
 
 def _pieces_bfp8(mantissas_NK: Tensor) -> Tensor:
@@ -189,21 +189,32 @@ def _pieces_bfp4(mantissas_NK: Tensor) -> Tensor:
     return parts.permute(0, 3, 1, 2, 5, 4, 6).flatten(2)
 
 
-def _pack_exponents(exponents_NB: Tensor) -> Tensor:
+def lay_exponents(exponents_NB: Tensor) -> Tensor:
+    """A byte of every block of 16 columns, row by row, in the order in which tiles hold them: uint8
+    ``[row tiles, column tiles, 128]``.
+    """
     # Row tile, row + 8, g; column tile, half, t.
     parts = exponents_NB.view(exponents_NB.shape[0] // TILE_ROWS, 2, 8, -1, 2, 4)
     return parts.permute(0, 3, 2, 5, 4, 1).flatten(2)
 
 
-def _values(data: Tensor, kind: str) -> Tensor:
-    """float32 ``[16 row tiles, 128 column tiles]``: what the tiles hold, padding included."""
+def codes_of(data: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """What tiles hold: mantissas, int8 ``[16 row tiles, 128 column tiles]``, and the exponents of
+    their blocks, uint8 ``[16 row tiles, 8 column tiles]``.
+    """
     row_tiles, column_tiles, num_bytes = data.shape
     rows, columns = row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS
     pieces, exponents = data.split((num_bytes - 32 * _PER_LANE, 32 * _PER_LANE), dim=-1)
     exponents = exponents.reshape(row_tiles, column_tiles, 8, 4, 2, 2)
     exponents = exponents.permute(0, 5, 2, 1, 4, 3).reshape(rows, -1)
     unpacked = _mantissas_bfp8(pieces) if kind == "bfp8" else _mantissas_bfp4(pieces)
-    mantissas = unpacked.reshape(rows, columns)
+    return unpacked.reshape(rows, columns), exponents
+
+
+def _values(data: Tensor, kind: str) -> Tensor:
+    """float32 ``[16 row tiles, 128 column tiles]``: what the tiles hold, padding included."""
+    mantissas, exponents = codes_of(data, kind)
+    rows, columns = mantissas.shape
     shape = (rows, columns) if data.device.type == "cpu" else (1, rows * columns)
     encoded = BlockEncoded(
         exponents=exponents.reshape(shape[0], -1), mantissas=mantissas.reshape(shape), axis=-1

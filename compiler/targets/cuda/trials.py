@@ -23,7 +23,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prompts": ("1", "8", "64"),
     "steps": (APART, MIXED),
     "lengths": (OWN, FEW),
-    "lofi": (BF16, FP8, FP8_FAST),
+    "lofi": (BF16, FP8, FP8_FAST, OWN),
     "copies": (NONE, BF16),
 }
 
@@ -49,7 +49,8 @@ class Trials:
             met before anybody waits.
         lofi: of bfp4 weights at fidelity lofi, ``fp8``: in prompts and steps of many rows by the
             library on e4m3 operands, the weight held once more as them; ``fp8-fast``: with the
-            matrix unit's own sums, of fewer bits.
+            matrix unit's own sums, of fewer bits; ``own``: as ``fp8``, but up to 512 rows of large
+            weights by a kernel that makes e4m3 of bfp4 in registers, from a third holding.
         copies: ``bf16``: weights in block formats are held once more in bfloat16, for products of
             so many rows that the library was measured faster on those.
     """

@@ -25,9 +25,11 @@ STORE, ADD, SWIGLU = 0, 1, 2
 MOST_SHARED = nvrtc.MOST_SHARED - 2048
 """Bytes of dynamic shared memory that a block takes at most: what kernels fix is less."""
 
+UNCUT_TILES = 1024
+"""Row tiles from which on a weight's K is not cut."""
+
 _HEADERS = ("primitives.cuh", "tiles.cuh", "norm.cuh", "gemv.cuh", "gemm.cuh")
 _SLICES = 8
-_UNCUT_TILES = 1024
 STEP_BYTES = {"bf16": 4096, **TILE_BYTES}
 X_PADDING = 8
 _NUM_THREADS = 256
@@ -109,7 +111,7 @@ def num_slices(held: HeldWeight) -> int:
     """Into how many slices K is cut: a property of the weight, so that no result depends on the
     batch. One of many rows gives every warp of the device rows of its own.
     """
-    return 1 if held.num_row_tiles >= _UNCUT_TILES else _SLICES
+    return 1 if held.num_row_tiles >= UNCUT_TILES else _SLICES
 
 
 def most_tokens(held: HeldWeight) -> int:

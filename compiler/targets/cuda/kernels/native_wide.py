@@ -104,7 +104,7 @@ class _ArrangeNorm(ctypes.Structure):
     )
 
 
-class _Wide(ctypes.Structure):
+class Wide(ctypes.Structure):
     """`Wide` of wide.cuh."""
 
     _fields_ = (("product", Product), ("depth", ctypes.c_int), ("places", ctypes.c_int))
@@ -127,7 +127,7 @@ SOURCE = nvrtc.Source(
         ("Arrange", _Arrange),
         ("ArrangeNorm", _ArrangeNorm),
         ("Product", Product),
-        ("Wide", _Wide),
+        ("Wide", Wide),
     ),
 )
 
@@ -233,5 +233,5 @@ def _launch(product: Product, held: HeldWeight, way: Way, feeds: int) -> None:
     row_blocks = -(-held.num_row_tiles // way.row_tiles(held))
     blocks = product.x_stride // (8 * way.eights), row_blocks, 1
     at = nvrtc.Launch(blocks, 128 * way.groups, shared)
-    arguments = _Wide(product=product, depth=depth, places=feeds)
+    arguments = Wide(product=product, depth=depth, places=feeds)
     nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)
