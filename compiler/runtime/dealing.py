@@ -59,13 +59,14 @@ class PromptDealer:
 
     def _piece(self, running: Running, room: int, weight: float, *, is_first: bool) -> int:
         """Tokens of the next piece: all that is left, or whole pages of it, and where there are no
-        pages whole cells: a part of one takes as long. Where steps are smaller, whole steps. Behind
-        so much that a page takes longer than it may, a page.
+        pages whole cells: a part of one takes as long. Where steps are smaller, whole steps.
         """
         limits, most = self._limits, self._most
         if running.request.sampling.prompt_logprobs is not None:
             most = min(most, _MAX_ECHOED)
-        within = max(0, min(room, most, _count_within(running.computed, weight, limits.far)))
+        within = min(room, most)  # the first piece's context is known to the room already
+        if not is_first:
+            within = max(0, min(within, _count_within(running.computed, weight, limits.far)))
         if running.left <= within:
             return running.left
         grain = limits.page_size or min(limits.cell, most)
@@ -80,13 +81,17 @@ class PromptDealer:
         """Tokens of prompts, the first of them at ``start``, that the next step takes: beside
         streams, and where the loop must be heard of between steps, as many whole cells as are
         expected to take no longer than they may; with rows in one pass, cells of both together,
-        for products are made of such pieces.
+        for products are made of such pieces. Behind a long context it is a cell: of fewer tokens
+        attention leaves the device idle, and takes as long.
         """
         limits, cell = self._limits, self._limits.cell
         if self._is_timed(num_decoding):
-            weight = self._weight_beside(num_decoding)
-            tokens = _count_within(start, weight, limits.far)
             riding = num_decoding if limits.mixes else 0
+            is_near = not limits.far or start <= limits.far
+            least = cell // 4 if limits.mixes and is_near else cell
+            tokens = _count_within(start, self._weight_beside(num_decoding), limits.far)
+            if tokens < least:
+                return min(self._most, cell)
             cells = (riding + tokens) // cell * cell - riding
             return min(self._most, cells if cells >= cell // 2 else tokens)
         if self._policy.beat_ms and not limits.runs_ahead:

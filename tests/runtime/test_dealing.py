@@ -90,25 +90,26 @@ def test_where_nobody_decodes_or_time_is_no_matter_steps_are_whole() -> None:
 def test_pieces_far_into_a_prompt_take_no_longer_than_others(
     mixes: bool, computed: int, left: int, rows: int
 ) -> None:
-    """What counts is the context before them too; a page is always taken."""
+    """What counts is the context before them too; but a cell is always taken."""
     made = dealer(mixes=mixes, far=FAR)
     start = computed // 64 * 64
     ((running, count),) = made.deal([prompt(left, start)], rows)
     weight = made.weigh((Chunk(running.seat, start, (1,) * count),))
     assert weight == pytest.approx(count * (1 + (start + count / 2) / FAR))
     assert count == left or count % 64 == 0
-    assert count and (A_TOKEN * weight <= 40.0 or count <= 64)
-    assert count <= made.budget(rows, start) or count <= 64
+    assert count == left or count >= 64
+    assert A_TOKEN * weight <= 40.0 or count <= 256
+    assert count <= made.budget(rows, start)
 
 
 def test_what_is_left_of_a_step_goes_to_other_prompts() -> None:
     made = dealer(mixes=True, far=FAR)
     both = [prompt(64, 16_384), prompt(2000, number=1)]
     found = [(each.request.request_id, count) for each, count in made.deal(both, 64)]
-    assert found == [(0, 64), (1, 128)]
-    both = [prompt(64, 57_344), prompt(2000, number=1)]
+    assert found == [(0, 64), (1, 192)]
+    both = [prompt(2000, 57_344), prompt(2000, number=1)]
     found = [(each.request.request_id, count) for each, count in made.deal(both, 64)]
-    assert found == [(0, 64)], "64 tokens there are 512 at the beginning"
+    assert found == [(0, 256)], "256 tokens there are 2,000 at the beginning"
 
 
 class Timed(QueuedExecutable):
@@ -147,7 +148,9 @@ class Timed(QueuedExecutable):
 def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
     mixes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64,000 tokens into 8 streams: learnt at the start, and kept to as its context grows."""
+    """64,000 tokens into 8 streams: learnt at the start, and kept to as its context grows, until a
+    cell alone takes longer.
+    """
     clock = Clock()
     monkeypatch.setattr(loop_module.time, "perf_counter", clock)
     executable = Timed(clock=clock, **LIKE_CUDA, mixes=mixes, far=FAR)
@@ -157,11 +160,14 @@ def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
         loop.add(Request(number, (1,) * 128, SamplingParams(max_tokens=2000)))
     for _ in range(8):
         loop.step()
-    executable.longest, executable.given = 0.0, []
+    executable.longest, executable.given, longest = 0.0, [], 0.0
     long = Request(9, (1,) * 64_000, SamplingParams(max_tokens=1))
     loop.add(long)
     while not long.output:
         loop.step()
-    assert executable.longest < (23.0 if mixes else 27.0)
+        if sum(len(c.tokens) for step in executable.given for c in step.prompts) < 16_384:
+            longest = executable.longest
+    assert longest < (23.0 if mixes else 27.0)
+    assert executable.longest < A_PASS + A_TOKEN * 256 * (1 + 64_000 / FAR) + 5.0
     pieces = [len(chunk.tokens) for step in executable.given for chunk in step.prompts]
-    assert pieces[0] >= 448 and sum(pieces) == 64_000 and len(pieces) < 700
+    assert pieces[0] >= 448 and sum(pieces) == 64_000 and min(pieces[:-1]) >= 192
