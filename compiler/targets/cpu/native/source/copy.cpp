@@ -63,11 +63,12 @@ bool pack(const uint8_t* panel, int64_t columns, uint8_t* to) {
     return true;
 }
 
+// What is copied in one go; `packs`: those of bfloat16, until a panel cannot be.
 struct Copy {
     Engine& engine;
-    std::vector<int64_t> offsets;
-    std::vector<std::atomic<bool>> packs;  // of tensors
-    uint8_t* to;
+    bool may_pack;
+    std::vector<uint8_t*> to;               // of tensors, or null
+    std::vector<std::atomic<bool>> packs;   // of tensors
 };
 
 // The whole pages in between, which the file still has.
@@ -76,62 +77,77 @@ void let_go(const uint8_t* begin, const uint8_t* end) {
     if (first < last) madvise((void*)first, last - first, MADV_DONTNEED);
 }
 
-// Pairs of panels [first, last) of a tensor, a large page's bytes at a time.
-void copy_pairs(Copy& copy, size_t index, int64_t first, int64_t last, int64_t unit, bool packs) {
+// Pairs of panels [first, last) of a tensor; as they are, a large page's bytes at a time.
+void copy_pairs(Copy& copy, size_t index, int64_t first, int64_t last, int64_t unit) {
     const TwTensor& each = copy.engine.tensors[index];
     const uint8_t* from = (const uint8_t*)each.data;
-    uint8_t* to = copy.to + copy.offsets[index];
-    if (packs) {
+    const bool lets_go = copy.engine.program.large_pages == 2;
+    if (copy.may_pack && each.kind == TW_BF16) {
         const int64_t own = panel_size(kPacked, each.columns).total;
         for (int64_t panel = 2 * first; panel < 2 * last && copy.packs[index]; panel++)
-            if (!pack(from + panel * (unit / 2), each.columns, to + panel * own)) copy.packs[index] = false;
+            if (!pack(from + panel * (unit / 2), each.columns, copy.to[index] + panel * own)) copy.packs[index] = false;
+        if (lets_go) let_go(from + first * unit, from + last * unit);
         return;
     }
     for (int64_t at = first * unit; at < last * unit; at += kLargePage) {
         const int64_t end = std::min(at + kLargePage, last * unit);
-        std::memcpy(to + at, from + at, end - at);
-        if (copy.engine.program.large_pages == 2) let_go(from + at, from + end);
+        std::memcpy(copy.to[index] + at, from + at, end - at);
+        if (lets_go) let_go(from + at, from + end);
     }
 }
 
-// A thread takes its own panels first, so that they lie in the memory that is nearest to it. Where
-// one of a tensor's panels cannot be packed, none is.
+// A thread takes its own panels first, so that they lie in the memory that is nearest to it.
 void copy_own(void* given, int thread) {
     Copy& copy = *(Copy*)given;
     const int64_t num_threads = copy.engine.pool->size();
-    for (size_t i = 0; i < copy.offsets.size(); i++) {
+    for (size_t i = 0; i < copy.to.size(); i++) {
+        if (!copy.to[i]) continue;
         const TwTensor& each = copy.engine.tensors[i];
         const int64_t unit = each.kind == TW_VECTOR ? (int64_t)each.num_bytes : 2 * panel_size(each.kind, each.columns).total;
         const int64_t count = (int64_t)each.num_bytes / unit;
-        const int64_t first = thread * count / num_threads, last = (thread + 1) * count / num_threads;
-        copy_pairs(copy, i, first, last, unit, each.kind == TW_BF16);
-        if (each.kind != TW_BF16) continue;
-        copy.engine.pool->meet(thread);
-        if (!copy.packs[i]) copy_pairs(copy, i, first, last, unit, false);
-        else if (copy.engine.program.large_pages == 2) let_go((const uint8_t*)each.data + first * unit, (const uint8_t*)each.data + last * unit);
+        copy_pairs(copy, i, thread * count / num_threads, (thread + 1) * count / num_threads, unit);
     }
+}
+
+int64_t packed_bytes(const TwTensor& each) {
+    return (int64_t)each.num_bytes / panel_size(TW_BF16, each.columns).total * panel_size(kPacked, each.columns).total;
+}
+
+// Tensors that `to` marks get places in `memory`, one after another, and are copied there.
+void copy_into(Memory& memory, Copy& copy) {
+    std::vector<int64_t> offsets;
+    int64_t total = 0;
+    for (size_t i = 0; i < copy.to.size(); i++) {
+        const TwTensor& each = copy.engine.tensors[i];
+        offsets.push_back(total);
+        if (copy.to[i]) total += rounded(copy.may_pack && each.kind == TW_BF16 ? packed_bytes(each) : (int64_t)each.num_bytes, 64);
+    }
+    if (!total) return;
+    memory = Memory(total + kLargePage);
+    memory.use_large_pages();
+    uint8_t* base = (uint8_t*)rounded((int64_t)memory.data(), kLargePage);
+    for (size_t i = 0; i < copy.to.size(); i++)
+        if (copy.to[i]) copy.to[i] = base + offsets[i];
+    copy.engine.pool->run(copy_own, &copy);
 }
 
 }  // namespace
 
+// Where one of a tensor's panels cannot be packed, the tensor is copied as it is, behind the others.
 void copy_weights(Engine& engine) {
     const size_t count = engine.tensors.size();
-    Copy copy{engine, {}, std::vector<std::atomic<bool>>(count), nullptr};
-    int64_t total = 0;
-    for (size_t i = 0; i < count; i++) {
-        copy.offsets.push_back(total);
-        copy.packs[i] = engine.tensors[i].kind == TW_BF16;
-        total += rounded(engine.tensors[i].num_bytes, 64);
-    }
-    engine.weights = Memory(total + kLargePage);
-    engine.weights.use_large_pages();
-    copy.to = (uint8_t*)rounded((int64_t)engine.weights.data(), kLargePage);
-    engine.pool->run(copy_own, &copy);
+    Copy first{engine, true, std::vector<uint8_t*>(count, kNowhere), std::vector<std::atomic<bool>>(count)};
+    Copy rest{engine, false, std::vector<uint8_t*>(count), std::vector<std::atomic<bool>>(count)};
+    for (size_t i = 0; i < count; i++) first.packs[i] = engine.tensors[i].kind == TW_BF16;
+    copy_into(engine.weights, first);
+    for (size_t i = 0; i < count; i++)
+        if (engine.tensors[i].kind == TW_BF16 && !first.packs[i]) rest.to[i] = kNowhere;
+    copy_into(engine.unpacked, rest);
     for (size_t i = 0; i < count; i++) {
         TwTensor& each = engine.tensors[i];
-        each.data = copy.to + copy.offsets[i];
-        if (!copy.packs[i]) continue;
-        each.num_bytes = each.num_bytes / panel_size(TW_BF16, each.columns).total * panel_size(kPacked, each.columns).total;
+        each.data = rest.to[i] ? rest.to[i] : first.to[i];
+        if (!first.packs[i]) continue;
+        each.num_bytes = (uint64_t)packed_bytes(each);
         each.kind = kPacked;
     }
 }

@@ -85,7 +85,7 @@ struct Engine {
     uint32_t turns = 0;                      // of even sharing, before the present step
     int64_t* times = nullptr;                // of instructions; see tw_times
     std::vector<int32_t> next_products;      // of instructions: the next product, or this one
-    Memory weights;                          // where they are held on large pages
+    Memory weights, unpacked;                // where they are held on large pages
     std::unique_ptr<Exchange> exchange;      // with other ranks
     std::vector<int32_t> logit_widths;       // of ranks
     bool needs_peers = false;
