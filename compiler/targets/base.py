@@ -156,6 +156,12 @@ class Executable(ABC):
     def follow_choice(self) -> None:  # noqa: B027 (most followers are told the tokens)
         """Make a follower's part of :meth:`choose`."""
 
+    def agreed(self) -> bytes:
+        """What every rank of a group has alike between two steps: which seats, how far they are,
+        and the tokens that they read next where all ranks know them.
+        """
+        return b""
+
     def check(self) -> None:  # noqa: B027 (most depend on nothing else)
         """Raise where something has gone that every later step needs, as a RankError."""
 

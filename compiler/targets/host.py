@@ -134,6 +134,10 @@ class HostExecutable(Executable):
         """Positions that an open seat's state holds."""
         return self._sittings[seat].length
 
+    def agreed(self) -> bytes:
+        lengths = {int(seat): each.length for seat, each in self._sittings.items()}
+        return repr(sorted(lengths.items())).encode()
+
     def reset(self) -> None:
         self._waiting.clear()
         for seat in list(self._sittings):

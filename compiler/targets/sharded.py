@@ -24,10 +24,12 @@ from tilewright.compiler.distributed.group import (
 from tilewright.compiler.distributed.launch import Ranks
 from tilewright.compiler.errors import ExchangeError, RankError, one_line
 from tilewright.compiler.targets.base import Executable, MemoryUse
+from tilewright.compiler.targets.rank_check import Trace, steps_between
 from tilewright.compiler.targets.step import Seat, Step, StepOutput
 from tilewright.compiler.targets.step_bytes import read_step, step_bytes
 
-_STEP, _AGAIN, _RESET, _PREPARE, _CHOSEN = range(FIRST_FREE_KIND, FIRST_FREE_KIND + 5)
+_KINDS = range(FIRST_FREE_KIND, FIRST_FREE_KIND + 6)
+_STEP, _AGAIN, _RESET, _PREPARE, _CHOSEN, _CHECK = _KINDS
 _LIMITS = ("max_seats", "num_pages", "num_snapshots", "max_prompts", "max_step_tokens")
 
 
@@ -45,6 +47,7 @@ class ShardedExecutable(Executable):
         self.device_name, self.device_detail = own.device_name, own.device_detail
         self.mesh = f"1x{ranks.leader.size}"
         self._last: tuple[Seat, ...] | None = None
+        self._trace, self._between = Trace(), steps_between()
         ranks.leader.is_ready()
 
     @property
@@ -57,12 +60,18 @@ class ShardedExecutable(Executable):
         self.own.num_tokens = value
 
     def step(self, step: Step) -> StepOutput:
+        done = self._trace.num_steps
+        if self._between and done and done % self._between == 0:
+            self._compare()
         told = self.own.told(step)
         is_plain = told == Step(decode=told.decode)
         if is_plain and told.decode is self._last:
             self._leader.tell(_AGAIN)
+            self._trace.add(b"")
         else:
-            self._leader.tell(_STEP, step_bytes(told))
+            data = step_bytes(told)
+            self._leader.tell(_STEP, data)
+            self._trace.add(data)
             self._last = told.decode if is_plain else None
         output: StepOutput = self._guarded(self.own.step, step)
         guarded = [
@@ -96,6 +105,16 @@ class ShardedExecutable(Executable):
     def close(self) -> None:
         self._ranks.close()
         self.own.close()
+
+    def _compare(self) -> None:
+        """Raise a RankError where a rank is not where this one is."""
+        self._leader.tell(_CHECK)
+        own = self._trace.summary(self.own)
+        for rank, found in enumerate(self._leader.all_gather(own)):
+            if found != own:
+                other, expected = found.decode(errors="replace"), own.decode()
+                self._leader.fail(rank, f"is at {other}; rank 0 is at {expected}")
+        self._leader.check()
 
     def _guarded(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """Do rank 0's part, or read what came of it; where it fails, its followers have gone on
@@ -131,7 +150,7 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
     Raises:
         RankError: where rank 0 has gone, or an exchange failed.
     """
-    again = Step()
+    again, trace = Step(), Trace()
     while True:
         try:
             message = follower.receive()
@@ -143,9 +162,13 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
             if message.kind == _STEP:
                 again = read_step(message.payload)
             if message.kind in (_STEP, _AGAIN):
+                trace.add(message.payload)
+            if message.kind in (_STEP, _AGAIN):
                 executable.follow(again)
             elif message.kind == _CHOSEN:
                 executable.follow_choice()
+            elif message.kind == _CHECK:
+                follower.all_gather(trace.summary(executable))
             elif message.kind == _RESET:
                 executable.reset()
             elif message.kind == _PREPARE:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from torch import fx
 from tests.distributed.groups import thread_group
 from tests.tiny import compiled, tiny_model
 from tilewright.compiler import ops
+from tilewright.compiler.distributed.channel import ChannelClosedError
 from tilewright.compiler.distributed.group import Follower, Peers
-from tilewright.compiler.errors import ExchangeError, RankError
+from tilewright.compiler.errors import ConfigError, ExchangeError, RankError
 from tilewright.compiler.ops.collectives import all_gather_group, all_reduce_group
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
@@ -22,6 +24,7 @@ from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.service import EngineService, QueueTransport
 from tilewright.compiler.targets.null import NullExecutable
 from tilewright.compiler.targets.peer_values import Exchange, RankInterpreter
+from tilewright.compiler.targets.rank_check import steps_between
 from tilewright.compiler.targets.sharded import ShardedExecutable, meet, serve_steps
 from tilewright.compiler.targets.step import (
     Back,
@@ -88,6 +91,81 @@ def test_followers_make_the_steps_of_rank_0(tmp_path: Path) -> None:
         assert each.num_steps == own.num_steps > 9
         seats = set(own._sittings)
         assert {s: each.length(s) for s in seats} == {s: own.length(s) for s in seats}
+
+
+def test_ranks_that_part_are_found_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every eight steps: rank 1 loses count of a position and is named."""
+    monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "8")
+    own, other = (_null(tiny_model(num_layers=1), 2) for _ in range(2))
+
+    def follow(follower: Follower, token: bytes) -> None:
+        meet(other, Peers(follower, token, 5.0))
+        with pytest.raises((RankError, ChannelClosedError)):
+            serve_steps(other, follower)
+
+    with thread_group(tmp_path, 2, follow) as (leader, ranks):
+        meet(own, Peers(leader, ranks.token, 5.0))
+        executable = ShardedExecutable(own, ranks)
+        opened = Open(S[0], Choosing())
+        executable.step(Step(edits=(opened,), prompts=(Chunk(S[0], 0, (1, 2), chooses=True),)))
+        for _ in range(20):
+            executable.step(Step(decode=(S[0],)))
+        other._sittings[S[0]].length += 1
+        message = r"rank 1 .*is at 24 steps \w+, seats \w+; rank 0 is at 24 steps \w+, seats \w+"
+        for _ in range(3):
+            executable.step(Step(decode=(S[0],)))
+        with pytest.raises(RankError, match=message):
+            executable.step(Step(decode=(S[0],)))
+
+
+def test_how_often_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, steps in (("", 0), ("0", 0), ("1", 64), ("8", 8)):
+        monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", text)
+        assert steps_between() == steps
+    monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "yes")
+    with pytest.raises(ConfigError, match=r"TILEWRIGHT_CHECK_RANKS is 'yes'; allowed: 0, 1 \("):
+        steps_between()
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_operations_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests come, are cancelled and go on in any order, and every 64 steps ranks compare."""
+    monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "1")
+    model, rng = tiny_model(num_layers=1), random.Random(5)
+    own, other = (_null(model, 6) for _ in range(2))
+
+    def follow(follower: Follower, token: bytes) -> None:
+        meet(other, Peers(follower, token, 10.0))
+        serve_steps(other, follower)
+
+    with thread_group(tmp_path, 2, follow) as (leader, ranks):
+        meet(own, Peers(leader, ranks.token, 10.0))
+        loop = EngineLoop(ShardedExecutable(own, ranks))
+        requests: list[Request] = []
+        for number in range(100_000):
+            kind = rng.random()
+            if kind < 0.1:
+                prompt = tuple(rng.choices(range(60), k=rng.randint(1, 30)))
+                sampling = SamplingParams(
+                    max_tokens=rng.randint(1, 40),
+                    temperature=rng.choice((0.0, 1.0)),
+                    seed=number,
+                )
+                requests.append(Request(number, prompt, sampling))
+                loop.add(requests[-1])
+            elif kind < 0.13 and requests:
+                loop.cancel(requests.pop(rng.randrange(len(requests))))
+            elif loop.has_work():
+                for done in loop.step():
+                    if done in requests:
+                        requests.remove(done)
+        while loop.has_work():
+            loop.step()
+    assert other.num_steps == own.num_steps > 10_000
 
 
 def test_a_step_that_fails_on_one_rank_ends_the_group(tmp_path: Path) -> None:

@@ -204,6 +204,12 @@ class CudaExecutable(Executable):
         self._state.copy(source, target, num_positions)
         self._sittings[target].length = num_positions
 
+    def agreed(self) -> bytes:
+        self._leave()
+        tokens = self._table.tokens.tolist()
+        found = sorted((int(s), each.length, tokens[s]) for s, each in self._sittings.items())
+        return repr(found).encode()
+
     def _leave(self) -> None:
         """What the bucket that ran last holds of its seats goes back to the table."""
         if self._seated is not None:

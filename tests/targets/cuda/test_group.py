@@ -94,6 +94,7 @@ class Two:
         """Both give the same tokens, and ranks as many exchanges."""
         expected = run(self.alone, steps)
         found, _ = together(self.meeting, lambda at: run(self.ranks[at], steps, leads=not at))
+        assert self.ranks[0].agreed() == self.ranks[1].agreed() != b"[]"
         for each in (self.alone, *self.ranks):
             each.reset()
         for one, other in zip(found, expected, strict=True):

@@ -1,0 +1,50 @@
+"""Whether ranks still agree, compared every so many steps where the environment asks for it.
+
+A rank that has gone another way answers wrong, or hangs the others in an exchange much later; this
+finds it near its cause. It knows neither steps nor how ranks are reached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+
+from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.targets.base import Executable
+
+VARIABLE = "TILEWRIGHT_CHECK_RANKS"
+_USUAL, _MOST = 64, 1_000_000
+
+
+def steps_between() -> int:
+    """How many steps lie between two comparisons: 64 for ``TILEWRIGHT_CHECK_RANKS=1``, a larger
+    number for itself; 0 where ranks are not compared.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    text = os.environ.get(VARIABLE, "") or "0"
+    if not text.isdecimal() or int(text) > _MOST:
+        raise ConfigError(
+            f"{VARIABLE} is {text!r}; allowed: 0, 1 (every {_USUAL} steps) to {_MOST}"
+        )
+    return _USUAL if int(text) == 1 else int(text)
+
+
+class Trace:
+    """What a rank was told so far: the number of steps and a checksum of their bytes."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._sum = 0
+
+    def add(self, told: bytes) -> None:
+        """Note a step."""
+        self.num_steps += 1
+        self._sum = zlib.crc32(told, self._sum)
+
+    def summary(self, executable: Executable) -> bytes:
+        """What all ranks must say alike between the same two steps."""
+        seats = hashlib.sha256(executable.agreed()).hexdigest()[:12]
+        return f"{self.num_steps} steps {self._sum:08x}, seats {seats}".encode()
