@@ -157,9 +157,7 @@ class Executable(ABC):
         """Make a follower's part of :meth:`choose`."""
 
     def agreed(self) -> bytes:
-        """What every rank of a group has alike between two steps: which seats, how far they are,
-        and the tokens that they read next where all ranks know them.
-        """
+        """What all ranks have alike between steps: seats, how far each is, tokens all know."""
         return b""
 
     def check(self) -> None:  # noqa: B027 (most depend on nothing else)

@@ -149,7 +149,7 @@ def test_a_hundred_thousand_operations_on_two_ranks(
         for number in range(100_000):
             kind = rng.random()
             if kind < 0.1:
-                prompt = tuple(rng.choices(range(60), k=rng.randint(1, 30)))
+                prompt = tuple(rng.choices(range(60), k=rng.randint(1, 24)))
                 sampling = SamplingParams(
                     max_tokens=rng.randint(1, 40),
                     temperature=rng.choice((0.0, 1.0)),
