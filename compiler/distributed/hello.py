@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tilewright.compiler.errors import ConfigError
 
 CODE, CHECKPOINT, PRECISION, OPTIONS = "code", "checkpoint", "precision", "options"
-MESH, TORCH, KERNELS = "mesh", "torch", "kernels"
+MESH, TORCH, KERNELS, TRIALS = "mesh", "torch", "kernels", "TILEWRIGHT_CUDA_TRIALS"
 
 
 def check_equal(facts: Sequence[Mapping[str, str]]) -> None:

@@ -31,7 +31,7 @@ from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import FEW, Trials, read_trials
+from tilewright.compiler.targets.cuda.trials import FEW, OWN, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -88,6 +88,7 @@ class Steps:
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
         self._pads_lengths = trials.lengths == FEW
+        self._prompt_wire = OWN if exact else trials.wire
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -264,18 +265,19 @@ class Steps:
         elif isinstance(each, Linear):
             self._products.run(each, step.view(each.out), step.view(each.x), decodes=decodes)
         elif isinstance(each, AllReduce | AllReduceAdd):
-            self._reduce(each, step)
+            self._reduce(each, step, decodes=decodes)
 
-    def _reduce(self, each: AllReduce | AllReduceAdd, step: Buffers) -> None:
+    def _reduce(self, each: AllReduce | AllReduceAdd, step: Buffers, *, decodes: bool) -> None:
         assert self.group is not None, "this rank has not met the others"
         exchange = self.group.exchange
         out, x = step.view(each.out), step.view(each.x)
+        wire = each.wire if decodes or self._prompt_wire == OWN else self._prompt_wire
         if isinstance(each, AllReduce):
-            exchange.all_reduce(out, x, wire=each.wire)
+            exchange.all_reduce(out, x, wire=wire)
             return
         norm = None if each.norm is None else self._weights.vector(vector_of(each.norm))
         normed = None if each.normed is None else step.view(each.normed)
-        exchange.all_reduce_add(x, out, wire=each.wire, out=normed, norm=norm, eps=each.eps)
+        exchange.all_reduce_add(x, out, wire=wire, out=normed, norm=norm, eps=each.eps)
 
     def _attend_decode(self, each: Attend, step: Buffers, rows: Rows, captured: bool) -> None:
         assert self._attention is not None

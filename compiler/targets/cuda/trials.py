@@ -25,6 +25,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "lengths": (OWN, FEW),
     "lofi": (BF16, FP8, FP8_FAST, OWN),
     "copies": (NONE, BF16),
+    "wire": (OWN, BF16),
 }
 
 
@@ -53,6 +54,8 @@ class Trials:
             weights by a kernel that makes e4m3 of bfp4 in registers, from a third holding.
         copies: ``bf16``: weights in block formats are held once more in bfloat16, for products of
             so many rows that the library was measured faster on those.
+        wire: in which partial sums of prompts travel between ranks: ``own``, as in decode steps
+            (`Parallel.wire`); ``bf16``, which is half of fp32's bytes.
     """
 
     rows: int = 256
@@ -63,6 +66,7 @@ class Trials:
     lengths: str = OWN
     lofi: str = BF16
     copies: str = NONE
+    wire: str = OWN
 
 
 def read_trials() -> Trials:
@@ -89,6 +93,7 @@ def read_trials() -> Trials:
         lengths=found.get("lengths", default.lengths),
         lofi=found.get("lofi", default.lofi),
         copies=found.get("copies", default.copies),
+        wire=found.get("wire", default.wire),
     )
 
 

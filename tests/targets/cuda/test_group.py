@@ -20,6 +20,8 @@ from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda import CudaTarget
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.group import Group
+from tilewright.compiler.targets.cuda.steps import Steps
+from tilewright.compiler.targets.program.instructions import AllReduce, Place
 from tilewright.compiler.targets.step import Choosing, Chunk, Open, Pages, Seat, Step
 
 GREEDY = Choosing()
@@ -138,6 +140,18 @@ def test_whole_experts() -> None:
     two = Two("qwen3_moe", Parallel(2, expert=2))
     two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
     two.check(steps_of((GREEDY,), masked=False)[:2])
+
+
+@pytest.mark.parametrize(("asked", "prompt"), [("own", "fp32"), ("bf16", "bf16")])
+def test_prompts_may_send_another_format_than_steps(asked: str, prompt: str) -> None:
+    sent: list[str] = []
+    exchange = SimpleNamespace(all_reduce=lambda out, x, wire: sent.append(wire))
+    steps: Any = SimpleNamespace(group=SimpleNamespace(exchange=exchange), _prompt_wire=asked)
+    buffers: Any = SimpleNamespace(view=lambda place: place)
+    each = AllReduce(Place(0, 8), Place(1, 8), "fp32")
+    for decodes in (True, False):
+        Steps._reduce(steps, each, buffers, decodes=decodes)
+    assert sent == ["fp32", prompt]
 
 
 @pytest.mark.parametrize(
