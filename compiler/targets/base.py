@@ -156,10 +156,6 @@ class Executable(ABC):
     def follow_choice(self) -> None:  # noqa: B027 (most followers are told the tokens)
         """Make a follower's part of :meth:`choose`."""
 
-    def agreed(self) -> bytes:
-        """What all ranks have alike between steps: seats, how far each is, tokens all know."""
-        return b""
-
     def check(self) -> None:  # noqa: B027 (most depend on nothing else)
         """Raise where something has gone that every later step needs, as a RankError."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
+from typing import Protocol, runtime_checkable
 
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.base import Executable
@@ -32,6 +33,16 @@ def steps_between() -> int:
     return _USUAL if int(text) == 1 else int(text)
 
 
+@runtime_checkable
+class Agrees(Protocol):
+    """An executable that says where it is."""
+
+    def agreed(self) -> bytes:
+        """What every rank has alike between two steps: seats, how far each is, and the tokens read
+        next where all ranks know them.
+        """
+
+
 class Trace:
     """What a rank was told so far: the number of steps and a checksum of their bytes."""
 
@@ -46,5 +57,6 @@ class Trace:
 
     def summary(self, executable: Executable) -> bytes:
         """What all ranks must say alike between the same two steps."""
-        seats = hashlib.sha256(executable.agreed()).hexdigest()[:12]
+        said = executable.agreed() if isinstance(executable, Agrees) else b""
+        seats = hashlib.sha256(said).hexdigest()[:12]
         return f"{self.num_steps} steps {self._sum:08x}, seats {seats}".encode()

@@ -41,7 +41,9 @@ def test_whoever_goes_in_whichever_phase_is_missed_in_time(
     try:
         hit = wait_for(tmp_path / f"{rank}.{phase}")
         has_other = rank == 1 or phase != "hello"
-        other = wait_for(tmp_path / f"{1 - rank}.hello") if has_other else first.pid
+        # the other one is there, and waits
+        place = {"hello": "hello", "close": "decode"}.get(phase, phase)
+        other = wait_for(tmp_path / f"{1 - rank}.{place}") if has_other else first.pid
         time.sleep(0.5)
         os.kill(hit, number)
         started = time.monotonic()
