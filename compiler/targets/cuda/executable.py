@@ -191,7 +191,8 @@ class CudaExecutable(Executable):
     def _move(self, edit: Edit) -> None:
         """Copies of state, within the device or to the host and back."""
         if isinstance(edit, Copy):
-            self._copy(edit.source, edit.target, edit.num_positions)
+            self._state.copy(edit.source, edit.target, edit.num_positions)
+            self._sittings[edit.target].length = edit.num_positions
         elif isinstance(edit, Save):
             self._state.save(edit.seat, edit.snapshot, self._sittings[edit.seat].length)
         elif isinstance(edit, Load):
@@ -200,15 +201,9 @@ class CudaExecutable(Executable):
             assert isinstance(edit, Out | Back | Drop), edit
             self._away.apply(edit)
 
-    def _copy(self, source: Seat, target: Seat, num_positions: int) -> None:
-        self._state.copy(source, target, num_positions)
-        self._sittings[target].length = num_positions
-
     def agreed(self) -> bytes:
         self._leave()
-        tokens = self._table.tokens.tolist()
-        found = sorted((int(s), each.length, tokens[s]) for s, each in self._sittings.items())
-        return repr(found).encode()
+        return self._table.agreed({seat: each.length for seat, each in self._sittings.items()})
 
     def _leave(self) -> None:
         """What the bucket that ran last holds of its seats goes back to the table."""
@@ -353,7 +348,8 @@ class CudaExecutable(Executable):
             return None
         seats = (chunk.seat, *chunk.also) if chunk.chooses else ()
         for seat in seats[1:]:
-            self._copy(chunk.seat, seat, chunk.end)
+            self._state.copy(chunk.seat, seat, chunk.end)
+            self._sittings[seat].length = chunk.end
         if is_late:
             return self._answers.late(seats, logits, step, chunk if chunk.echoes else None)
         if len(seats) > 1:
@@ -386,9 +382,8 @@ class CudaExecutable(Executable):
         return self._steps.chosen_experts(rows)
 
     def memory(self) -> MemoryUse:
-        return MemoryUse(
-            self._weights.num_bytes + self._steps.copies.num_bytes, self._state.num_bytes_held()
-        )
+        weights = self._weights.num_bytes + self._steps.copies.num_bytes
+        return MemoryUse(weights, self._state.num_bytes_held())
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         return self._state.num_bytes(num_positions, num_sequences)

@@ -89,6 +89,11 @@ class SeatTable:
         both = send(np.array([seats, tokens], dtype=np.int64), self.device)
         self.tokens.index_copy_(0, *both)
 
+    def agreed(self, lengths: Mapping[Seat, int]) -> bytes:
+        """Seats, where they stand and what each reads next: all ranks have them alike."""
+        tokens = self.tokens.tolist()
+        return repr(sorted((int(s), length, tokens[s]) for s, length in lengths.items())).encode()
+
     def give_back(self, at: Tensor, tokens: Tensor) -> None:
         """Take the tokens of a bucket's rows back; what padding read is of no account."""
         self.tokens.index_copy_(0, at, tokens)
