@@ -29,8 +29,13 @@ NUM_THREADS = 2
 torch.set_num_threads(NUM_THREADS)
 
 
+# Until all is collected nothing is garbage, and looking for it is a quarter of the work.
+gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What imports and collection made stays: the garbage collector need not walk it any more."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
