@@ -28,7 +28,7 @@ from tilewright.compiler.targets.cuda.weights import Weights, load_weights, prod
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 from tilewright.compiler.targets.table import get_target
 
-CPU = torch.device("cpu")
+HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}
 LOFI = Trials(lofi="fp8")
 
@@ -37,7 +37,7 @@ def made(name: str, fidelity: str, trials: Trials, **sizes: Any) -> tuple[Plan, 
     model = tiny_model(**(SIZES | sizes), std=0.2)
     graph_module, _ = lowered(model, target="cuda", precision=precision_of(name, fidelity))
     plan = make_plan(graph_module)
-    weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
+    weights = load_weights(plan, weight_source(model), HERE, lambda what, done, total: None)
     return plan, weights, Copies(plan, weights, trials)
 
 
@@ -71,13 +71,13 @@ def test_the_kernel_rounds_as_torch_does(
     dtype: torch.dtype, width: int, device: torch.device
 ) -> None:
     """Every code, ties, what rounds to nothing, zeros, no numbers."""
-    x = torch.randn(7, width + 3, device=device) * torch.exp2(torch.randint(-9, 3, (width + 3,)))
+    x = torch.randn(7, width + 3) * torch.exp2(torch.randint(-9, 3, (width + 3,)))
     x[1] = 0.0
     x[2] *= 2.0**-120
     x[3] *= 2.0**100
     x[4] = torch.linspace(0.9, 1.1, width + 3) * 2.0**-9
     x[4, 0], x[5, 0], x[6, -4] = 1.0, -1.0, float("nan")
-    x = x.to(dtype)[:, :width]
+    x = x.to(device, dtype)[:, :width]
     for found, wanted in zip(kernels.round_rows(x), round_rows(x), strict=True):
         rows = slice(0, 6)  # what a row with NaN is multiplied by means nothing
         assert torch.equal(found.view(torch.uint8)[rows], wanted.view(torch.uint8)[rows])
@@ -107,10 +107,11 @@ def test_a_row_does_not_depend_on_others(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_scaled_products(dtype: torch.dtype) -> None:
     x, exact = (
-        round_rows(torch.randn(70, 96)),
+        round_rows(torch.randn(70, 96, device=HERE)),
         exact_rows(
             get_format("bfp4").round_trip(
-                torch.randn(48, 96) * torch.exp2(torch.arange(48.0))[:, None]
+                torch.randn(48, 96, device=HERE)
+                * torch.exp2(torch.arange(48.0, device=HERE))[:, None]
             )
         ),
     )
@@ -168,13 +169,15 @@ def test_products_of_many_rows_have_the_bits_of_rounded_operands(
 ) -> None:
     """Every product of a plan, with its norm and what is fused behind it, against float64."""
     plan, weights, copies = made("bfp4", "lofi", LOFI)
-    products = Products(plan, weights, CPU, max_rows=256, is_native=False, exact=False, trials=LOFI)
+    products = Products(
+        plan, weights, HERE, max_rows=256, is_native=False, exact=False, trials=LOFI
+    )
     count = 0
     for each in (one for one in plan.instructions if isinstance(one, Linear)):
         columns, rows = each.weight.shape[1], each.weight.shape[0]
-        x = torch.randn(num_rows, columns)
+        x = torch.randn(num_rows, columns, device=HERE)
         x = x if each.norm is not None else x.bfloat16()
-        out = torch.ones(num_rows, rows // 2 if each.swiglu else rows)
+        out = torch.ones(num_rows, rows // 2 if each.swiglu else rows, device=HERE)
         out = out.bfloat16() if each.swiglu else out
         products.run(each, out, x, decodes=decodes)
         held = weights.held(product_of(each))
@@ -206,12 +209,12 @@ def test_copies_of_values_are_the_librarys(
     found = copies.values_for(each, rows)
     assert (found is not None) == expected
     products = Products(
-        plan, weights, CPU, max_rows=256, is_native=False, exact=False, trials=trials
+        plan, weights, HERE, max_rows=256, is_native=False, exact=False, trials=trials
     )
     monkeypatch.setattr(products, "_dense", lambda *_: pytest.fail("it is held already"))
     if expected:
-        x = torch.randn(rows, each.weight.shape[1]).bfloat16()
-        out = torch.zeros(rows, each.weight.shape[0])
+        x = torch.randn(rows, each.weight.shape[1], device=HERE).bfloat16()
+        out = torch.zeros(rows, each.weight.shape[0], device=HERE)
         products.run(each, out, x, decodes=True)
         wanted = x.double() @ unpack(weights.held(product_of(each))).double().T
         torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)

@@ -142,9 +142,9 @@ def linear(
     at = nvrtc.Launch(
         (places // (8 * way.eights), row_blocks, 1), 128 * way.groups, way.shared_bytes
     )
-    product = _Lofi(
+    whole = _Lofi(
         wide=Wide(product=product, depth=way.depth, places=0),
         row_scales=weight.scales.data_ptr(),
         token_scales=scales.data_ptr(),
     )
-    nvrtc.launch(SOURCE, way.kernel, at=at, arguments=product)
+    nvrtc.launch(SOURCE, way.kernel, at=at, arguments=whole)
