@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -29,15 +30,18 @@ NUM_THREADS = 2
 torch.set_num_threads(NUM_THREADS)
 
 
-# Until all is collected nothing is garbage, and looking for it is a quarter of the work.
-gc.disable()
-
-
-def pytest_collection_finish() -> None:
-    """What imports and collection made stays: the garbage collector need not walk it any more."""
-    gc.enable()
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, Any, Any]:
+    """Until all is collected little is garbage, and looking for it is a quarter of the work. What
+    imports and collection made stays: the garbage collector need not walk it any more.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
