@@ -1,0 +1,90 @@
+"""A group of two that computes nothing, each rank a process: ``rank_program.py FOLDER PHASE RANK``.
+
+In every phase each rank leaves a file with its pid; the rank named stays in the phase named.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tilewright.compiler.distributed import group, launch
+from tilewright.compiler.distributed.world import place_of
+from tilewright.compiler.errors import RankError
+
+LOADING, LIMIT, STAYS = 12.0, 3.0, 90.0
+group.LOADING_SECONDS = launch.LOADING_SECONDS = LOADING  # type: ignore[misc, attr-defined]
+
+
+def enter(rank: int, phase: str) -> None:
+    """Say where a rank is, and stay there if it is this one's part."""
+    folder, stays_in, who = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+    (folder / f"{rank}.{phase}.new").write_text(str(os.getpid()))
+    (folder / f"{rank}.{phase}.new").rename(folder / f"{rank}.{phase}")
+    if (phase, rank) == (stays_in, who):
+        time.sleep(STAYS)
+
+
+def null(rank: int) -> Any:
+    """An executable that says when a prompt, or a step of decode, begins."""
+    from tests.tiny import compiled, tiny_model
+
+    executable: Any = compiled(tiny_model(num_layers=1), "null", max_batch=1)
+    step = executable.step
+
+    def said(given: Any) -> Any:
+        enter(rank, "decode" if given.decode else "prompt")
+        return step(given)
+
+    executable.step = said
+    return executable
+
+
+def lead() -> None:
+    from tilewright.compiler.targets.sharded import ShardedExecutable, meet
+    from tilewright.compiler.targets.step import Choosing, Chunk, Open, Seat, Step
+
+    enter(0, "hello")
+    ranks = launch.gather_here(2, sys.argv, limit_s=LIMIT)
+    own = null(0)
+    enter(0, "load")
+    meet(own, group.Peers(ranks.leader, ranks.token, LIMIT))
+    executable, seat = ShardedExecutable(own, ranks), Seat(0)
+    opened = (Open(seat, Choosing()),)
+    executable.step(Step(edits=opened, prompts=(Chunk(seat, 0, (1, 2), chooses=True),)))
+    started = time.monotonic()
+    # long enough for a rank that stays in the middle of a step to be hit and noticed
+    while time.monotonic() - started < (STAYS if sys.argv[2] in ("prompt", "decode") else 1.0):
+        executable.step(Step(decode=(seat,)))
+        if own.length(seat) > 60:
+            executable.step(Step(edits=(Open(seat, Choosing(), keeps=2),)))
+            executable.step(Step(prompts=(Chunk(seat, 2, (3,), chooses=True),)))
+        time.sleep(0.01)
+    enter(0, "close")
+    executable.close()
+
+
+def follow(rank: int) -> None:
+    from tilewright.compiler.targets.sharded import meet, serve_steps
+
+    enter(rank, "hello")
+    follower = launch.join(place_of())  # type: ignore[arg-type]
+    follower.ends_process = True
+    executable = null(rank)
+    enter(rank, "load")
+    meet(executable, group.Peers(follower, b"", LIMIT))
+    serve_steps(executable, follower)
+    enter(rank, "close")
+    follower.close()
+
+
+if __name__ == "__main__":
+    found = place_of()
+    try:
+        lead() if found is None else follow(found.rank)
+    except RankError as error:
+        print(error, file=sys.stderr)
+        sys.exit(3)

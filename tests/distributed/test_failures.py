@@ -1,0 +1,69 @@
+"""Each rank is killed and stopped in each phase: an error in time, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import rank_program
+from tests.distributed.rank_program import LIMIT, LOADING
+from tests.test_child import gone
+from tilewright.compiler.child import PYTHON
+
+PHASES = ("hello", "load", "prompt", "decode", "close")
+
+
+def wait_for(path: Path, seconds: float = 120.0) -> int:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"no {path.name}"
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_whoever_goes_in_whichever_phase_is_missed_in_time(
+    rank: int, phase: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """Within the phase's limit and 5 s rank 0 names the rank and ends, or its follower does."""
+    if (rank, phase, number) == (0, "hello", signal.SIGSTOP):
+        pytest.skip("there is nobody yet who could miss it")
+    path = Path(rank_program.__file__)
+    command = [*PYTHON, str(path), str(tmp_path), phase, str(rank)]
+    environment = {**os.environ, "PYTHONPATH": str(path.parents[2])}
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        hit = wait_for(tmp_path / f"{rank}.{phase}")
+        has_other = rank == 1 or phase != "hello"
+        # the other one is there, and waits
+        place = {"hello": "hello", "close": "decode"}.get(phase, phase)
+        other = wait_for(tmp_path / f"{1 - rank}.{place}") if has_other else first.pid
+        time.sleep(0.5)
+        os.kill(hit, number)
+        started = time.monotonic()
+        limit = LIMIT if phase in ("prompt", "decode") else LOADING
+        while not gone(other) and time.monotonic() - started < limit + 20:
+            if other == first.pid:
+                first.poll()
+            time.sleep(0.05)
+        took = time.monotonic() - started
+        print(f"{phase}, rank {rank}, {number.name}: {took:.2f} s of {limit + 5:g}")
+        if has_other:
+            most = LOADING if rank == 0 else limit  # a follower waits for rank 0 as in loading
+            assert gone(other) and took < most + 5.0
+        if rank == 1 and phase != "close":
+            assert first.wait(5) == 3 and first.stderr is not None
+            assert "rank 1 " in first.stderr.read()
+        if number != signal.SIGSTOP or rank == 1:
+            assert gone(hit)
+    finally:
+        first.kill()
+        first.wait()
