@@ -56,9 +56,14 @@ def _scale_bytes(kind: str, wide: int) -> int:
     return wide * (2 if kind in HAVE_MINIMUMS else 1)
 
 
+def padded(values: Tensor, missing: tuple[int, ...]) -> Tensor:
+    """``values`` with so many zeros more, as torch's ``pad`` counts them; copied only for some."""
+    return pad(values, missing) if any(missing) else values.contiguous()
+
+
 def value_panels(values: Tensor, kind: str) -> Tensor:
     """uint8 ``[panels, bytes]`` of float rows ``[16 panels, in]`` in float32 or bfloat16."""
-    wide = pad(values, (0, whole(values.shape[1], BLOCK) - values.shape[1]))
+    wide = padded(values, (0, whole(values.shape[1], BLOCK) - values.shape[1]))
     inner = 1 if kind == FP32 else 2
     held = wide.float() if kind == FP32 else wide.bfloat16()
     lanes = held.view(-1, LANES, wide.shape[1] // inner, inner).transpose(1, 2).contiguous()
@@ -78,7 +83,7 @@ def code_panels(
     num_columns = signed.codes.shape[1]
     wide = whole(num_columns, BLOCK)
     bits = _CODE_BITS.get(kind, 4)
-    codes = pad(signed.codes, (0, wide - num_columns)).view(torch.uint8)
+    codes = padded(signed.codes, (0, wide - num_columns)).view(torch.uint8)
     codes = codes if minimums is not None else codes + (1 << (bits - 1))
     parts = [_codes(codes, bits), _scales(signed, kind, wide, name)]
     if minimums is not None:
@@ -127,19 +132,19 @@ def _codes(codes: Tensor, bits: int) -> Tensor:
 
 def _joined(parts: list[Tensor], kind: str, num_columns: int) -> Tensor:
     flat = torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1)
-    return pad(flat, (0, panel_bytes(kind, num_columns) - flat.shape[1])).contiguous()
+    return padded(flat, (0, panel_bytes(kind, num_columns) - flat.shape[1])).contiguous()
 
 
 def _scales(signed: SignedCodes, kind: str, wide: int, name: str) -> Tensor:
     """uint8 ``[panels, bytes]``, of all blocks of a panel, the padding's included."""
     missing = wide // signed.block - signed.scales.shape[1]
-    scales = pad(signed.scales, (0, missing)).view(-1, LANES, wide // signed.block)
+    scales = padded(signed.scales, (0, missing)).view(-1, LANES, wide // signed.block)
     lanes = scales.transpose(1, 2).contiguous()
     if kind not in _OF_POWERS:
         return lanes.half().view(torch.uint8).view(lanes.shape[0], -1)
     exponents = lanes.view(torch.int32) >> 23
     if bool(((exponents == 0) & (lanes != 0)).any()):  # blocks of zeros have such a scale
-        codes = pad(signed.codes, (0, wide - signed.codes.shape[1]))
+        codes = padded(signed.codes, (0, wide - signed.codes.shape[1]))
         has_codes = (codes.view(*scales.shape, signed.block) != 0).any(-1).transpose(1, 2)
         if bool(((exponents == 0) & has_codes).any()):
             raise CheckpointError(

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tilewright.compiler.errors import CheckpointError, NoRoomError
 from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, get_format
@@ -44,6 +43,7 @@ from tilewright.compiler.targets.cpu.native.panels import (
     LANES,
     code_panels,
     num_panels,
+    padded,
     panel_bytes,
     super_panels,
     value_panels,
@@ -265,20 +265,20 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
         else:
             encoded = number_format.quantise(dense_of(first, last))
         assert encoded.minimums is not None
-        scales = number_format.scales(encoded)
-        codes = encoded.codes.view(torch.int8)
+        codes, scales = encoded.codes.view(torch.int8), number_format.scales(encoded)
         return SignedCodes(codes, scales, number_format.block), encoded.minimums.float()
 
     def read(first: int, last: int, count: int) -> Tensor:
         if kind in (FP32, BF16):
             dense = dense_of(first, last)
             values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
-            return value_panels(pad(values, (0, 0, 0, count - len(values))), kind)
+            return value_panels(padded(values, (0, 0, 0, count - len(values))), kind)
         signed, minimums = codes_of(first, last)
         missing = (0, 0, 0, count - len(signed.codes))
-        signed = SignedCodes(pad(signed.codes, missing), pad(signed.scales, missing), signed.block)
-        minimums = None if minimums is None else pad(minimums, missing)
-        return code_panels(signed, kind, ", ".join(recipe.names[:4]), minimums=minimums)
+        parts = (padded(each, missing) for each in (signed.codes, signed.scales))
+        signed = SignedCodes(*parts, signed.block)
+        least = None if minimums is None else padded(minimums, missing)
+        return code_panels(signed, kind, ", ".join(recipe.names[:4]), minimums=least)
 
     return read
 
@@ -292,7 +292,7 @@ def _super_reader(
 
     def read(first: int, last: int, count: int) -> Tensor:
         stored = load_stored(wanted.recipe, get, first, last)
-        blocks = found.read(pad(stored, (0, 0, 0, count - len(stored))))
+        blocks = found.read(padded(stored, (0, 0, 0, count - len(stored))))
         return super_panels(blocks, kind, wanted.columns)
 
     return read
@@ -301,9 +301,9 @@ def _super_reader(
 def _bias(dense: Tensor, wanted: Wanted) -> Tensor:
     """A bias in the order of its product's panels."""
     if not wanted.is_paired:
-        return pad(dense, (0, wanted.num_lanes - len(dense)))
+        return padded(dense, (0, wanted.num_lanes - len(dense)))
     half = len(dense) // 2
-    parts = pad(dense.view(2, half), (0, wanted.num_lanes // 2 - half))
+    parts = padded(dense.view(2, half), (0, wanted.num_lanes // 2 - half))
     return parts.view(2, -1, LANES).transpose(0, 1).reshape(-1)
 
 
