@@ -275,8 +275,8 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
             return value_panels(padded(values, (0, 0, 0, count - len(values))), kind)
         signed, minimums = codes_of(first, last)
         missing = (0, 0, 0, count - len(signed.codes))
-        parts = (padded(each, missing) for each in (signed.codes, signed.scales))
-        signed = SignedCodes(*parts, signed.block)
+        codes, scales = padded(signed.codes, missing), padded(signed.scales, missing)
+        signed = SignedCodes(codes, scales, signed.block)
         least = None if minimums is None else padded(minimums, missing)
         return code_panels(signed, kind, ", ".join(recipe.names[:4]), minimums=least)
 
