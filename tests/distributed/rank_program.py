@@ -13,7 +13,7 @@ from typing import Any
 
 from tilewright.compiler.distributed import group, launch
 from tilewright.compiler.distributed.world import place_of
-from tilewright.compiler.errors import RankError
+from tilewright.compiler.errors import TilewrightError
 
 LOADING, LIMIT, STAYS = 12.0, 3.0, 90.0
 group.LOADING_SECONDS = launch.LOADING_SECONDS = LOADING  # type: ignore[misc, attr-defined]
@@ -85,6 +85,6 @@ if __name__ == "__main__":
     found = place_of()
     try:
         lead() if found is None else follow(found.rank)
-    except RankError as error:
+    except TilewrightError as error:
         print(error, file=sys.stderr)
-        sys.exit(3)
+        sys.exit(error.exit_code)

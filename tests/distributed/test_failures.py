@@ -60,8 +60,8 @@ def test_whoever_goes_in_whichever_phase_is_missed_in_time(
             most = LOADING if rank == 0 else limit  # a follower waits for rank 0 as in loading
             assert gone(other) and took < most + 5.0
         if rank == 1 and phase != "close":
-            assert first.wait(5) == 3 and first.stderr is not None
-            assert "rank 1 " in first.stderr.read()
+            assert first.wait(5) in (2, 3) and first.stderr is not None  # 2: it never came
+            assert "rank 1 " in (said := first.stderr.read()) or "ranks 1 of 2 did not come" in said
         if number != signal.SIGSTOP or rank == 1:
             assert gone(hit)
     finally:
