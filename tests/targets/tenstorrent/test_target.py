@@ -37,7 +37,7 @@ def graph() -> GraphModule:
 
 def built(folder: Path, target: BoardTarget, options: CompileOptions = OPTIONS) -> Program:
     target.build(graph(), weight_source(MODEL), folder, options, silent)
-    return Program(folder, target.contract(graph(), options), graph)
+    return Program(folder, target.contract(graph(), options), graph, graph)
 
 
 @pytest.mark.parametrize("name", MESHES)
