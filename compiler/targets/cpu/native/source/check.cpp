@@ -5,6 +5,15 @@
 namespace tw {
 namespace {
 
+// Threads share the columns, the heads or the rows that these write, and each reads all of x.
+void check_apart(const Checked& checked, const TwInstruction& each) {
+    for (int32_t op : {TW_LINEAR, TW_ATTEND, TW_GATHER, TW_EXPERTS, TW_CONVOLVE, TW_DELTA_RULE}) {
+        const bool meets = each.x.buffer == each.out.buffer && each.x.first < each.out.first + each.out.width &&
+                           each.out.first < each.x.first + each.x.width;
+        checked.holds(each.op != op || !meets, "what it writes is what it reads");
+    }
+}
+
 void check_linear(const Checked& checked, const TwInstruction& each) {
     const bool paired = each.flags & TW_PAIRED;
     checked.place(each.x, "x");
@@ -43,6 +52,7 @@ void check_instruction(const TwProgram& program, int32_t index, Routed& routed) 
     if (each.op == TW_GATHER) routed = {};
     for (const TwPlace* place : {&each.x, &each.y, &each.z, &each.gate})  // also where they mean nothing
         if (place->buffer != -1) checked.place(*place, "a place");
+    check_apart(checked, each);
     switch (each.op) {
         case TW_EMBED: {
             const TwTensor& table = checked.tensor(each.weight, "table");

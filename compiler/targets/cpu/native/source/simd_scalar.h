@@ -83,7 +83,11 @@ inline vi in_turns(vi a, vi b, int first) {
     uint8_t x[64], y[64], r[64];
     std::memcpy(x, a.x, 64);
     std::memcpy(y, b.x, 64);
-    for (int i = 0; i < 64; i++) r[i] = (i % 2 ? y : x)[i / 16 * 16 + first + i % 16 / 2];
+    for (int part = 0; part < 64; part += 16)
+        for (int i = 0; i < 8; i++) {
+            r[part + 2 * i] = x[part + first + i];
+            r[part + 2 * i + 1] = y[part + first + i];
+        }
     return of_bytes(r);
 }
 inline vi in_turns_low(vi a, vi b) { return in_turns(a, b, 0); }
