@@ -48,8 +48,8 @@ def test_a_plan_ends_without_a_failed_request(server: Server, name: str) -> None
 
 
 def test_what_is_measured_is_there(server: Server) -> None:
-    (row,) = run(server, "streams", Shape(requests=3, rate=200.0, output_tokens=5))
-    assert row["output_tokens"] == 15
+    (row,) = run(server, "streams", Shape(requests=3, rate=200.0, output_tokens=40))
+    assert row["output_tokens"] == 120
     assert {"ttft_ms_p50", "itl_ms_p99", "tpot_ms_p50"} <= row.keys()
     assert [each["users"] for each in run(server, "overhead")] == [1, 4]
     (chat,) = run(server, "chat")
