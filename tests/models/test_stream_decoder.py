@@ -60,6 +60,17 @@ def test_streams_of_any_ids(ids: list[int], byte_level: Tokenizer) -> None:
     )
 
 
+def test_ids_pushed_together_are_those_pushed_one_by_one(
+    byte_level: Tokenizer, pieces: Tokenizer
+) -> None:
+    for each in (byte_level, pieces):
+        ids = [*range(min(each.vocab_size, 300)), *each.encode("é 家 x"), each.vocab_size + 5]
+        one, many = each.stream(), each.stream()
+        apart = "".join(one.push(index) for index in ids) + one.flush()
+        together = "".join(many.push_all(ids[at : at + 7]) for at in range(0, len(ids), 7))
+        assert together + many.flush() == apart
+
+
 def test_stream_byte_by_byte(pieces: Tokenizer) -> None:
     stream = pieces.stream()
     ids = [3 + byte for byte in "👍é".encode()]

@@ -364,17 +364,6 @@ def test_ids_may_be_any_kind_of_whole_number(byte_level: Tokenizer) -> None:
     assert byte_level.decode(ids) == "hello"  # type: ignore[arg-type]
 
 
-def test_ids_pushed_together_are_those_pushed_one_by_one(
-    byte_level: Tokenizer, pieces: Tokenizer
-) -> None:
-    for each in (byte_level, pieces):
-        ids = [*range(min(each.vocab_size, 300)), *each.encode("é 家 x"), each.vocab_size + 5]
-        one, many = each.stream(), each.stream()
-        apart = "".join(one.push(index) for index in ids) + one.flush()
-        together = "".join(many.push_all(ids[at : at + 7]) for at in range(0, len(ids), 7))
-        assert together + many.flush() == apart
-
-
 @pytest.mark.parametrize("line", ["\ud800", "ok \udfff end"])
 def test_lone_surrogates(line: str, byte_level: Tokenizer) -> None:
     with pytest.raises(RequestError, match=r"lone surrogate U\+D"):
