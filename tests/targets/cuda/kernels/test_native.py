@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,15 +128,19 @@ def test_names_of_kernels() -> None:
     assert native.kernel_names(text) == ("gemv_bf16_0_3", "gemm_bfp8_4_2_3")
 
 
-def test_every_header_is_named_once() -> None:
-    """NVRTC reads no directory: what is included must be handed over"""
-    asked = {native.source().path.name}
-    found: set[str] = set()
+def check_headers(source: nvrtc.Source) -> None:
+    """NVRTC reads no directory: what a source includes, itself or by a header, is named, once."""
+    asked, found = {source.path.name}, set[str]()
     while asked - found:
         name = min(asked - found)
         found.add(name)
-        asked |= set(re.findall(r'^#include "(.+)"', SOURCE.with_name(name).read_text(), re.M))
-    assert sorted(found) == sorted((*native.source().headers, "linear.cu"))
+        text = source.path.with_name(name).read_text()
+        asked |= set(re.findall(r'^#include "(.+)"', text, re.M))
+    assert sorted(found) == sorted((*source.headers, source.path.name))
+
+
+def test_every_header_is_named_once() -> None:
+    check_headers(native.source())
 
 
 def test_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,13 +173,18 @@ def test_it_compiles_without_spills(tmp_path: Path) -> None:
     assert max(int(used) for name, _, used in kernels if name.startswith("gemv")) <= 80
 
 
-@pytest.fixture
-def gpu(device: torch.device) -> torch.device:
-    """A GPU on which linear.cu runs."""
-    reason = native.why_not(torch.device(device.type, 0) if device.type == "cuda" else device)
+def gpu_of(device: torch.device, why_not: Callable[[torch.device], str]) -> torch.device:
+    """The first GPU; the test is skipped where a module's kernels do not run there."""
+    reason = why_not(torch.device(device.type, 0) if device.type == "cuda" else device)
     if reason:
         pytest.skip(reason)
     return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """A GPU on which linear.cu runs."""
+    return gpu_of(device, native.why_not)
 
 
 def weight(kind: str, size: tuple[int, int], gpu: torch.device, *, paired: bool) -> HeldWeight:

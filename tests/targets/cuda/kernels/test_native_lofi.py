@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from torch import Tensor
 
-from tests.targets.cuda.kernels.test_native import NAN, shaped, tokens, weight
+from tests.targets.cuda.kernels.test_native import (
+    NAN,
+    check_headers,
+    gpu_of,
+    shaped,
+    tokens,
+    weight,
+)
 from tilewright.compiler.targets.cuda.e4m3 import CODES, round_rows, values
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_lofi
@@ -124,23 +129,13 @@ def test_what_is_chosen_is_there_and_fits() -> None:
 
 
 def test_every_header_is_named_once() -> None:
-    source = native_lofi.SOURCE
-    asked, found = {source.path.name}, set[str]()
-    while asked - found:
-        name = min(asked - found)
-        found.add(name)
-        text = source.path.with_name(name).read_text()
-        asked |= set(re.findall(r'^#include "(.+)"', text, re.M))
-    assert sorted(found) == sorted((*source.headers, source.path.name))
+    check_headers(native_lofi.SOURCE)
 
 
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     """A GPU on which lofi.cu runs."""
-    reason = native_lofi.why_not(torch.device(device.type, 0) if device.type == "cuda" else device)
-    if reason:
-        pytest.skip(reason)
-    return torch.device("cuda", 0)
+    return gpu_of(device, native_lofi.why_not)
 
 
 @pytest.mark.gpu

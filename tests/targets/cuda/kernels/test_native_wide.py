@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.targets.cuda.kernels.test_native import NAN, shaped, tokens, weight
+from tests.targets.cuda.kernels.test_native import (
+    NAN,
+    check_headers,
+    gpu_of,
+    shaped,
+    tokens,
+    weight,
+)
 from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.packing import unpack
 
@@ -44,14 +51,7 @@ def test_what_is_chosen_is_there_and_fits(kind: str, rows: int) -> None:
 
 
 def test_every_header_is_named_once() -> None:
-    source = native_wide.SOURCE
-    asked, found = {source.path.name}, set[str]()
-    while asked - found:
-        name = min(asked - found)
-        found.add(name)
-        text = source.path.with_name(name).read_text()
-        asked |= set(re.findall(r'^#include "(.+)"', text, re.M))
-    assert sorted(found) == sorted((*source.headers, source.path.name))
+    check_headers(native_wide.SOURCE)
 
 
 @pytest.mark.slow
@@ -77,10 +77,7 @@ def test_it_compiles_without_spills_and_keeps_the_matrix_unit_fed(tmp_path: Path
 @pytest.fixture
 def gpu(device: torch.device) -> torch.device:
     """A GPU on which wide.cu runs."""
-    reason = native_wide.why_not(torch.device(device.type, 0) if device.type == "cuda" else device)
-    if reason:
-        pytest.skip(reason)
-    return torch.device("cuda", 0)
+    return gpu_of(device, native_wide.why_not)
 
 
 @pytest.mark.gpu
