@@ -134,13 +134,7 @@ template <int MT, int G> __device__ __forceinline__ void lofi(const Lofi &lofi) 
   }
   release_dependents();
   __syncthreads();
-  if (warp == 0) {  // weights never change: they are asked for before x is there
-    const u32 ahead = min(depth, ring.num_steps);
-    for (u32 i = 0; i < ahead; ++i) ring.fetch_weights(i, i);
-    wait_for_inputs();
-    for (u32 i = 0; i < ahead; ++i) ring.fetch_x(i, i);
-    __syncwarp();
-  }
+  if (warp == 0) ring.begin();
   float acc[MT][4] = {}, total[MT][4] = {};
   const u32 codes_at = ring.w_ring + warp * step_bytes<LOFI>, tables_at = shared_address(tables);
   u32 slot = 0, parity = 0;

@@ -149,6 +149,15 @@ template <int F, int MT, int G> struct Ring {
       copy_bulk(x_ring + slot * X_BYTES + lane * X_HALF, x + (X_PARTS * step + lane) * x_chunk,
                 X_HALF, full + 8 * slot);
   }
+  // The first warp asks for as many steps as there are places. Weights never change: they are asked
+  // for before x is there.
+  __device__ __forceinline__ void begin() const {
+    const u32 ahead = min(depth, num_steps);
+    for (u32 i = 0; i < ahead; ++i) fetch_weights(i, i);
+    wait_for_inputs();
+    for (u32 i = 0; i < ahead; ++i) fetch_x(i, i);
+    __syncwarp();
+  }
   // A warp has read all of a step's place.
   __device__ __forceinline__ void leave(u32 step, u32 slot) const {
     __syncwarp();
@@ -276,13 +285,7 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   }
   release_dependents();
   __syncthreads();
-  if (warp == 0) {  // weights never change: they are asked for before x is there
-    const u32 ahead = min(depth, ring.num_steps);
-    for (u32 i = 0; i < ahead; ++i) ring.fetch_weights(i, i);
-    wait_for_inputs();
-    for (u32 i = 0; i < ahead; ++i) ring.fetch_x(i, i);
-    __syncwarp();
-  }
+  if (warp == 0) ring.begin();
   float acc[MT][4] = {}, total[MT][4] = {};
   u32 a[2][4], b[2][4];  // of one quarter, while the other's are multiplied
   Codes<F> codes;
