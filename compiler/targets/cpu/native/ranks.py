@@ -30,6 +30,7 @@ from tilewright.compiler.targets.cpu.native.weights import Mapped
 from tilewright.compiler.targets.host import Batch
 from tilewright.compiler.targets.program.instructions import AllReduce, AllReduceAdd, Plan
 from tilewright.compiler.targets.step import Choosing, Open, Seat, Step, StepOutput
+from tilewright.compiler.targets.threads import single_torch_thread
 
 _NEVER = (1 << 63) - 1
 _LEAST_LOOKS, _MOST_LOOKS = 4, 64
@@ -90,7 +91,8 @@ class NativeRank(NativeExecutable):
 
     def step(self, step: Step) -> StepOutput:
         self._wants_rows = step.want_logits if self.follows else self._needs_rows(step)
-        return super().step(step)
+        with single_torch_thread():  # awake behind a choice, they take another rank's core
+            return super().step(step)
 
     def forward(self, batch: Batch) -> Tensor:
         self._best.clear()
