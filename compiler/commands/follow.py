@@ -56,6 +56,7 @@ def _serve(follower: Follower, place: Place, path: str | None) -> None:
     message = follower.receive()
     assert message.kind == JOB, "rank 0 begins with a job"
     job = read_job(message.payload)
+    follower.limit_s = job.options.parallel.peer_limit
     source = open_source(find_model_or_shape(path or job.path))
     options = dataclasses.replace(job.options, rank=follower.rank)
     choices = ModelOptions(

@@ -69,11 +69,15 @@ class Message:
 
 
 class Channel:
-    """One end of the way between two ranks; sending is safe from several threads."""
+    """One end of the way between two ranks; sending is safe from several threads.
+
+    ``heard``: when something came last, on the clock of `time.monotonic`.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        self._sending = threading.Lock()
+        self.heard = time.monotonic()
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
         self._buffer = bytearray()
 
     def send(self, kind: int, number: int = 0, payload: bytes = b"") -> None:
@@ -108,12 +112,13 @@ class Channel:
             ChannelClosedError: where the other end has gone.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        while (found := self._take()) is None:
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return None
-            if not self._read(left):
-                return None
+        with self._receiving:
+            while (found := self._take()) is None:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                if not self._read(left):
+                    return None
         return found
 
     def read_ready(self) -> list[Message]:
@@ -128,14 +133,27 @@ class Channel:
             found.append(message)
         return found
 
-    def is_closed(self) -> bool:
-        """Whether the other end has gone; nothing is read, and what it said before may be left."""
-        try:
-            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        except OSError:
+    def listen(self) -> bool:
+        """Read what is there, for a later `receive`, unless another thread is receiving; whether
+        the other end is still there, as far as that tells.
+        """
+        if not self._receiving.acquire(blocking=False):
             return True
+        try:
+            self._read(0.0)
+        except ChannelClosedError:
+            return False
+        finally:
+            self._receiving.release()
+        return True
+
+    def process(self) -> int | None:
+        """The process at the other end of a local socket that it listened at; else None."""
+        if self.connection.family != socket.AF_UNIX:
+            return None
+        size = struct.calcsize("3i")
+        found = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return int(struct.unpack("3i", found)[0])
 
     def close(self) -> None:
         """Close this end; the other one reads its end."""
@@ -152,6 +170,7 @@ class Channel:
             raise ChannelClosedError(error.strerror or str(error)) from None
         if not data:
             raise ChannelClosedError("it closed the channel")
+        self.heard = time.monotonic()
         self._buffer += data
         return True
 

@@ -27,6 +27,7 @@ from tilewright.compiler.distributed.channel import (
     Message,
     call,
 )
+from tilewright.compiler.distributed.parallel import ALONE
 from tilewright.compiler.errors import RankError
 
 BEAT, FAILED, END, GATHER, JOB = 1, 2, 3, 4, 5
@@ -34,7 +35,9 @@ FIRST_FREE_KIND = 16
 """Kinds of messages from here on are the users' of a group."""
 
 LOADING_SECONDS = 120.0
-"""How long ranks wait for each other while models are opened and loaded."""
+"""How long ranks that run may be silent, and others wait for them, while models are opened and
+loaded: a library may hold Python's lock for long. A process that was stopped gets a step's limit.
+"""
 
 PATIENCE_SECONDS = 5.0
 """What children get to end by themselves."""
@@ -161,7 +164,7 @@ class Leader:
         self._shut()
 
     def close(self) -> None:
-        """End the followers: they get a moment to end by themselves, then SIGKILL."""
+        """End the followers: those that run get a moment to end by themselves, then SIGKILL."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -173,7 +176,8 @@ class Leader:
         deadline = time.monotonic() + PATIENCE_SECONDS
         for member in self.members:
             if member.child is not None:
-                member.child.wait(max(0.0, deadline - time.monotonic()))
+                if not is_stopped(member.pid):
+                    member.child.wait(max(0.0, deadline - time.monotonic()))
                 member.child.kill()
                 member.child.close()
             member.channel.close()
@@ -189,7 +193,7 @@ class Leader:
             return ""
         ended = member.child.wait(_VERDICT_SECONDS)
         if ended is None:
-            return f"; its process {_is_stopped(member.pid)}"
+            return f"; its process {_how(member.pid)}"
         last = f": {ended.last[:200]}" if ended.last else ""
         how = f"signal {-ended.code} ({ended.how})" if ended.code < 0 else ended.how
         return f"; its process ended by {how}{last}"
@@ -208,9 +212,10 @@ class Leader:
             for each in ready:
                 self._take(sockets[each])
             now = time.monotonic()
-            limit = max(self.limit_s, LOADING_SECONDS) if self._is_loading else self.limit_s
             for index, member in enumerate(self.members):
-                if now - self._last[index] > limit and self.failure is None:
+                silent, pid = now - self._last[index], member.pid if member.child else None
+                limit = overdue(silent, self.limit_s, is_loading=self._is_loading, pid=pid)
+                if limit is not None and self.failure is None:
                     self.fail(member.rank, f"has been silent for {limit:g} s")
             if now >= next_beat:
                 next_beat = now + _BEAT_SECONDS
@@ -237,11 +242,16 @@ class Leader:
 
 
 class Follower:
-    """A follower's side: it hears rank 0, and ends when rank 0 does."""
+    """A follower's side: it hears rank 0, and ends when rank 0 does, or is silent for too long.
+
+    ``limit_s``: how long that is, as for `Leader`. ``ends_process``: whether the process ends where
+    it does not by itself.
+    """
 
     def __init__(self, rank: int, size: int, channel: Channel, address: Address) -> None:
         self.rank, self.size, self.channel, self.address = rank, size, channel, address
-        self.ends_process = False  # where rank 0 has gone and this one does not end by itself
+        self.limit_s, self.ends_process = ALONE.peer_limit, False
+        self._is_loading, self._leader = True, channel.process()
         self._ended = threading.Event()
         self._beater = threading.Thread(target=self._beat, daemon=True, name="beat")
         self._beater.start()
@@ -253,10 +263,11 @@ class Follower:
             ChannelClosedError: where rank 0 has gone, or has not even said that it lives.
         """
         while True:
-            message = self.channel.receive(LOADING_SECONDS)
-            if message is None:
-                raise ChannelClosedError(f"rank 0 has been silent for {LOADING_SECONDS:g} s")
-            if message.kind != BEAT:
+            message = self.channel.receive(_BEAT_SECONDS)
+            limit = self._overdue()
+            if message is None and limit is not None:
+                raise ChannelClosedError(f"it has been silent for {limit:g} s")
+            if message is not None and message.kind != BEAT:
                 return message
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -266,6 +277,10 @@ class Follower:
         if message.kind != GATHER:
             raise ChannelClosedError("rank 0 has ended the group")
         return msgspec.msgpack.decode(message.payload, type=list[bytes])
+
+    def is_ready(self) -> None:
+        """From now on rank 0 may be silent no longer than the limit."""
+        self._is_loading = False
 
     def fail(self, said: str, *, of: int = -1) -> None:
         """Tell rank 0 why this rank cannot go on, or that the rank ``of`` is why."""
@@ -277,11 +292,16 @@ class Follower:
         self._ended.set()
         self.channel.close()
 
+    def _overdue(self) -> float | None:
+        silent = time.monotonic() - self.channel.heard
+        return overdue(silent, self.limit_s, is_loading=self._is_loading, pid=self._leader)
+
     def _beat(self) -> None:
         while not self._ended.wait(_BEAT_SECONDS):
             self.channel.send_if_free(BEAT)
-            if self.ends_process and self.channel.is_closed():
-                if not self._ended.wait(PATIENCE_SECONDS):
+            has_gone = not self.channel.listen() or self._overdue() is not None
+            if self.ends_process and has_gone:
+                if not self._ended.wait(PATIENCE_SECONDS - 2 * _BEAT_SECONDS):
                     os._exit(RankError.exit_code)  # in a kernel or a library that does not return
                 return
 
@@ -327,10 +347,14 @@ class Peers:
                 found[rank] = call(where, self.rank, self._token, seconds=LOADING_SECONDS)
             deadline = time.monotonic() + LOADING_SECONDS
             while len(found) < self.size - 1:
-                came = listener.accept(deadline)
-                if came is None:
+                came = listener.accept(min(deadline, time.monotonic() + _LOOK_SECONDS))
+                if came is not None:
+                    found[came[0]] = came[1]
+                    continue
+                if isinstance(group, Leader):
+                    group.check()
+                if time.monotonic() > deadline:
                     raise RankError(f"rank {self.rank}: others did not come within the limit")
-                found[came[0]] = came[1]
         finally:
             listener.close()
         if isinstance(group, Leader):
@@ -338,10 +362,32 @@ class Peers:
         return found
 
 
-def _is_stopped(pid: int) -> str:
+def overdue(silent_s: float, limit_s: float, *, is_loading: bool, pid: int | None) -> float | None:
+    """The limit that a rank's silence of ``silent_s`` seconds is beyond; None: of none yet.
+
+    ``pid``: its process, if that is of this machine.
+    """
+    longest = max(limit_s, LOADING_SECONDS) if is_loading else limit_s
+    if silent_s > longest:
+        return longest
+    is_halted = silent_s > limit_s and pid is not None and is_stopped(pid)
+    return limit_s if is_halted else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped, by a signal or a debugger."""
+    return _process_state(pid) in ("T", "t")
+
+
+def _process_state(pid: int) -> str:
+    """The letter that the kernel has for how a process is; empty for one that is gone."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            state = file.read().rpartition(")")[2].split()[0]
+            return file.read().rpartition(")")[2].split()[0]
     except OSError:
-        return "is gone"
-    return "is stopped" if state in "Tt" else "runs"
+        return ""
+
+
+def _how(pid: int) -> str:
+    state = _process_state(pid)
+    return "is gone" if not state else "is stopped" if state in "Tt" else "runs"

@@ -20,7 +20,13 @@ from tilewright.compiler.distributed.channel import (
     Listener,
     call,
 )
-from tilewright.compiler.distributed.group import LOADING_SECONDS, Follower, Leader, Member
+from tilewright.compiler.distributed.group import (
+    LOADING_SECONDS,
+    Follower,
+    Leader,
+    Member,
+    is_stopped,
+)
 from tilewright.compiler.distributed.world import Machines, Place, local_place
 from tilewright.compiler.errors import ConfigError, RankError
 
@@ -62,7 +68,7 @@ def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] =
     try:
         place = replace(place, address=listener.address)
         children = begin(place)
-        channels = _wait(listener, place.size, children)
+        channels = _wait(listener, place.size, children, limit_s)
         members = [_member(rank, channels, children, names) for rank in range(1, place.size)]
     except BaseException:
         for child in children.values():
@@ -169,9 +175,12 @@ def serve_machine(machines: Machines, size: int, command: Sequence[str], token: 
             child.close()
 
 
-def _wait(listener: Listener, size: int, children: dict[int, Child]) -> dict[int, Channel]:
+def _wait(
+    listener: Listener, size: int, children: dict[int, Child], limit_s: float
+) -> dict[int, Channel]:
     """The channels of all ranks, once every one has come."""
     found: dict[int, Channel] = {}
+    ran = dict.fromkeys(children, time.monotonic())
     deadline = time.monotonic() + LOADING_SECONDS
     while len(found) < size - 1:
         came = listener.accept(min(deadline, time.monotonic() + _LOOK_SECONDS))
@@ -184,6 +193,10 @@ def _wait(listener: Listener, size: int, children: dict[int, Child]) -> dict[int
             ended = child.poll()
             if ended is not None:
                 raise RankError(f"rank {rank} ended at its start: {ended.last or ended.how}")
+            if not is_stopped(child.pid):
+                ran[rank] = time.monotonic()
+            elif time.monotonic() - ran[rank] > limit_s:
+                raise RankError(f"rank {rank} has been stopped at its start for {limit_s:g} s")
         if time.monotonic() > deadline:
             missing = ", ".join(str(r) for r in range(1, size) if r not in found)
             raise ConfigError(

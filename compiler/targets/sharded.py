@@ -150,6 +150,7 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
     Raises:
         RankError: where rank 0 has gone, or an exchange failed.
     """
+    follower.is_ready()
     again, trace = Step(), Trace()
     while True:
         try:

@@ -15,7 +15,7 @@ from tilewright.compiler.distributed import group, launch
 from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import TilewrightError
 
-LOADING, LIMIT, STAYS = 12.0, 3.0, 90.0
+LOADING, LIMIT, STAYS = 60.0, 3.0, 90.0
 group.LOADING_SECONDS = launch.LOADING_SECONDS = LOADING  # type: ignore[misc, attr-defined]
 
 
@@ -72,7 +72,7 @@ def follow(rank: int) -> None:
 
     enter(rank, "hello")
     follower = launch.join(place_of())  # type: ignore[arg-type]
-    follower.ends_process = True
+    follower.ends_process, follower.limit_s = True, LIMIT
     executable = null(rank)
     enter(rank, "load")
     meet(executable, group.Peers(follower, b"", LIMIT))

@@ -15,6 +15,7 @@ import pytest
 
 from tests.distributed.groups import process_group, thread_group
 from tests.test_child import gone
+from tilewright.compiler.child import Child
 from tilewright.compiler.distributed import group
 from tilewright.compiler.distributed.channel import (
     Address,
@@ -23,7 +24,14 @@ from tilewright.compiler.distributed.channel import (
     Listener,
     call,
 )
-from tilewright.compiler.distributed.group import END, Follower, Peers
+from tilewright.compiler.distributed.group import (
+    END,
+    LOADING_SECONDS,
+    Follower,
+    Peers,
+    is_stopped,
+    overdue,
+)
 from tilewright.compiler.distributed.hello import check_equal
 from tilewright.compiler.distributed.launch import gather_here
 from tilewright.compiler.errors import ConfigError, RankError
@@ -176,3 +184,39 @@ def test_a_follower_that_does_not_hear_is_ended_with_rank_0() -> None:
     ended = member.child.wait(6)
     assert ended is not None and ended.code == RankError.exit_code
     ranks.close()
+
+
+def test_a_stopped_rank_has_a_step_s_limit_while_models_are_loaded_too() -> None:
+    with Child(("sleep", "60")) as child:
+        assert overdue(9.0, 10.0, is_loading=False, pid=child.pid) is None
+        assert overdue(11.0, 10.0, is_loading=False, pid=None) == 10.0
+        assert overdue(11.0, 10.0, is_loading=True, pid=child.pid) is None
+        os.kill(child.pid, signal.SIGSTOP)
+        while not is_stopped(child.pid):
+            time.sleep(0.01)
+        assert overdue(9.0, 10.0, is_loading=True, pid=child.pid) is None
+        assert overdue(11.0, 10.0, is_loading=True, pid=child.pid) == 10.0
+        assert overdue(11.0, 10.0, is_loading=True, pid=None) is None
+        assert overdue(LOADING_SECONDS + 1, 10.0, is_loading=True, pid=None) == LOADING_SECONDS
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_followers_end_when_rank_0_is_stopped_in_loading(hears: bool) -> None:
+    """Whether they wait for it, or compute and hear nothing."""
+    waits = "follower.receive()" if hears else "__import__('time').sleep(60)"
+    code = (
+        "import os, signal, sys\n"
+        "sys.path.insert(0, '.')\n"
+        "from tests.distributed.groups import process_group\n"
+        "follower = 'from tilewright.compiler.distributed import group\\n"
+        "group.PATIENCE_SECONDS, group._BEAT_SECONDS = 0.2, 0.1\\n"
+        f"follower.ends_process, follower.limit_s = True, 0.5\\n{waits}'\n"
+        "print(process_group(follower).leader.members[0].pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\n"
+    )
+    first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout is not None and gone(int(first.stdout.readline()))
+    finally:
+        first.kill()
+        first.wait()
