@@ -32,9 +32,9 @@ std::vector<float> step(void* engine, std::vector<int32_t> seats, std::vector<in
     return logits;
 }
 
-std::vector<float> check(int kind, int arithmetic, int isa, bool bf16_cache) {
+std::vector<float> check(int kind, int arithmetic, int isa, int cache) {
     state = 1;
-    Model model(kind, arithmetic, bf16_cache);
+    Model model(kind, arithmetic, cache);
     TwProgram program = model.program(isa);
     char said[256] = "";
     void* engine = tw_open(&program, said, sizeof said);
@@ -99,7 +99,7 @@ void fuzz(int count, int seed) {
     for (int i = 0; i < count; i++) {
         state = 1;
         const int kind = i % TW_VECTOR;
-        Model model(kind, kind == TW_BF16 ? TW_AS_BF16 : kind == TW_FP32 ? TW_AS_FP32 : TW_AS_INT8, i & 1);
+        Model model(kind, kind == TW_BF16 ? TW_AS_BF16 : kind == TW_FP32 ? TW_AS_FP32 : TW_AS_INT8, i % TW_NUM_CACHES);
         state = (uint32_t)(seed + i) * 2654435761u;
         for (int same = 0; same < 20; same++) {
             Model changed = model;
@@ -111,6 +111,8 @@ void fuzz(int count, int seed) {
 }
 
 }  // namespace
+
+constexpr int kCaches[TW_NUM_ARITHMETICS] = {TW_CACHE_FP32, TW_CACHE_BF16, TW_CACHE_BFP8};
 
 int main(int argc, char** argv) {
     if (argc > 1) {
@@ -125,7 +127,7 @@ int main(int argc, char** argv) {
             if (!fits) continue;
             std::vector<float> first;
             for (int isa = 0; isa <= tw_best_isa(); isa++) {
-                std::vector<float> found = check(kind, arithmetic, isa, arithmetic != TW_AS_FP32);
+                std::vector<float> found = check(kind, arithmetic, isa, kCaches[arithmetic]);
                 if (isa && found != first) fail("instruction sets differ");
                 first = found;
             }

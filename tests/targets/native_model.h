@@ -97,9 +97,9 @@ struct Model {
         for (size_t i = first; i < instructions.size(); i++) instructions[i].num_experts = kExperts, instructions[i].top_k = kChosen;
     }
 
-    Model(int kind, int arithmetic, bool bf16_cache) {
+    Model(int kind, int arithmetic, int cache) {
         const TwPlace x{0, 0, kWidth}, qkv{1, 0, widths[1]}, o{2, 0, widths[2]}, inner{3, 0, kInner}, last{4, 0, kWidth}, logits{5, 0, kVocab};
-        states[0] = {TW_KEYS_VALUES, bf16_cache, kKv, kDim, 0, bf16_cache ? 7 : 0};
+        states[0] = {TW_KEYS_VALUES, cache, kKv, kDim, 0, cache == TW_CACHE_FP32 ? 0 : 7};
         append(TW_EMBED, x, {-1, 0, 0}, weight(kind, kVocab, kWidth, false), -1, 0);
         append(TW_LINEAR, qkv, x, weight(kind, widths[1], kWidth, false), vector(kWidth), arithmetic);
         append(TW_ATTEND, o, qkv, -1, -1, 0);

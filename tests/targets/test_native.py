@@ -41,13 +41,14 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cpu.native import build, library, room
+from tilewright.compiler.targets.cpu.native import build, library, numerics, room
 from tilewright.compiler.targets.cpu.native.assemble import assemble, program_of
 from tilewright.compiler.targets.cpu.native.assembly import Assembly
 from tilewright.compiler.targets.cpu.native.room import check_room, kept_bytes, position_bytes
 from tilewright.compiler.targets.cpu.native.weights import WEIGHTS, map_weights, write_weights
 from tilewright.compiler.targets.program.instructions import Needs, Plan
 from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.compiler.targets.step import Copy, Step
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -86,7 +87,8 @@ def test_dense_architectures_are_the_reference(model_type: str) -> None:
 def test_every_instruction_set_has_the_same_bits(name: str, fidelity: str, tmp_path: Path) -> None:
     """Also a row's bits on one thread and on three, and however its prompt was cut."""
     model, tokens = tiny_model(std=0.2, hidden_size=48, head_dim=24), random_tokens(21)
-    precision = precision_of(name, fidelity, **WIDER)
+    cache = "bfp8" if fidelity == "lofi" else "bf16"
+    precision = precision_of(name, fidelity, **WIDER | {"kv_cache": cache})
     check_instruction_sets(model, tokens, precision, tmp_path)
 
 
@@ -94,7 +96,8 @@ def test_every_instruction_set_has_the_same_bits(name: str, fidelity: str, tmp_p
 def many(request: pytest.FixtureRequest) -> Executable:
     name, fidelity = request.param
     model = tiny_model(std=0.2, num_layers=1)
-    precision = precision_of(name, fidelity, **WIDER)
+    cache = "bfp8" if fidelity == "lofi" else "bf16"
+    precision = precision_of(name, fidelity, **WIDER | {"kv_cache": cache})
     return compiled(model, "cpu-native", precision=precision, compute="fast", max_batch=40)
 
 
@@ -311,6 +314,46 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CompileError, match=r"no C\+\+ compiler; allowed: --backend onnxruntime"):
         build.library_path()
     build.library_path.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model_type": "gemma3_text", "windows": (70, 0)}], ids=["all", "windows"]
+)
+def test_caches_in_blocks_have_the_bits_of_their_values(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfp8 a position takes 17 bytes for 16 values, and a row has the bits that the same values
+    in bfloat16 give: whole prompts, ragged pieces, behind a prefix of another seat, in windows;
+    heads of whole blocks and with a part of one, values near the smallest and zeros included.
+    """
+    sizes = {"hidden_size": 40, "num_heads": 4, "num_kv_heads": 2, "head_dim": 24, "num_layers": 2}
+    model = tiny_model(std=0.2, max_positions=2048, **sizes, **changes)
+    _ruin(model.checkpoint.tensors)
+    tokens, made = random_tokens(700), {"max_context": 1024, "max_batch": 3, "compute": "fast"}
+    precision, found = precision_of("bf16", kv_cache="bfp8"), []
+    for held in ("bfp8", "bf16"):
+        monkeypatch.setitem(numerics._CACHES, "bfp8", (held, 7))
+        executable = compiled(model, "cpu-native", precision=precision, num_threads=2, **made)
+        whole = prefill(executable, tokens)
+        assert torch.equal(prefill(executable, tokens, [3, 66, 1, 129, 1, 1, 5]), whole)
+        source, target = take_seat(executable, 900), take_seat(executable, 900)
+        step(executable, [(source, tokens[:650], 0)])
+        executable.step(Step(edits=(Copy(source, target, 601),)))
+        both = step(executable, [(target, tokens[601:], 601), (source, tokens[650:], 650)])
+        assert torch.equal(both, whole[[-1, -1]])
+        found.append((whole, executable.state_bytes(64)))
+        executable.close()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] * 32 == found[1][1] * 17
+
+
+def _ruin(tensors: dict[str, torch.Tensor]) -> None:
+    """Channels of keys and values that are zeros, tiny, or of very unequal sizes in a block."""
+    for name in ("k_proj", "v_proj"):
+        weight = tensors[f"model.layers.0.self_attn.{name}.weight"]
+        weight[:16] = 0.0
+        weight[24:30] *= 1e-36
+        weight[30:32] *= 1e6 if name == "v_proj" else 10.0
 
 
 @pytest.mark.parametrize("name", ["bfp8", "bfp4"])

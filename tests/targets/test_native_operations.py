@@ -147,7 +147,7 @@ def test_random_operations_have_the_bits_of_rows_alone(count: int, fidelity: str
     if fidelity == "exact":
         precision, compute = precision_of("bf16"), "exact"
     else:
-        precision, compute = precision_of("bfp4", "lofi", kv_cache="bf16"), "fast"
+        precision, compute = precision_of("bfp4", "lofi", kv_cache="bfp8"), "fast"
     made = {"precision": precision, "compute": compute, "max_batch": NUM_SEATS, "num_threads": 2}
     executable = compiled(model, "cpu-native", **made)
     operations = Operations(executable, sequences, seed=count)

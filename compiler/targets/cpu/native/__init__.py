@@ -41,6 +41,7 @@ from tilewright.compiler.targets.base import (
 from tilewright.compiler.targets.contract import NumericContract, build_contract
 from tilewright.compiler.targets.cpu.native.numerics import (
     BLOCK_KINDS,
+    FP32,
     VECTOR,
     cache_kind,
     held_kind,
@@ -99,10 +100,10 @@ class NativeTarget(Target):
         return Holding(shown, tensor_bytes(recipe, kind))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """Keys and values in bfloat16 where it holds their format's values; else float32."""
-        is_bf16, _ = cache_kind(spec.format, exact=compute == "exact")
-        if spec.kind == PER_TOKEN and is_bf16:
-            return super().state_holding(dataclasses.replace(spec, format="bf16"), compute=compute)
+        """Keys and values as they are held: bfloat16, blocks of bfp8, or float32."""
+        held, _ = cache_kind(spec.format, exact=compute == "exact")
+        if spec.kind == PER_TOKEN and held != FP32:
+            return super().state_holding(dataclasses.replace(spec, format=held), compute=compute)
         return Holding("float32", 4 * math.prod(spec.shape))
 
     def build(

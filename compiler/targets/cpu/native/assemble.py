@@ -129,9 +129,10 @@ def _linear(assembly: Assembly, each: Linear) -> None:
 
 
 def _attend(assembly: Assembly, each: Attend) -> None:
-    is_bf16, bits = cache_kind(each.state.format, exact=assembly.exact)
+    held, bits = cache_kind(each.state.format, exact=assembly.exact)
     _, num_heads, head_dim = each.state.shape
-    state = lib.TwState(lib.STATES.index("keys_values"), is_bf16, num_heads, head_dim, 0, bits)
+    kind, cache = lib.STATES.index("keys_values"), lib.CACHES.index(held)
+    state = lib.TwState(kind, cache, num_heads, head_dim, 0, bits)
     assembly.append(
         "attend",
         each.out,

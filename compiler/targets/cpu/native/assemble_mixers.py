@@ -51,7 +51,7 @@ def _expert_sum(assembly: Assembly, each: ExpertSum) -> None:
 
 def _convolve(assembly: Assembly, each: Convolve) -> None:
     num_channels, num_kept = each.state.shape
-    state = lib.TwState(lib.STATES.index("window"), False, num_channels, num_kept, 0, 0)
+    state = lib.TwState(lib.STATES.index("window"), 0, num_channels, num_kept, 0, 0)
     taps = Wanted(each.weight, VECTOR, num_taps=num_kept + 1)
     weight, number = assembly.tensor(taps), assembly.state(state)
     assembly.append("convolve", each.out, x=place_of(each.x), weight=weight, state=number)
@@ -61,7 +61,7 @@ def _delta_rule(assembly: Assembly, each: DeltaRule) -> None:
     if each.convolve is not None:
         _convolve(assembly, each.convolve)
     num_heads, key_dim, value_dim = each.state.shape
-    state = lib.TwState(lib.STATES.index("matrix"), False, num_heads, key_dim, value_dim, 0)
+    state = lib.TwState(lib.STATES.index("matrix"), 0, num_heads, key_dim, value_dim, 0)
     assembly.append(
         "delta_rule",
         each.out,

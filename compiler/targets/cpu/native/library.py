@@ -21,7 +21,7 @@ from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native.build import library_path
 from tilewright.compiler.targets.cpu.native.recipe import ARM
 
-VERSION = 5
+VERSION = 6
 _ERROR_BYTES = 512
 
 ISA_NAMES = (
@@ -42,6 +42,7 @@ ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
 WIRES = ("fp32", "bf16", "q80")
 STATES = ("keys_values", "window", "matrix")
+CACHES = ("fp32", "bf16", "bfp8")
 RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE = 1, 2, 4, 8
 """Flags of an instruction."""
 
@@ -100,7 +101,7 @@ class TwState(Structure):
 
     _fields_ = (
         ("kind", c_int32),
-        ("is_bf16", c_int32),
+        ("cache", c_int32),
         ("num_heads", c_int32),
         ("head_dim", c_int32),
         ("value_dim", c_int32),

@@ -17,7 +17,7 @@ HAVE_MINIMUMS = ("q41", "q51", "q4_k", "q5_k")
 
 AS_FP32, AS_BF16, AS_INT8 = "fp32", "bf16", "int8"
 _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
-_CACHES = {"fp32": (False, 0), "bf16": (True, 0), "bfp8": (True, 7), "bfp4": (True, 3)}
+_CACHES = {"fp32": (FP32, 0), "bf16": (BF16, 0), "bfp8": ("bfp8", 7), "bfp4": (BF16, 3)}
 
 
 def held_kind(recipe: WeightRecipe) -> str:
@@ -40,11 +40,11 @@ def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
     return AS_FP32 if kind in HAVE_MINIMUMS else AS_BF16  # minimums are no codes
 
 
-def cache_kind(format_name: str, *, exact: bool) -> tuple[bool, int]:
-    """Whether keys and values are held in bfloat16 (else float32), and the magnitude bits of the
-    block floats that they are rounded to before (0: none).
+def cache_kind(format_name: str, *, exact: bool) -> tuple[str, int]:
+    """How keys and values are held, and the magnitude bits of the block floats that they are
+    rounded to before (0: none); attention reads all but float32 as bfloat16.
     """
-    return (False, 0) if exact else _CACHES.get(format_name, (False, 0))
+    return (FP32, 0) if exact else _CACHES.get(format_name, (FP32, 0))
 
 
 def meanings(*, exact: bool) -> Meanings:
@@ -74,10 +74,9 @@ def meanings(*, exact: bool) -> Meanings:
         return Meaning(EMULATED, "as the cache, fp32 sums and softmax")
 
     def kv_cache(name: str) -> Meaning:
-        is_bf16, bits = cache_kind(name, exact=exact)
-        held = "bf16" if is_bf16 else "fp32"
-        if bits:
-            return Meaning(EMULATED, f"{name} values in bf16")
+        held, bits = cache_kind(name, exact=exact)
+        if bits and held != name:
+            return Meaning(EMULATED, f"{name} values in {held}")
         return Meaning(HONOURED if held == name else NOT_HONOURED, held)
 
     return Meanings(

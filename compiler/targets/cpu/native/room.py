@@ -76,9 +76,14 @@ def position_bytes(states: Sequence[lib.TwState]) -> int:
     """Bytes of keys and values that one position takes, of all layers."""
     caches = (each for each in states if lib.STATES[each.kind] == "keys_values")
     return sum(
-        2 * each.num_heads * whole(each.head_dim, LANES) * (2 if each.is_bf16 else 4)
+        2 * each.num_heads * _held_bytes(whole(each.head_dim, LANES), lib.CACHES[each.cache])
         for each in caches
     )
+
+
+def _held_bytes(count: int, kind: str) -> int:
+    """Bytes of so many values of a cache, whole blocks of 16."""
+    return {"fp32": 4 * count, "bf16": 2 * count, "bfp8": count + count // 16}[kind]
 
 
 def kept_bytes(states: Sequence[lib.TwState]) -> int:

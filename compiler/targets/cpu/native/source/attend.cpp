@@ -20,7 +20,7 @@ struct Layer {
         : each(each), state(engine.states[each.state]), layout(engine.layouts[each.state]), num_heads(each.num_heads),
           num_kv(state.num_heads), dim(layout.dim), group(num_heads / num_kv) {}
 
-    int64_t query_bytes() const { return dim * (layout.is_bf16 ? 2 : 4); }
+    int64_t query_bytes() const { return dim * (layout.is_float() ? 4 : 2); }
 };
 
 // Cosines, then sines, of every pair of channels, token by token.
@@ -42,20 +42,39 @@ struct Angles {
     }
 };
 
+// A position's channels in blocks, among those of a chunk of keys or of values.
+void put_key_blocks(const Layer& layer, uint8_t* keys, int64_t position, const uint32_t* codes, const uint8_t* exponents) {
+    const int64_t lane = position % 16, group = position % kPositions / 16;
+    uint32_t* block = (uint32_t*)keys + group * layer.dim / 4 * 16;
+    uint8_t* powers = keys + kPositions * layer.dim + group * layer.dim;
+    for (int64_t four = 0; four < layer.dim / 4; four++) block[four * 16 + lane] = codes[four];
+    for (int64_t part = 0; part < layer.dim / 16; part++) powers[part * 16 + lane] = exponents[part];
+}
+
+void put_value_blocks(const Layer& layer, uint8_t* values, int64_t position, const int8_t* codes, const uint8_t* exponents, bool is_last) {
+    const int64_t at = position % kPositions;
+    int8_t* to = (int8_t*)values + at / 4 * layer.dim * 4 + at % 4;
+    uint8_t* powers = values + kPositions * layer.dim + at;
+    for (int64_t d = 0; d < layer.dim; d++) to[d * 4] = codes[d];
+    for (int64_t part = 0; part < layer.dim / 16; part++) powers[part * kPositions] = exponents[part];
+    if (is_last && at % 2 == 0)
+        for (int64_t part = 0; part < layer.dim / 16; part++) powers[part * kPositions + 1] = 0;
+}
+
 // `x`: channels up to whole 16; as many bfloat16 behind them are free.
 void put_key(const Layer& layer, const Kernels& kernels, uint8_t* keys, int64_t position, float* x) {
     const int64_t lane = position % 16;
     uint32_t* block = (uint32_t*)(keys + position % kPositions / 16 * (layer.layout.chunk_bytes / 4));
     uint32_t* values = (uint32_t*)x;  // a channel, or a pair of them, each
-    if (layer.layout.is_bf16) kernels.halves(x, layer.dim, (uint16_t*)(values += layer.dim));
-    const int64_t count = layer.layout.is_bf16 ? layer.dim / 2 : layer.dim;
+    if (!layer.layout.is_float()) kernels.halves(x, layer.dim, (uint16_t*)(values += layer.dim));
+    const int64_t count = layer.layout.is_float() ? layer.dim : layer.dim / 2;
     for (int64_t d = 0; d < count; d++) block[d * 16 + lane] = values[d];
 }
 
 // `is_last`: no later position is written in this step; its neighbour in a pair is made 0, so that
 // what was there before weighs nothing, whatever it was.
 void put_value(const Layer& layer, const Kernels& kernels, uint8_t* values, int64_t position, const float* x, bool is_last) {
-    if (!layer.layout.is_bf16) {
+    if (layer.layout.is_float()) {
         std::memcpy((float*)values + position % kPositions * layer.dim, x, layer.state.head_dim * 4);
         return;
     }
@@ -79,7 +98,7 @@ void take_head(Worker& worker, const Layer& layer, int64_t token, int64_t sequen
         std::memcpy(x, qkv + query * head_dim, head_dim * 4);
         angles.turn(x, token);
         uint8_t* to = worker.engine.queries.data() + (token * layer.num_heads + query) * layer.query_bytes();
-        if (!layer.layout.is_bf16) std::memcpy(to, x, layer.dim * 4);
+        if (layer.layout.is_float()) std::memcpy(to, x, layer.dim * 4);
         else worker.kernels().halves(x, layer.dim, (uint16_t*)to);
     }
     const int64_t position = step.positions[token];
@@ -87,11 +106,24 @@ void take_head(Worker& worker, const Layer& layer, int64_t token, int64_t sequen
     const bool is_last = token + 1 == step.bounds[sequence + 1];
     std::memcpy(x, qkv + (layer.num_heads + head) * head_dim, head_dim * 4);
     angles.turn(x, token);
+    int8_t* codes = (int8_t*)(x + layer.dim);
+    uint8_t* exponents = (uint8_t*)codes + layer.dim;
     if (bits) worker.kernels().round_blocks(x, head_dim, bits);
-    put_key(layer, worker.kernels(), keys, position, x);
+    if (layer.layout.is_blocks()) {
+        worker.kernels().to_blocks(x, layer.dim, codes, exponents);
+        put_key_blocks(layer, keys, position, (const uint32_t*)codes, exponents);
+    } else {
+        put_key(layer, worker.kernels(), keys, position, x);
+    }
     std::memcpy(x, qkv + (layer.num_heads + layer.num_kv + head) * head_dim, head_dim * 4);
     if (bits) worker.kernels().round_blocks(x, head_dim, bits);
-    put_value(layer, worker.kernels(), keys + layer.layout.chunk_bytes, position, x, is_last);
+    uint8_t* values = keys + layer.layout.chunk_bytes;
+    if (layer.layout.is_blocks()) {
+        worker.kernels().to_blocks(x, layer.dim, codes, exponents);
+        put_value_blocks(layer, values, position, codes, exponents, is_last);
+    } else {
+        put_value(layer, worker.kernels(), values, position, x, is_last);
+    }
 }
 
 // What a thread needs to attend with the tokens of one piece of work.
@@ -99,7 +131,7 @@ struct AttendScratch {
     float *largest, *sum, *values;      // of a segment
     float *all_largest, *all_sum, *all; // of the segments so far
     int32_t *begins, *ends;
-    uint8_t* q;
+    uint8_t *q, *unpacked;
 
     AttendScratch(uint8_t* memory, int64_t rows, int64_t dim) {
         float* next = (float*)memory;
@@ -109,6 +141,7 @@ struct AttendScratch {
         for (float** each : {&largest, &sum, &all_largest, &all_sum}) *each = next, next += rounded(rows, 16);
         begins = (int32_t*)next;
         ends = begins + rounded(rows, 16);
+        unpacked = (uint8_t*)rounded((int64_t)(ends + rounded(rows, 16)), 64);
     }
 };
 
@@ -139,7 +172,8 @@ void attend_tokens(Worker& worker, const Layer& layer, int64_t sequence, int64_t
         std::memset(scratch.all + row * dim, 0, dim * 4);
     }
     const uint8_t* keys = worker.engine.cache_of(each.state, worker.step.seats[sequence], head, 0);
-    const HeadCache cache{keys, keys + layer.layout.chunk_bytes, worker.engine.cache_step, (int32_t)dim, layer.layout.is_bf16};
+    const HeadCache cache{keys, keys + layer.layout.chunk_bytes, worker.engine.cache_step, layer.layout.chunk_bytes,
+                          (int32_t)dim, !layer.layout.is_float(), layer.layout.is_blocks() ? scratch.unpacked : nullptr};
     const Queries queries{(int32_t)rows, scratch.q, scratch.begins, scratch.ends, each.scale, each.soft_cap};
     const Partial partial{scratch.largest, scratch.sum, scratch.values};
     const int32_t limit = scratch.ends[rows - 1];

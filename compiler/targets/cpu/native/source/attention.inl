@@ -12,6 +12,7 @@ constexpr int kChunk = 64;
 struct AttendScratch {
     float scores[kTile][kChunk];
     alignas(64) uint8_t weights[kTile][kChunk * 4];
+    const uint8_t *keys, *values;  // of the present 64 positions
 };
 
 template <int M>
@@ -33,7 +34,7 @@ inline void score(const HeadCache& cache, const Queries& rows, int64_t row, int3
     const int64_t block = dim * width * 16;
     const float places[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int two = 0; two < kChunk / 32; two++) {
-        const uint8_t* keys = cache.keys + at / kChunk * cache.step + 2 * two * block;
+        const uint8_t* keys = scratch.keys + 2 * two * block;
         Tile<M> tile;
         clear(tile);
         dot_products<M>(cache, {keys, keys + block, 64, dim / per_column}, q, dim / per_column, tile);
@@ -82,10 +83,9 @@ inline void weigh(const HeadCache& cache, Running<M>& running, AttendScratch& sc
 
 // values = values * kept + weights x the cache's values of `count` positions from `at`.
 template <int M>
-inline void gather_values(const HeadCache& cache, const Partial& partial, int64_t row, int32_t at, int32_t count, const AttendScratch& scratch, const float* kept) {
+inline void gather_values(const HeadCache& cache, const Partial& partial, int64_t row, int32_t count, const AttendScratch& scratch, const float* kept) {
     const int64_t dim = cache.head_dim;
     const int64_t step = dim * 4, positions = cache.is_bf16 ? 2 : 1;
-    const uint8_t* values = cache.values + at / kChunk * cache.step;
     for (int64_t d = 0; d < dim; d += 32) {
         bool both = d + 16 < dim;
         Tile<M> tile;
@@ -94,13 +94,49 @@ inline void gather_values(const HeadCache& cache, const Partial& partial, int64_
             tile.at[m][0] = mul(load(from), spread(kept[m]));
             tile.at[m][1] = both ? mul(load(from + 16), spread(kept[m])) : zeros();
         }
-        const uint8_t* first = values + d * 4;
+        const uint8_t* first = scratch.values + d * 4;
         Columns w{first, both ? first + 64 : first, step, (count + positions - 1) / positions};
         dot_products<M>(cache, w, scratch.weights[0], kChunk * 4 / 4, tile);
         for (int m = 0; m < M; m++) {
             float* to = partial.values + (row + m) * dim + d;
             store(to, tile.at[m][0]);
             if (both) store(to + 16, tile.at[m][1]);
+        }
+    }
+}
+
+// The powers of two that codes of an exponent are multiples of.
+inline vf powers(const uint8_t* exponents) {
+    return mul(of_bits(imax(left<23>(widened(exponents)), ispread(1 << 22))), spread(0x1p-6f));
+}
+
+template <int J> inline vf signed_code(vi four) { return to_float(right_signed<24>(left<24 - 8 * J>(four))); }
+
+// 64 positions of keys in blocks, as bfloat16 has them; no value is rounded.
+inline void unpack_keys(const uint8_t* keys, int64_t dim, uint8_t* to) {
+    const uint8_t* exponents = keys + kChunk * dim;
+    for (int64_t part = 0; part < kChunk / 16 * (dim / 16); part++) {
+        const vf power = powers(exponents + part * 16);
+        for (int64_t four = 4 * part; four < 4 * part + 4; four++) {
+            const vi codes = iload(keys + four * 64);
+            istore(to + four * 128, pair_of(mul(signed_code<0>(codes), power), mul(signed_code<1>(codes), power)));
+            istore(to + four * 128 + 64, pair_of(mul(signed_code<2>(codes), power), mul(signed_code<3>(codes), power)));
+        }
+    }
+}
+
+// The first `count` of 64 positions of values, in whole fours.
+inline void unpack_values(const uint8_t* values, int64_t dim, int32_t count, uint8_t* to) {
+    const uint8_t* exponents = values + kChunk * dim;
+    for (int64_t part = 0; part < dim / 16; part++) {
+        float power[kChunk];
+        for (int i = 0; i < kChunk; i += 16) store(power + i, powers(exponents + part * kChunk + i));
+        for (int64_t four = 0; 4 * four < count; four++) {
+            const vi codes = iload(values + (four * dim + 16 * part) * 4);
+            const float* own = power + 4 * four;
+            uint8_t* out = to + (2 * four * dim + 16 * part) * 4;
+            istore(out, pair_of(mul(signed_code<0>(codes), spread(own[0])), mul(signed_code<1>(codes), spread(own[1]))));
+            istore(out + dim * 4, pair_of(mul(signed_code<2>(codes), spread(own[2])), mul(signed_code<3>(codes), spread(own[3]))));
         }
     }
 }
@@ -115,6 +151,25 @@ struct Attend {
     int32_t begin, end;
     const Partial& partial;
     AttendScratch& scratch;
+    int32_t unpacked = begin;  // positions before it are, of those in blocks
+
+    // Those that one tile of rows reads take one place, which stays in the nearest cache.
+    void take(int32_t at) {
+        scratch.keys = cache.keys + at / kChunk * cache.step;
+        scratch.values = cache.values + at / kChunk * cache.step;
+        if (!cache.unpacked) return;
+        const int64_t bytes = kChunk * (int64_t)cache.head_dim * 2;
+        uint8_t* to = cache.unpacked + (queries.num_rows <= kTile ? 0 : (at - begin) / kChunk * 2 * bytes);
+        if (at >= unpacked) {
+            unpack_keys(scratch.keys, cache.head_dim, to);
+            const int32_t count = queries.ends[queries.num_rows - 1] - at;  // no row sees more
+            unpack_values(scratch.values, cache.head_dim, count < kChunk ? count : kChunk, to + bytes);
+            unpacked = at + kChunk;
+        }
+        scratch.keys = to;
+        scratch.values = to + bytes;
+    }
+
     template <int M> void rows(int64_t row) {
         Running<M> running;
         int32_t first = end, last = begin;
@@ -128,15 +183,15 @@ struct Attend {
         }
         first = first < begin ? begin : first / kChunk * kChunk;
         last = last > end ? end : last;
-        const int64_t bytes = kChunk * cache.head_dim * (cache.is_bf16 ? 2 : 4);
         for (int32_t at = first; at < last; at += kChunk) {
             float kept[M];
             const bool asks = !row && at + kChunk < last;
-            if (asks) ask_for(cache.keys + (at / kChunk + 1) * cache.step, bytes);
+            if (asks) ask_for(cache.keys + (at / kChunk + 1) * cache.step, cache.chunk_bytes);
+            take(at);
             score<M>(cache, queries, row, at, scratch);
             weigh<M>(cache, running, scratch, kept);
-            if (asks) ask_for(cache.values + (at / kChunk + 1) * cache.step, bytes);
-            gather_values<M>(cache, partial, row, at, last - at < kChunk ? last - at : kChunk, scratch, kept);
+            if (asks) ask_for(cache.values + (at / kChunk + 1) * cache.step, cache.chunk_bytes);
+            gather_values<M>(cache, partial, row, last - at < kChunk ? last - at : kChunk, scratch, kept);
         }
         for (int m = 0; m < M; m++) {
             partial.largest[row + m] = running.largest[m];

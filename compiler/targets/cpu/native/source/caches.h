@@ -4,7 +4,9 @@
 //
 // Of 64 positions, bfloat16: keys [4][dim / 2][16][2], values [32][dim][2]; a pair is two
 // neighbouring channels of a key, or one channel of two neighbouring positions. float: keys
-// [4][dim][16], values [64][dim]. Channels are padded with zeros to whole 16.
+// [4][dim][16], values [64][dim]. BFP8: signed codes of keys [4][dim / 4][16][4] and of values
+// [16][dim][4], fours as pairs; behind them exponents of 16 channels each, of keys [4][dim / 16][16],
+// of values [dim / 16][64]. Channels are padded with zeros to whole 16.
 #pragma once
 
 #include "panels.h"
@@ -17,14 +19,19 @@ constexpr int kSegment = 512;    // positions that are attended to on their own,
 struct CacheLayout {
     int64_t dim = 0, chunk_bytes = 0;  // of 64 positions of a head's keys, or of its values
     int64_t offset = 0;                // among all that a seat has of 64 positions
-    bool is_bf16 = false;
+    int32_t cache = TW_CACHE_FP32;
 
     explicit CacheLayout(const TwState& state) {
         if (state.kind != TW_KEYS_VALUES) return;
         dim = rounded(state.head_dim, kLanes);
-        is_bf16 = state.is_bf16;
-        chunk_bytes = kPositions * dim * (is_bf16 ? 2 : 4);
+        cache = state.cache;
+        const int64_t count = kPositions * dim;
+        chunk_bytes = cache == TW_CACHE_FP32 ? count * 4 : cache == TW_CACHE_BF16 ? count * 2 : count + count / 16;
     }
+
+    bool is_float() const { return cache == TW_CACHE_FP32; }
+    bool is_blocks() const { return cache == TW_CACHE_BFP8; }
+    int64_t unpacked_bytes() const { return is_blocks() ? 2 * kSegment * dim * 2 : 0; }  // of a segment
 };
 
 // Floats that a seat keeps of a state whatever its length: a window is [positions][channels], a

@@ -106,6 +106,7 @@ void check_program(const TwProgram& program) {
         const TwState& state = program.states[i];
         require(is_between(state.kind, 0, TW_NUM_STATE_KINDS) && is_between(state.num_heads, 1, 1 << 20) &&
                 is_between(state.head_dim, state.kind != TW_WINDOW, 1 << 12) && is_between(state.mantissa_bits, 0, 8) &&
+                is_between(state.cache, 0, TW_NUM_CACHES) && (state.cache != TW_CACHE_BFP8 || state.mantissa_bits == 7) &&
                 (state.kind != TW_MATRIX || is_between(state.value_dim, 1, 1 << 12)), "state " + std::to_string(i));
     }
     for (int32_t i = 0; i < program.num_tensors; i++) {

@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 5 };
+enum { TW_VERSION = 6 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
@@ -57,12 +57,15 @@ struct TwTensor {
 
 enum TwStateKind : int32_t { TW_KEYS_VALUES, TW_WINDOW, TW_MATRIX, TW_NUM_STATE_KINDS };
 
+// How keys and values are held; BFP8: in codes of 8 bits and a power of two for 16 of a position's.
+enum TwCache : int32_t { TW_CACHE_FP32, TW_CACHE_BF16, TW_CACHE_BFP8, TW_NUM_CACHES };
+
 // Keys and values of a layer; or, in float, what a sequence keeps whatever its length: the last
 // `head_dim` values of `num_heads` channels of a convolution, or the matrix [head_dim][value_dim] of
 // each of a delta rule's heads. `mantissa_bits`: of block floats that keys and values are rounded
-// to, or 0.
+// to, or 0; 7 of those that are held in BFP8.
 struct TwState {
-    int32_t kind, is_bf16, num_heads, head_dim, value_dim, mantissa_bits;
+    int32_t kind, cache, num_heads, head_dim, value_dim, mantissa_bits;
 };
 
 struct TwProgram {

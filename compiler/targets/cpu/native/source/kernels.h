@@ -35,12 +35,15 @@ struct PanelPair {
     const uint8_t* ahead[2];
 };
 
-// Keys and values of one head of one sequence; `step` bytes from 64 positions to the next; see caches.h.
+// Keys and values of one head of one sequence; `step` bytes from 64 positions to the next, of which
+// its keys are `chunk_bytes`; see caches.h. `unpacked`: room for a segment in bfloat16, where they are
+// held in blocks.
 struct HeadCache {
     const uint8_t* keys;
     const uint8_t* values;
-    int64_t step;
+    int64_t step, chunk_bytes;
     int32_t head_dim, is_bf16;
+    uint8_t* unpacked;
 };
 
 // Query rows over one segment of a cache. Row r sees positions [begins[r], ends[r]).
@@ -84,6 +87,7 @@ struct Kernels {
     void (*sigmoid_gate)(const float* x, const float* gate, int64_t count, bool one, float* out);
     void (*function)(int32_t function, const float* x, const float* y, float number, int64_t count, float* out);
     void (*round_blocks)(float* x, int64_t count, int32_t num_bits);
+    void (*to_blocks)(float* x, int64_t count, int8_t* codes, uint8_t* exponents);
     void (*blend)(float old, float own, const float* values, int64_t count, float* into);
     void (*to_fp32)(int kind, const uint8_t* panel, int64_t columns, float* out);
     void (*attend)(const HeadCache&, const Queries&, int32_t begin, int32_t end, const Partial&);

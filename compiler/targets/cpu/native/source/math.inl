@@ -218,4 +218,26 @@ void round_blocks(float* x, int64_t count, int32_t num_bits) {
     });
 }
 
+// Values that are so rounded, to 7 bits, as signed codes and the exponent of each 16, which it keeps;
+// where one is not finite its block is not: codes of 0 become NaN then, others infinite.
+void to_blocks(float* x, int64_t count, int8_t* codes, uint8_t* exponents) {
+    for (int64_t at = 0; at < count; at += kLanes) {
+        const vf v = load(x + at);
+        int32_t all[16], largest = 0;
+        istore(all, iand(bits(v), ispread(0x7fffffff)));
+        for (int i = 0; i < 16; i++) largest = all[i] > largest ? all[i] : largest;
+        const int32_t shared = largest >> 23;
+        exponents[at / kLanes] = (uint8_t)shared;
+        if (shared >= 6 && shared < 255) {
+            store_bytes(codes + at, nearest(mul(v, of_bits(ispread((260 - shared) << 23)))));
+            continue;
+        }
+        for (int i = 0; i < 16; i++) {
+            const float value = x[at + i];
+            if (shared < 6) codes[at + i] = (int8_t)__builtin_ldexp((double)value, 133 - shared);
+            else codes[at + i] = value > 0.0f ? 1 : value < 0.0f ? -1 : 0;
+        }
+    }
+}
+
 }  // namespace

@@ -139,7 +139,7 @@ void place_buffers(Engine& engine) {
         const CacheLayout& layout = engine.layouts[each.state];
         engine.max_query = std::max(engine.max_query, each.num_heads * layout.dim * 4);
         int64_t rows = rounded(16 * each.num_heads / engine.states[each.state].num_heads, 16);
-        attend_bytes = std::max(attend_bytes, rows * layout.dim * 12 + rows * 6 * 4 + 4096);
+        attend_bytes = std::max(attend_bytes, rows * layout.dim * 12 + rows * 6 * 4 + 4096 + layout.unpacked_bytes());
         size_t table = 0;
         for (; table < engine.angle_makers.size(); table++) {
             const TwInstruction& maker = engine.instructions[engine.angle_makers[table]];
