@@ -203,15 +203,17 @@ def test_a_stopped_rank_has_a_step_s_limit_while_models_are_loaded_too() -> None
 @pytest.mark.parametrize("hears", [True, False])
 def test_followers_end_when_rank_0_is_stopped_in_loading(hears: bool) -> None:
     """Whether they wait for it, or compute and hear nothing."""
-    waits = "follower.receive()" if hears else "__import__('time').sleep(60)"
+    follower = (
+        "from tilewright.compiler.distributed import group\n"
+        "group.PATIENCE_SECONDS, group._BEAT_SECONDS = 0.2, 0.1\n"
+        "follower.ends_process, follower.limit_s = True, 0.5\n"
+        + ("follower.receive()" if hears else EARLY)
+    )
     code = (
         "import os, signal, sys\n"
         "sys.path.insert(0, '.')\n"
         "from tests.distributed.groups import process_group\n"
-        "follower = 'from tilewright.compiler.distributed import group\\n"
-        "group.PATIENCE_SECONDS, group._BEAT_SECONDS = 0.2, 0.1\\n"
-        f"follower.ends_process, follower.limit_s = True, 0.5\\n{waits}'\n"
-        "print(process_group(follower).leader.members[0].pid, flush=True)\n"
+        f"print(process_group({follower!r}).leader.members[0].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGSTOP)\n"
     )
     first = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
