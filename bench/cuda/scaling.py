@@ -36,12 +36,14 @@ class Load:
     """A decode step of one GPU as it was measured, and what it consists of.
 
     Attributes:
-        tokens_per_s: of all rows, measured on one GPU.
+        tokens_per_s: of all rows on one GPU, measured unless ``is_computed``.
         num_bytes: that a step reads; dealt evenly.
         num_launches: kernels of a step.
         num_exchanges: sums over ranks in a step.
         hidden: columns of what is summed, four bytes each.
         on_two: tokens a second measured on two GPUs, where they were.
+        is_computed: the model does not fit one GPU, which loses beside bytes and launches what a
+            smaller one was measured to, in proportion to their bytes.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Load:
     num_exchanges: int
     hidden: int
     on_two: float | None = None
+    is_computed: bool = False
 
     @property
     def seconds(self) -> float:
@@ -89,13 +92,30 @@ def byte_limit(load: Load, count: int, *, crossing_us: float = 0.0) -> float:
     return load.rows / seconds
 
 
+def larger(name: str, like: Load, *, num_bytes: float, num_layers: int, hidden: int) -> Load:
+    """A model of the same kind that no one GPU holds: see `Load.is_computed`."""
+    launches = 4 + 5 * num_layers
+    loss = like.loss * num_bytes / like.num_bytes
+    seconds = num_bytes / RATE + 1e-6 * LAUNCH_US * launches + loss
+    return Load(
+        *(name, like.rows, like.rows / seconds, num_bytes, launches, 2 * num_layers, hidden),
+        is_computed=True,
+    )
+
+
 _8B: tuple[float, int, int, int] = (15.01e9, 164, 64, 4096)
+_ONE_8B = Load("Llama-3.1-8B bf16", 1, 262, *_8B, 450)
+_MANY_8B = Load("Llama-3.1-8B bf16", 32, 6339, *_8B, 9597)
 
 LOADS: Sequence[Load] = (
-    Load("Llama-3.1-8B bf16", 1, 262, *_8B, 450),
+    _ONE_8B,
     Load("Llama-3.1-8B bf16", 8, 1902, *_8B, 2955),
-    Load("Llama-3.1-8B bf16", 32, 6339, *_8B, 9597),
+    _MANY_8B,
     Load("Llama-3.1-8B bf16", 64, 11_769, *_8B, 17_772),
+    Load("Llama-3.1-8B performance", 1, 515.1, 6.11e9, 164, 64, 4096),
+    larger("Llama-3.1-70B bf16", _ONE_8B, num_bytes=139e9, num_layers=80, hidden=8192),
+    larger("Llama-3.1-70B bf16", _MANY_8B, num_bytes=139e9, num_layers=80, hidden=8192),
+    Load("Llama-3.1-70B performance", 1, 62.9, 55.1e9, 404, 160, 8192),
     Load("Qwen3.5-35B-A3B bf16", 1, 448, 6.0e9, 346, 80, 2048),
     Load("Qwen3.5-35B-A3B bf16", 4, 1041, 12.2e9, 387, 80, 2048),
     Load("Qwen3.5-35B-A3B bf16", 16, 1833, 32.0e9, 387, 80, 2048),
@@ -117,7 +137,7 @@ def table() -> Table:
     rows = [
         (
             f"{load.name}, {load.rows}",
-            f"{load.tokens_per_s:,.0f}",
+            "-" if load.is_computed else f"{load.tokens_per_s:,.0f}",
             "-" if load.on_two is None else f"{load.on_two:,.0f}",
             *(f"{tokens_per_s(load, count):,.0f}" for count in _COUNTS),
             f"{byte_limit(load, 2):,.0f}",

@@ -156,8 +156,10 @@ def meet(met: Met, sizes: tuple[int, ...], device: torch.device) -> Group:
     Raises:
         CompileError: where one does not reach another.
     """
-    from tilewright.compiler.targets.cuda.peers import Peers
+    from tilewright.compiler.targets.cuda.peers import Peers, check_access
 
+    number = torch.cuda.current_device() if device.index is None else device.index
+    check_access([int(each) for each in met.all_gather(str(number).encode())])
     num_bytes = SLOTS * met.size * _PART_BYTES
     peers = Peers(met.rank, num_bytes, device, met.all_gather, fill=EMPTY)
     exchange = Exchange(peers.addresses, met.rank, part_bytes=_PART_BYTES, device=device)

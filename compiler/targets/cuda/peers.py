@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,8 +45,12 @@ def check_no_multicast() -> None:
             )
 
 
-def why_not(devices: list[int]) -> str:
-    """Which of these GPUs of this machine do not reach each other's memory; empty where all do."""
+def check_access(devices: Sequence[int]) -> None:
+    """Refuse GPUs of this machine that do not reach each other's memory.
+
+    Raises:
+        CompileError: naming the first two.
+    """
     from cuda.bindings import driver
 
     check(driver.cuInit(0))
@@ -54,8 +58,10 @@ def why_not(devices: list[int]) -> str:
     for one, first in zip(devices, handles, strict=True):
         for other, second in zip(devices, handles, strict=True):
             if one != other and not check(driver.cuDeviceCanAccessPeer(first, second)):
-                return f"GPU {one} cannot reach the memory of GPU {other}"
-    return ""
+                raise CompileError(
+                    f"GPU {one} cannot reach the memory of GPU {other}; allowed: GPUs of one "
+                    "machine that reach each other's (nvidia-smi topo -p2p r), or one rank"
+                )
 
 
 class Peers:
