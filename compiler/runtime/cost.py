@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from tilewright.compiler.runtime.passes import PassCost
+
 _KEPT = 0.98
 """What is left of a measurement's weight after the next one of its kind."""
 _MOST = 2.0
 """Times what was expected that a measurement counts at most: a hiccup is soon forgotten, and a
 step that has become slower is believed after a few."""
+_LEAST_SLOPE = 0.5
+"""Of the mean of what a count took, that each more takes at the least where a line is careful: what
+the host was slow to launch takes as long for any count, and says nothing of larger ones.
+"""
 _WARM = 3
 
 
@@ -14,7 +20,9 @@ class _Line:
     """``ms = first + each * count``, fitted to measurements of which the recent ones weigh more."""
 
     def __init__(self, *, is_careful: bool) -> None:
-        """``is_careful``: while all counts were alike, others cost in proportion; else the same."""
+        """``is_careful``: while all counts were alike, others cost in proportion, else the same;
+        and the line is never flat.
+        """
         self._is_careful = is_careful
         self.num_measured = 0
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -39,15 +47,17 @@ class _Line:
         in_proportion = mean_y / mean_x
         if spread > 1e-3 * mean_x * mean_x:
             slope = (self._xy / self._weight - mean_x * mean_y) / spread
-            self.each = min(max(slope, 0.0), in_proportion)
+            least = _LEAST_SLOPE * in_proportion if self._is_careful else 0.0
+            self.each = min(max(slope, least), in_proportion)
         else:
             self.each = in_proportion if self._is_careful else 0.0
         self.first = mean_y - self.each * mean_x
 
 
 class StepCost:
-    """Milliseconds of the two parts of a step: rows that decode, and tokens of prompts; and of rows
-    that share a pass over the weights with prompts, what they add to it.
+    """Milliseconds of the two parts of a step: rows that decode, and tokens of prompts.
+
+    ``passes``: of steps in which both share one pass over the weights.
     """
 
     def __init__(self) -> None:
@@ -56,19 +66,11 @@ class StepCost:
     def forget(self) -> None:
         """Forget all measured step times."""
         self._decode, self._prompts = _Line(is_careful=False), _Line(is_careful=True)
-        self._beside = _Line(is_careful=False)
+        self.passes = PassCost()
 
     def decode(self, num_rows: int) -> float:
         """Milliseconds of so many decode rows; 0 where none were measured yet."""
         return self._decode.at(num_rows) if num_rows else 0.0
-
-    def beside(self, num_rows: int) -> float:
-        """Milliseconds that so many decode rows add to a pass of prompts; as long as no such pass
-        was measured, those of the rows by themselves.
-        """
-        if not self._beside.num_measured:
-            return self.decode(num_rows)
-        return self._beside.at(num_rows) if num_rows else 0.0
 
     def prompts(self, num_tokens: float) -> float:
         """Milliseconds of so many tokens of prompts; 0 where none were measured yet."""
@@ -85,23 +87,14 @@ class StepCost:
         self, num_rows: int, num_tokens: float, ms: float, *, is_mixed: bool = False
     ) -> None:
         """A step of so many rows and tokens, in one pass if ``is_mixed``, took ``ms``."""
-        if is_mixed and num_rows and self._prompts.num_measured:
-            self._measure_mixed(num_rows, num_tokens, ms)
+        if is_mixed and num_rows:
+            self.passes.measure(num_rows, num_tokens, ms)
         elif num_tokens:
             rest = ms - self.decode(num_rows)
             if not num_rows or (rest > 0.0 and self._decode.num_measured):
                 self._prompts.measure(num_tokens, rest)
         elif num_rows:
             self._decode.measure(num_rows, ms)
-
-    def _measure_mixed(self, num_rows: int, num_tokens: float, ms: float) -> None:
-        """What a pass took is shared out in proportion to what was expected of both: so their sum
-        becomes right wherever steps are, and either follows where counts differ.
-        """
-        prompts, beside = self.prompts(num_tokens), self.beside(num_rows)
-        share = prompts / (prompts + beside) if prompts + beside > 0.0 else 0.5
-        self._prompts.measure(num_tokens, share * ms)
-        self._beside.measure(num_rows, (1.0 - share) * ms)
 
 
 class StepMeter:

@@ -18,6 +18,17 @@ _UNMEASURED = 4
 
 _ENDLESS = 1 << 62
 
+_QUARTERS = (1, 2, 4, 8, 12, 16)
+"""Of a cell: tokens of prompts that share a pass with rows; devices capture such passes."""
+_TURNS = 8
+"""Passes that a prompt is dealt over beside streams: rows that decode leave arithmetic unused while
+weights are read, once a pass. So all passes take a part, and prompts that queue up larger ones.
+"""
+_WHOLE = 1.3
+"""Times as long as pieces beside rows may take, a pass of both may."""
+_SLACK = 1.25
+"""Of what the first piece's context costs, so that another's may be longer."""
+
 
 class PromptDealer:
     """Deals the prompt tokens of a step to the oldest prompt and to the one with least left, in
@@ -40,14 +51,13 @@ class PromptDealer:
             if num_decoding and self._is_shortest_next:
                 order = sorted(pending, key=lambda each: (each.request.priority, each.left))
             self._is_shortest_next = not self._is_shortest_next
-        room = self.budget(num_decoding, order[0].computed)
-        weight = self._weight_beside(num_decoding) if self._is_timed(num_decoding) else math.inf
+        room, weight = self._room(order, num_decoding)
         dealt: list[tuple[Running, int]] = []
         for running in order:
             count = self._piece(running, room, weight, is_first=not dealt)
             if not count or len(dealt) == self._limits.max_prompts:
                 break
-            room -= count
+            room -= self._rows_of(count)
             weight -= weight_of(running.computed, count, self._limits.far)
             dealt.append((running, count))
         return dealt
@@ -77,23 +87,51 @@ class PromptDealer:
         """Whether streams wait for the step's prompts, and shall not for long."""
         return bool(num_decoding and self._policy.step_ms)
 
+    def _room(self, order: Sequence[Running], num_decoding: int) -> tuple[int, float]:
+        """Tokens of prompts that the next step takes, and what they may weigh."""
+        start = order[0].computed
+        if not self._is_timed(num_decoding):
+            return self.budget(num_decoding, start), math.inf
+        if not self._limits.mixes:
+            return self.budget(num_decoding, start), self._weight_beside(num_decoding)
+        whole = sum(each.computed + each.left for each in order)
+        room = self.shared(num_decoding, whole, start)
+        return room, _SLACK * weight_of(start, room, self._limits.far)
+
+    def _rows_of(self, count: int) -> int:
+        """What a piece takes of a step's room: where it shares a pass, whole pages."""
+        page = self._limits.page_size if self._limits.mixes else 0
+        return -(-count // page) * page if page else count
+
+    def shared(self, num_decoding: int, num_waiting: int, start: int = 0) -> int:
+        """Tokens of prompts, the first of them at ``start``, that share a pass with rows: as many
+        as let ``num_waiting`` tokens through in some passes, and as the pass has time for.
+        """
+        limits, policy, passes = self._limits, self._policy, self._cost.passes
+        allowed = max(_WHOLE * policy.step_ms, _WHOLE * self._cost.decode(num_decoding))
+        is_near = not limits.far or start <= limits.far
+        found = limits.cell // 4 if is_near else limits.cell
+        for quarters in _QUARTERS:
+            tokens = quarters * limits.cell // 4
+            if found * _TURNS >= num_waiting:
+                break
+            if tokens > found:
+                ms = passes.at(num_decoding, weight_of(start, tokens, limits.far))
+                if tokens > limits.cell if ms is None else ms > allowed:
+                    break
+                found = tokens
+        return max(1, min(self._most, found))
+
     def budget(self, num_decoding: int, start: int = 0) -> int:
         """Tokens of prompts, the first of them at ``start``, that the next step takes: beside
         streams, and where the loop must be heard of between steps, as many whole cells as are
-        expected to take no longer than they may; with rows in one pass, cells of both together,
-        for products are made of such pieces. Behind a long context it is a cell: of fewer tokens
-        attention leaves the device idle, and takes as long.
+        expected to take no longer than they may. Behind a long context it is a cell: of fewer
+        tokens attention leaves the device idle, and takes as long.
         """
         limits, cell = self._limits, self._limits.cell
         if self._is_timed(num_decoding):
-            riding = num_decoding if limits.mixes else 0
-            is_near = not limits.far or start <= limits.far
-            least = cell // 4 if limits.mixes and is_near else cell
             tokens = _count_within(start, self._weight_beside(num_decoding), limits.far)
-            if tokens < least:
-                return min(self._most, cell)
-            cells = (riding + tokens) // cell * cell - riding
-            return min(self._most, cells if cells >= cell // 2 else tokens)
+            return min(self._most, max(cell, tokens // cell * cell))
         if self._policy.beat_ms and not limits.runs_ahead:
             within = self._cost.tokens_within(self._policy.beat_ms)
             within = _UNMEASURED * cell if within is None else within
@@ -102,17 +140,10 @@ class PromptDealer:
 
     def _weight_beside(self, num_decoding: int) -> int:
         """Tokens at the beginning of a sequence that are expected to take no longer than prompts
-        may behind so many rows, but at least as long as these, and a cell; or which share a pass
-        with them, the whole of which is to take no longer, but they at least half as long as the
-        rows, and half a cell.
+        may behind so many rows, but at least as long as these, and a cell.
         """
-        cost, cell, step_ms = self._cost, self._limits.cell, self._policy.step_ms
-        if self._limits.mixes:
-            rows_ms = cost.beside(num_decoding)
-            allowed, least = max(step_ms - rows_ms, rows_ms / 2), max(cell // 2, 1)
-        else:
-            allowed, least = max(step_ms, cost.decode(num_decoding)), cell
-        return max(cost.tokens_within(allowed) or 0, least)
+        allowed = max(self._policy.step_ms, self._cost.decode(num_decoding))
+        return max(self._cost.tokens_within(allowed) or 0, self._limits.cell)
 
 
 def weight_of(start: int, count: int, far: int) -> float:

@@ -24,8 +24,8 @@ _LONG = 4
 """Cells of the longest prompt that is measured at the start where steps are short: a line through
 less would promise too much of larger pieces.
 """
-_STREAMS, _STREAMED = 32, 24
-"""Requests, and tokens of each, beside which a prompt is measured at the start."""
+_STREAMS, _STREAMED, _BESIDE = 32, 48, 32
+"""Requests, and tokens of each, beside which a prompt of so many cells is measured at the start."""
 
 
 class LostDeviceError(Exception):
@@ -175,7 +175,7 @@ class EngineLoop:
             for length in lengths:
                 self.generate([Request(-1, (0,) * length, sampling, is_private=True)])
             if limits.mixes and limits.max_seats > 1:
-                self._run_beside_streams(lengths[-1])
+                self._run_beside_streams(min(_BESIDE * limits.cell, most))
 
     def _run_beside_streams(self, length: int) -> None:
         """A prompt while others decode, who are still there when its last piece has run."""

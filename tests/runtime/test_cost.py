@@ -39,28 +39,37 @@ def test_of_counts_that_are_alike_nothing_is_promised_of_others() -> None:
     assert cost.decode(64) == 6.0 and cost.prompts(200) == pytest.approx(20.0)
 
 
-def test_rows_that_ride_along_with_prompts_are_told_apart_from_rows_alone() -> None:
-    """Each is what it adds: 0.02 ms a token, 0.05 a row, and 2 of a pass that both share."""
+def test_counts_that_all_take_as_long_promise_nothing_of_larger_ones() -> None:
+    """What the host is slow to launch takes 28 ms whether it is of 64 tokens or of 512."""
     cost = StepCost()
-    for _ in range(3):
-        cost.measure(64, 0, 7.5)
-        for tokens in (64, 256, 1024):
-            cost.measure(0, tokens, 2 + 0.02 * tokens)
-    assert cost.beside(64) == pytest.approx(7.5), "as alone, while it is not known"
-    for _ in range(60):
-        for rows, tokens in ((64, 448), (16, 448), (64, 192), (16, 960)):
-            cost.measure(rows, tokens, 2 + 0.02 * tokens + 0.05 * rows, is_mixed=True)
-    for rows, tokens in ((64, 448), (16, 960)):
-        expected = 2 + 0.02 * tokens + 0.05 * rows
-        assert cost.prompts(tokens) + cost.beside(rows) == pytest.approx(expected, rel=0.05)
-    assert cost.decode(64) == pytest.approx(7.5) and cost.beside(64) < 5.0
+    for _ in range(20):
+        for tokens in (64, 256, 512):
+            cost.measure(0, tokens, 28.0)
+    assert cost.prompts(8192) > 300.0 and (cost.tokens_within(40.0) or 0) < 600
 
 
-def test_the_first_pass_of_both_is_measured_where_prompts_are_not() -> None:
-    cost = StepCost()
-    cost.measure(4, 0, 5.0)
-    cost.measure(4, 100, 9.0, is_mixed=True)
-    assert (cost.prompts(100), cost.beside(4)) == (4.0, 5.0)
+def test_a_pass_that_rows_share_takes_the_median_of_such_passes() -> None:
+    passes = StepCost().passes
+    assert passes.at(64, 256) is None
+    for _ in range(5):
+        for tokens in (128, 256, 1024):
+            passes.measure(64, tokens, 2 + 0.02 * (64 + tokens))
+    passes.measure(64, 256, 10_000.0)
+    assert passes.at(64, 256) == pytest.approx(8.4), "a hiccup"
+    assert passes.at(64, 512) == pytest.approx(8.4 * 576 / 320), "in proportion to a smaller one"
+    assert passes.at(30, 700) == pytest.approx(8.4 * 730 / 320), "and no more than a larger one"
+    for _ in range(5):
+        passes.measure(64, 256, 12.0)
+        passes.measure(64, 128, 9.0)
+    assert passes.at(64, 256) == pytest.approx(12.0), "a slower machine is believed after a few"
+
+
+def test_one_measurement_of_a_size_that_nobody_tries_again_does_not_stand() -> None:
+    """The first pass of a size compiled something: it may be chosen again all the same."""
+    passes = StepCost().passes
+    passes.measure(64, 1024, 400.0)
+    passes.measure(64, 256, 8.0)
+    assert passes.at(64, 1024) == pytest.approx(8.0 * 1088 / 320)
 
 
 def test_a_reading_is_of_the_rows_it_waits_for_and_of_the_prompts_behind_the_last_ones() -> None:

@@ -59,6 +59,11 @@ class Answers:
         """Whether a step's choice is still waited for."""
         return bool(self._waiting)
 
+    @property
+    def num_choosable(self) -> int:
+        """How many tokens there are to choose from."""
+        return self._width()
+
     def open(self, seat: Seat, end_tokens: Sequence[int]) -> None:
         """A seat's end tokens, where the device has no room for all of them."""
         if len(end_tokens) > self._table.num_ends:

@@ -7,15 +7,18 @@ from typing import Any
 
 import torch
 
+from tilewright.compiler.targets.cuda.batches import BatchBucket
 from tilewright.compiler.targets.cuda.capture import DecodeBucket, PromptBucket
 from tilewright.compiler.targets.cuda.library import lengths_between
 from tilewright.compiler.targets.cuda.rows import Rows
+from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.cuda.trials import FEW, read_trials
 
 
 class Buckets:
-    """Decode steps of ``rows``, prompts of ``tokens``: ascending sizes, padding included.
+    """Decode steps of ``rows``, prompts of ``tokens``, and pieces of several in one pass, of
+    ``joined`` tokens with ``widths`` choices: ascending sizes, padding included.
 
     ``num_choosable`` and ``num_ends`` say how wide the choices are that go with them.
     """
@@ -28,27 +31,48 @@ class Buckets:
         tokens: Sequence[int],
         num_choosable: Callable[[], int],
         num_ends: int,
+        table: SeatTable | None = None,
+        joined: Sequence[int] = (),
+        widths: Sequence[int] = (),
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
+        self._table, self._joined, self._widths = table, tuple(joined), tuple(widths)
         self._steps, self._num_choosable, self._num_ends = steps, num_choosable, num_ends
         is_gpu = steps.device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
         self.decodes: dict[int, DecodeBucket] = {}
         self.prompts: dict[int, PromptBucket] = {}
+        self.batches: dict[int, BatchBucket] = {}
 
     def decode(self, num_rows: int) -> DecodeBucket:
         """The smallest bucket for so many rows."""
         size = next(size for size in self.rows if size >= num_rows)
         if size not in self.decodes:
-            self.decodes[size] = DecodeBucket(self._steps, size, *self._widths(), self._pool)
+            self.decodes[size] = DecodeBucket(self._steps, size, *self._choices(), self._pool)
         return self.decodes[size]
 
     def prompt(self, num_tokens: int) -> PromptBucket:
         """The smallest bucket for so many tokens of a prompt."""
         size = next(size for size in self.tokens if size >= num_tokens)
         if size not in self.prompts:
-            self.prompts[size] = PromptBucket(self._steps, size, *self._widths(), self._pool)
+            self.prompts[size] = PromptBucket(self._steps, size, *self._choices(), self._pool)
         return self.prompts[size]
+
+    def batch(self, num_tokens: int, num_choices: int) -> tuple[BatchBucket, int] | None:
+        """The smallest bucket for pieces of so many tokens, of which so many tokens are chosen with
+        those of rows that ride along, and its captured number of tokens; None where none is so
+        large.
+        """
+        size = next((size for size in self._joined if size >= num_tokens), None)
+        width = next((width for width in self._widths if width >= num_choices), None)
+        return None if size is None or width is None else (self._batch(width), size)
+
+    def _batch(self, width: int) -> BatchBucket:
+        if width not in self.batches:
+            assert self._table is not None
+            how = self._num_choosable(), self._pool
+            self.batches[width] = BatchBucket(self._steps, self._table, width, *how)
+        return self.batches[width]
 
     def prepare(self, longest: int) -> None:
         """Capture all that steps may run, in every bucket, while nobody is seated; prompts of up to
@@ -58,6 +82,8 @@ class Buckets:
             self.decode(size).prepare()
         for size in self.tokens:
             self.prompt(size).prepare()
+        for width in self._widths if self._joined else ():
+            self._batch(width).prepare(self._joined)
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)
         while size < longest:
@@ -70,5 +96,5 @@ class Buckets:
                 rows = Rows.padding(length, device)
                 self._steps.prefill(rows, logit_rows=last, from_start=True)
 
-    def _widths(self) -> tuple[int, int]:
+    def _choices(self) -> tuple[int, int]:
         return self._num_choosable(), self._num_ends

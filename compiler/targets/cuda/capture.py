@@ -92,7 +92,7 @@ class Captured:
             self._graph.replay()
 
 
-class _Bucket:
+class Bucket:
     """A captured pass whose logits a choice reads: first of the likeliest, then, where rows draw,
     of those that each kind of :class:`Drawing` takes, captured apart.
     """
@@ -121,7 +121,7 @@ class _Bucket:
             place.copy_(values)
 
 
-class DecodeBucket(_Bucket):
+class DecodeBucket(Bucket):
     """One token of each of up to ``num_rows`` sequences; rows that are not used are padding."""
 
     def __init__(self, steps: Steps, num_rows: int, width: int, num_ends: int, pool: Any) -> None:
@@ -205,7 +205,7 @@ class Seated:
                 sitting.length = length
 
 
-class PromptBucket(_Bucket):
+class PromptBucket(Bucket):
     """Up to ``num_tokens`` tokens of one sequence, and the choice of the token behind them."""
 
     def __init__(self, steps: Steps, num_tokens: int, width: int, num_ends: int, pool: Any) -> None:

@@ -94,8 +94,9 @@ def capabilities_of(
     joins = invariant == "none" and options.compute == "fast"
     joins = joins and not has_mixers(plan) and options.parallel.tensor == 1
     trials = read_trials()
-    mixes = joins and trials.steps == MIXED
-    joins = mixes or (joins and device.type == "cuda")
+    is_gpu = device.type == "cuda"
+    mixes = joins and (trials.steps or (MIXED if is_gpu else "")) == MIXED
+    joins = mixes or (joins and is_gpu)
     return Capabilities(
         max_seats=options.max_batch,
         max_context=options.max_context,
@@ -106,7 +107,7 @@ def capabilities_of(
         cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
         max_prompts=trials.prompts or (_JOINED if joins else 1),
         max_step_tokens=most_prompt_tokens(options),
-        runs_ahead=device.type == "cuda",
+        runs_ahead=is_gpu,
         mixes=mixes,
         far=far_of(plan),
         invariant=invariant,

@@ -16,14 +16,16 @@ from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryU
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.answers import Answers
 from tilewright.compiler.targets.cuda.away import Away
+from tilewright.compiler.targets.cuda.batches import TOKENS, widths
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
 from tilewright.compiler.targets.cuda.device import capabilities_of
 from tilewright.compiler.targets.cuda.group import Group, meet
+from tilewright.compiler.targets.cuda.joined import Joined
 from tilewright.compiler.targets.cuda.late import choose_now, needs_host
 from tilewright.compiler.targets.cuda.pages import pages_of
-from tilewright.compiler.targets.cuda.ragged import can_join, join, one, split
+from tilewright.compiler.targets.cuda.ragged import can_join, one, split
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.state import PagedState
@@ -93,13 +95,7 @@ class CudaExecutable(Executable):
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
-        self._buckets = Buckets(
-            self._steps,
-            rows=rows,
-            tokens=prompt_buckets(plan),
-            num_choosable=lambda: self.num_choosable,
-            num_ends=_NUM_ENDS,
-        )
+        self._buckets = self._make_buckets(plan, rows)
         self._sittings: dict[Seat, Sitting] = {}
         self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
@@ -110,7 +106,23 @@ class CudaExecutable(Executable):
             width=lambda: self.num_choosable,
             num_seats=options.max_batch,
         )
+        self._joined = Joined(
+            self._steps, self._state, self._table, self._buckets, self._answers, self._sittings,
+            check=self._check, leave=self._leave,
+        )  # fmt: skip
         self.dealt = plan.dealt
+
+    def _make_buckets(self, plan: Plan, rows: Sequence[int]) -> Buckets:
+        return Buckets(
+            self._steps,
+            rows=rows,
+            tokens=prompt_buckets(plan),
+            num_choosable=lambda: self.num_choosable,
+            num_ends=_NUM_ENDS,
+            table=self._table,
+            joined=TOKENS if self.capabilities.mixes else (),
+            widths=widths(rows),
+        )
 
     def join(self, peers: Peers) -> None:
         self.unite(meet(peers, self.dealt, self.device))
@@ -139,7 +151,7 @@ class CudaExecutable(Executable):
                 parts.append(self._decode(seats, step))
         batches, alone = split(step.prompts, self.capabilities.max_prompts, least=1 + (not riding))
         for index, batch in enumerate(batches):
-            parts += self._prompts(batch, step, () if index else riding)
+            parts += self._joined.run(batch, step, () if index else riding)
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
         return StepOutput(tuple(parts), is_mixed=bool(riding) and len(batches) == 1 and not alone)
 
@@ -246,51 +258,6 @@ class CudaExecutable(Executable):
         is_late = any(map(needs_host, chosen))
         return Seated(seats, bucket, at, drawing_of(chosen), is_late, lengths)
 
-    def _prompts(
-        self, chunks: Sequence[Chunk], step: Step, riding: tuple[Seat, ...] = ()
-    ) -> list[Part]:
-        """Pieces of prompts, and a token of seats that decode, in one batch; what is chosen."""
-        for chunk in chunks:
-            sitting = self._check(chunk)
-            sitting.length, sitting.token = chunk.end, None
-        held = self._go_on(riding)
-        ragged = join(chunks, self.device, seats=riding, positions=held)
-        if riding:
-            ragged.take_tokens(self._table.tokens)
-        ends = {seat: at + 1 for seat, at in zip(riding, held, strict=True)}
-        ends |= {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
-        logits = self._steps.prefill(
-            ragged.rows,
-            logit_rows=ragged.last if ends else None,
-            pieces=ragged.pieces,
-            block=ragged.block,
-            riding=ragged.riding,
-        )
-        for chunk in chunks:
-            for end, snapshot in chunk.saves:
-                self._state.save(chunk.seat, snapshot, end)
-        if logits is None:
-            return []
-        seats = tuple(ends)
-        chosen = [self._sittings[seat].choosing for seat in seats]
-        if self._answers.is_late(seats, step):
-            return [self._answers.late(seats, logits, step)]
-        at, width = list(ends.values()), self.num_choosable
-        choice = choose_now(self._table, seats, at, width, logits, chosen, self._group)
-        self._table.give_back(self._table.index(seats), choice.tokens)
-        return [self._answers.chosen(seats, logits, choice, step)]
-
-    def _go_on(self, seats: tuple[Seat, ...]) -> list[int]:
-        """Each seat has one position more, outside of a bucket; where their tokens stand."""
-        if not seats:
-            return []
-        self._leave()
-        held = [self._sittings[seat].length for seat in seats]
-        self._state.check_all(seats, np.array(held) + 1)
-        for seat, at in zip(seats, held, strict=True):
-            self._sittings[seat].length = at + 1
-        return held
-
     def _check(self, chunk: Chunk) -> Sitting:
         """Who sits where a piece of a prompt belongs; no bucket holds its token any more."""
         if self._seated is not None and chunk.seat in self._seated.seats:
@@ -392,7 +359,7 @@ class CudaExecutable(Executable):
         self._seated = None
         if "_steps" in vars(self) and self._group is not None:
             self._group.close()
-        for name in ("_buckets", "_steps", "_state", "_weights"):
+        for name in ("_joined", "_buckets", "_steps", "_state", "_weights"):
             vars(self).pop(name, None)  # it may be closed twice
         if self.device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other

@@ -74,21 +74,30 @@ def join(
     """Lay pieces out one behind the other, and behind them rows of ``seats`` at ``positions``."""
     mean = sum(len(chunk.tokens) for chunk in chunks) / len(chunks)
     block = LONG_BLOCK if mean >= LONG_PIECE else SHORT_BLOCK
-    pieces, first = [], 0
-    for chunk in chunks:
-        pieces.append(slice(first, first + len(chunk.tokens)))
-        first += -(-len(chunk.tokens) // block) * block
+    first = sum(-(-len(chunk.tokens) // block) * block for chunk in chunks)
     riding = slice(first, first + len(seats))
     staged = np.zeros((3, -(-riding.stop // _ALIGNED) * _ALIGNED), dtype=np.int64)
     staged[1] = -1
     staged[1, riding], staged[2, riding] = positions, seats
-    for chunk, piece in zip(chunks, pieces, strict=True):
-        staged[0, piece] = chunk.tokens
-        staged[1, piece] = np.arange(chunk.start, chunk.end)
-        staged[2, piece.start : -(-piece.stop // block) * block] = chunk.seat
+    pieces = lay_out(staged, chunks, block)
     last = [piece.stop - 1 for chunk, piece in zip(chunks, pieces, strict=True) if chunk.chooses]
     wanted = send(np.array([*range(riding.start, riding.stop), *last], dtype=np.int64), device)
-    return Ragged(Rows(*send(staged, device)), block, tuple(pieces), wanted, riding)
+    return Ragged(Rows(*send(staged, device)), block, pieces, wanted, riding)
+
+
+def lay_out(staged: np.ndarray, chunks: Sequence[Chunk], block: int) -> tuple[slice, ...]:
+    """Write the tokens, positions and seats of pieces into the first rows of ``staged [3, N]``,
+    each piece into whole blocks of its own, of rows that are padding; the rows of each.
+    """
+    pieces, first = [], 0
+    for chunk in chunks:
+        piece = slice(first, first + len(chunk.tokens))
+        first += -(-len(chunk.tokens) // block) * block
+        staged[0, piece] = chunk.tokens
+        staged[1, piece] = np.arange(chunk.start, chunk.end)
+        staged[2, piece.start : first] = chunk.seat
+        pieces.append(piece)
+    return tuple(pieces)
 
 
 def one(chunk: Chunk, device: torch.device) -> tuple[Rows, Tensor | None]:

@@ -44,7 +44,8 @@ class Trials:
             prompts.
         steps: of rows that decode and pieces of prompts, ``apart``: rows first, each by their own
             kernels; ``mixed``: one pass over the weights for both, where
-            :func:`.device.capabilities_of` allows it.
+            :func:`.device.capabilities_of` allows it, captured for some numbers of both. Empty:
+            mixed on a GPU.
         lengths: of prompts for which the library's attention makes a plan when it first meets
             them: ``own``, each prompt's; ``few``, some that prompts are padded to, all of which are
             met before anybody waits.
@@ -62,7 +63,7 @@ class Trials:
     blocks: str = WIDE
     experts: str = TOGETHER
     prompts: int = 0
-    steps: str = APART
+    steps: str = ""
     lengths: str = OWN
     lofi: str = BF16
     copies: str = NONE

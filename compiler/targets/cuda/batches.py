@@ -1,0 +1,141 @@
+"""Pieces of several prompts, and rows that decode, as one captured pass over the weights: for a few
+numbers of tokens of both. Launched kernel by kernel, a pass takes the host longer than the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilewright.compiler.targets.cuda.capture import Bucket, Captured
+from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Drawing, make_choice
+from tilewright.compiler.targets.cuda.ragged import SHORT_BLOCK, lay_out
+from tilewright.compiler.targets.cuda.rows import Rows
+from tilewright.compiler.targets.cuda.seats import SeatTable, send
+from tilewright.compiler.targets.cuda.steps import Steps
+from tilewright.compiler.targets.step import Chunk, Seat
+
+TOKENS = (64, 128, 256, 512, 768, 1024)
+"""Tokens of prompts, padding included, of the passes that are captured."""
+_WIDTHS = (16, 32, 64, 128, 192)
+
+
+def widths(rows: Sequence[int]) -> tuple[int, ...]:
+    """How many rows ride along and pieces end in a pass that is captured, padding included, where
+    decode steps are captured for ``rows``: some, and the most of those.
+    """
+    return (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
+
+
+def num_tokens_of(chunks: Sequence[Chunk]) -> int:
+    """Rows that pieces take in a pass: whole blocks each."""
+    return sum(-(-len(chunk.tokens) // SHORT_BLOCK) * SHORT_BLOCK for chunk in chunks)
+
+
+class _Pass:
+    """One captured number of tokens: what it reads, in one piece of memory, and its graph.
+
+    ``rows``: of the pieces, and behind them of those that ride along; ``wanted``: whose logits are
+    chosen from; ``at`` and ``ends``: the table's row of each of these, and where its token will be.
+    """
+
+    def __init__(self, num_tokens: int, width: int, device: torch.device) -> None:
+        self.num_tokens, self.width = num_tokens, width
+        self.captured: Captured | None = None
+        count = num_tokens + width
+        self._words = torch.zeros(3 * (count + width), dtype=torch.int64, device=device)
+        self.rows = Rows(*self._words[: 3 * count].view(3, count))
+        self.rows.positions.fill_(-1)
+        self.wanted, self.at, self.ends = self._words[3 * count :].view(3, width)
+
+    @property
+    def riding(self) -> slice:
+        """The rows of those that ride along."""
+        return slice(self.num_tokens, self.num_tokens + self.width)
+
+    def upload(
+        self, chunks: Sequence[Chunk], held: Mapping[Seat, int], ends: Mapping[Seat, int], none: int
+    ) -> None:
+        """Pieces, and seats that ride along with the positions that they hold; ``ends``: those
+        that get a token, the riding ones first; ``none``: the table's row for nobody.
+        """
+        staged = np.zeros(len(self._words), dtype=np.int64)
+        count, first = self.num_tokens + self.width, self.num_tokens
+        tokens = staged[: 3 * count].reshape(3, count)
+        tokens[1] = -1
+        pieces = lay_out(tokens, chunks, SHORT_BLOCK)
+        among = slice(first, first + len(held))
+        tokens[1, among], tokens[2, among] = [*held.values()], [*held]
+        wanted, at, where = staged[3 * count :].reshape(3, self.width)
+        both = zip(chunks, pieces, strict=True)
+        last = [piece.stop - 1 for chunk, piece in both if chunk.chooses]
+        wanted[: len(ends)] = [*range(first, among.stop), *last]
+        at[: len(ends)], at[len(ends) :], where[: len(ends)] = [*ends], none, [*ends.values()]
+        self._words.copy_(send(staged, self._words.device))
+
+
+class BatchBucket(Bucket):
+    """Up to ``width`` rows that ride along or pieces that end, beside any captured number of tokens
+    of prompts; the choice of all of their tokens.
+    """
+
+    def __init__(
+        self, steps: Steps, table: SeatTable, width: int, num_choosable: int, pool: Any
+    ) -> None:
+        device = steps.device
+        tokens = torch.zeros(width, dtype=torch.int64, device=device)
+        choice = make_choice(width, num_choosable, table.num_ends, tokens, group=steps.group)
+        super().__init__(choice, device, pool)
+        self.width = width
+        self._steps, self._table = steps, table
+        self._passes: dict[int, _Pass] = {}
+
+    def prepare(self, sizes: Sequence[int]) -> None:
+        """Capture all that passes of these numbers of tokens may run."""
+        for size in sizes:
+            self._pass(size)
+        for drawing in EVERY_DRAWING:
+            self._capture_draw(drawing)
+
+    def run(
+        self,
+        num_tokens: int,
+        chunks: Sequence[Chunk],
+        held: Mapping[Seat, int],
+        ends: Mapping[Seat, int],
+        drawing: Drawing | None,
+    ) -> None:
+        """Run a pass of a captured number of tokens, as :meth:`_Pass.upload` says; each seat of
+        ``ends`` reads what was chosen for it next.
+        """
+        found = self._pass(num_tokens)
+        found.upload(chunks, held, ends, self._table.padding)
+        assert found.captured is not None
+        found.captured()
+        if drawing is not None:
+            self._draw(drawing)
+        self._table.give_back(found.at, self.choice.tokens)
+
+    def _pass(self, num_tokens: int) -> _Pass:
+        if num_tokens not in self._passes:
+            made = _Pass(num_tokens, self.width, self._device)
+            made.at.fill_(self._table.padding)
+            self._passes[num_tokens] = made
+            made.captured = self._captured(lambda: self._run(made))
+        return self._passes[num_tokens]
+
+    def _run(self, made: _Pass) -> None:
+        """Padding that rides along may read any token: it stands nowhere."""
+        held = self._table.tokens
+        torch.index_select(held, 0, made.at, out=made.rows.tokens[made.riding])
+        logits = self._steps.prefill(
+            made.rows, logit_rows=made.wanted, block=SHORT_BLOCK, riding=made.riding
+        )
+        assert logits is not None
+        self.logits = logits  # the same place for every number of tokens
+        self.choice.gather(self._table, made.at)
+        self.choice.positions.copy_(made.ends)
+        self.choice.take_likeliest(logits)
