@@ -18,6 +18,7 @@ def main(folder: str, path: str, seats: str = "256") -> int:
     from vllm import LLM, SamplingParams
 
     rows = [json.loads(line)["body"] for line in Path(path).read_text().splitlines()]
+    began = time.perf_counter()
     engine = LLM(
         model=folder,
         load_format="dummy",
@@ -28,6 +29,7 @@ def main(folder: str, path: str, seats: str = "256") -> int:
         enable_prefix_caching=False,
         gpu_memory_utilization=0.9,
     )
+    print(f"started in {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
     asked: list[Any] = [{"prompt_token_ids": row["prompt"]} for row in rows]
     params = [
         SamplingParams(

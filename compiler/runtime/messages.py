@@ -96,11 +96,6 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     logprobs: tuple[LogProbs, ...] = ()
     echo: tuple[LogProbs, ...] = ()
 
-    def joined(self, later: Tokens) -> Tokens:
-        """These and those of ``later``, which the same request said next."""
-        scores = self.logprobs + later.logprobs
-        return Tokens(self.request_id, self.tokens + later.tokens, scores, self.echo + later.echo)
-
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """A request has ended by itself: ``reason`` is ``stop`` (an end token) or ``length``.

@@ -96,19 +96,11 @@ class Ticket:
     _heard_at: float = 0.0
 
     def put(self, index: int, message: Answer) -> None:
-        """Called by the desk for each message. Tokens that nobody has taken yet become one message
-        with those that follow, so that who is late has less to do.
-        """
+        """Called by the desk for each message."""
         if isinstance(message, Finished):
             self._finished[index] = message
-        if self._found and isinstance(message, Tokens):
-            at, last = self._found[-1]
-            if at == index and isinstance(last, Tokens):
-                self._found[-1] = index, last.joined(message)
-                return
         self._found.append((index, message))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._wake()
 
     async def take(self, patience: float | None = None) -> list[tuple[int, Answer]]:
         """All that has come since the last call, in order; waits until there is something, and with
