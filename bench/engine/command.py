@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 import tempfile
 import time
@@ -174,24 +175,10 @@ class _Measured:
             )
             left = max(0.0, until - time.monotonic())
             share = left / min(2, len(CASES) - index)
-            found[case] = self._in_child(asked, share)
+            found[case] = _in_child(asked, share)
             self.found["compiled"] = found
             self._write()
         return found
-
-    def _in_child(self, asked: Asked, seconds: float) -> dict[str, Any]:
-        """What a child measured, or why it did not."""
-        environment = {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-        given = [*PYTHON, *command(asked)]
-        with Child(given, timeout_s=seconds, environment=environment, what="a case") as child:
-            ended = child.wait()
-            assert ended is not None
-            if ended.is_timed_out:
-                return {"failed": f"not compiled and measured in {seconds:.0f} s"}
-            if ended.code:
-                return {"failed": f"{ended.how}: {ended.last}"[:2000]}
-            found: dict[str, Any] = json.loads(child.output().splitlines()[-1])
-            return found
 
     def _cases(self, engine: Any, repeats: int | None = None) -> dict[str, Any]:
         count = repeats or self.given.repeats
@@ -227,6 +214,23 @@ class _Measured:
             del engine
             used.append(_allocated())
         return {"after_remove": removed, "after_del": [each - used[0] for each in used[1:]]}
+
+
+def _in_child(asked: Asked, seconds: float) -> dict[str, Any]:
+    """What a child measured, or why it did not."""
+    # the checkout, which has this room, before wherever the package is found
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = {"PYTHONPATH": os.pathsep.join(each for each in paths if each)}
+    given = [*PYTHON, *command(asked)]
+    with Child(given, timeout_s=seconds, environment=environment, what="a case") as child:
+        ended = child.wait()
+        assert ended is not None
+        if ended.is_timed_out:
+            return {"failed": f"not compiled and measured in {seconds:.0f} s"}
+        if ended.code:
+            return {"failed": f"{ended.how}: {ended.last}"[:2000]}
+        found: dict[str, Any] = json.loads(child.output().splitlines()[-1])
+        return found
 
 
 def _allocated() -> int:

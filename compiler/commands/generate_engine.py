@@ -203,14 +203,12 @@ class _Search:
         changes: Sequence[dict[str, Any]] = ()
         if self.device == "cuda":
             changes = (
-                {"timed": True},
                 {"columns": 256},
                 {"parts": 8},
                 {"columns": 1024},
                 {"whole": 1},
                 {"keys": 32},
                 {"queries": 128},
-                {"few_rows": 1},
                 {"chained": False},
             )
         for change in changes:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bench.engine import command as bench
 from bench.engine.command import main
 from bench.engine.compiled import CASES, EAGER, Asked, run
 from tests.targets.cuda.engine.conftest import CONFIG, engine_file, plan
@@ -65,6 +67,18 @@ def test_a_table_comes_out_whatever_torch_compile_takes(engine_file: Path, tmp_p
     assert found["ours"]["cases"]["mixed"]["ms"] > 0
     assert len(found["compiled"]) == len(CASES)
     assert all("not compiled" in each["failed"] for each in found["compiled"].values())
+
+
+def test_a_child_finds_what_this_process_finds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the package is found through PYTHONPATH alone, too."""
+    (tmp_path / "found_there_alone.py").write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said = "import bench.engine, found_there_alone; print('{\"ms\": 1}')"
+    monkeypatch.setattr(bench, "command", lambda asked: ["-c", said])
+    asked: Any = None
+    assert bench._in_child(asked, 30) == {"ms": 1}
 
 
 @pytest.mark.parametrize(

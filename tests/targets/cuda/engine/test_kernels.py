@@ -72,8 +72,9 @@ def test_kernels_have_the_references_logits(
     executor.splits = 2
     same("decode", [4], torch.tensor([7]))
     if style == "interleaved":
-        fewer = dataclasses.replace(launches.CHOICES, few_rows=8, columns=16, whole=1)
+        fewer = dataclasses.replace(launches.CHOICES, columns=16, whole=1)
         monkeypatch.setattr(launches, "CHOICES", fewer)
+        monkeypatch.setattr(launches, "FEW_ROWS", 8)
         same("prefill", [4], prompts(33))  # many: the library's, over two pages
         same("decode", [4, 9], torch.tensor([8, 1]))
 

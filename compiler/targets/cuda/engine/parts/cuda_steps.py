@@ -14,6 +14,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.engine.parts.generated import CHOICES
 from tilewright.compiler.targets.cuda.engine.parts.launches import (
     APART,
+    FEW_ROWS,
     INSIDE,
     LIBRARY,
     WAYS,
@@ -80,8 +81,8 @@ class CudaExecutor(CudaKernels):
         """Compile every kernel and capture the graphs that calls are expected to need."""
         if self.device.type != "cuda":
             return
-        for rows in CHOICES.batches if CHOICES.timed else ():
-            if rows <= CHOICES.few_rows:
+        for rows in CHOICES.batches:
+            if rows <= FEW_ROWS:
                 self._time_products(rows)
         for rows in CHOICES.batches:
             for splits in {1, self._splits(rows, self.settings.max_positions)}:

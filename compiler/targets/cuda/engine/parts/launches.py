@@ -32,6 +32,9 @@ INSIDE, APART, LIBRARY = "inside", "apart", "library"
 WAYS: dict[tuple[Any, ...], str] = {}
 """Those that were the fastest, by shape; of the whole process, for other engines."""
 
+FEW_ROWS = 16
+"""Rows up to which products may read each weight once, in a kernel of ours."""
+
 TOKENS = 8
 """Tokens of a prompt that a program rotates a head of."""
 
@@ -100,7 +103,7 @@ class CudaKernels(Executor):
         return out
 
     def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
-        few = len(x) <= CHOICES.few_rows
+        few = len(x) <= FEW_ROWS
         way = WAYS.get(self._shape(each, len(x)), INSIDE) if few else LIBRARY
         return self.product_by(way, each, x, residual)
 

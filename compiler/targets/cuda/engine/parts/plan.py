@@ -77,10 +77,7 @@ class Choices:
 
     Attributes:
         chained: kernels are placed before those ahead of them have ended (Hopper and later).
-        few_rows: up to which products read each weight once, in a kernel of ours.
-        timed: for each product of a decode step of so few rows, that kernel with the norm inside,
-            apart, and the library's are timed when an engine is made, and the fastest is taken.
-        outputs, one_outputs: of a program of such a product, and of one with a single row.
+        outputs, one_outputs: of a program of a product of few rows, and of one with a single row.
         columns, parts, warps: that it takes at once, in how many parts, with how many warps.
         whole: columns of x up to which it takes all at once.
         keys: cached positions that decode attention takes at once.
@@ -90,8 +87,6 @@ class Choices:
     """
 
     chained: bool = True
-    few_rows: int = 16
-    timed: bool = False
     outputs: int = 16
     one_outputs: int = 8
     columns: int = 512

@@ -1,0 +1,179 @@
+"""`PRODUCTS` on a device: compiled by NVRTC, which torch brings along, once in a process."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.compiler.targets.cuda.engine.parts.native_source import PRODUCTS
+
+STEP = 128
+SHARED = 227 * 1024
+"""Bytes of shared memory that a block may have."""
+
+UNCUT_TILES = 1024
+"""Tiles of 16 rows from which on a weight's columns are not cut into slices."""
+
+
+class Product(ctypes.Structure):
+    """`Product` of `PRODUCTS`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "x", "norm", "out")),
+        *((name, ctypes.c_int) for name in ("num_rows", "num_outputs", "num_steps", "num_tiles")),
+        *((name, ctypes.c_int) for name in ("num_slices", "epilogue", "norm_is_float")),
+        ("eps", ctypes.c_float),
+    )
+
+
+class Attribute(ctypes.Structure):
+    """A ``CUlaunchAttribute``: what is asked for of a launch."""
+
+    _fields_ = (("kind", ctypes.c_uint64), ("value", ctypes.c_uint * 16))
+
+
+class Launch(ctypes.Structure):
+    """A ``CUlaunchConfig``."""
+
+    _fields_ = (
+        *(("blocks", ctypes.c_uint * 3), ("threads", ctypes.c_uint * 3)),
+        *(("shared", ctypes.c_uint), ("stream", ctypes.c_void_p)),
+        *(("attributes", ctypes.POINTER(Attribute)), ("num_attributes", ctypes.c_uint)),
+    )
+
+
+CLUSTER, CHAINED = 4, 6
+"""Attributes: blocks that reach each other's memory, and placement beside the kernels ahead."""
+
+
+def native_fits(weight: Tensor, num_rows: int, *, has_norm: bool, swiglu: bool) -> bool:
+    """Whether `native_product` takes such a product here, with its norm where it is of one row."""
+    outputs, columns = weight.shape
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < 9:
+        return False
+    whole = outputs % (32 if swiglu else 16) == 0 and columns % STEP == 0
+    most = 8192 if has_norm and num_rows == 1 else 32768
+    return whole and num_rows <= 32 and columns <= most and _nvrtc() is not None
+
+
+def native_product(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    *,
+    residual: bool,
+    swiglu: bool,
+    chained: bool,
+) -> None:
+    """``out = x weight^T``, added to ``out`` or of gates and ups; one row may have a norm."""
+    num_tiles, num_steps = weight.shape[0] // 16, weight.shape[1] // STEP
+    num_slices = 1 if num_tiles >= UNCUT_TILES else 8
+    given = Product(
+        *(each if each is None else each.data_ptr() for each in (weight, x, norm, out)),
+        *(len(x), out.shape[1], num_steps, num_tiles, num_slices),
+        2 if swiglu else int(residual),
+        norm is not None and norm.dtype == torch.float32,
+        eps,
+    )
+    if len(x) == 1:
+        each, depth = next(
+            (each, depth)
+            for each, depth in ((2, 3), (2, 2), (1, 2))
+            if each == 1 or each * (num_steps * 256 + depth * 32768 + 4096) <= SHARED
+        )
+        found = torch.cuda.get_device_properties(weight.device)
+        grid = min(num_tiles, each * found.multi_processor_count), 1
+        name, threads, shared = f"one_row_{depth}", 256, num_steps * 256 + depth * 32768
+    else:
+        eights, tiles, warps, depth = _shape_of(len(x), num_tiles)
+        grid = -(-num_tiles // (warps * tiles)), num_slices
+        name, threads = f"some_rows_{eights}_{tiles}_{depth}", 32 * warps
+        shared = depth * (eights * 8 * (STEP + 8) * 2 + warps * tiles * 4096)
+    attributes = [Attribute(CHAINED, (1,))] if chained else []
+    attributes += [Attribute(CLUSTER, (1, grid[1], 1))] if grid[1] > 1 else []
+    listed = (Attribute * len(attributes))(*attributes)
+    stream = torch.cuda.current_stream().cuda_stream
+    launch = Launch((*grid, 1), (threads, 1, 1), shared, stream, listed, len(attributes))
+    kernel = _kernels(weight.device.index, weight.dtype)[name]
+    places = (ctypes.c_void_p * 1)(ctypes.addressof(given))
+    _check(_driver().cuLaunchKernelEx(ctypes.byref(launch), kernel, places, None))
+
+
+def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
+    """Eights of rows, tiles of a warp, warps of a block and steps in flight."""
+    if num_rows > 16:
+        return (4, 2, 7, 3) if num_tiles >= UNCUT_TILES else (4, 1, 6, 2)
+    if num_rows > 8 or num_tiles <= 300:
+        return (2 if num_rows > 8 else 1), 1, 7, 2
+    return 1, 1, 7, 4 if num_tiles >= UNCUT_TILES else 3
+
+
+@functools.cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    """The compiler, or None where there is none; torch for GPUs brings it along."""
+    name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
+    beside = Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}")
+    for path in (*beside, name):
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            continue
+    return None
+
+
+@functools.cache
+def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernels of `PRODUCTS` for operands of a type, by name, loaded on a device."""
+    major, minor = torch.cuda.get_device_capability(device)
+    binary = _compiled(f"sm_{major}{minor}", is_half=dtype == torch.float16)
+    driver, module, found = _driver(), ctypes.c_void_p(), {}
+    torch.cuda.synchronize(device)  # makes the context that the module is loaded into
+    _check(driver.cuModuleLoadData(ctypes.byref(module), binary))
+    for line in PRODUCTS.splitlines():
+        if line.startswith(("ONE_ROW(", "SOME_ROWS(")):
+            name = line.lower().replace("(", "_").replace(", ", "_").rstrip(")")
+            kernel, fixed = ctypes.c_void_p(), ctypes.c_int()
+            _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
+            _check(driver.cuFuncGetAttribute(ctypes.byref(fixed), 1, kernel))  # shared bytes
+            _check(driver.cuFuncSetAttribute(kernel, 8, SHARED - fixed.value))  # most to come
+            found[name] = kernel
+    return found
+
+
+def _compiled(architecture: str, *, is_half: bool) -> bytes:
+    """Machine code of `PRODUCTS`.
+
+    Raises:
+        RuntimeError: with the beginning of NVRTC's log.
+    """
+    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+    source = PRODUCTS.encode()
+    given = b"--std=c++17", b"-DHALF=%d" % is_half, b"-arch=" + architecture.encode()
+    options = (ctypes.c_char_p * len(given))(*given)
+    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"products.cu", 0, None, None)
+    failed = made or nvrtc.nvrtcCompileProgram(program, len(given), options)
+    what = "ProgramLog" if failed else "CUBIN"
+    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    found = ctypes.create_string_buffer(size.value)
+    getattr(nvrtc, f"nvrtcGet{what}")(program, found)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    if failed:
+        raise RuntimeError(f"products.cu, NVRTC {failed}: {found.value[:500].decode()}")
+    return found.raw
+
+
+def _check(result: int) -> None:
+    if result:
+        raise RuntimeError(f"CUDA: error {result}")
