@@ -195,7 +195,8 @@ class _Measured:
                     load_weights(folder, self.settings), self.settings, self.device
                 )
                 count = self.given.operations
-                worst.append(compare(engine, reference, self.settings, seed=seed, operations=count))
+                found = compare(engine, reference, self.settings, seed=seed, operations=count)
+                worst.append(found[0])
                 del engine, reference
         return {"calls": self.given.operations, "worst": worst}
 

@@ -4,6 +4,7 @@ target, on any calls, and what is refused.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -86,14 +87,31 @@ def test_the_logits_are_the_reference_targets(hybrid: Any, emitted: Path) -> Non
 def test_random_calls_have_the_logits_of_the_files_reference(hybrid: Any, tmp_path: Path) -> None:
     """Any order, any of the requests, replaced and removed ones."""
     engine, reference, settings = made(hybrid, tmp_path)
-    assert hybrid.compare(engine, reference, settings, seed=3, operations=30) < 0.01
+    assert hybrid.compare(engine, reference, settings, seed=3, operations=30)[0] < 0.01
+
+
+def test_rows_with_experts_all_but_equal_are_not_compared(hybrid: Any, tmp_path: Path) -> None:
+    """In 16 bits rounding chooses between them: by itself that is 1.6 of the tolerance here."""
+    _, _, exact = made(hybrid, tmp_path)
+    half = dataclasses.replace(exact, dtype=torch.float16)
+    tensors = hybrid.load_weights(str(tmp_path), exact)
+    engine = hybrid.Engine(hybrid.FAMILY.on_cpu(tensors, half, CPU), half)
+    reference = hybrid.HybridReference(tensors, half, CPU)
+    calls = hybrid.Operations(half, 0)
+    assert max(calls.step(engine, reference) for _ in range(2)) < 0.3
+    assert 0 < calls.num_undecided < 9
+    tied = {name: tensor.clone() for name, tensor in tensors.items()}
+    tied["layers.1.mlp.gate.weight"][:] = tied["layers.1.mlp.gate.weight"][:1]
+    always = hybrid.HybridReference(tied, exact, CPU)
+    always.prefill([3], [torch.tensor([1, 2])])
+    assert not always.is_decided(3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_calls_with_other_weights(seed: int, hybrid: Any, tmp_path: Path) -> None:
     engine, reference, settings = made(hybrid, tmp_path, seed=seed)
-    assert hybrid.compare(engine, reference, settings, seed=seed, operations=100) < 0.01
+    assert hybrid.compare(engine, reference, settings, seed=seed, operations=100)[0] < 0.01
 
 
 BAD_CONFIGS: dict[str, dict[str, Any]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,7 +45,11 @@ HYBRID_CONFIG = {
 
 
 class HybridReference(Reference):
-    """Every token anew, and every expert for all of them."""
+    """Every token anew, and every expert for all of them.
+
+    Where a token's last chosen expert is equal to the next but for a rounding, either may be taken,
+    and all that follows is another: such requests are not decided.
+    """
 
     settings: HybridSettings
 
@@ -51,9 +57,24 @@ class HybridReference(Reference):
         self, tensors: dict[str, Tensor], settings: HybridSettings, device: torch.device
     ) -> None:
         super().__init__(tensors, settings, device)
+        self._undecided: set[int] = set()
+        self._is_close = torch.zeros((), dtype=torch.bool, device=device)
         for name, tensor in tensors.items():  # what is kept and computed in float32
             if "norm" in name or name.endswith(("A_log", "dt_bias", "conv1d.weight")):
                 self.tensors[name] = tensor.to(device, torch.float32)
+
+    def is_decided(self, request: int) -> bool:
+        return request not in self._undecided
+
+    def _logits(self, request_ids: Sequence[int]) -> Tensor:
+        rows = []
+        for request in request_ids:
+            self._is_close.fill_(False)
+            rows.append(super()._logits([request]))
+            self._undecided.discard(request)
+            if bool(self._is_close):
+                self._undecided.add(request)
+        return torch.cat(rows)
 
     def _layer(self, x: Tensor, at: str) -> Tensor:
         normed = self._norm(x, at + "input_layernorm")
@@ -90,7 +111,12 @@ class HybridReference(Reference):
 
     def _experts(self, x: Tensor, at: str) -> Tensor:
         s = self.settings
-        shares = self._linear(x, at + "gate").float().softmax(-1)
+        logits = self._linear(x, at + "gate").float()
+        if s.num_chosen < s.num_experts:
+            last, following = logits.topk(s.num_chosen + 1).values[:, -2:].unbind(1)
+            rounding = torch.finfo(x.dtype).eps * logits.abs().amax(1)
+            self._is_close |= (last - following <= rounding).any()
+        shares = logits.softmax(-1)
         least = shares.topk(s.num_chosen).values[:, -1:]
         shares = shares.where(shares >= least, 0.0)
         shares = shares / shares.sum(-1, keepdim=True)

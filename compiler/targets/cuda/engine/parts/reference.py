@@ -54,6 +54,10 @@ class Reference:
         for request in request_ids:
             self.tokens.pop(request, None)
 
+    def is_decided(self, request: int) -> bool:
+        """Whether rounding alone cannot have changed its last logits by much."""
+        return True
+
     @torch.no_grad()
     def _logits(self, request_ids: Sequence[int]) -> Tensor:
         return torch.stack([self._last_logits(self.tokens[request]) for request in request_ids])
