@@ -12,7 +12,6 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 constexpr int STORE = 0, ADD = 1, SWIGLU = 2;  // what becomes of y
 constexpr int SLICES = 8, STEP = 128, STEP_BYTES = 16 * STEP * 2, X_PADDING = 8;
-
 struct Product {
   const char *weight;   // [N, K]
   const u16 *x;         // [M, K]
@@ -22,7 +21,6 @@ struct Product {
   int norm_is_float;
   float eps;
 };
-
 __device__ __forceinline__ void wait_for_inputs() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }
@@ -68,14 +66,12 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-
 // A lane's way through the tiles that its warp fetches. A tile's upper eight rows are the lower
 // ones' neighbours, or where gates and ups are multiplied the ups of eight gates.
 struct Source {
   const char *low, *high;
   size_t tile_bytes;  // from a tile's first row to the next tile's
   u32 to;             // the lane's place in a step of shared memory
-
   __device__ __forceinline__ Source(const Product &p, int tile, int step, int lane) {
     const int g = lane >> 2, t = lane & 3;
     const size_t row = (size_t)p.num_steps * (STEP * 2);
@@ -95,7 +91,6 @@ struct Source {
     high += bytes;
   }
 };
-
 // Where a lane reads a step's weights, and x, in shared memory.
 __device__ __forceinline__ u32 weight_offset(int lane) {
   const int row = lane & 7, matrix = lane >> 3;
@@ -142,7 +137,6 @@ __device__ __forceinline__ void finish(const Product &p, int row, int tile, int 
   out[0] = p.epilogue == ADD ? narrow(widen(out[0]) + rounded(low)) : narrow(low);
   out[8] = p.epilogue == ADD ? narrow(widen(out[8]) + rounded(high)) : narrow(high);
 }
-
 __device__ __forceinline__ float factor(const Product &p, int at) {
   return p.norm_is_float ? ((const float *)p.norm)[at] : widen(((const u16 *)p.norm)[at]);
 }
@@ -178,15 +172,14 @@ __device__ __forceinline__ void normalise(const Product &p, u16 *to) {
   for (int i = 0; i < MOST; ++i) {
     const int at = first + i * 1024;
     if (at < num_columns) {
-      const ushort4 v = values[i];
-      *(ushort4 *)(to + at) = make_ushort4(narrow(rounded(widen(v.x) * scale) * factor(p, at)),
-                                           narrow(rounded(widen(v.y) * scale) * factor(p, at + 1)),
-                                           narrow(rounded(widen(v.z) * scale) * factor(p, at + 2)),
-                                           narrow(rounded(widen(v.w) * scale) * factor(p, at + 3)));
+      u16 v[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        v[j] = narrow(rounded(widen(v[j]) * scale) * factor(p, at + j));
+      *(ushort4 *)(to + at) = make_ushort4(v[0], v[1], v[2], v[3]);
     }
   }
 }
-
 // One row of x, whole in shared memory. A block's eight warps walk over tiles: together, each on
 // its slice of K, or each on tiles of its own. DEPTH steps are on their way to a warp.
 template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
@@ -273,7 +266,6 @@ template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
     }
   }
 }
-
 __device__ __forceinline__ float read_of_rank(u32 address, int rank) {
   u32 there;
   float value;
@@ -284,7 +276,6 @@ __device__ __forceinline__ float read_of_rank(u32 address, int rank) {
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
-
 // Up to EIGHTS * 8 rows of x. A warp owns TILES tiles; DEPTH - 1 steps of x and of weights are on
 // their way. Where K is cut, the 8 blocks along y, a cluster, take a slice each, and then add up
 // their shares of the rows from each other's shared memory.
@@ -395,7 +386,6 @@ __device__ __forceinline__ void some_rows(const Product &p) {
   }
   cluster_barrier();  // nobody's memory goes while another reads it
 }
-
 #define ONE_ROW(DEPTH)                                                                          \
   extern "C" __global__ void __launch_bounds__(256, 3)                                          \
   one_row_##DEPTH(const Product p) { one_row<DEPTH>(p); }
