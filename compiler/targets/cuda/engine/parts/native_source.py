@@ -18,8 +18,7 @@ struct Product {
   const void *norm;     // [K] of an RMSNorm of x (M = 1), or null
   u16 *out;             // [M, num_outputs]
   int num_rows, num_outputs, num_steps, num_tiles, num_slices, epilogue;
-  int norm_is_float;
-  float eps;
+  int norm_is_float; float eps;
 };
 __device__ __forceinline__ void wait_for_inputs() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -87,8 +86,7 @@ struct Source {
     skip(STEP * 2);
   }
   __device__ __forceinline__ void skip(long long bytes) {
-    low += bytes;
-    high += bytes;
+    low += bytes, high += bytes;
   }
 };
 // Where a lane reads a step's weights, and x, in shared memory.
@@ -200,8 +198,7 @@ template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
     if (next_tile < p.num_tiles) {
       source.fetch(ring + slot * STEP_BYTES);
       if (++next_step == num_steps) {
-        next_step = 0;
-        next_tile += tile_stride;
+        next_step = 0, next_tile += tile_stride;
         source.skip(jump);
       }
     }
@@ -242,15 +239,13 @@ template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
       }
     }
     sums[0][0][0] = sums[0][0][1] = sums[0][0][2] = sums[0][0][3] = 0.0f;
-    tile += tile_stride;
-    ++turn;
+    tile += tile_stride, ++turn;
   };
   if (num_steps == 0) {
     while (tile < p.num_tiles) finish_tile();
     return;
   }
-  int step = 0;
-  while (tile < p.num_tiles) {
+  for (int step = 0; tile < p.num_tiles;) {
 #pragma unroll
     for (int slot = 0; slot < DEPTH; ++slot) {
       wait_copies<DEPTH - 1>();
@@ -286,8 +281,7 @@ __device__ __forceinline__ void some_rows(const Product &p) {
   constexpr int W_BYTES = TILES * STEP_BYTES;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, num_warps = blockDim.x >> 5;
   const int tile = (blockIdx.x * num_warps + warp) * TILES, g = lane >> 2, t = lane & 3;
-  const int slice = blockIdx.y, num_slices = gridDim.y;
-  const int first = slice * p.num_steps / num_slices;
+  const int slice = blockIdx.y, num_slices = gridDim.y, first = slice * p.num_steps / num_slices;
   const int num_steps = (slice + 1) * p.num_steps / num_slices - first;
   const u32 x_ring = shared_address(memory);
   const u32 ring = x_ring + DEPTH * X_BYTES + warp * DEPTH * W_BYTES;
