@@ -25,6 +25,7 @@ from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import grouped_modules, trace
 
 COMPUTE_MODES = ("fast", "exact")
+COPIES = ("auto", "none", "all")
 
 
 class CompilableModel(Protocol):
@@ -362,6 +363,8 @@ def check_options(options: CompileOptions, max_positions: int) -> None:
     options.parallel.check()
     if options.compute not in COMPUTE_MODES:
         raise ConfigError(f"compute {options.compute!r}; {allowed(COMPUTE_MODES, options.compute)}")
+    if options.copies not in COPIES:
+        raise ConfigError(f"copies {options.copies!r}; {allowed(COPIES, options.copies)}")
     if options.max_batch < 1:
         raise ConfigError(f"batch size {options.max_batch}; allowed: 1 or more")
     if options.num_threads is not None and options.num_threads < 1:

@@ -78,6 +78,7 @@ def batch_engine(
             num_threads=engine["threads"],
             memory_fraction=engine["memory_fraction"],
             is_strict=options.is_strict,
+            copies=engine["copies"],
             max_step_tokens=engine["step_tokens"],
         ),
         progress,

@@ -28,7 +28,7 @@ from tilewright.compiler.errors import ConfigError
 
 _ENGINE = (
     *("max_context", "step_tokens", "memory_fraction", "arithmetic", "host_cache"),
-    *("no_prefix_cache", "threads", "no_cache"),
+    *("no_prefix_cache", "threads", "no_cache", "copies"),
 )
 """Options of the engine that are the server's too."""
 

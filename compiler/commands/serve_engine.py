@@ -72,6 +72,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
             num_threads=options.threads,
             memory_fraction=options.memory_fraction,
             is_strict=options.arithmetic == STRICT,
+            copies=options.copies,
             max_step_tokens=options.step_tokens,
         ),
         lambda what, done, total: None,

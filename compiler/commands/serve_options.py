@@ -118,6 +118,13 @@ class ServeOptions:
         group="engine",
         type=real(0, 1, above=True),
     )
+    copies: str = option(
+        "weights in block formats, once more as a GPU multiplies many rows with fastest: auto, "
+        "where that leaves three quarters of the pages, or room for every context; none; all",
+        default="auto",
+        group="engine",
+        choices=("auto", "none", "all"),
+    )
     arithmetic: str = option(
         "strict: what a request gets does not depend on what runs beside it, where the target can; "
         "fast: prompts may take other kernels, piece by piece",

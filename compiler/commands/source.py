@@ -192,4 +192,4 @@ def compile_alone(
             compiled = compile_model(model, precision, dump_dir=choices.dump_dir, **how)
         compiled = replace(compiled, notes=(*choices.notes, *compiled.notes))
     compiled.executable.num_tokens = source.tokenizer.num_ids
-    return compiled
+    return replace(compiled, notes=(*compiled.notes, *compiled.executable.notes))

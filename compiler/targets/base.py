@@ -68,10 +68,13 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes an executable holds: weights as the target keeps them, and the whole state."""
+    """Bytes an executable holds: weights as the target keeps them, and the whole state; ``copies``:
+    of the weights' bytes, those of weights that are held once more for steps of many rows.
+    """
 
     weights: int
     state: int
+    copies: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +87,10 @@ class CompileOptions:
     sequence has room for a whole context.
     ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, if
     that costs some speed; `Capabilities.invariant` says what comes of it.
+    ``copies``: of weights in block formats, in the form that the target multiplies many rows with
+    fastest, beside the blocks, where it gains by that: ``auto``, where that leaves room for every
+    sequence's whole context, or for three quarters of the pages there would be without; ``none``;
+    ``all``, or compiling fails. `MemoryUse.copies` says what came of it.
     ``max_step_tokens``: of prompts, what a step will be given; memory for work on them is reserved
     where a target needs any.
     ``parallel``: the ranks that the model is spread over; see :class:`Parallel`. ``rank``: of
@@ -96,6 +103,7 @@ class CompileOptions:
     num_threads: int | None = None
     memory_fraction: float | None = None
     is_strict: bool = False
+    copies: str = "auto"
     max_step_tokens: int = 65_536
     parallel: Parallel = ALONE
     rank: int = 0
@@ -108,6 +116,8 @@ class Executable(ABC):
     tells it from others of the name; None where the host's description says it. ``mesh``: the
     devices it runs on, rows by columns, as results name it.
 
+    ``notes``: what a user should know of how it is held, a line each.
+
     ``num_tokens``: ids from there on have no token and are never chosen, though they have logits;
     None: there are none of these. It is set before the first step.
     """
@@ -117,6 +127,7 @@ class Executable(ABC):
     vocab_size: int
     device_name: str = "CPU"
     device_detail: str | None = None
+    notes: tuple[str, ...] = ()
     mesh: str = "1x1"
     num_tokens: int | None = None
 

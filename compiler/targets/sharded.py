@@ -45,6 +45,7 @@ class ShardedExecutable(Executable):
         self.capabilities, self.contract = own.capabilities, own.contract
         self.vocab_size = own.vocab_size
         self.device_name, self.device_detail = own.device_name, own.device_detail
+        self.notes = own.notes
         self.mesh = f"1x{ranks.leader.size}"
         self._last: tuple[Seat, ...] | None = None
         self._trace, self._between = Trace(), steps_between()

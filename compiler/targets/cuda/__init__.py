@@ -100,9 +100,9 @@ class CudaTarget(Target):
         return parallel
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
-        from tilewright.compiler.targets.cuda.trials import BF16, trials_for
+        from tilewright.compiler.targets.cuda.copies import kinds_for
 
-        fp8 = trials_for(options).lofi != BF16
+        fp8 = kinds_for(options).codes
         return build_contract(graph_module, meanings(exact=options.compute == "exact", fp8=fp8))
 
     def holding(
@@ -153,7 +153,7 @@ class CudaTarget(Target):
             graph_module,
             lambda plan, device: read_weights(plan, folder, device, progress),
             options,
-            self.contract(graph_module, options),  # of the trials that are on now
+            self.contract,
         )
 
     def compile(
@@ -170,7 +170,7 @@ class CudaTarget(Target):
             graph_module,
             lambda plan, device: load_weights(plan, get_weight, device, progress),
             options,
-            self.contract(graph_module, options),
+            self.contract,
         )
 
 
@@ -178,9 +178,12 @@ def _place(
     graph_module: GraphModule,
     get_weights: Callable[[Plan, torch.device], Weights],
     options: CompileOptions,
-    contract: NumericContract,
+    contract: Callable[[GraphModule, CompileOptions], NumericContract],
 ) -> Executable:
-    """The executable of a graph on this machine's GPU, once there is room for it."""
+    """The executable of a graph on this machine's GPU, once there is room for it, and the contract
+    of what there is room for.
+    """
+    from tilewright.compiler.targets.cuda.copies import NO_COPIES
     from tilewright.compiler.targets.cuda.device import check_room, open_device
     from tilewright.compiler.targets.cuda.executable import CudaExecutable
     from tilewright.compiler.targets.cuda.invariance import can_promise, withhold_workspace
@@ -192,6 +195,10 @@ def _place(
     if can_promise(plan, options):
         withhold_workspace()
     device = open_device(options)
-    num_pages = check_room(plan, options, device)
+    room = check_room(plan, options, device)
+    kept = replace(options, copies="none") if room.copies == NO_COPIES else options
     weights = get_weights(plan, device)
-    return CudaExecutable(plan, weights, options, contract, device, num_pages=num_pages)
+    asked = contract(graph_module, kept)
+    return CudaExecutable(
+        plan, weights, options, asked, device, num_pages=room.num_pages, copies=room.copies
+    )

@@ -9,11 +9,9 @@ import torch
 
 from tilewright.compiler.targets.cuda.batches import BatchBucket
 from tilewright.compiler.targets.cuda.capture import DecodeBucket, PromptBucket
-from tilewright.compiler.targets.cuda.library import lengths_between
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.steps import Steps
-from tilewright.compiler.targets.cuda.trials import FEW, read_trials
 
 
 class Buckets:
@@ -91,10 +89,6 @@ class Buckets:
             rows = Rows.padding(size, device)
             for from_start in (False, True):
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
-        if read_trials().lengths == FEW:
-            for length in lengths_between(self.tokens[-1], longest):
-                rows = Rows.padding(length, device)
-                self._steps.prefill(rows, logit_rows=last, from_start=True)
 
     def _choices(self) -> tuple[int, int]:
         return self._num_choosable(), self._num_ends

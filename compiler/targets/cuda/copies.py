@@ -1,5 +1,5 @@
 """Weights in block formats that are held a second time, as the library reads them: e4m3 codes where
-a lofi weight is exact in them, bfloat16 values. Both are the format's own values.
+a lofi weight is exact in them, else bfloat16 values. Both are the format's own values.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda.buffers import padded
 from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI, exact_rows
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_ROWS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_lofi
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
 from tilewright.compiler.targets.cuda.lofi_tiles import LofiWeight, lofi_tiles
-from tilewright.compiler.targets.cuda.trials import BF16, NONE, OWN, Trials
+from tilewright.compiler.targets.cuda.trials import OWN, read_trials
 from tilewright.compiler.targets.cuda.weights import Wanted, Weights, product_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 
@@ -23,6 +25,30 @@ _LEAST_CUT, _LEAST_UNCUT = 65, 129
 _PIECES = 16
 _MOST_ROWS = 65_536
 _LIBRARY_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """Which copies are wanted: bfloat16 ``values`` of weights in blocks, e4m3 ``codes`` of bfp4
+    weights at fidelity lofi, and of those the ``tiles`` of lofi.cu.
+    """
+
+    values: bool = False
+    codes: bool = False
+    tiles: bool = False
+
+
+NO_COPIES = Kinds()
+
+
+def kinds_for(options: CompileOptions) -> Kinds:
+    """The copies that a program of these options gains by, where memory allows them: float32
+    arithmetic none, and e4m3 none where a row's bits shall not depend on how many rows there are.
+    """
+    if options.compute == "exact" or options.copies == "none":
+        return NO_COPIES
+    codes = not options.is_strict
+    return Kinds(values=True, codes=codes, tiles=codes and read_trials().lofi == OWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +64,9 @@ class Copy:
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
-        tiles = 0 if self.tiles is None else self.tiles.num_bytes
-        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes) + tiles
+        values = self.values.untyped_storage().nbytes()
+        scales = 0 if self.scales is None else self.scales.nbytes
+        return values + scales + (0 if self.tiles is None else self.tiles.num_bytes)
 
 
 def is_lofi(each: Linear, *, decodes: bool) -> bool:
@@ -49,31 +76,33 @@ def is_lofi(each: Linear, *, decodes: bool) -> bool:
     return (each.compute.decode if decodes else each.compute.prefill) == "lofi"
 
 
-def wants_codes(each: Linear, trials: Trials) -> bool:
-    """Whether the trials ask for e4m3 codes of a weight, and the library takes its shape."""
-    if trials.lofi == BF16 or product_of(each).kind != "bfp4":
+def wants_codes(each: Linear, kinds: Kinds) -> bool:
+    """Whether e4m3 codes of a weight are asked for, and the library takes its shape."""
+    if not kinds.codes or product_of(each).kind != "bfp4":
         return False
     is_whole = all(size % _LIBRARY_MULTIPLE == 0 for size in each.weight.shape)
     return is_whole and (is_lofi(each, decodes=True) or is_lofi(each, decodes=False))
 
 
-def wants_values(each: Linear, trials: Trials) -> bool:
-    """Whether the trials ask for bfloat16 values of a product's weight."""
+def wants_values(each: Linear, kinds: Kinds) -> bool:
+    """Whether bfloat16 values of a product's weight are asked for: not of a head's, which takes
+    much room and no more time from its blocks.
+    """
     is_head = each.weight.shape[0] > _MOST_ROWS
-    return trials.copies == BF16 and product_of(each).kind in TILE_BYTES and not is_head
+    return kinds.values and product_of(each).kind in TILE_BYTES and not is_head
 
 
-def copy_bytes(plan: Plan, trials: Trials) -> int:
+def copy_bytes(plan: Plan, kinds: Kinds) -> int:
     """Bytes that the copies of a plan's weights take, were every lofi weight exact."""
     found: dict[Wanted, int] = {}
     for each in _products(plan):
         rows, columns = each.weight.shape
-        if wants_codes(each, trials):
-            has_tiles = trials.lofi == OWN and rows >= TILE_ROWS * native.UNCUT_TILES
+        if wants_codes(each, kinds):
+            has_tiles = kinds.tiles and rows >= TILE_ROWS * native.UNCUT_TILES
             tiles = rows * (columns * 9 // 16 + 4) if has_tiles else 0
             found[product_of(each)] = rows * (columns + 4) + tiles
-        elif wants_values(each, trials):
-            found[product_of(each)] = 2 * rows * columns
+        elif wants_values(each, kinds):
+            found[product_of(each)] = 2 * rows * padded(columns)
     return sum(found.values())
 
 
@@ -82,31 +111,28 @@ def _products(plan: Plan) -> Iterator[Linear]:
 
 
 class Copies:
-    """The copies that the trials ask for, made of the weights that are held.
+    """The copies that are asked for, made of the weights that are held.
 
     ``num_lofi``: lofi weights that were tried; ``num_inexact``: those of them that are not exact in
     e4m3, of which there is no copy, so that their products stay those of bfloat16.
     """
 
-    def __init__(self, plan: Plan, weights: Weights, trials: Trials) -> None:
-        self._trials = trials
+    def __init__(self, plan: Plan, weights: Weights, kinds: Kinds) -> None:
         self._copies: dict[Wanted, Copy] = {}
         self.num_lofi = self.num_inexact = 0
-        if trials.lofi == BF16 and trials.copies == NONE:
-            return
         tried: set[Wanted] = set()
         for each in _products(plan):
             wanted = product_of(each)
             if wanted in tried:
                 continue
             tried.add(wanted)
-            if wants_codes(each, trials):
-                copy = _codes(weights.held(wanted), trials)
+            if wants_codes(each, kinds):
+                copy = _codes(weights.held(wanted), kinds)
                 self.num_lofi += 1
                 self.num_inexact += copy is None
                 if copy is not None:
                     self._copies[wanted] = copy
-            elif wants_values(each, trials):
+            elif wants_values(each, kinds):
                 self._copies[wanted] = Copy(_dense(weights.held(wanted)))
 
     @property
@@ -114,17 +140,18 @@ class Copies:
         """Bytes on the device."""
         return sum(each.num_bytes for each in self._copies.values())
 
-    def said(self) -> str:
-        """What is held twice, in words; empty where nothing is."""
+    def said(self) -> tuple[str, ...]:
+        """What is held twice, in a line; none where nothing is."""
         parts = []
         if self.num_lofi:
             exact = self.num_lofi - self.num_inexact
-            parts.append(f"{exact} of {self.num_lofi} lofi weights exact in e4m3 and held as such")
+            parts.append(f"{exact} of {self.num_lofi} lofi weights, exact in e4m3, as such")
         if tiles := sum(each.tiles is not None for each in self._copies.values()):
-            parts.append(f"{tiles} of them in tiles of lofi.cu too")
+            parts.append(f"{tiles} of them in tiles of lofi.cu")
         if values := sum(each.scales is None for each in self._copies.values()):
-            parts.append(f"{values} weights held in bf16 too")
-        return ", ".join(parts) + f" ({self.num_bytes / 1e9:.1f} GB)" if parts else ""
+            parts.append(f"{values} weights in blocks, in bf16")
+        size = f"{self.num_bytes / 1e9:.1f} GB"
+        return (f"held once more, for many rows: {', '.join(parts)}; {size}",) if parts else ()
 
     def codes_for(self, each: Linear, num_rows: int, *, decodes: bool) -> Copy | None:
         """The codes that a product of so many rows takes; None where it takes none."""
@@ -133,28 +160,30 @@ class Copies:
         copy = self._copies.get(product_of(each))
         return copy if copy is not None and copy.scales is not None else None
 
-    def values_for(self, each: Linear, num_rows: int) -> Tensor | None:
-        """The bfloat16 values that the library takes for so many rows; None where others are
-        faster, as measured on an H200, or there are none.
-        """
+    def values_of(self, each: Linear) -> Tensor | None:
+        """The bfloat16 values of a product's weight, where they are held."""
         copy = self._copies.get(product_of(each))
-        if copy is None or copy.scales is not None:
-            return None
+        return None if copy is None or copy.scales is not None else copy.values
+
+    def is_library_faster(self, each: Linear, num_rows: int) -> bool:
+        """Whether the library, on values that are held, was measured faster with so many rows on an
+        H200 than kernels that read blocks.
+        """
         is_uncut = each.weight.shape[0] >= TILE_ROWS * native.UNCUT_TILES
-        return copy.values if num_rows >= (_LEAST_UNCUT if is_uncut else _LEAST_CUT) else None
+        least = _LEAST_UNCUT if is_uncut else _LEAST_CUT
+        return num_rows >= least and self.values_of(each) is not None
 
 
 def _dense(held: HeldWeight) -> Tensor:
-    shape = held.num_rows, held.num_columns
-    if held.num_columns % 8:  # rows begin at multiples of 16 bytes
-        shape = held.num_rows, held.num_columns + -held.num_columns % 8
+    """As `Products` dequantises it for one product, so that the library's bits are the same."""
+    shape = held.num_rows, padded(held.num_columns)
     values = torch.empty(shape, dtype=torch.bfloat16, device=held.data.device)
     values = values[:, : held.num_columns]
     dequantise(values, held)
     return values
 
 
-def _codes(held: HeldWeight, trials: Trials) -> Copy | None:
+def _codes(held: HeldWeight, kinds: Kinds) -> Copy | None:
     """A piece of the rows at a time: the scratch is 12 bytes a value."""
     dense, found = _dense(held), []
     for part in dense.chunk(_PIECES):
@@ -164,6 +193,6 @@ def _codes(held: HeldWeight, trials: Trials) -> Copy | None:
         found.append(exact)
     codes, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
     device, tiles = held.data.device, None
-    if trials.lofi == OWN and native_lofi.takes(held) and not native_lofi.why_not(device):
+    if kinds.tiles and native_lofi.takes(held) and not native_lofi.why_not(device):
         tiles = lofi_tiles(held)
     return Copy(codes, scales, tiles)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,14 +11,14 @@ from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Capabilities, CompileOptions
 from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
-from tilewright.compiler.targets.cuda.copies import copy_bytes
+from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.experts import held_sizes
 from tilewright.compiler.targets.cuda.invariance import invariant_of
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import MIXED, read_trials, trials_for
+from tilewright.compiler.targets.cuda.trials import MIXED, read_trials
 from tilewright.compiler.targets.cuda.weights import wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Attend, Plan
 
@@ -37,6 +37,8 @@ _LEAST_PROMPT = 1024
 """Tokens of a prompt that a step has room for, whatever is asked: a cell of any model."""
 _MAX_SNAPSHOTS = 64
 _SHARE_OF_SNAPSHOTS = 8
+_SHARE_OF_COPIES = 4
+"""Of the memory that pages would have without, what copies of weights take at most."""
 _GB = 1e9
 
 
@@ -72,24 +74,48 @@ def _device_of_rank(options: CompileOptions) -> int:
     return index
 
 
-def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> int:
-    """Refuse, before anything is loaded, what cannot fit into the GPU's free memory; returns how
-    many pages the pool has.
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is room for: pages of the pool, and weights held once more."""
+
+    num_pages: int
+    copies: Kinds
+
+
+def check_room(plan: Plan, options: CompileOptions, device: torch.device) -> Room:
+    """Refuse, before anything is loaded, what cannot fit into the GPU's free memory.
 
     Raises:
         CompileError: with the bytes needed and the largest context or batch that would fit.
     """
     free = free_bytes(options, device)
+    copies = copies_in(plan, options, free)
+    size = copy_bytes(plan, copies)
     if options.memory_fraction is not None and device.type == "cuda":
-        return shared_pages(plan, options, free)
-    check_fits(plan, options, free)
-    return options.max_batch * pages_of(options.max_context)
+        return Room(shared_pages(plan, options, free, size), copies)
+    check_fits(plan, options, free, size)
+    return Room(options.max_batch * pages_of(options.max_context), copies)
+
+
+def copies_in(plan: Plan, options: CompileOptions, free: int) -> Kinds:
+    """Which weights are held once more with so many free bytes: as ``options.copies`` has it."""
+    kinds = kinds_for(options)
+    size = copy_bytes(plan, kinds)
+    if options.copies == "all":
+        return kinds
+    room = free - weight_bytes(plan) - work_bytes(plan, options)
+    is_whole = size + state_bytes(plan, options) <= room
+    if is_whole or (options.memory_fraction is not None and _SHARE_OF_COPIES * size <= room):
+        return kinds
+    return NO_COPIES
 
 
 def capabilities_of(
-    plan: Plan, options: CompileOptions, device: torch.device, num_pages: int
+    plan: Plan, options: CompileOptions, device: torch.device, num_pages: int, reserved: int = 0
 ) -> Capabilities:
-    """What steps of a plan with a pool of so many pages may look like on a device."""
+    """What steps of a plan with a pool of so many pages may look like on a device of whose free
+    memory so many bytes are reserved.
+    """
     invariant = invariant_of(plan, options, device)
     joins = invariant == "none" and options.compute == "fast"
     joins = joins and not has_mixers(plan) and options.parallel.tensor == 1
@@ -102,7 +128,7 @@ def capabilities_of(
         max_context=options.max_context,
         page_size=PAGE,
         num_pages=num_pages,
-        num_snapshots=num_snapshots(plan, options, free_bytes(options, device)),
+        num_snapshots=num_snapshots(plan, options, free_bytes(options, device) - reserved),
         has_sequence_state=bool(plan.sequence_states),
         cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
         max_prompts=trials.prompts or (_JOINED if joins else 1),
@@ -135,14 +161,15 @@ def free_bytes(options: CompileOptions, device: torch.device) -> int:
     return free - int((1 - fraction) * total)
 
 
-def shared_pages(plan: Plan, options: CompileOptions, free: int) -> int:
-    """Pages for which there is room beside weights, work and what each sequence keeps besides.
+def shared_pages(plan: Plan, options: CompileOptions, free: int, copies: int = 0) -> int:
+    """Pages for which there is room beside weights, ``copies`` bytes of some of them, work and what
+    each sequence keeps besides.
 
     Raises:
         CompileError: where they would not hold one whole context.
     """
-    check_fits(plan, replace(options, max_batch=1), free)
-    left = free - weight_bytes(plan, options) - work_bytes(plan, options)
+    check_fits(plan, replace(options, max_batch=1), free, copies)
+    left = free - weight_bytes(plan) - copies - work_bytes(plan, options)
     each = sequence_bytes(plan.sequence_states)
     left -= options.max_batch * each
     left -= min(_MAX_SNAPSHOTS * each, left // _SHARE_OF_SNAPSHOTS) if left > 0 else 0
@@ -156,27 +183,29 @@ def shared_pages(plan: Plan, options: CompileOptions, free: int) -> int:
     return found
 
 
-def check_fits(plan: Plan, options: CompileOptions, free: int) -> None:
-    """:func:`check_room` for a number of free bytes."""
-    weights, state, work = (
-        weight_bytes(plan, options),
-        state_bytes(plan, options),
-        work_bytes(plan, options),
-    )
-    if weights + state + work <= free:
+def check_fits(plan: Plan, options: CompileOptions, free: int, copies: int = 0) -> None:
+    """:func:`check_room` for a number of free bytes, and of bytes of weights held once more."""
+    sizes = {
+        "of weights": weight_bytes(plan),
+        "of weights held once more": copies,
+        "of cache": state_bytes(plan, options),
+        "to work": work_bytes(plan, options),
+    }
+    need = sum(sizes.values())
+    if need <= free:
         return
-    need = weights + state + work
-    parts = f"{weights / _GB:.1f} of weights, {state / _GB:.1f} of cache, {work / _GB:.1f} to work"
+    parts = ", ".join(f"{size / _GB:.1f} {what}" for what, size in sizes.items() if size)
     raise CompileError(
         f"target cuda: {need / _GB:.1f} GB are needed ({parts}) for a batch of "
         f"{options.max_batch} with {options.max_context} positions each, and {free / _GB:.1f} GB "
-        f"of the GPU's memory are free; allowed: {_what_fits(plan, options, free)}"
+        f"of the GPU's memory are free; allowed: {_what_fits(plan, options, free - copies)}"
+        + (", or no copies" if copies else "")
     )
 
 
 def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
     """Whole pages of the same sequences, or fewer sequences of the same length."""
-    left = free - weight_bytes(plan, options) - work_bytes(plan, options)
+    left = free - weight_bytes(plan) - work_bytes(plan, options)
     left -= options.max_batch * sequence_bytes(plan.sequence_states)
     a_page = sum(page_bytes(each, _kind(each.format, options)) for each in plan.states)
     num_pages = left // a_page if left > 0 and a_page else 0
@@ -192,9 +221,9 @@ def _what_fits(plan: Plan, options: CompileOptions, free: int) -> str:
     return ", or ".join(fits) or "a smaller model, or formats of fewer bits"
 
 
-def weight_bytes(plan: Plan, options: CompileOptions) -> int:
-    """Bytes of the plan's tensors on the device, and of what trials hold of them once more."""
-    total = copy_bytes(plan, trials_for(options))
+def weight_bytes(plan: Plan) -> int:
+    """Bytes of the plan's tensors on the device."""
+    total = 0
     for wanted in wanted_by(plan):
         recipe = wanted.recipe
         if wanted.kind == "fp32":

@@ -20,6 +20,7 @@ from tilewright.compiler.targets.cuda.batches import TOKENS, widths
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
+from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.device import capabilities_of
 from tilewright.compiler.targets.cuda.group import Group, meet
 from tilewright.compiler.targets.cuda.joined import Joined
@@ -30,7 +31,7 @@ from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import Steps
-from tilewright.compiler.targets.cuda.trials import trials_for
+from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.cuda.weights import Weights
 from tilewright.compiler.targets.host import Sitting
 from tilewright.compiler.targets.program.instructions import Plan
@@ -73,25 +74,25 @@ class CudaExecutable(Executable):
         device: torch.device,
         *,
         num_pages: int | None = None,
+        copies: Kinds = NO_COPIES,
     ) -> None:
-        """``num_pages``: of the pool that sequences share; None: a whole context for each."""
-        self.contract = contract
+        """``num_pages``: that sequences share, None: whole contexts; ``copies``: held once more."""
+        self.contract, self.vocab_size = contract, plan.vocab_size
         rows = decode_buckets(options.max_batch)
-        is_gpu = device.type == "cuda"
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states
         )
-        self.capabilities = capabilities_of(plan, options, device, num_pages)
-        self.vocab_size = plan.vocab_size
-        self.device, self._weights = device, weights
-        exact = options.compute == "exact"
-        strict = self.capabilities.invariant == "rows"
+        reserved = copy_bytes(plan, copies)
+        self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
+        self.device, self._weights, self.dealt = device, weights, plan.dealt
+        exact, strict = options.compute == "exact", self.capabilities.invariant == "rows"
         self._steps = Steps(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict,
-            trials=trials_for(options),
+            copies=copies, trials=read_trials(),
         )  # fmt: skip
-        if is_gpu:
+        self.notes = self._steps.copies.said()
+        if device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"
         self._table = SeatTable(options.max_batch, _NUM_ENDS, device)
@@ -110,7 +111,6 @@ class CudaExecutable(Executable):
             self._steps, self._state, self._table, self._buckets, self._answers, self._sittings,
             check=self._check, leave=self._leave,
         )  # fmt: skip
-        self.dealt = plan.dealt
 
     def _make_buckets(self, plan: Plan, rows: Sequence[int]) -> Buckets:
         return Buckets(
@@ -349,8 +349,8 @@ class CudaExecutable(Executable):
         return self._steps.chosen_experts(rows)
 
     def memory(self) -> MemoryUse:
-        weights = self._weights.num_bytes + self._steps.copies.num_bytes
-        return MemoryUse(weights, self._state.num_bytes_held())
+        copies = self._steps.copies.num_bytes
+        return MemoryUse(self._weights.num_bytes + copies, self._state.num_bytes_held(), copies)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         return self._state.num_bytes(num_positions, num_sequences)

@@ -4,31 +4,13 @@ arithmetic between values that no kernel takes in.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-_GRAIN = 256
-"""Lengths that prompts are padded to are multiples of this, and from 2,048 on of an eighth of the
-next power of two: attention is a small part of a prompt, and a plan for a length takes 0.4 s.
-"""
-
-
-def padded_length(num_tokens: int) -> int:
-    """The least of the few lengths that holds so many tokens."""
-    grain = max(_GRAIN, (1 << (num_tokens - 1).bit_length()) // 8)
-    return -(-num_tokens // grain) * grain
-
-
-def lengths_between(least: int, most: int) -> Iterator[int]:
-    """For each padded length above ``least`` the longest prompt that has it, ``most`` at most."""
-    while least < most:
-        least = min(padded_length(least + 1), most)
-        yield least
 
 
 def store_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
@@ -52,24 +34,22 @@ def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
 
 
 def scaled_product(
-    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool
+    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype
 ) -> Tensor:
     """``x weight^T`` of e4m3 codes ``[M, K]`` and ``[N, K]``, each with what multiplies its rows
     (float32 ``[M, 1]`` and ``[N, 1]``, powers of two), in bfloat16 or float32.
 
-    ``fast``: sums are the matrix unit's own, of some 14 bits; else they go on in float32 every
-    128 columns.
+    Sums of 128 columns are the matrix unit's own, of some 14 bits; they go on in float32.
     """
-    codes, scales = zip(x, weight, strict=True)
-    operands = codes[0], codes[1].T
+    (x_codes, x_scales), (codes, scales) = x, weight
     if dtype == torch.bfloat16:
-        by_row = {"scale_a": scales[0], "scale_b": scales[1].T}
-        return torch._scaled_mm(*operands, **by_row, out_dtype=dtype, use_fast_accum=fast)
+        return torch._scaled_mm(
+            x_codes, codes.T, scale_a=x_scales, scale_b=scales.T, out_dtype=dtype
+        )
     # Float32 comes without scales of rows: a power of two changes no bits behind it.
-    one = torch.ones((), dtype=torch.float32, device=scales[0].device)
-    alone = {"scale_a": one, "scale_b": one}
-    out = torch._scaled_mm(*operands, **alone, out_dtype=dtype, use_fast_accum=fast)
-    return out.mul_(scales[0]).mul_(scales[1].T)
+    one = torch.ones((), dtype=torch.float32, device=scales.device)
+    out = torch._scaled_mm(x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=dtype)
+    return out.mul_(x_scales).mul_(scales.T)
 
 
 def attend_from_start(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
-from tilewright.compiler.targets.cuda.copies import Copies
+from tilewright.compiler.targets.cuda.copies import NO_COPIES, Copies, Kinds
 from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.kernels import attention_decode, native, native_attention
 from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
@@ -25,13 +25,12 @@ from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu_apart
 from tilewright.compiler.targets.cuda.library import (
     apply_function,
     attend_from_start,
-    padded_length,
 )
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import FEW, OWN, Trials, read_trials
+from tilewright.compiler.targets.cuda.trials import OWN, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -79,6 +78,7 @@ class Steps:
         max_rows: int,
         exact: bool,
         strict: bool = False,
+        copies: Kinds = NO_COPIES,
         trials: Trials | None = None,
     ) -> None:
         self.group: Group | None = None  # of a rank among several, once it has met them
@@ -87,7 +87,6 @@ class Steps:
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
-        self._pads_lengths = trials.lengths == FEW
         self._prompt_wire = OWN if exact else trials.wire
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, **how)
@@ -96,7 +95,7 @@ class Steps:
         self._num_rows = rows = max(max_rows, native.MAX_TOKENS if self.is_native else 1)
         self._products = Products(
             plan, weights, self.device, max_rows=rows, is_native=self.is_native, exact=exact,
-            strict=strict, trials=trials,
+            strict=strict, copies=copies, trials=trials,
         )  # fmt: skip
         self._flat = [
             torch.zeros(
@@ -137,12 +136,7 @@ class Steps:
             "linear attention": next(filter(None, map(self._mixers.why_no_native, rules)), ""),
         }
         parts = [f"{what} in Triton ({reason})" for what, reason in found.items() if reason]
-        copies = self.copies.said()
-        return (
-            "CUDA C++ kernels"
-            + (", but " + " and ".join(parts) if parts else "")
-            + (f"; {copies}" if copies else "")
-        )
+        return "CUDA C++ kernels" + (", but " + " and ".join(parts) if parts else "")
 
     def _why_no_native_attention(self, each: Attend) -> str:
         if self.device.type != "cuda":
@@ -314,21 +308,19 @@ class Steps:
         through_library = through_library and not (self.exact or self._strict)
         through_library = through_library and self.device.type == "cuda" and not each.window
         through_library = through_library and head_dim <= LIBRARY_HEAD_DIM
-        pads = through_library and self._pads_lengths
-        length = padded_length(num_tokens) if pads else num_tokens
-        q = torch.empty(length, each.num_heads, head_dim, dtype=self._operand, device=self.device)
+        q = torch.empty(
+            num_tokens, each.num_heads, head_dim, dtype=self._operand, device=self.device
+        )
         k = v = None
         if through_library:
-            k = q.new_empty(length, *each.state.shape[1:])
+            k = q.new_empty(num_tokens, *each.state.shape[1:])
             v = torch.empty_like(k)
-            for padded in (k, v):  # no query of the prompt sees it, but 0 times NaN is seen
-                padded[num_tokens:].zero_()
         rotate_and_store(
             pages,
             qkv,
-            q_out=q[:num_tokens],
-            k_out=k if k is None else k[:num_tokens],
-            v_out=v if v is None else v[:num_tokens],
+            q_out=q,
+            k_out=k,
+            v_out=v,
             positions=rows.positions,
             slots=rows.slots,
             block_tables=self._state.tables,
@@ -337,7 +329,7 @@ class Steps:
             interleaved=each.interleaved,
         )
         if k is not None and v is not None:
-            out.copy_(attend_from_start(q, k, v, each.scale)[:num_tokens])
+            out.copy_(attend_from_start(q, k, v, each.scale))
             return
         attend_prefill(
             pages,

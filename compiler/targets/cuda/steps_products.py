@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.buffers import padded
-from tilewright.compiler.targets.cuda.copies import Copies, Copy
+from tilewright.compiler.targets.cuda.copies import Copies, Copy, Kinds
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_lofi, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_lin
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
 from tilewright.compiler.targets.cuda.library import add_product, scaled_product, store_product
-from tilewright.compiler.targets.cuda.trials import FP8_FAST, WIDE, Trials
+from tilewright.compiler.targets.cuda.trials import WIDE, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 
@@ -62,7 +62,8 @@ class Products:
     """A plan's products with their weights. Capturable in a CUDA graph.
 
     ``max_rows``: of a decode step; ``is_native``: products of few rows run in CUDA C++; ``strict``:
-    those of a prompt take the library's, however few rows there are.
+    those of a prompt take the library's, however few rows there are; ``copies``: which weights are
+    held once more.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class Products:
         is_native: bool,
         exact: bool,
         strict: bool = False,
+        copies: Kinds,
         trials: Trials,
     ) -> None:
         self.device, self._weights = device, weights
-        self._is_native, self._exact, self._trials = is_native, exact, trials
-        self._strict = strict
+        self._is_native, self._exact, self._strict = is_native, exact, strict
         self._operand = torch.float32 if exact else torch.bfloat16
-        self.copies = Copies(plan, weights, trials)
+        self.copies = Copies(plan, weights, copies)
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
         self._normed = torch.zeros(max_rows * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
@@ -126,7 +127,7 @@ class Products:
     def _takes_library(self, each: Linear, num_rows: int, decodes: bool) -> bool:
         if self._exact or (self._strict and not decodes):
             return True
-        return self.copies.values_for(each, num_rows) is not None
+        return self.copies.is_library_faster(each, num_rows)
 
     def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
         return self._arranged.numel() > 0 and native_wide.takes(held, num_rows)
@@ -224,7 +225,7 @@ class Products:
         assert copy.scales is not None
         dtype = torch.bfloat16 if each.swiglu else torch.float32
         weight = copy.values, copy.scales
-        found = scaled_product(round_rows(x), weight, dtype, fast=self._trials.lofi == FP8_FAST)
+        found = scaled_product(round_rows(x), weight, dtype)
         if bias is not None:
             found += bias
         if each.swiglu:
@@ -241,10 +242,9 @@ class Products:
         # With the weight's rows of zeros: the library is slow at odd widths.
         is_whole = held.kind == "bf16" and stride == len(held.data) > held.num_rows
         is_whole = is_whole and not (each.swiglu or each.residual)
-        copied = self.copies.values_for(each, len(x))
-        weight = (
-            self._dense(held, stride if is_whole else held.num_rows) if copied is None else copied
-        )
+        weight = self.copies.values_of(each)
+        if weight is None:
+            weight = self._dense(held, stride if is_whole else held.num_rows)
         if each.swiglu:
             gate_up = torch.mm(x, weight.T)
             if bias is not None:

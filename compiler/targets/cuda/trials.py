@@ -5,16 +5,14 @@ environment, ``TILEWRIGHT_CUDA_TRIALS=rows=64,blocks=parts,experts=parts``.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewright.compiler.errors import ConfigError, allowed
-from tilewright.compiler.targets.base import CompileOptions
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 APART, MIXED = "apart", "mixed"
-OWN, FEW = "own", "few"
-BF16, FP8, FP8_FAST, NONE = "bf16", "fp8", "fp8-fast", "none"
+OWN, BF16, FP8 = "own", "bf16", "fp8"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -22,9 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
     "steps": (APART, MIXED),
-    "lengths": (OWN, FEW),
-    "lofi": (BF16, FP8, FP8_FAST, OWN),
-    "copies": (NONE, BF16),
+    "lofi": (FP8, OWN),
     "wire": (OWN, BF16),
 }
 
@@ -46,15 +42,10 @@ class Trials:
             kernels; ``mixed``: one pass over the weights for both, where
             :func:`.device.capabilities_of` allows it, captured for some numbers of both. Empty:
             mixed on a GPU.
-        lengths: of prompts for which the library's attention makes a plan when it first meets
-            them: ``own``, each prompt's; ``few``, some that prompts are padded to, all of which are
-            met before anybody waits.
         lofi: of bfp4 weights at fidelity lofi, ``fp8``: in prompts and steps of many rows by the
-            library on e4m3 operands, the weight held once more as them; ``fp8-fast``: with the
-            matrix unit's own sums, of fewer bits; ``own``: as ``fp8``, but up to 512 rows of large
-            weights by a kernel that makes e4m3 of bfp4 in registers, from a third holding.
-        copies: ``bf16``: weights in block formats are held once more in bfloat16, for products of
-            so many rows that the library was measured faster on those.
+            library on e4m3 operands, the weight held once more as them; ``own``: as ``fp8``, but up
+            to 512 rows of large weights by a kernel that makes e4m3 of bfp4 in registers, from a
+            third holding.
         wire: in which partial sums of prompts travel between ranks: ``own``, as in decode steps
             (`Parallel.wire`); ``bf16``, which is half of fp32's bytes.
     """
@@ -64,9 +55,7 @@ class Trials:
     experts: str = TOGETHER
     prompts: int = 0
     steps: str = ""
-    lengths: str = OWN
-    lofi: str = BF16
-    copies: str = NONE
+    lofi: str = FP8
     wire: str = OWN
 
 
@@ -91,18 +80,6 @@ def read_trials() -> Trials:
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
         steps=found.get("steps", default.steps),
-        lengths=found.get("lengths", default.lengths),
         lofi=found.get("lofi", default.lofi),
-        copies=found.get("copies", default.copies),
         wire=found.get("wire", default.wire),
     )
-
-
-def trials_for(options: CompileOptions) -> Trials:
-    """The trials that a program of these options takes: float32 arithmetic holds no copies, and
-    where a row's bits are promised none depends on how many rows there are.
-    """
-    trials = read_trials()
-    if options.compute == "exact":
-        return replace(trials, lofi=BF16, copies=NONE)
-    return replace(trials, lofi=BF16) if options.is_strict else trials

@@ -14,8 +14,6 @@ from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.cuda import capture
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
-from tilewright.compiler.targets.cuda.library import attend_from_start, padded_length
-from tilewright.compiler.targets.cuda.trials import VARIABLE
 
 
 class Counted:
@@ -65,30 +63,6 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
             for drawing in (None, *EVERY_DRAWING):
                 made.prompt(count).run(torch.zeros(count, dtype=torch.int64), first, 0, drawing)
     assert Counted.made == 3 * kinds + kinds + (kinds + 1)
-
-
-def test_a_plan_of_the_library_is_met_for_every_padded_length_before_anybody_waits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv(VARIABLE, "lengths=few")
-    steps: Any = Unrun()
-    made = Buckets(steps, rows=(1,), tokens=(512,), num_choosable=lambda: 61, num_ends=3)
-    made.prepare(3000)
-    met = {padded_length(count) for count, is_start in steps.prompts if is_start}
-    assert met == {768, 1024, 1280, 1536, 1792, 2048, 2560, 3072}
-    assert met == {padded_length(count) for count in range(513, 3001)}
-    assert max(padded_length(count) / count for count in range(1024, 20_000)) <= 1.25
-
-
-def test_what_a_prompt_is_padded_by_changes_nothing_of_its_attention() -> None:
-    made = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(600, heads, 64, generator=made) for heads in (4, 2, 2))
-    padded = [torch.zeros(padded_length(600), *each.shape[1:]) for each in (q, k, v)]
-    for place, each in zip(padded, (q, k, v), strict=True):
-        place[:600] = each
-    padded[0][600:] = float("nan")
-    found = attend_from_start(*padded, 0.125)[:600]
-    torch.testing.assert_close(found, attend_from_start(q, k, v, 0.125), rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_is_captured_once_a_loop_is_warm() -> None:

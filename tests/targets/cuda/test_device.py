@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda import device as device_module
+from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.device import (
     check_fits,
     check_room,
+    copies_in,
     num_snapshots,
     open_device,
     shared_pages,
@@ -81,7 +84,7 @@ def test_the_bytes_are_those_that_are_allocated(cache: str, compute: str) -> Non
     weights = load_weights(
         plan, weight_source(MODEL), torch.device("cpu"), lambda what, done, total: None
     )
-    assert weight_bytes(plan, options) == weights.num_bytes
+    assert weight_bytes(plan) == weights.num_bytes
 
 
 @pytest.fixture
@@ -91,7 +94,7 @@ def no_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def needed(plan: Plan, options: CompileOptions) -> int:
-    return weight_bytes(plan, options) + state_bytes(plan, options) + work_bytes(plan, options)
+    return weight_bytes(plan) + state_bytes(plan, options) + work_bytes(plan, options)
 
 
 def test_what_fits_is_not_refused_and_one_byte_less_is(no_workspace: None) -> None:
@@ -139,7 +142,7 @@ def test_what_the_message_allows_does_fit(
     no_workspace: None, free: int, asked: tuple[int, int]
 ) -> None:
     plan, options = plan_of(), CompileOptions(*asked)
-    room = weight_bytes(plan, OPTIONS) + work_bytes(plan, options) + free * PAGE_BYTES
+    room = weight_bytes(plan) + work_bytes(plan, options) + free * PAGE_BYTES
     with pytest.raises(CompileError) as caught:
         check_fits(plan, options, room)
     found = str(caught.value).partition("allowed: ")[2]
@@ -172,10 +175,38 @@ def test_the_message_of_gigabytes() -> None:
 def test_a_pool_is_what_the_memory_holds(no_workspace: None, num_pages: int) -> None:
     """Three sequences of up to 130 positions: at least the three pages of one of them."""
     plan = plan_of()
-    free = weight_bytes(plan, OPTIONS) + work_bytes(plan, OPTIONS) + num_pages * PAGE_BYTES
+    free = weight_bytes(plan) + work_bytes(plan, OPTIONS) + num_pages * PAGE_BYTES
     assert shared_pages(plan, OPTIONS, free) == num_pages
     with pytest.raises(CompileError, match=r"GB are needed .* for a batch of 1 with 130"):
         shared_pages(plan, OPTIONS, free - (num_pages - 2) * PAGE_BYTES)
+
+
+def test_copies_are_held_where_every_context_fits_beside_them(no_workspace: None) -> None:
+    plan = plan_of()
+    size = copy_bytes(plan, kinds_for(OPTIONS))
+    least = needed(plan, OPTIONS) + size
+    assert size > 0 and copies_in(plan, OPTIONS, least) == Kinds(values=True, codes=True)
+    assert copies_in(plan, OPTIONS, least - 1) == NO_COPIES
+    check_fits(plan, OPTIONS, least, size)
+    asked = replace(OPTIONS, copies="all")
+    with pytest.raises(CompileError, match=r"of weights held once more, .*, or no copies$"):
+        check_fits(plan, asked, least - 1, copy_bytes(plan, copies_in(plan, asked, least - 1)))
+
+
+def test_copies_are_held_where_pages_keep_three_quarters(no_workspace: None) -> None:
+    plan, options = plan_of(), replace(OPTIONS, max_batch=10**6, memory_fraction=0.9)
+    size, kept = copy_bytes(plan, kinds_for(options)), weight_bytes(plan)
+    least = kept + work_bytes(plan, options) + 4 * size
+    assert copies_in(plan, options, least) == kinds_for(options)
+    assert copies_in(plan, options, least - 1) == NO_COPIES
+    assert shared_pages(plan, options, least, size) == 3 * size // PAGE_BYTES
+    assert copies_in(plan, replace(options, copies="none"), least) == NO_COPIES
+
+
+def test_which_copies_options_gain_by() -> None:
+    assert kinds_for(OPTIONS) == Kinds(values=True, codes=True)
+    assert kinds_for(replace(OPTIONS, is_strict=True)) == Kinds(values=True)
+    assert kinds_for(replace(OPTIONS, compute="exact")) == NO_COPIES
 
 
 def test_on_the_cpu_there_is_always_room(tmp_path: Path) -> None:
@@ -197,6 +228,6 @@ def test_snapshots_take_what_is_left_and_leave_room_to_work(no_workspace: None) 
     found = [num_snapshots(plan, OPTIONS, work + room) for room in (-5, each - 1, 9 * each, 10**9)]
     assert found == [0, 0, 9, 64]
     assert num_snapshots(plan_of(), OPTIONS, 10**12) == 0
-    kept = weight_bytes(plan, OPTIONS) + work + OPTIONS.max_batch * each
+    kept = weight_bytes(plan) + work + OPTIONS.max_batch * each
     pool = shared_pages(plan, OPTIONS, kept + 10**8) * page_bytes(plan.states[0], "bf16")
     assert 10**8 - pool * len(plan.states) >= 64 * each

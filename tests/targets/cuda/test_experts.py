@@ -17,7 +17,6 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe, take
-from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda import experts
 from tilewright.compiler.targets.cuda.device import weight_bytes
 from tilewright.compiler.targets.cuda.experts import place_experts
@@ -66,7 +65,7 @@ def test_values_are_the_format_s_and_come_back_from_files(
         count += 1
     num_sparse = model.config.num_layers - len(model.config.dense_layers)
     assert count == num_sparse * (2 if axis == "in" else 3)
-    assert weight_bytes(plan, CompileOptions()) == weights.num_bytes
+    assert weight_bytes(plan) == weights.num_bytes
 
 
 def _values(get: object, recipe: WeightRecipe, expert: int) -> torch.Tensor:

@@ -8,37 +8,51 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from tests.targets.cuda.lofi_bounds import check_sums
 from tests.tiny import compiled, lowered, precision_of, step, take_seat, tiny_model
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.contract import EMULATED, HONOURED
 from tilewright.compiler.targets.cuda import copies as copies_module
-from tilewright.compiler.targets.cuda.copies import Copies, copy_bytes
-from tilewright.compiler.targets.cuda.device import weight_bytes
+from tilewright.compiler.targets.cuda import device as device_module
+from tilewright.compiler.targets.cuda.copies import NO_COPIES, Copies, Kinds, copy_bytes
+from tilewright.compiler.targets.cuda.device import state_bytes, weight_bytes, work_bytes
 from tilewright.compiler.targets.cuda.e4m3 import CODES, exact_rows, round_rows, values
 from tilewright.compiler.targets.cuda.kernels import e4m3 as kernels
 from tilewright.compiler.targets.cuda.library import scaled_product
 from tilewright.compiler.targets.cuda.packing import unpack
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, trials_for
+from tilewright.compiler.targets.cuda.trials import Trials
 from tilewright.compiler.targets.cuda.weights import Weights, load_weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 from tilewright.compiler.targets.table import get_target
 
 HERE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 1}
-LOFI = Trials(lofi="fp8")
+BOTH, CODES_ALONE, VALUES = Kinds(values=True, codes=True), Kinds(codes=True), Kinds(values=True)
 
 
-def made(name: str, fidelity: str, trials: Trials, **sizes: Any) -> tuple[Plan, Weights, Copies]:
-    model = tiny_model(**(SIZES | sizes), std=0.2)
+def made(name: str, fidelity: str, kinds: Kinds) -> tuple[Plan, Weights, Copies]:
+    model = tiny_model(**SIZES, std=0.2)
     graph_module, _ = lowered(model, target="cuda", precision=precision_of(name, fidelity))
     plan = make_plan(graph_module)
     weights = load_weights(plan, weight_source(model), HERE, lambda what, done, total: None)
-    return plan, weights, Copies(plan, weights, trials)
+    return plan, weights, Copies(plan, weights, kinds)
+
+
+def products_of(plan: Plan, weights: Weights, kinds: Kinds, *, strict: bool = False) -> Products:
+    return Products(
+        plan, weights, HERE, max_rows=256, is_native=False, exact=False, strict=strict,
+        copies=kinds, trials=Trials(),
+    )  # fmt: skip
+
+
+def bfp4(dense: Tensor) -> Tensor:
+    return get_format("bfp4").round_trip(dense)
 
 
 @given(span=st.integers(0, 15), low=st.integers(-60, 0), seed=st.integers(0, 2**20))
@@ -104,74 +118,76 @@ def test_a_row_does_not_depend_on_others(device: torch.device) -> None:
     assert torch.equal(scales[:1], alone[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_scaled_products(dtype: torch.dtype) -> None:
-    x, exact = (
-        round_rows(torch.randn(70, 96, device=HERE)),
-        exact_rows(
-            get_format("bfp4").round_trip(
-                torch.randn(48, 96, device=HERE)
-                * torch.exp2(torch.arange(48.0, device=HERE))[:, None]
-            )
-        ),
-    )
+@pytest.mark.parametrize("columns", [96, 1040])
+def test_scaled_products(columns: int) -> None:
+    """Rows of the weight lie 47 octaves apart; the matrix unit's own sums are not float32's."""
+    dense = torch.randn(48, columns, device=HERE)
+    dense *= torch.exp2(torch.arange(48.0, device=HERE))[:, None]
+    x, exact = round_rows(torch.randn(70, columns, device=HERE)), exact_rows(bfp4(dense))
     assert exact is not None
-    wanted = values(*x).double() @ values(*exact).double().T
-    found = scaled_product(x, exact, dtype, fast=False)
-    assert found.dtype == dtype
-    rtol = 1e-5 if dtype == torch.float32 else 2**-8
-    scale = wanted.abs().amax(0)
-    assert bool(((found.double() - wanted).abs() <= rtol * scale).all())
+    found = scaled_product(x, exact, torch.float32)
+    check_sums(found, values(*x), values(*exact))
+    rounded = scaled_product(x, exact, torch.bfloat16)
+    spread = found.abs().amax(0)
+    assert (found.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    assert bool(((rounded.float() - found).abs() <= 2**-8 * spread).all())
+
+
+def test_a_wrong_sign_is_more_than_the_matrix_unit_loses() -> None:
+    x, weight = torch.randn(16, 1024), torch.randn(64, 1024)
+    right = x.double() @ weight.double().T
+    check_sums(right, x, weight)
+    weight[5, 7] *= -1
+    with pytest.raises(AssertionError, match="units of 32 instructions"):
+        check_sums(right, x, weight)
 
 
 @pytest.mark.parametrize(
-    ("name", "fidelity", "trials", "kinds"),
+    ("name", "fidelity", "kinds", "types"),
     [
-        ("bfp4", "lofi", LOFI, {CODES}),
-        ("bfp4", "hifi2", LOFI, set()),
-        ("bfp8", "lofi", LOFI, set()),
-        ("bfp4", "lofi", Trials(), set()),
-        ("bfp8", "lofi", Trials(copies="bf16"), {torch.bfloat16}),
-        # the head's rows are no multiple of 16
-        ("bfp4", "lofi", Trials(copies="bf16", lofi="fp8-fast"), {CODES, torch.bfloat16}),
-        ("bf16", "lofi", Trials(copies="bf16", lofi="fp8"), set()),
+        ("bfp4", "lofi", CODES_ALONE, {CODES}),
+        ("bfp4", "hifi2", CODES_ALONE, set()),
+        ("bfp4", "hifi2", BOTH, {torch.bfloat16}),
+        ("bfp8", "lofi", BOTH, {torch.bfloat16}),
+        ("bfp4", "lofi", NO_COPIES, set()),
+        ("bfp4", "lofi", VALUES, {torch.bfloat16}),
+        ("bfp4", "lofi", BOTH, {CODES, torch.bfloat16}),  # the head's rows are no multiple of 16
+        ("bf16", "lofi", BOTH, set()),
     ],
 )
 def test_what_is_held_twice(
-    name: str, fidelity: str, trials: Trials, kinds: set[torch.dtype]
+    name: str, fidelity: str, kinds: Kinds, types: set[torch.dtype]
 ) -> None:
     """The copies are the values that are held, and take the bytes that were planned."""
-    plan, weights, copies = made(name, fidelity, trials)
-    assert {copy.values.dtype for copy in copies._copies.values()} == kinds
+    plan, weights, copies = made(name, fidelity, kinds)
+    assert {copy.values.dtype for copy in copies._copies.values()} == types
     for wanted, copy in copies._copies.items():
         held = unpack(weights.held(wanted))
         found = copy.values.float() * (1.0 if copy.scales is None else copy.scales)
         assert torch.equal(found, held)
-    assert copies.num_bytes == copy_bytes(plan, trials)
-    assert copies.num_inexact == 0 and bool(copies.said()) == bool(kinds)
+    assert copies.num_bytes == copy_bytes(plan, kinds)
+    assert copies.num_inexact == 0 and bool(copies.said()) == bool(types)
 
 
 def test_a_weight_that_is_not_exact_keeps_its_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, _, copies = made("bfp4", "lofi", LOFI)
-    assert f"{copies.num_lofi} of {copies.num_lofi} lofi weights exact" in copies.said()
+    plan, _, copies = made("bfp4", "lofi", CODES_ALONE)
+    assert f"{copies.num_lofi} of {copies.num_lofi} lofi weights, exact" in copies.said()[0]
     monkeypatch.setattr(copies_module, "exact_rows", lambda dense: None)
-    plan, _, copies = made("bfp4", "lofi", LOFI)
+    plan, _, copies = made("bfp4", "lofi", CODES_ALONE)
     assert copies.num_inexact == copies.num_lofi > 0 == copies.num_bytes
-    assert copies.said().startswith(f"0 of {copies.num_lofi} lofi weights exact in e4m3")
+    assert f"0 of {copies.num_lofi} lofi weights, exact in e4m3" in copies.said()[0]
     each = next(one for one in plan.instructions if isinstance(one, Linear))
     assert copies.codes_for(each, 128, decodes=True) is None
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-@pytest.mark.parametrize(("num_rows", "is_lofi"), [(63, False), (64, True), (130, True)])
+@pytest.mark.parametrize(("num_rows", "is_lofi"), [(64, False), (65, True), (130, True)])
 def test_products_of_many_rows_have_the_bits_of_rounded_operands(
     num_rows: int, is_lofi: bool, decodes: bool
 ) -> None:
     """Every product of a plan, with its norm and what is fused behind it, against float64."""
-    plan, weights, copies = made("bfp4", "lofi", LOFI)
-    products = Products(
-        plan, weights, HERE, max_rows=256, is_native=False, exact=False, trials=LOFI
-    )
+    plan, weights, copies = made("bfp4", "lofi", CODES_ALONE)
+    products = products_of(plan, weights, CODES_ALONE)
     count = 0
     for each in (one for one in plan.instructions if isinstance(one, Linear)):
         columns, rows = each.weight.shape[1], each.weight.shape[0]
@@ -203,14 +219,10 @@ def test_products_of_many_rows_have_the_bits_of_rounded_operands(
 def test_copies_of_values_are_the_librarys(
     rows: int, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trials = Trials(copies="bf16")
-    plan, weights, copies = made("bfp8", "hifi2", trials)
+    plan, weights, copies = made("bfp8", "hifi2", VALUES)
     each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
-    found = copies.values_for(each, rows)
-    assert (found is not None) == expected
-    products = Products(
-        plan, weights, HERE, max_rows=256, is_native=False, exact=False, trials=trials
-    )
+    assert copies.is_library_faster(each, rows) == expected
+    products = products_of(plan, weights, VALUES)
     monkeypatch.setattr(products, "_dense", lambda *_: pytest.fail("it is held already"))
     if expected:
         x = torch.randn(rows, each.weight.shape[1], device=HERE).bfloat16()
@@ -220,7 +232,25 @@ def test_copies_of_values_are_the_librarys(
         torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_the_contract_says_honoured_only_where_it_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("rows", [3, 70])
+def test_strict_prompts_have_the_librarys_bits_with_copies_and_without(rows: int) -> None:
+    """Values lie as they are dequantised, however few rows there are."""
+    plan, weights, _ = made("bfp8", "hifi2", VALUES)
+    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    x = torch.randn(rows, each.weight.shape[1], device=HERE).bfloat16()
+    found = []
+    for kinds in (NO_COPIES, VALUES):
+        products = products_of(plan, weights, kinds, strict=True)
+        held = weights.held(product_of(each))
+        copied = products.copies.values_of(each)
+        lies = products._dense(held, held.num_rows) if copied is None else copied
+        out = torch.zeros(rows, each.weight.shape[0], device=HERE)
+        products.run(each, out, x, decodes=False)
+        found.append((lies.stride(), out))
+    assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])
+
+
+def test_the_contract_says_honoured_only_where_it_is_on() -> None:
     graph_module, _ = lowered(
         tiny_model(**SIZES), target="cuda", precision=precision_of("bfp4", "lofi")
     )
@@ -231,29 +261,33 @@ def test_the_contract_says_honoured_only_where_it_is_on(monkeypatch: pytest.Monk
         named = [each for each in contract.entries if each.field.startswith("li_")]
         return {(each.meaning.status, each.meaning.effective[:11]) for each in named}
 
-    assert said() == {(EMULATED, "bf16 x bf16")}
-    monkeypatch.setenv(VARIABLE, "lofi=fp8")
     assert said() == {(HONOURED, "e4m3 x e4m3")}
-    assert said(is_strict=True) == {(EMULATED, "bf16 x bf16")}
+    assert said(copies="none") == said(is_strict=True) == {(EMULATED, "bf16 x bf16")}
     assert "e4m3 x e4m3" not in {text for _, text in said(compute="exact")}
 
 
 def test_a_program_holds_and_counts_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt of 70 tokens in e4m3: near the program without, and not its bits."""
-    model, found, bytes_of = tiny_model(std=0.2, **SIZES), [], []
-    prompt = [(7 * index) % 50 for index in range(70)]
-    for asked in ("", "lofi=fp8"):
-        monkeypatch.setenv(VARIABLE, asked)
-        options = {"compute": "fast", "max_batch": 1, "max_context": 128}
-        executable = compiled(model, "cuda", precision=precision_of("bfp4", "lofi"), **options)
+    """A prompt of 70 tokens in e4m3: near the program without, and not its bits; where there is no
+    room the contract says so.
+    """
+    model, found, made_of = tiny_model(std=0.2, **SIZES), [], []
+    plan, _, copies = made("bfp4", "lofi", BOTH)
+    asked: dict[str, Any] = {"compute": "fast", "max_batch": 1, "max_context": 128}
+    options = CompileOptions(**asked)
+    full = weight_bytes(plan) + state_bytes(plan, options) + work_bytes(plan, options)
+    for how, free in (("none", 1 << 62), ("auto", 1 << 62), ("auto", full)):
+        monkeypatch.setattr(device_module, "free_bytes", lambda *_, free=free: free)
+        precision = precision_of("bfp4", "lofi")
+        executable = compiled(model, "cuda", precision=precision, copies=how, **asked)
+        prompt = [(7 * index) % 50 for index in range(70)]
         found.append(step(executable, [(take_seat(executable, 80), prompt, 0)]))
-        bytes_of.append(executable.memory().weights)
-    plan, _, copies = made("bfp4", "lofi", LOFI)
-    assert bytes_of[1] - bytes_of[0] == copies.num_bytes
-    monkeypatch.setenv(VARIABLE, "lofi=fp8")
-    fast, exact = (CompileOptions(compute=how) for how in ("fast", "exact"))
-    assert weight_bytes(plan, fast) - weight_bytes(plan, exact) == copies.num_bytes
-    assert trials_for(fast) == LOFI and trials_for(exact) == Trials()
-    assert not torch.equal(*found)
+        made_of.append(executable)
+    memory = [each.memory() for each in made_of]
+    assert [each.copies for each in memory] == [0, copies.num_bytes, 0]
+    assert memory[1].weights - memory[0].weights == copies.num_bytes
+    assert [each.notes for each in made_of] == [(), copies.said(), ()]
+    is_fp8 = ["e4m3 x e4m3" in str(each.contract.entries) for each in made_of]
+    assert is_fp8 == [False, True, False]
+    assert torch.equal(found[0], found[2]) and not torch.equal(found[0], found[1])
     spread = float(found[0].std())
     assert float((found[0] - found[1]).pow(2).mean().sqrt()) < 0.2 * spread

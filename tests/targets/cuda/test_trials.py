@@ -23,6 +23,7 @@ from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda import device as device_module
 from tilewright.compiler.targets.cuda import steps_products
 from tilewright.compiler.targets.cuda.capture import decode_buckets
+from tilewright.compiler.targets.cuda.copies import NO_COPIES
 from tilewright.compiler.targets.cuda.device import work_bytes
 from tilewright.compiler.targets.cuda.kernels import native, native_experts
 from tilewright.compiler.targets.cuda.plan import make_plan
@@ -38,7 +39,7 @@ SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "nu
 def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     assert read_trials() == Trials(rows=256, blocks="wide", experts="together")
-    assert (read_trials().lofi, read_trials().copies) == ("bf16", "none")
+    assert read_trials().lofi == "fp8"
     monkeypatch.setenv(VARIABLE, "experts=parts,rows=64")
     assert read_trials() == Trials(rows=64, blocks="wide", experts="parts")
 
@@ -48,8 +49,8 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     [
         (
             "row=256",
-            "'row'; allowed: rows, blocks, experts, prompts, steps, lengths, lofi, copies, wire; "
-            "did you mean 'rows'?",
+            "'row'; allowed: rows, blocks, experts, prompts, steps, lofi, wire; did you mean "
+            "'rows'?",
         ),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),
         ("blocks", "blocks=''; allowed: parts, wide"),
@@ -100,7 +101,7 @@ def products_of(name: str, trials: Trials, *, is_native: bool) -> tuple[Plan, We
     plan = make_plan(lowered(model, target="cuda", precision=precision_of(name))[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
     kept: dict[str, Any] = {"max_rows": 256, "is_native": is_native, "exact": False}
-    return plan, weights, Products(plan, weights, CPU, trials=trials, **kept)
+    return plan, weights, Products(plan, weights, CPU, copies=NO_COPIES, trials=trials, **kept)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.driver import lower_model, weight_source
 from tilewright.compiler.errors import CheckpointError, CompileError, NoRoomError
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.device import weight_bytes
 from tilewright.compiler.targets.cuda.held import HeldWeight
 from tilewright.compiler.targets.cuda.packing import unpack
@@ -114,7 +113,7 @@ def test_what_the_target_says_it_holds_is_what_there_is(changes: dict[str, Any],
     memory = loaded(model, plan).num_bytes
     frequencies = 4 * model.config.head_dim // 2
     assert sum(each.num_bytes for each in found) + frequencies == memory
-    assert weight_bytes(plan, CompileOptions()) == memory
+    assert weight_bytes(plan) == memory
 
 
 def test_parts_that_are_merged_share_a_tile() -> None:
@@ -123,7 +122,7 @@ def test_parts_that_are_merged_share_a_tile() -> None:
     found = sum(each.num_bytes for each in held(model, "cuda", HELD["blocks"], "fast"))
     plan = make_plan(lowered(model, target="cuda", precision=HELD["blocks"])[0])
     assert found + 4 * 8 == loaded(model, plan).num_bytes
-    assert weight_bytes(plan, CompileOptions()) == loaded(model, plan).num_bytes
+    assert weight_bytes(plan) == loaded(model, plan).num_bytes
 
 
 @pytest.mark.parametrize(("name", "axis"), FORMATS)
