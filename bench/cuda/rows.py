@@ -79,26 +79,44 @@ class BenchRow:
 
 _1B, _8B, _70B = "llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b"
 _35B = "qwen3.5-35b-a3b"
-_64K = 65536 + TABLE_GENERATED_TOKENS
+_2K, _64K = 2048 + TABLE_GENERATED_TOKENS, 65536 + TABLE_GENERATED_TOKENS
+_8B_PRECISIONS = (
+    *(("bf16", "bf16"), ("bfp8", "all-bfp8")),
+    *(("performance", "performance"), ("bfp4", "all-bfp4")),
+)
 
 ROWS: tuple[BenchRow, ...] = (
     BenchRow("8b-bf16-b1", _8B, "bf16", DECODE, 240, 265),
-    BenchRow("8b-bf16-ttft", _8B, "bf16", TTFT, 7),
+    BenchRow("8b-bf16-ttft", _8B, "bf16", TTFT, 6),
     BenchRow("8b-bf16-b8", _8B, "bf16", DECODE, 1800, 2050, batch=8),
     BenchRow("8b-bf16-b32", _8B, "bf16", DECODE, 6600, 7500, batch=32),
     BenchRow("8b-bf16-b64", _8B, "bf16", DECODE, 12300, 14000, batch=64),
     BenchRow("8b-bf16-b128", _8B, "bf16", DECODE, 18500, 23000, batch=128),
     BenchRow("8b-bf16-b256", _8B, "bf16", DECODE, 24500, 31000, batch=256),
     BenchRow("8b-bfp8-b1", _8B, "all-bfp8", DECODE, 400, 480),
+    BenchRow("8b-bfp8-ttft", _8B, "all-bfp8", TTFT, 6.5),
     BenchRow("8b-bfp8-b8", _8B, "all-bfp8", DECODE, 2600, 3000, batch=8),
     BenchRow("8b-bfp8-b32", _8B, "all-bfp8", DECODE, 8000, 10000, batch=32),
     BenchRow("8b-bfp8-b64", _8B, "all-bfp8", DECODE, 15000, 18500, batch=64),
     BenchRow("8b-bfp8-b128", _8B, "all-bfp8", DECODE, 22500, 27000, batch=128),
     BenchRow("8b-bfp8-b256", _8B, "all-bfp8", DECODE, 28500, 34000, batch=256),
     BenchRow("8b-performance-b1", _8B, "performance", DECODE, 480, 600),
+    BenchRow("8b-performance-ttft", _8B, "performance", TTFT, 6.5),
+    BenchRow("8b-performance-b8", _8B, "performance", DECODE, batch=8),
     BenchRow("8b-performance-b32", _8B, "performance", DECODE, 11500, 13500, batch=32),
     BenchRow("8b-performance-b64", _8B, "performance", DECODE, 18000, 22000, batch=64),
+    BenchRow("8b-performance-b128", _8B, "performance", DECODE, batch=128),
     BenchRow("8b-performance-b256", _8B, "performance", DECODE, 29500, 36000, batch=256),
+    BenchRow("8b-bfp4-b1", _8B, "all-bfp4", DECODE),
+    BenchRow("8b-bfp4-ttft", _8B, "all-bfp4", TTFT),
+    *(BenchRow(f"8b-bfp4-b{n}", _8B, "all-bfp4", DECODE, batch=n) for n in (8, 32, 64, 128, 256)),
+    *(
+        BenchRow(
+            f"8b-{name}-ttft-{length}", _8B, precision, TTFT, prompt_length=length, context=_2K
+        )
+        for name, precision in _8B_PRECISIONS
+        for length in (512, 2048)
+    ),
     BenchRow("1b-bf16-b1", _1B, "bf16", DECODE, 1150, 1450),
     BenchRow("1b-performance-b1", _1B, "performance", DECODE, 1900, 2800),
     BenchRow("qwen3-8b-bf16-b1", "qwen3-8b", "bf16", DECODE, 235, 260),
@@ -114,7 +132,7 @@ ROWS: tuple[BenchRow, ...] = (
         "35b-a3b-bfp8-b64", _35B, "all-bfp8", DECODE, 4800, 5600, batch=64, prompt_length=1024
     ),
     BenchRow("70b-performance-b1", _70B, "performance", DECODE, 60, 68),
-    BenchRow("8b-prefill-2k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=2048, context=_64K),
+    BenchRow("8b-prefill-2k", _8B, "bf16", PREFILL_SHARE, 85, prompt_length=2048, context=_64K),
     BenchRow("8b-prefill-8k", _8B, "bf16", PREFILL_SHARE, 60, prompt_length=8192, context=_64K),
     BenchRow("8b-decode-32k", _8B, "bf16", DECODE_SHARE, prompt_length=32768, context=_64K),
     BenchRow("8b-prefill-64k", _8B, "bf16", PREFILL_SECONDS, 5, prompt_length=65536),

@@ -43,9 +43,12 @@ def test_the_rows_are_what_was_promised() -> None:
         ("8b", "all-bfp8", 128): (22500, 27000),
         ("8b", "all-bfp8", 256): (28500, 34000),
         ("8b", "performance", 1): (480, 600),
+        ("8b", "performance", 8): (None, None),
         ("8b", "performance", 32): (11500, 13500),
         ("8b", "performance", 64): (18000, 22000),
+        ("8b", "performance", 128): (None, None),
         ("8b", "performance", 256): (29500, 36000),
+        **{("8b", "all-bfp4", batch): (None, None) for batch in (1, 8, 32, 64, 128, 256)},
         ("1b", "bf16", 1): (1150, 1450),
         ("1b", "performance", 1): (1900, 2800),
         ("70b", "performance", 1): (60, 68),
@@ -58,11 +61,21 @@ def test_the_rows_are_what_was_promised() -> None:
         ("a3b", "all-bfp8", 1): (650, 750),
         ("a3b", "all-bfp8", 64): (4800, 5600),
     }
-    others = {(row.metric, row.prompt_length): row.floor for row in ROWS if row.metric != DECODE}
+    first = {row.name: row.floor for row in ROWS if row.name.endswith("-ttft")}
+    assert first.pop("35b-a3b-bf16-ttft") == 30
+    floors = {"bf16": 6, "bfp8": 6.5, "performance": 6.5, "bfp4": None}
+    assert first == {f"8b-{name}-ttft": floor for name, floor in floors.items()}
+    others = {
+        (row.metric, row.prompt_length): row.floor
+        for row in ROWS
+        if row.metric != DECODE and row.precision == "bf16"
+    }
     assert others == {
-        (TTFT, 128): 7,
+        (TTFT, 128): 6,
+        (TTFT, 512): None,
+        (TTFT, 2048): None,
         (TTFT, 1024): 30,
-        (PREFILL_SHARE, 2048): 60,
+        (PREFILL_SHARE, 2048): 85,
         (PREFILL_SHARE, 8192): 60,
         (DECODE_SHARE, 32768): None,
         (PREFILL_SECONDS, 65536): 5,
@@ -88,7 +101,8 @@ def test_programs_are_shared_and_starts_come_last() -> None:
     found = [[row.name for row in rows] for rows in programs(ROWS)]
     users = ("b1", "ttft", "b8", "b32", "b64", "b128", "b256")
     assert found[0] == [f"8b-bf16-{each}" for each in users]
-    assert [f"8b-performance-b{each}" for each in (1, 32, 64, 256)] in found
+    users = ("b1", "ttft", "b8", "b32", "b64", "b128", "b256")
+    assert [f"8b-performance-{each}" for each in users] in found
     assert sum("8b-prefill-2k" in rows and "8b-decode-64k" in rows for rows in found) == 1
     assert found[-1] == ["8b-start"]
     assert programs([ROWS[-1], ROWS[0]]) == [(ROWS[0],), (ROWS[-1],)]
