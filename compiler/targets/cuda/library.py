@@ -33,23 +33,22 @@ def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
         out.addmm_(x.float(), weight.float().T)
 
 
-def scaled_product(
-    x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], dtype: torch.dtype
-) -> Tensor:
-    """``x weight^T`` of e4m3 codes ``[M, K]`` and ``[N, K]``, each with what multiplies its rows
-    (float32 ``[M, 1]`` and ``[N, 1]``, powers of two), in bfloat16 or float32.
+def codes_product(x_codes: Tensor, codes: Tensor, one: Tensor) -> Tensor:
+    """``x weight^T`` of e4m3 codes ``[M, K]`` and ``[N, K]``, float32; ``one``: 1 in float32 on the
+    device, which the library reads there.
 
     Sums of 128 columns are the matrix unit's own, of some 14 bits; they go on in float32.
     """
+    return torch._scaled_mm(x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=torch.float32)
+
+
+def scaled_product(x: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor]) -> Tensor:
+    """:func:`codes_product` in bfloat16, each of codes and what multiplies its rows (float32
+    ``[M, 1]`` and ``[N, 1]``, powers of two). The library has no float32 with those.
+    """
     (x_codes, x_scales), (codes, scales) = x, weight
-    if dtype == torch.bfloat16:
-        return torch._scaled_mm(
-            x_codes, codes.T, scale_a=x_scales, scale_b=scales.T, out_dtype=dtype
-        )
-    # Float32 comes without scales of rows: a power of two changes no bits behind it.
-    one = torch.ones((), dtype=torch.float32, device=scales.device)
-    out = torch._scaled_mm(x_codes, codes.T, scale_a=one, scale_b=one, out_dtype=dtype)
-    return out.mul_(x_scales).mul_(scales.T)
+    by_row = x_scales, scales.T
+    return torch._scaled_mm(x_codes, codes.T, *by_row, out_dtype=torch.bfloat16)
 
 
 def attend_from_start(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

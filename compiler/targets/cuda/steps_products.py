@@ -14,11 +14,16 @@ from tilewright.compiler.targets.cuda.copies import Copies, Copy, Kinds
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import native, native_lofi, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
-from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows
+from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows, scale_rows
 from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm
 from tilewright.compiler.targets.cuda.kernels.swiglu import swiglu
-from tilewright.compiler.targets.cuda.library import add_product, scaled_product, store_product
+from tilewright.compiler.targets.cuda.library import (
+    add_product,
+    codes_product,
+    scaled_product,
+    store_product,
+)
 from tilewright.compiler.targets.cuda.trials import WIDE, Trials
 from tilewright.compiler.targets.cuda.weights import Weights, product_of, vector_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
@@ -83,6 +88,7 @@ class Products:
         self._is_native, self._exact, self._strict = is_native, exact, strict
         self._operand = torch.float32 if exact else torch.bfloat16
         self.copies = Copies(plan, weights, copies)
+        self._one = torch.ones((), dtype=torch.float32, device=device)
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
         self._normed = torch.zeros(max_rows * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
@@ -223,17 +229,15 @@ class Products:
             native_lofi.linear(out, x, copy.tiles, epilogue=epilogue, bias=bias)
             return
         assert copy.scales is not None
-        dtype = torch.bfloat16 if each.swiglu else torch.float32
-        weight = copy.values, copy.scales
-        found = scaled_product(round_rows(x), weight, dtype)
+        codes, scales = round_rows(x)
+        if not each.swiglu:
+            found = codes_product(codes, copy.values, self._one)
+            scale_rows(out, found, scales, copy.scales, bias=bias, adds=each.residual)
+            return
+        gate_up = scaled_product((codes, scales), (copy.values, copy.scales))
         if bias is not None:
-            found += bias
-        if each.swiglu:
-            swiglu(out, found, paired=held.is_paired)
-        elif each.residual:
-            out += found
-        else:
-            out.copy_(found)
+            gate_up += bias
+        swiglu(out, gate_up, paired=held.is_paired)
 
     def _library_product(
         self, each: Linear, out: Tensor, x: Tensor, held: HeldWeight, bias: Tensor | None

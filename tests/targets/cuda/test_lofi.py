@@ -22,7 +22,7 @@ from tilewright.compiler.targets.cuda.copies import NO_COPIES, Copies, Kinds, co
 from tilewright.compiler.targets.cuda.device import state_bytes, weight_bytes, work_bytes
 from tilewright.compiler.targets.cuda.e4m3 import CODES, exact_rows, round_rows, values
 from tilewright.compiler.targets.cuda.kernels import e4m3 as kernels
-from tilewright.compiler.targets.cuda.library import scaled_product
+from tilewright.compiler.targets.cuda.library import codes_product, scaled_product
 from tilewright.compiler.targets.cuda.packing import unpack
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.steps_products import Products
@@ -125,12 +125,17 @@ def test_scaled_products(columns: int) -> None:
     dense *= torch.exp2(torch.arange(48.0, device=HERE))[:, None]
     x, exact = round_rows(torch.randn(70, columns, device=HERE)), exact_rows(bfp4(dense))
     assert exact is not None
-    found = scaled_product(x, exact, torch.float32)
+    found = torch.full((70, 50), float("nan"), device=HERE)[:, :48]
+    product = codes_product(x[0], exact[0], torch.ones((), device=HERE))
+    kernels.scale_rows(found, product, x[1], exact[1])
     check_sums(found, values(*x), values(*exact))
-    rounded = scaled_product(x, exact, torch.bfloat16)
+    rounded = scaled_product(x, exact)
     spread = found.abs().amax(0)
-    assert (found.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
+    assert rounded.dtype == torch.bfloat16
     assert bool(((rounded.float() - found).abs() <= 2**-8 * spread).all())
+    bias, out = torch.randn(48, device=HERE), torch.ones(70, 48, device=HERE).bfloat16()
+    kernels.scale_rows(out, product, x[1], exact[1], bias=bias, adds=True)
+    torch.testing.assert_close(out, (found + bias + 1).bfloat16(), rtol=2**-7, atol=0.0)
 
 
 def test_a_wrong_sign_is_more_than_the_matrix_unit_loses() -> None:

@@ -1,4 +1,5 @@
-"""Rows of x as e4m3 codes on the device, with the bits of :func:`..e4m3.round_rows`, one a program.
+"""Rows of x as e4m3 codes on the device, with the bits of :func:`..e4m3.round_rows`, one a program,
+and products of codes with what multiplies their rows.
 
 Codes are made of integers: Triton's interpreter rounds no float to 8 bits.
 """
@@ -17,6 +18,9 @@ from tilewright.compiler.targets.cuda.kernels.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.kernels.norm import rounded
+
+_MOST_BLOCK = 1024
 
 
 @triton.jit
@@ -65,3 +69,45 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         BLOCK=block, num_warps=min(16, max(1, block // 512)), **chained(x),
     )  # fmt: skip
     return codes.view(CODES), scales
+
+
+@triton.jit
+def _scale_rows_kernel(
+    out_ptr, found_ptr, x_scales_ptr, scales_ptr, bias_ptr, width, out_stride,
+    ADDS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    release_dependents(CHAINED)
+    wait_for_inputs(CHAINED)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    y = tl.load(found_ptr + row * width + column, mask=inside, other=0.0)
+    y = y * tl.load(x_scales_ptr + row) * tl.load(scales_ptr + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + column, mask=inside, other=0.0)
+    out = out_ptr + row * out_stride + column
+    if ADDS:
+        y += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out, rounded(y, out_ptr.dtype.element_ty, CHAINED), mask=inside)
+
+
+def scale_rows(
+    out: Tensor,
+    found: Tensor,
+    x_scales: Tensor,
+    scales: Tensor,
+    *,
+    bias: Tensor | None = None,
+    adds: bool = False,
+) -> None:
+    """``found [M, N]``, a product of codes (float32), times ``x_scales [M, 1]`` and ``scales
+    [N, 1]``, plus ``bias [N]`` float32, into ``out [M, N]`` (bfloat16 or float32), or with ``adds``
+    on top of it. Rows of ``out`` may be further apart than they are long.
+    """
+    num_rows, width = found.shape
+    assert out.shape == found.shape and out.stride(1) == 1 and found.is_contiguous()
+    block = min(_MOST_BLOCK, block_of(width))
+    _scale_rows_kernel[(num_rows, triton.cdiv(width, block))](
+        out, found, x_scales, scales, scales if bias is None else bias, width, out.stride(0),
+        ADDS=adds, HAS_BIAS=bias is not None, BLOCK=block, **chained(out),
+    )  # fmt: skip
