@@ -68,9 +68,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes an executable holds: weights as the target keeps them, and the whole state; ``copies``:
-    of the weights' bytes, those of weights that are held once more for steps of many rows.
-    """
+    """Bytes an executable holds: weights, of them those held once more, and the whole state."""
 
     weights: int
     state: int
@@ -82,17 +80,13 @@ class CompileOptions:
     """What a user may choose besides model, target and precision.
 
     ``compute``: ``fast``, or ``exact`` for float arithmetic everywhere (no speed is claimed).
-    ``memory_fraction``: of the device's memory, what all of it may take; where state lies in pages,
-    sequences then share what fits, and may be more than would fit at full length. None: every
-    sequence has room for a whole context.
-    ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, if
-    that costs some speed; `Capabilities.invariant` says what comes of it.
-    ``copies``: of weights in block formats, in the form that the target multiplies many rows with
-    fastest, beside the blocks, where it gains by that: ``auto``, where that leaves room for every
-    sequence's whole context, or for three quarters of the pages there would be without; ``none``;
-    ``all``, or compiling fails. `MemoryUse.copies` says what came of it.
-    ``max_step_tokens``: of prompts, what a step will be given; memory for work on them is reserved
-    where a target needs any.
+    ``memory_fraction``: of the device's memory, what all of it may take; sequences then share the
+    pages that fit, and may be more than would fit at full length. None: each has room for all.
+    ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, at
+    some cost of speed; `Capabilities.invariant` says what comes of it.
+    ``copies``: of weights in blocks, as many rows are multiplied fastest: ``auto``, where every
+    context has room beside them, or pages keep three quarters of theirs; ``none``; ``all``.
+    ``max_step_tokens``: of prompts, what a step will be given; memory for them may be reserved.
     ``parallel``: the ranks that the model is spread over; see :class:`Parallel`. ``rank``: of
     them, the one whose program this is.
     """
@@ -114,10 +108,7 @@ class Executable(ABC):
 
     ``device_name`` and ``device_detail``: what a result calls the device (``H200``), and what
     tells it from others of the name; None where the host's description says it. ``mesh``: the
-    devices it runs on, rows by columns, as results name it.
-
-    ``notes``: what a user should know of how it is held, a line each.
-
+    devices it runs on, rows by columns, as results name it. ``notes``: how it is held, in lines.
     ``num_tokens``: ids from there on have no token and are never chosen, though they have logits;
     None: there are none of these. It is set before the first step.
     """
@@ -147,9 +138,7 @@ class Executable(ABC):
     def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
         """Choose the tokens of a ``masked`` step, the last one given.
 
-        Args:
-            masks: by seat, bool ``[vocabulary]``, the tokens that may be chosen; every token where
-                a seat is not named.
+        ``masks``: by seat, bool ``[vocabulary]``, the tokens that may be chosen; else every one.
         """
         raise AssertionError("this executable offers no late choice")
 
