@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tilewright.compiler.artifacts.digests import file_digest
 from tilewright.compiler.artifacts.manifest import FileFacts, Manifest, manifest_json, read_manifest
-from tilewright.compiler.artifacts.places import MANIFEST
+from tilewright.compiler.artifacts.places import MANIFEST, is_of_another
 from tilewright.compiler.errors import CheckpointError, ConfigError, NoRoomError
 from tilewright.compiler.files import check_fresh, mode_of_new, read_regular
 
@@ -25,6 +25,20 @@ def seal_folder(folder: Path, manifest: Manifest, memory: Path) -> None:
             facts = FileFacts(path.stat().st_size, file_digest(path, memory))
             files[path.relative_to(folder).as_posix()] = facts
     write_file(folder / MANIFEST, manifest_json(replace(manifest, files=files)))
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder inside an artifact's.
+
+    Raises:
+        NoRoomError: when it cannot be.
+    """
+    try:
+        path.mkdir()
+    except OSError as error:
+        raise NoRoomError(
+            f"{path}: cannot be made ({error.strerror}); allowed: a folder with room for it"
+        ) from None
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -53,8 +67,9 @@ def read_file(path: Path) -> bytes:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def open_folder(folder: Path, memory: Path) -> Manifest:
-    """The manifest of a compiled folder whose files are all as they were written.
+def open_folder(folder: Path, memory: Path, rank: int = 0) -> Manifest:
+    """The manifest of a compiled folder whose files are all as they were written; of programs for
+    several ranks, those that ``rank`` reads.
 
     Raises:
         CheckpointError: for a folder that is none, or one with a missing, changed or added file.
@@ -69,6 +84,8 @@ def open_folder(folder: Path, memory: Path) -> Manifest:
                 "allowed: the files of its manifest"
             )
     for name, facts in manifest.files.items():
+        if is_of_another(name, rank):
+            continue
         path = folder / name
         try:
             sound = path.stat().st_size == facts.num_bytes

@@ -42,11 +42,24 @@ class FileFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """The ranks that a folder was compiled for, as `Parallel` has them; ``sources``: SHA-256 of the
+    code that dealt the model to them, which is to run it.
+    """
+
+    tensor: int
+    expert: int | None
+    shares: tuple[int, ...]
+    wire: str
+    sources: str
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What a compiled folder says of itself; ``files`` are relative paths, this file apart.
 
     ``notes``: what the passes had to say. ``created``: when, UTC. ``commit``: of the compiler's
-    checkout, if it was one.
+    checkout, if it was one. ``group``: of a folder with a program for every rank of one.
     """
 
     model: ModelFacts
@@ -60,6 +73,7 @@ class Manifest:
     created: str
     files: dict[str, FileFacts] = field(default_factory=dict)
     format: int = FORMAT
+    group: GroupFacts | None = None
 
 
 def manifest_json(manifest: Manifest) -> bytes:

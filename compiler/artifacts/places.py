@@ -7,6 +7,7 @@ from pathlib import Path
 from tilewright.compiler.files import cache_dir
 
 MANIFEST = "manifest.json"
+_PREFIX = "rank_"
 
 
 def digest_memory() -> Path:
@@ -20,3 +21,14 @@ def is_compiled(path: str | Path) -> bool:
         return (Path(path).expanduser() / MANIFEST).is_file()
     except (OSError, RuntimeError, ValueError):
         return False
+
+
+def part_of(folder: Path, rank: int) -> Path:
+    """The folder of one rank's program."""
+    return folder / f"{_PREFIX}{rank}"
+
+
+def is_of_another(name: str, rank: int) -> bool:
+    """Whether a file, named within the folder, is of another rank's program."""
+    first = name.partition("/")[0]
+    return first.startswith(_PREFIX) and first != f"{_PREFIX}{rank}"

@@ -10,8 +10,10 @@ from typing import Any
 from torch.fx import GraphModule
 
 from tilewright.compiler.artifacts.cache import CacheUnusableError, ProgramCache, program_key
-from tilewright.compiler.artifacts.folder import read_file, seal_folder, write_file
+from tilewright.compiler.artifacts.folder import make_folder, read_file, seal_folder, write_file
 from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
+from tilewright.compiler.artifacts.parts import as_compiled, group_facts, own_part
+from tilewright.compiler.artifacts.places import part_of
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.driver import (
     CompilableModel,
@@ -24,7 +26,7 @@ from tilewright.compiler.driver import (
     weight_source,
 )
 from tilewright.compiler.environment import environment
-from tilewright.compiler.errors import CheckpointError, CompileError, one_line
+from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.serialise import graph_json, read_graph
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Program, Progress
@@ -82,22 +84,55 @@ def write_program(
     )
 
 
+def write_ranks(
+    model: CompilableModel,
+    precision: PrecisionConfig,
+    folder: Path,
+    *,
+    parallel: Parallel,
+    target: str = "cpu",
+    compute: str = "fast",
+    progress: Progress = silent,
+    dump_dir: Path | None = None,
+) -> Manifest:
+    """`write_program` for every rank of a group, each into its own part of ``folder``; the manifest
+    is of all of them.
+    """
+    found: list[Manifest] = []
+    for rank in range(parallel.tensor):
+        part = part_of(folder, rank)
+        make_folder(part)
+        found.append(
+            write_program(
+                model,
+                precision,
+                part,
+                target=target,
+                compute=compute,
+                progress=progress,
+                dump_dir=None if dump_dir is None else part_of(dump_dir, rank),
+                parallel=parallel,
+                rank=rank,
+            )
+        )
+    options = CompileOptions(compute=compute, parallel=parallel)
+    return replace(found[0], group=group_facts(get_target(target).settled(options)))
+
+
 def load_program(
     folder: Path, manifest: Manifest, options: CompileOptions, progress: Progress = silent
 ) -> Compiled:
     """The executable of a folder that `open_folder` found sound; its ``compute`` is the folder's.
 
+    Of a folder for several ranks it is the program of ``options.rank``.
+
     Raises:
         CheckpointError: for files that are not what the target wrote.
         ConfigError, CompileError: for options that the program does not serve.
     """
-    options = replace(options, compute=manifest.compute)
+    folder = own_part(folder, manifest, options)
+    options = as_compiled(manifest, options)
     check_options(options, manifest.model.max_positions)
-    if options.parallel.tensor > 1:
-        raise CompileError(
-            f"{folder}: a program of one device for {options.parallel.tensor} ranks; allowed: the "
-            "checkpoint that it was compiled from"
-        )
 
     path = folder / GRAPH
     data = read_file(path)  # now: an entry of the cache may be gone when the graph is asked for

@@ -166,7 +166,8 @@ def refuse_given(arguments: object, names: Sequence[str], said: str) -> None:
     """
     for name in names:
         if getattr(arguments, name) is not None:
-            raise ConfigError(f"--{name} with {said.format(name=name)}")
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} with {said.format(name=flag)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

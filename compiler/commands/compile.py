@@ -8,9 +8,9 @@ import argparse
 import shlex
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.artifacts.places import digest_memory
 from tilewright.compiler.commands.arguments import (
@@ -26,6 +26,8 @@ from tilewright.compiler.commands.arguments import (
     refuse_given,
     take_checkpoint,
 )
+from tilewright.compiler.commands.parallel import ParallelArguments
+from tilewright.compiler.distributed.grouping import read_grouping
 from tilewright.compiler.errors import ConfigError, allowed
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ _USES = {
     "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',
 }
 _WRITTEN = "what is written"
+_OF_RUNS = ("devices", "peer_limit", "nnodes", "node_rank", "master_addr", "master_port")
+"""Options of a group that runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,7 @@ def main(argv: list[str]) -> int:
     """Run ``tilewright compile`` with the arguments behind it; returns the exit code."""
     parser = Parser(prog="tilewright compile", description="Compile a model into a folder.")
     add_options(parser, _Arguments)
+    add_options(parser, ParallelArguments, without=_OF_RUNS)
     arguments = parser.parse_args(argv)
     output = output_folder(arguments.output)
     take_checkpoint(arguments)
@@ -85,6 +90,7 @@ def main(argv: list[str]) -> int:
     if arguments.emit == "engine" and arguments.target is None:
         arguments.target = _ENGINES
     options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
+    options = replace(options, grouping=read_grouping(arguments))
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
     from tilewright.compiler.commands.console import (
@@ -118,7 +124,9 @@ def main(argv: list[str]) -> int:
     if model.weights == "random":
         note(screen, RANDOM_NOTE.format(model.name))
     print_files(screen, output)
-    screen.print(_USES[arguments.emit].format(shlex.quote(str(output))), soft_wrap=True)
+    use = _USES[arguments.emit].format(shlex.quote(str(output)))
+    ranks = options.grouping.parallel.tensor
+    screen.print(use if ranks == 1 else f"{use} --tensor-parallel {ranks}", soft_wrap=True)
     return 0
 
 
@@ -142,6 +150,9 @@ def _check_emission(arguments: argparse.Namespace) -> None:
             "--emit engine, which computes in 16 bits as plain torch does; allowed: without "
             "--{name}",
         )
+    if emit != "program":
+        names = ("tensor_parallel", "expert_parallel", "shares", "wire")
+        refuse_given(arguments, names, f"--emit {emit}; allowed: --emit program")
     if emit != "ttnn":
         refuse_given(arguments, ("users", "context"), f"--emit {emit}; allowed: --emit ttnn")
 
@@ -160,19 +171,21 @@ def _write_program(
 ) -> tuple[str, ...]:
     """A folder that ``tilewright run`` takes."""
     from tilewright.compiler.artifacts.folder import seal_folder
-    from tilewright.compiler.artifacts.program import write_program
+    from tilewright.compiler.artifacts.program import write_program, write_ranks
     from tilewright.compiler.commands.source import TOKENIZER
 
     assert options.precision is not None
-    manifest = write_program(
-        model,
-        options.precision,
-        folder,
-        target=options.target,
-        compute=options.compute,
-        progress=progress,
-        dump_dir=options.dump_dir,
-    )
+    how: Any = {
+        "target": options.target,
+        "compute": options.compute,
+        "progress": progress,
+        "dump_dir": options.dump_dir,
+    }
+    if options.grouping.is_alone:
+        manifest = write_program(model, options.precision, folder, **how)
+    else:
+        parallel = options.grouping.parallel
+        manifest = write_ranks(model, options.precision, folder, parallel=parallel, **how)
     model.tokenizer.save(folder / TOKENIZER)
     seal_folder(folder, manifest, digest_memory())
     return manifest.notes

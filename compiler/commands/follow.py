@@ -9,6 +9,7 @@ import dataclasses
 import signal
 import sys
 import warnings
+from pathlib import Path
 
 from tilewright.compiler.distributed.group import JOB, Follower, Peers
 from tilewright.compiler.distributed.launch import join
@@ -46,6 +47,7 @@ def _follow(place: Place, path: str | None) -> int:
 
 def _serve(follower: Follower, place: Place, path: str | None) -> None:
     warnings.filterwarnings("ignore", module="torch")
+    from tilewright.compiler.artifacts.places import is_compiled
     from tilewright.compiler.commands.arguments import ModelOptions
     from tilewright.compiler.commands.ranks import compare, read_job
     from tilewright.compiler.commands.source import compile_alone, facts_of, open_source
@@ -57,7 +59,9 @@ def _serve(follower: Follower, place: Place, path: str | None) -> None:
     assert message.kind == JOB, "rank 0 begins with a job"
     job = read_job(message.payload)
     follower.limit_s = job.options.parallel.peer_limit
-    source = open_source(find_model_or_shape(path or job.path))
+    named = path or job.path
+    found = Path(named).expanduser() if is_compiled(named) else find_model_or_shape(named)
+    source = open_source(found, follower.rank)
     options = dataclasses.replace(job.options, rank=follower.rank)
     choices = ModelOptions(
         source.path, job.target, options.compute, precision=job.precision, dump_dir=None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import open_folder
 from tilewright.compiler.artifacts.manifest import Manifest
+from tilewright.compiler.artifacts.parts import own_part
 from tilewright.compiler.artifacts.places import digest_memory, is_compiled
 from tilewright.compiler.artifacts.program import compile_cached, load_program
 from tilewright.compiler.commands.arguments import ModelOptions
@@ -57,15 +59,16 @@ class Source:
         return self.model
 
 
-def open_source(path: FoundModel) -> Source:
-    """Open a checkpoint, a shape or a compiled folder; no weights are read or made.
+def open_source(path: FoundModel, rank: int = 0) -> Source:
+    """Open a checkpoint, a shape or a compiled folder; no weights are read or made. ``rank``: whose
+    program of a folder is looked at, where it has several.
 
     Raises:
         CheckpointError: for anything that is neither, or damaged.
     """
     if isinstance(path, ShapeName) or not is_compiled(path):
         return source_of(load_model(path), path)
-    manifest = open_folder(path, digest_memory())
+    manifest = open_folder(path, digest_memory(), rank)
     facts = manifest.model
     return Source(
         name=facts.name,
@@ -150,6 +153,10 @@ def compile_source(
     if grouping.is_alone:
         return compile_alone(source, choices, options, progress, use_cache=use_cache)
     options = replace(options, parallel=grouping.parallel)
+    if source.manifest is not None:
+        assert isinstance(source.path, Path), "a shape has no manifest"
+        own_part(source.path, source.manifest, options)  # refused before any rank is started
+        choices = replace(choices, target=source.manifest.target)
     job = Job(str(source.path), choices.target, choices.precision, options, use_cache)
 
     def run(own: CompileOptions, check: Callable[[], None]) -> Compiled:
@@ -164,10 +171,14 @@ def compile_source(
 
 def facts_of(source: Source, choices: ModelOptions) -> dict[str, str]:
     """What ranks must have in common of a model and what was chosen for it."""
-    return {
+    facts = {
         hello.CHECKPOINT: source.content_hash,
         hello.PRECISION: precision_of(source, choices.precision).id,
     }
+    if source.manifest is not None:  # copies of a folder on several machines
+        files = sorted(source.manifest.files.items())
+        facts[hello.FOLDER] = hashlib.sha256(repr(files).encode()).hexdigest()
+    return facts
 
 
 def compile_alone(

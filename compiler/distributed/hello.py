@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from tilewright.compiler.errors import ConfigError
 
 CODE, CHECKPOINT, PRECISION, OPTIONS = "code", "checkpoint", "precision", "options"
+FOLDER = "compiled folder"
 MESH, TORCH, KERNELS, TRIALS = "mesh", "torch", "kernels", "TILEWRIGHT_CUDA_TRIALS"
 
 

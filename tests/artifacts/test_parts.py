@@ -1,0 +1,109 @@
+"""Folders with a program for every rank are those ranks' own, and refused by any other group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.tiny import precision_of
+from tilewright.compiler.artifacts import parts as parts_module
+from tilewright.compiler.artifacts.folder import open_folder, seal_folder
+from tilewright.compiler.artifacts.manifest import Manifest
+from tilewright.compiler.artifacts.places import digest_memory
+from tilewright.compiler.artifacts.program import load_program, write_program, write_ranks
+from tilewright.compiler.commands import source as source_module
+from tilewright.compiler.commands.arguments import ModelOptions
+from tilewright.compiler.commands.source import Source, compile_source
+from tilewright.compiler.distributed.grouping import Grouping
+from tilewright.compiler.distributed.parallel import Parallel
+from tilewright.compiler.driver import compile_model, silent
+from tilewright.compiler.errors import CheckpointError, TilewrightError
+from tilewright.compiler.ir.text import graph_text
+from tilewright.compiler.targets.base import CompileOptions
+
+BFP8 = precision_of("bfp8", "hifi2", embedding="bf16")
+TWO = Parallel(2, wire="bf16")
+OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1, parallel=TWO)
+
+
+def written(model: SimpleNamespace, folder: Path, target: str = "null") -> Manifest:
+    folder.mkdir()
+    manifest = write_ranks(model, BFP8, folder, parallel=TWO, target=target)
+    seal_folder(folder, manifest, digest_memory())
+    return open_folder(folder, digest_memory())
+
+
+@pytest.mark.parametrize("target", ["reference", "cpu-native"])
+def test_every_rank_loads_what_it_would_compile(
+    target: str, model: SimpleNamespace, tmp_path: Path
+) -> None:
+    manifest = written(model, tmp_path / "out", target)
+    for rank in range(2):
+        own = replace(OPTIONS, rank=rank)
+        direct = compile_model(model, BFP8, target=target, options=own)
+        asked = replace(own, parallel=Parallel(2))  # the folder knows how it was dealt
+        loaded = load_program(tmp_path / "out", manifest, asked)
+        assert graph_text(loaded.graph().graph) == graph_text(direct.graph().graph)
+        assert loaded.executable.memory() == direct.executable.memory()
+        assert "bf16" in graph_text(loaded.graph().graph)
+        loaded.executable.close()
+        direct.executable.close()
+
+
+def test_a_rank_reads_no_other_rank_s_part(model: SimpleNamespace, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    written(model, folder)
+    (folder / "rank_1" / "graph.json").write_bytes(b"{}")
+    open_folder(folder, digest_memory())
+    with pytest.raises(CheckpointError, match=r"rank_1/graph\.json: not the file that was compiled"):
+        open_folder(folder, digest_memory(), rank=1)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        (Parallel(), "programs of 2 ranks for 1; allowed: --tensor-parallel 2"),
+        (Parallel(3), "programs of 2 ranks for 3; allowed: --tensor-parallel 2"),
+        (
+            Parallel(2, wire="q80"),
+            "--wire q80 with {}, which was compiled with bf16; allowed: without --wire",
+        ),
+        (
+            Parallel(2, shares=(2, 1)),
+            "--shares 2,1 with {}, which was compiled with none; allowed: without --shares",
+        ),
+    ],
+)
+def test_another_group_is_refused(
+    parallel: Parallel, said: str, model: SimpleNamespace, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    manifest = written(model, folder)
+    with pytest.raises(TilewrightError) as caught:
+        load_program(folder, manifest, replace(OPTIONS, parallel=parallel))
+    assert said.format(folder) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_of_other_sources_or_of_one_device_is_refused_before_a_rank_is_started(
+    model: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(folder: Path, manifest: Manifest) -> str:
+        source = Source("tiny", "0", 1, 256, model, folder, "checkpoint", manifest=manifest)
+        choices = ModelOptions(folder, "cpu", "fast", None, None, grouping=Grouping(TWO))
+        with pytest.raises(TilewrightError) as caught:
+            compile_source(source, choices, OPTIONS, silent, use_cache=False)
+        return str(caught.value)
+
+    monkeypatch.setattr(source_module, "compile_ranks", lambda *_: pytest.fail("ranks started"))
+    manifest = written(model, tmp_path / "two")
+    one = tmp_path / "one"
+    one.mkdir()
+    assert refused(one, write_program(model, BFP8, one, target="null")).startswith(
+        f"{one}: a program of one device for 2 ranks; allowed: the checkpoint"
+    )
+    monkeypatch.setattr(parts_module, "sources_digest", lambda: "f" * 64)
+    said = refused(tmp_path / "two", manifest)
+    assert "compiled for ranks by sources" in said and "are ffffffffffff here; compile ag" in said
