@@ -124,10 +124,14 @@ def main(argv: list[str]) -> int:
     if model.weights == "random":
         note(screen, RANDOM_NOTE.format(model.name))
     print_files(screen, output)
-    use = _USES[arguments.emit].format(shlex.quote(str(output)))
-    ranks = options.grouping.parallel.tensor
-    screen.print(use if ranks == 1 else f"{use} --tensor-parallel {ranks}", soft_wrap=True)
+    screen.print(_use_of(arguments.emit, output, options), soft_wrap=True)
     return 0
+
+
+def _use_of(emit: str, output: Path, options: ModelOptions) -> str:
+    """What may be done with what was written."""
+    use, ranks = _USES[emit].format(shlex.quote(str(output))), options.grouping.parallel.tensor
+    return use if ranks == 1 else f"{use} --tensor-parallel {ranks}"
 
 
 def _check_emission(arguments: argparse.Namespace) -> None:
