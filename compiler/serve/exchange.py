@@ -25,7 +25,8 @@ Route: TypeAlias = tuple[str, str, Handler]
 
 
 async def read_body(request: web.Request, front: Front) -> bytes:
-    """The bytes of a JSON body, within the limits.
+    """The bytes of a JSON body, within the limits. The request keeps none of them, nor their kind:
+    it may wait for long.
 
     Raises:
         ApiError: 413, 415, or 408 for one that takes too long.
@@ -33,7 +34,7 @@ async def read_body(request: web.Request, front: Front) -> bytes:
     if request.content_length is not None and request.content_length > MAX_BODY:
         raise too_large()
     kind = request.headers.get("content-type")
-    if kind is not None and request.content_type != "application/json":
+    if kind is not None and kind.partition(";")[0].strip().lower() != "application/json":
         said = f"content-type {kind[:100]!r}; allowed: application/json"
         raise ApiError(415, "unsupported_media_type", said, closes=True)
     if request.headers.get("content-encoding", "identity") != "identity":
@@ -41,7 +42,12 @@ async def read_body(request: web.Request, front: Front) -> bytes:
         raise ApiError(415, "unsupported_media_type", said, closes=True)
     try:
         async with asyncio.timeout(front.settings.body_timeout):
-            return await request.read()
+            body = bytearray()
+            while piece := await request.content.readany():
+                body += piece
+                if len(body) > MAX_BODY:
+                    raise too_large()
+            return bytes(body)
     except TimeoutError:
         seconds = front.settings.body_timeout
         said = f"the body took longer than {seconds:g} s"

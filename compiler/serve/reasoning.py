@@ -58,6 +58,8 @@ class ReasoningSplitter:
     answer begins with its marker. White space around the block belongs to neither part.
     """
 
+    __slots__ = ("_at_start", "_close", "_space", "_undecided")
+
     def __init__(self, *, is_open: bool, may_open: bool = False) -> None:
         self._close = StopMatcher((CLOSE,)) if is_open else None
         self._undecided: str | None = "" if may_open and not is_open else None

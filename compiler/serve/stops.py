@@ -17,12 +17,14 @@ class StopMatcher:
         rest: what stood behind it in the piece that completed it.
     """
 
+    __slots__ = ("_firsts", "_held", "_includes", "_stops", "found", "rest")
+
     def __init__(self, stops: Sequence[str], *, includes: bool = False) -> None:
         assert all(stops), "an empty stop string"
         self.found: str | None = None
         self.rest = ""
         self._stops = sorted(set(stops), key=len, reverse=True)
-        self._firsts = frozenset(stop[0] for stop in self._stops)
+        self._firsts = "".join([stop[0] for stop in self._stops])
         self._includes = includes
         self._held = ""
 

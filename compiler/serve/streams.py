@@ -47,6 +47,11 @@ class Follower:
         ApiError: out of `updates`, where the engine gives up one of its choices.
     """
 
+    __slots__ = (
+        *("_aside", "_began", "_client", "_job", "_last", "_metrics"),
+        *("_num_left", "_num_shown", "_of", "_request_id"),
+    )
+
     def __init__(
         self,
         job: Job,

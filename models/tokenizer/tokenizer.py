@@ -220,6 +220,8 @@ class StreamDecoder:
     `Tokenizer.decode` gives, for every sequence of ids whose bytes are UTF-8.
     """
 
+    __slots__ = ("_at_start", "_skipped", "_tokenizer", "_utf8")
+
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
