@@ -109,8 +109,7 @@ class PromptDealer:
         """
         limits, policy, passes = self._limits, self._policy, self._cost.passes
         allowed = max(_WHOLE * policy.step_ms, _WHOLE * self._cost.decode(num_decoding))
-        is_near = not limits.far or start <= limits.far
-        found = limits.cell // 4 if is_near else limits.cell
+        found = limits.cell // 4
         for quarters in _QUARTERS:
             tokens = quarters * limits.cell // 4
             if found * _TURNS >= num_waiting:

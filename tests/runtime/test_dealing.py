@@ -110,7 +110,7 @@ def test_what_is_left_of_a_step_goes_to_other_prompts() -> None:
     assert found == [(0, 64), (1, 192)], "where the first stands, a cell"
     both = [prompt(2000, 57_344), prompt(2000, number=1)]
     found = [(each.request.request_id, count) for each, count in made.deal(both, 64)]
-    assert found == [(0, 256)], "256 tokens there are 2,000 at the beginning"
+    assert found == [(0, 64)], "64 tokens there are 500 at the beginning"
 
 
 class Timed(QueuedExecutable):
@@ -149,8 +149,8 @@ class Timed(QueuedExecutable):
 def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
     mixes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64,000 tokens into 8 streams: learnt at the start, and kept to as its context grows, until a
-    cell alone takes longer.
+    """64,000 tokens into 8 streams: learnt at the start, and kept to as its context grows, until
+    the least piece alone takes longer.
     """
     clock = Clock()
     monkeypatch.setattr(loop_module.time, "perf_counter", clock)
@@ -169,6 +169,7 @@ def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
         if sum(len(c.tokens) for step in executable.given for c in step.prompts) < 16_384:
             longest = executable.longest
     assert longest < 27.0
-    assert executable.longest < A_PASS + A_TOKEN * 256 * (1 + 64_000 / FAR) + 5.0
+    last = A_PASS + A_TOKEN * 256 * (1 + 64_000 / FAR) + 5.0
+    assert executable.longest < (30.0 if mixes else last), "a quarter of a cell is taken where many"
     pieces = [len(chunk.tokens) for step in executable.given for chunk in step.prompts]
-    assert pieces[0] >= 448 and sum(pieces) == 64_000 and min(pieces[:-1]) >= 192
+    assert pieces[0] >= 448 and sum(pieces) == 64_000 and min(pieces[:-1]) >= (64 if mixes else 192)

@@ -16,8 +16,12 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.buffers import Buffers, padded
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Copies, Kinds
 from tilewright.compiler.targets.cuda.group import Group
-from tilewright.compiler.targets.cuda.kernels import attention_decode, native, native_attention
-from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
+from tilewright.compiler.targets.cuda.kernels import (
+    attention_decode,
+    attention_prefill,
+    native,
+    native_attention,
+)
 from tilewright.compiler.targets.cuda.kernels.embedding import embed
 from tilewright.compiler.targets.cuda.kernels.norm import rms_norm, rms_norm_heads
 from tilewright.compiler.targets.cuda.kernels.rope import rotate_and_store
@@ -104,6 +108,12 @@ class Steps:
             for buffer in plan.buffers
         ]
         self._attention = self._attention_scratch(max_rows)
+        attends = [each for each in plan.instructions if isinstance(each, Attend)]
+        self._shared: attention_prefill.Scratch | None = None
+        if attends and self.is_native and not strict:
+            heads = max(each.num_heads for each in attends)
+            width = max(each.state.shape[-1] for each in attends)
+            self._shared = attention_prefill.Scratch.empty(heads, width, self.device)
 
     @property
     def copies(self) -> Copies:
@@ -331,7 +341,7 @@ class Steps:
         if k is not None and v is not None:
             out.copy_(attend_from_start(q, k, v, each.scale))
             return
-        attend_prefill(
+        attention_prefill.attend_prefill(
             pages,
             q,
             out=out,
@@ -341,6 +351,7 @@ class Steps:
             scale=each.scale,
             window=each.window,
             block=block,
+            scratch=self._shared,
         )
 
     def _decode_buffers(self, num_rows: int) -> Buffers:

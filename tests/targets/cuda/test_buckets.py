@@ -12,8 +12,11 @@ from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.cuda import capture
+from tilewright.compiler.targets.cuda.batches import num_tokens_of, widths
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
+from tilewright.compiler.targets.cuda.seats import SeatTable
+from tilewright.compiler.targets.step import Chunk, Seat
 
 
 class Counted:
@@ -63,6 +66,35 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
             for drawing in (None, *EVERY_DRAWING):
                 made.prompt(count).run(torch.zeros(count, dtype=torch.int64), first, 0, drawing)
     assert Counted.made == 3 * kinds + kinds + (kinds + 1)
+
+
+def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
+    chunks = [Chunk(Seat(0), 0, (1,) * count) for count in (1, 64, 65)]
+    assert num_tokens_of(chunks) == 64 + 64 + 128
+    assert widths((1, 2, 4)) == (4,) and widths((1, 64)) == (16, 32, 64)
+
+
+def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> None:
+    """For some numbers of both; larger ones are not, and run as they stand."""
+    steps: Any = Unrun()
+    made = Buckets(
+        steps,
+        rows=(1, 2, 4, 8),
+        tokens=(16,),
+        num_choosable=lambda: 61,
+        num_ends=3,
+        table=SeatTable(8, 3, steps.device),
+        joined=(64, 256),
+        widths=(4, 8),
+    )
+    made.prepare(0)
+    ready = Counted.made
+    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 4 + 1 + 2 * 2
+    for tokens, choices, expected in ((1, 0, (4, 64)), (65, 4, (4, 256)), (256, 5, (8, 256))):
+        found = made.batch(tokens, choices)
+        assert found is not None and (found[0].width, found[1]) == expected
+    assert made.batch(257, 1) is None and made.batch(64, 9) is None
+    assert Counted.made == ready
 
 
 def test_nothing_is_captured_once_a_loop_is_warm() -> None:

@@ -10,7 +10,8 @@ import torch
 
 from tests.grids import grid
 from tilewright.compiler.ops.attention import attention
-from tilewright.compiler.targets.cuda.kernels.attention_prefill import attend_prefill
+from tilewright.compiler.targets.cuda.kernels import attention_prefill
+from tilewright.compiler.targets.cuda.kernels.attention_prefill import Scratch, attend_prefill
 
 NAN = float("nan")
 SCALE = 0.11
@@ -28,6 +29,8 @@ def check(
     num_padding: int = 0,
     window: int = 0,
     dtype: torch.dtype = torch.float32,
+    block: int = 0,
+    scratch: Scratch | None = None,
 ) -> None:
     """Tokens ``start ..`` of slot 1, whose pages end with them; the other slot's are longer."""
     length = start + num_tokens
@@ -47,6 +50,8 @@ def check(
         block_tables=cache.tables,
         scale=SCALE,
         window=window,
+        block=block,
+        scratch=scratch,
     )
     keys, values = cache.keys[1, :length], cache.values[1, :length]
     queries = torch.zeros(length, heads[0], head_dim)
@@ -113,6 +118,53 @@ def test_blocks_of_a_long_prompt(
         num_padding=130,
         window=window,
     )
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "num_padding"),
+    [(0, 40, 30), (64, 64, 64), (130, 70, 58), (400, 128, 0), (200, 2, 190)],
+)
+@pytest.mark.parametrize("kind", ["bf16", "bfp8"])
+def test_programs_share_a_long_context(
+    kind: str,
+    start: int,
+    num_tokens: int,
+    num_padding: int,
+    paged: Callable[..., Any],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With and without a share for all of them, and rows that see nothing of some; and once more,
+    for what they count is as it was.
+    """
+    monkeypatch.setattr(attention_prefill, "SPLIT_PAGES", 1)
+    scratch = Scratch.empty(2, 16, device)
+    for _ in range(2):
+        check(
+            paged,
+            device,
+            kind=kind,
+            heads=(2, 1),
+            head_dim=16,
+            start=start,
+            num_tokens=num_tokens,
+            num_padding=num_padding,
+            block=64,
+            scratch=scratch,
+        )
+    assert not scratch.arrived.any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("start", [1000, 20_000])
+def test_programs_share_a_long_context_on_the_device(
+    start: int, paged: Callable[..., Any], device: torch.device
+) -> None:
+    scratch = Scratch.empty(8, 128, device)
+    size = {"heads": (8, 2), "head_dim": 128, "start": start, "num_tokens": 200, "num_padding": 56}
+    for _ in range(3):
+        check(paged, device, kind="bf16", **size, block=64, scratch=scratch)
+    assert not scratch.arrived.any()
 
 
 @pytest.mark.gpu
