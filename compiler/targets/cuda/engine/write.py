@@ -31,6 +31,9 @@ _SECTIONS = {
     "torch_steps": "On a CPU",
     "mixer_torch": "Mixers on a CPU",
     "kernels": "Kernels",
+    "triton_products": "Products of few rows",
+    "cuda_source": "Kernels of products of few rows",
+    "cuda_products": "Products of few rows",
     "mixer_kernels": "Kernels of mixers",
     "pages": "Memory of requests on a GPU",
     "launches": "What an instruction launches",
@@ -42,6 +45,7 @@ _SECTIONS = {
     "family": "The model",
     "self_test": "The check",
 }
+_PRODUCTS = {"triton": "TritonProducts", "cuda": "CudaProducts"}
 _ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES", "FAMILY")
 _HEADER = '''"""An engine for {title}.
 
@@ -73,6 +77,11 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
     bodies["generated"] = [_Piece(made[0], 1), _Piece(made[1], 1)]
     family = "HYBRID" if isinstance(plan, HybridPlan) else "LLAMA"
     bodies["family"][-1] = _Piece(f"FAMILY = {family}", 1)
+    products = f"FEW_ROWS = {_PRODUCTS[choices.products]}()"
+    bodies["launches"] = [
+        _Piece(products, 1) if each.text.startswith("FEW_ROWS") else each
+        for each in bodies["launches"]
+    ]
     kept = _reached([each.text for body in bodies.values() for each in body])
     sections = []
     for name, heading in _SECTIONS.items():
@@ -173,7 +182,7 @@ def _read(text: str) -> set[str]:
 def _comment(module: ModuleType) -> str:
     """What a part's docstring says, as a comment under its heading."""
     said = inspect.getdoc(module) or ""
-    return "\n#\n" + "\n".join(f"# {line}".rstrip() for line in said.splitlines())
+    return "\n" + "\n".join(f"# {line}".rstrip() for line in said.splitlines())
 
 
 def _imports(modules: Iterable[ModuleType], text: str) -> str:

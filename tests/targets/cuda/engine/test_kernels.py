@@ -17,6 +17,7 @@ from tilewright.compiler.targets.cuda.engine.parts.plan import Linear
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
+from tilewright.compiler.targets.cuda.engine.parts.triton_products import APART, INSIDE
 from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 
 PARTS = "tilewright.compiler.targets.cuda.engine.parts"
@@ -73,14 +74,13 @@ def test_kernels_have_the_references_logits(
     same("decode", [4], torch.tensor([7]))
     if style == "interleaved":
         fewer = dataclasses.replace(launches.CHOICES, columns=16, whole=1)
-        monkeypatch.setattr(launches, "CHOICES", fewer)
-        monkeypatch.setattr(launches, "FEW_ROWS", 8)
+        monkeypatch.setattr(f"{PARTS}.triton_products.CHOICES", fewer)
         same("prefill", [4], prompts(33))  # many: the library's, over two pages
         same("decode", [4, 9], torch.tensor([8, 1]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs what it compiles")
-@pytest.mark.parametrize("way", [launches.INSIDE, launches.APART, launches.LIBRARY])
+@pytest.mark.parametrize("way", [INSIDE, APART, launches.LIBRARY])
 def test_every_way_of_a_product_is_the_same(way: str, folder: Folder) -> None:
     executor, _, _ = engines("half", folder)
     products = [each for each in executor.program if isinstance(each.does, Linear)]
@@ -92,7 +92,7 @@ def test_every_way_of_a_product_is_the_same(way: str, folder: Folder) -> None:
         ours = executor.product_by(way, each, x, one)
         expected = executor.product_by(launches.LIBRARY, each, x, other)
         assert error_of(ours, expected) < 0.3
-    assert executor._ways(products[0]) == (launches.INSIDE, launches.APART, launches.LIBRARY)
+    assert executor.ways(products[0], 2) == (INSIDE, APART, launches.LIBRARY)
 
 
 def test_pages_grow_and_shrink(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,6 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine.parts.generated import CHOICES
 from tilewright.compiler.targets.cuda.engine.parts.launches import (
-    APART,
-    FEW_ROWS,
-    INSIDE,
     LIBRARY,
     WAYS,
     CudaKernels,
@@ -82,8 +79,7 @@ class CudaExecutor(CudaKernels):
         if self.device.type != "cuda":
             return
         for rows in CHOICES.batches:
-            if rows <= FEW_ROWS:
-                self._time_products(rows)
+            self._time_products(rows)
         for rows in CHOICES.batches:
             for splits in {1, self._splits(rows, self.settings.max_positions)}:
                 self._captured("decode", rows, splits)
@@ -102,12 +98,10 @@ class CudaExecutor(CudaKernels):
             if isinstance(each.does, Linear):
                 found.setdefault(self._shape(each, rows), []).append(each)
         for shape, alike in found.items():
-            if shape not in WAYS:
-                times = {way: self._product_time(way, alike, rows) for way in self._ways(alike[0])}
+            ways = self.ways(alike[0], rows)
+            if shape not in WAYS and len(ways) > 1:
+                times = {way: self._product_time(way, alike, rows) for way in ways}
                 WAYS[shape] = min(times, key=lambda way: times[way])
-
-    def _ways(self, each: Bound) -> tuple[str, ...]:
-        return (INSIDE, LIBRARY) if each.norm is None else (INSIDE, APART, LIBRARY)
 
     def _product_time(self, way: str, alike: Sequence[Bound], rows: int) -> float:
         """Milliseconds of the same product of all layers; infinite where it is wrong."""

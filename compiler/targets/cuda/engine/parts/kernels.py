@@ -19,6 +19,11 @@ except ImportError:  # torch for CPUs comes without it, and no kernel is launche
 jit = partial(triton.jit, do_not_specialize=["num_rows"]) if triton else lambda kernel: kernel
 
 
+def power(size: int) -> int:
+    """The power of two that a kernel's block over ``size`` elements has, 16 or more."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
 @jit
 def begin(CHAINED: tl.constexpr):
     """The kernel behind may be placed beside this one; what is ahead has ended after this."""

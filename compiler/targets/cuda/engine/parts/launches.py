@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.engine.parts.cuda_products import CudaProducts
 from tilewright.compiler.targets.cuda.engine.parts.generated import CHOICES
 from tilewright.compiler.targets.cuda.engine.parts.kernels import (
     attend_prompt_kernel,
@@ -16,24 +17,24 @@ from tilewright.compiler.targets.cuda.engine.parts.kernels import (
     embed_kernel,
     join_parts_kernel,
     norm_kernel,
-    product_kernel,
+    power,
     remember_kernel,
     swiglu_kernel,
 )
 from tilewright.compiler.targets.cuda.engine.parts.pages import PAGE, Pages
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, turn_table
 from tilewright.compiler.targets.cuda.engine.parts.steps import Bound, Executor
+from tilewright.compiler.targets.cuda.engine.parts.triton_products import TritonProducts
 
 BLOCK = 1024
 
-INSIDE, APART, LIBRARY = "inside", "apart", "library"
-"""Ways of a product: a kernel of ours with the norm inside, or behind it; the library's."""
+FEW_ROWS: TritonProducts | CudaProducts = TritonProducts()
+
+LIBRARY = "library"
+"""The way of a product by torch; others are those of `FEW_ROWS`."""
 
 WAYS: dict[tuple[Any, ...], str] = {}
 """Those that were the fastest, by shape; of the whole process, for other engines."""
-
-FEW_ROWS = 16
-"""Rows up to which products may read each weight once, in a kernel of ours."""
 
 TOKENS = 8
 """Tokens of a prompt that a program rotates a head of."""
@@ -74,7 +75,8 @@ class CudaKernels(Executor):
             self.num_processors = found.multi_processor_count
             self.chained = CHOICES.chained and found.major >= 9
 
-    def _launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Run a kernel of Triton's."""
         if self.chained:
             options["launch_pdl"] = True
         kernel[grid](*arguments, CHAINED=self.chained, **options)
@@ -82,7 +84,7 @@ class CudaKernels(Executor):
     def _heads(self, **options: Any) -> dict[str, Any]:
         """Sizes that the kernels of attention are compiled for."""
         s = self.settings
-        sizes = {"H": s.num_heads, "G": s.num_kv_heads, "D": s.head_dim, "E": _power(s.head_dim)}
+        sizes = {"H": s.num_heads, "G": s.num_kv_heads, "D": s.head_dim, "E": power(s.head_dim)}
         return {**sizes, **options}
 
     def _layer_offset(self, each: Bound) -> int:
@@ -93,30 +95,31 @@ class CudaKernels(Executor):
         table = each.weight
         assert table is not None
         out = table.new_empty(len(batch.tokens), table.shape[1])
-        self._launch(embed_kernel, (len(out),), out, batch.tokens, table, *table.shape, BLOCK=BLOCK)
+        self.launch(embed_kernel, (len(out),), out, batch.tokens, table, *table.shape, BLOCK=BLOCK)
         return out
 
     def normed(self, each: Bound, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
         given = out, x, each.norm, x.shape[1], self.settings.eps
-        self._launch(norm_kernel, (len(x),), *given, BLOCK=BLOCK)
+        self.launch(norm_kernel, (len(x),), *given, BLOCK=BLOCK)
         return out
 
     def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
-        few = len(x) <= FEW_ROWS
-        way = WAYS.get(self._shape(each, len(x)), INSIDE) if few else LIBRARY
+        way = WAYS.get(self._shape(each, len(x))) or self.ways(each, len(x))[0]
         return self.product_by(way, each, x, residual)
+
+    def ways(self, each: Bound, num_rows: int) -> tuple[str, ...]:
+        """Those in which a product of so many rows can be computed."""
+        return (*FEW_ROWS.ways(each, num_rows), LIBRARY)
 
     def product_by(self, way: str, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
         """A product in one of the ways that there are."""
         weight, swiglu = each.weight, each.does.swiglu
         assert weight is not None
-        if way == INSIDE:
-            return self._few_rows(each, weight, each.norm, x, residual)
+        if way != LIBRARY:
+            return FEW_ROWS.run(self, way, each, x, residual)
         if each.norm is not None:
             x = self.normed(each, x)
-        if way == APART:
-            return self._few_rows(each, weight, None, x, residual)
         if residual is not None:
             return torch.addmm(residual, x, weight.T)
         y = F.linear(x, weight)
@@ -125,7 +128,7 @@ class CudaKernels(Executor):
         width = y.shape[1] // 2
         out = y.new_empty(len(y), width)
         grid = len(y), -(-width // BLOCK)
-        self._launch(swiglu_kernel, grid, out, y, width, BLOCK=BLOCK)
+        self.launch(swiglu_kernel, grid, out, y, width, BLOCK=BLOCK)
         return out
 
     def _shape(self, each: Bound, num_rows: int) -> tuple[Any, ...]:
@@ -134,34 +137,6 @@ class CudaKernels(Executor):
         assert weight is not None
         has_norm = each.norm is not None
         return (num_rows, *weight.shape, weight.dtype, has_norm, does.residual, does.swiglu)
-
-    def _few_rows(
-        self, each: Bound, weight: Tensor, norm: Tensor | None, x: Tensor, residual: Tensor | None
-    ) -> Tensor:
-        outputs = weight.shape[0] // (2 if each.does.swiglu else 1)
-        out = x.new_empty(len(x), outputs) if residual is None else residual
-        width = x.shape[1]
-        rows = 1 if len(x) == 1 else max(8, 1 << (len(x) - 1).bit_length())
-        block = CHOICES.one_outputs if rows == 1 else CHOICES.outputs
-        columns = CHOICES.columns * 16 // max(16, rows)
-        if width <= max(columns, CHOICES.whole):
-            columns = _power(width)
-        self._launch(
-            product_kernel,
-            (-(-outputs // block),),
-            *(out, x, weight, weight if norm is None else norm),
-            *(len(x), outputs, self.settings.eps),
-            WIDTH=width,
-            ROWS=rows,
-            OUTPUTS=block,
-            COLUMNS=columns,
-            PARTS=min(CHOICES.parts, columns // 16),
-            NORM=norm is not None,
-            RESIDUAL=residual is not None,
-            SWIGLU=each.does.swiglu,
-            num_warps=CHOICES.warps,
-        )
-        return out
 
     def gather(self, x: Tensor, batch: Tokens) -> Tensor:
         return x  # every row of a decode step is a request's last
@@ -177,7 +152,7 @@ class CudaKernels(Executor):
     def _attend_prompts(self, each: Bound, qkv: Tensor, batch: Tokens, out: Tensor) -> None:
         s, count = self.settings, len(qkv)
         turned = qkv.new_empty(count, s.num_heads + s.num_kv_heads, s.head_dim)
-        self._launch(
+        self.launch(
             remember_kernel,
             (-(-count // TOKENS), s.qkv_heads),
             *(turned, qkv, self.pages.base, batch.places, batch.starts, self.turns),
@@ -188,7 +163,7 @@ class CudaKernels(Executor):
         while queries > 16 and -(-count // queries) * s.num_heads < self.num_processors:
             queries //= 2
         wide = s.head_dim > 128
-        self._launch(
+        self.launch(
             attend_prompt_kernel,
             (-(-count // queries), s.num_heads),
             *(out, turned, qkv, batch.starts, count, s.scale),
@@ -204,21 +179,16 @@ class CudaKernels(Executor):
         if splits > 1:
             shape = len(qkv), s.num_heads, splits, sizes["E"] + 2
             parts = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self._launch(
+        self.launch(
             attend_token_kernel,
             (len(qkv), s.num_kv_heads, splits),
             *(out, parts, qkv, self.pages.base, table, batch.seats, batch.positions, self.turns),
             *(self._layer_offset(each), table.shape[1], s.scale),
             **self._heads(SPLITS=splits, KEYS=min(CHOICES.keys, PAGE), PAGE=PAGE),
-            R=_power(s.num_heads // s.num_kv_heads),
+            R=power(s.num_heads // s.num_kv_heads),
             INTERLEAVED=s.interleaved,
             num_warps=8 if s.head_dim > 128 else 4,
         )
         if splits > 1:
             del sizes["G"]
-            self._launch(join_parts_kernel, (len(qkv), s.num_heads), out, parts, **sizes)
-
-
-def _power(size: int) -> int:
-    """The power of two that a kernel's block over ``size`` elements has, 16 or more."""
-    return max(16, 1 << (size - 1).bit_length())
+            self.launch(join_parts_kernel, (len(qkv), s.num_heads), out, parts, **sizes)

@@ -13,7 +13,8 @@ from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import (
     LENGTH_EPS,
     HybridSettings,
 )
-from tilewright.compiler.targets.cuda.engine.parts.launches import BLOCK, Tokens, _power
+from tilewright.compiler.targets.cuda.engine.parts.kernels import power
+from tilewright.compiler.targets.cuda.engine.parts.launches import BLOCK, Tokens
 from tilewright.compiler.targets.cuda.engine.parts.mixer_kernels import (
     convolve_token_kernel,
     delta_kernel,
@@ -81,12 +82,12 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         qkv = x.new_empty(len(x), s.qkv_heads * s.head_dim)
         norms = each.tensors["q_norm"], each.tensors["k_norm"]
         given = qkv, x, *norms, width, s.eps
-        self._launch(norm_heads_kernel, (len(x), s.qkv_heads), *given, **self._heads())
+        self.launch(norm_heads_kernel, (len(x), s.qkv_heads), *given, **self._heads())
         heads = self.attend(each, qkv, batch)
         out, size = torch.empty_like(heads), heads.shape[1]
         grid = len(x), -(-size // BLOCK)
         gates = x[:, width - size :]
-        self._launch(gate_kernel, grid, out, heads, gates, size, width, BLOCK=BLOCK)
+        self.launch(gate_kernel, grid, out, heads, gates, size, width, BLOCK=BLOCK)
         return out
 
     def delta_rule(self, each: BoundMixer, x: Tensor, ab: Tensor, batch: Tokens) -> Tensor:
@@ -102,7 +103,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         out = x.new_empty(len(x), s.value_heads * s.value_dim)
         names = "a_log", "dt_bias", "norm"
         size = s.key_dim * s.value_dim * s.value_heads
-        self._launch(
+        self.launch(
             delta_kernel,
             (len(seats), s.value_heads),
             *(out, mixed, x, ab, *(each.tensors[name] for name in names), self._memories),
@@ -112,8 +113,8 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
             G=s.key_heads,
             K=s.key_dim,
             V=s.value_dim,
-            KEYS=_power(s.key_dim),
-            VALUES=_power(s.value_dim),
+            KEYS=power(s.key_dim),
+            VALUES=power(s.value_dim),
             FRESH=batch.starts is not None,
             num_warps=8 if s.key_dim * s.value_dim > 4096 else 4,
         )
@@ -122,7 +123,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
     def _convolve_tokens(self, each: BoundMixer, x: Tensor, batch: Tokens, place: int) -> Tensor:
         s, width = self.settings, self.settings.mixed_width
         mixed = torch.empty(len(x), width, device=self.device)
-        self._launch(
+        self.launch(
             convolve_token_kernel,
             (len(x), -(-width // BLOCK)),
             *(mixed, x, each.tensors["convolution"], self._windows, batch.seats, batch.positions),
@@ -160,21 +161,21 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         s, num_pairs = self.settings, len(x) * self.settings.num_chosen
         shares = torch.empty(len(x), s.num_chosen, device=self.device)
         chosen = torch.empty_like(shares, dtype=torch.int32)
-        self._launch(
+        self.launch(
             route_kernel,
             (len(x),),
             *(shares, chosen, logits, batch.positions, s.num_experts, logits.shape[1]),
             C=s.num_chosen,
-            EXPERTS=_power(s.num_experts),
-            CHOICES=_power(s.num_chosen),
+            EXPERTS=power(s.num_experts),
+            CHOICES=power(s.num_chosen),
         )
         order = starts = chosen
         if num_pairs > FEW_PAIRS:
             order = torch.empty_like(chosen)
             starts = chosen.new_empty(s.num_experts + 1)
-            block = min(4096, _power(num_pairs))
+            block = min(4096, power(num_pairs))
             made = order, starts, chosen, num_pairs
-            self._launch(order_kernel, (s.num_experts + 1,), *made, BLOCK=block)
+            self.launch(order_kernel, (s.num_experts + 1,), *made, BLOCK=block)
         inner = x.new_empty(num_pairs, s.expert_size)
         products = x.new_empty(num_pairs, s.hidden_size)
         pairs = chosen, order, starts
@@ -183,7 +184,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         grid = len(x), -(-s.hidden_size // BLOCK)
         given = out, products, shares, chosen, shared, logits
         sizes = s.hidden_size, s.num_experts, logits.shape[1]
-        self._launch(expert_sum_kernel, grid, *given, *sizes, C=s.num_chosen, BLOCK=BLOCK)
+        self.launch(expert_sum_kernel, grid, *given, *sizes, C=s.num_chosen, BLOCK=BLOCK)
         return out
 
     def _expert_product(
@@ -199,7 +200,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         alone, width = len(out) <= FEW_PAIRS, x.shape[1]
         outputs = 8 if alone else 32
         groups = len(out) if alone else self.settings.num_experts
-        self._launch(
+        self.launch(
             expert_product_kernel,
             (-(-out.shape[1] // outputs), groups),
             *(out, x, weight, *pairs, out.shape[1]),
@@ -208,7 +209,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
             OWN=not is_first,
             PAIRS=1 if alone else 16 if len(x) <= 1024 else 64,
             OUTPUTS=outputs,
-            COLUMNS=min(512 if alone else 128, _power(width)),
+            COLUMNS=min(512 if alone else 128, power(width)),
             SWIGLU=is_first,
             ALONE=alone,
             num_warps=4,

@@ -76,6 +76,8 @@ class Choices:
     """What the generator measured and chose. Every choice computes the same.
 
     Attributes:
+        products: of few rows, in kernels of "triton" or of "cuda" C++; with either, each product of
+            a decode step is timed beside the library's when an engine is made.
         chained: kernels are placed before those ahead of them have ended (Hopper and later).
         outputs, one_outputs: of a program of a product of few rows, and of one with a single row.
         columns, parts, warps: that it takes at once, in how many parts, with how many warps.
@@ -86,6 +88,7 @@ class Choices:
         batches: numbers of requests of the graphs for decode; others are captured when first used.
     """
 
+    products: str = "triton"
     chained: bool = True
     outputs: int = 16
     one_outputs: int = 8

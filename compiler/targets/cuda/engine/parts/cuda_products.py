@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.engine.parts.native_source import PRODUCTS
+from tilewright.compiler.targets.cuda.engine.parts.cuda_source import PRODUCTS
+from tilewright.compiler.targets.cuda.engine.parts.steps import Bound
+
+STREAMED = "streamed"
+"""The way of a product whose weights stream through shared memory."""
 
 STEP = 128
 SHARED = 227 * 1024
@@ -51,45 +55,57 @@ CLUSTER, CHAINED = 4, 6
 """Attributes: blocks that reach each other's memory, and placement beside the kernels ahead."""
 
 
-def native_fits(weight: Tensor, num_rows: int, *, has_norm: bool, swiglu: bool) -> bool:
-    """Whether `native_product` takes such a product here, with its norm where it is of one row."""
-    outputs, columns = weight.shape
-    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < 9:
-        return False
-    whole = outputs % (32 if swiglu else 16) == 0 and columns % STEP == 0
-    most = 8192 if has_norm and num_rows == 1 else 32768
-    return whole and num_rows <= 32 and columns <= most and _nvrtc() is not None
+class CudaProducts:
+    """Weights stream past up to 32 rows, on devices that place kernels side by side."""
+
+    def ways(self, each: Bound, num_rows: int) -> tuple[str, ...]:
+        """The one there is, where it is."""
+        weight = each.weight
+        assert weight is not None
+        outputs, columns = weight.shape
+        if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < 9:
+            return ()
+        whole = outputs % (32 if each.does.swiglu else 16) == 0 and columns % STEP == 0
+        most = 16384 if each.norm is None or num_rows > 1 else 8192
+        fits = whole and num_rows <= 32 and columns <= most and _nvrtc() is not None
+        return (STREAMED,) if fits else ()
+
+    def run(self, of: Any, way: str, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
+        """What `Linear` says; ``of``: whose product it is."""
+        weight, norm, swiglu = each.weight, each.norm, each.does.swiglu
+        assert weight is not None
+        if norm is not None and len(x) > 1:
+            x, norm = of.normed(each, x), None
+        width = weight.shape[0] // (2 if swiglu else 1)
+        out = x.new_empty(len(x), width) if residual is None else residual
+        how = {"epilogue": 2 if swiglu else int(residual is not None), "chained": of.chained}
+        cuda_product(out, x, weight, norm, of.settings.eps, **how)
+        return out
 
 
-def native_product(
+def cuda_product(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
     norm: Tensor | None,
     eps: float,
     *,
-    residual: bool,
-    swiglu: bool,
+    epilogue: int,
     chained: bool,
 ) -> None:
-    """``out = x weight^T``, added to ``out`` or of gates and ups; one row may have a norm."""
+    """``x weight^T`` to ``out``, added to it, or of gates and ups, by ``epilogue`` 0, 1, 2."""
     num_tiles, num_steps = weight.shape[0] // 16, weight.shape[1] // STEP
     num_slices = 1 if num_tiles >= UNCUT_TILES else 8
     given = Product(
         *(each if each is None else each.data_ptr() for each in (weight, x, norm, out)),
-        *(len(x), out.shape[1], num_steps, num_tiles, num_slices),
-        2 if swiglu else int(residual),
+        *(len(x), out.shape[1], num_steps, num_tiles, num_slices, epilogue),
         norm is not None and norm.dtype == torch.float32,
         eps,
     )
     if len(x) == 1:
-        each, depth = next(
-            (each, depth)
-            for each, depth in ((2, 3), (2, 2), (1, 2))
-            if each == 1 or each * (num_steps * 256 + depth * 32768 + 4096) <= SHARED
-        )
+        depth = 3 if num_steps <= 54 else 2  # so that two blocks have room beside each other
         found = torch.cuda.get_device_properties(weight.device)
-        grid = min(num_tiles, each * found.multi_processor_count), 1
+        grid = min(num_tiles, 2 * found.multi_processor_count), 1
         name, threads, shared = f"one_row_{depth}", 256, num_steps * 256 + depth * 32768
     else:
         eights, tiles, warps, depth = _shape_of(len(x), num_tiles)
@@ -103,7 +119,7 @@ def native_product(
     launch = Launch((*grid, 1), (threads, 1, 1), shared, stream, listed, len(attributes))
     kernel = _kernels(weight.device.index, weight.dtype)[name]
     places = (ctypes.c_void_p * 1)(ctypes.addressof(given))
-    _check(_driver().cuLaunchKernelEx(ctypes.byref(launch), kernel, places, None))
+    _check(ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx(ctypes.byref(launch), kernel, places, None))
 
 
 def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
@@ -113,11 +129,6 @@ def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
     if num_rows > 8 or num_tiles <= 300:
         return (2 if num_rows > 8 else 1), 1, 7, 2
     return 1, 1, 7, 4 if num_tiles >= UNCUT_TILES else 3
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
 
 
 @functools.cache
@@ -138,7 +149,7 @@ def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
     """The kernels of `PRODUCTS` for operands of a type, by name, loaded on a device."""
     major, minor = torch.cuda.get_device_capability(device)
     binary = _compiled(f"sm_{major}{minor}", is_half=dtype == torch.float16)
-    driver, module, found = _driver(), ctypes.c_void_p(), {}
+    driver, module, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), {}
     torch.cuda.synchronize(device)  # makes the context that the module is loaded into
     _check(driver.cuModuleLoadData(ctypes.byref(module), binary))
     for line in PRODUCTS.splitlines():
@@ -153,11 +164,7 @@ def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _compiled(architecture: str, *, is_half: bool) -> bytes:
-    """Machine code of `PRODUCTS`.
-
-    Raises:
-        RuntimeError: with the beginning of NVRTC's log.
-    """
+    """Machine code of `PRODUCTS`."""
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
     source = PRODUCTS.encode()
     given = b"--std=c++17", b"-DHALF=%d" % is_half, b"-arch=" + architecture.encode()

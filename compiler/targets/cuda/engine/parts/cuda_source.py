@@ -10,7 +10,9 @@ PRODUCTS = r"""
 // of few tiles is cut into 8 slices of K, so that every warp of the device has some of it.
 typedef unsigned int u32;
 typedef unsigned short u16;
-constexpr int STORE = 0, ADD = 1, SWIGLU = 2;  // what becomes of y
+#define INLINE __device__ __forceinline__
+#define EACH(i, n) _Pragma("unroll") for (int i = 0; i < n; ++i)
+constexpr int ADD = 1, SWIGLU = 2;  // what becomes of y; 0: it is stored
 constexpr int SLICES = 8, STEP = 128, STEP_BYTES = 16 * STEP * 2, X_PADDING = 8;
 struct Product {
   const char *weight;   // [N, K]
@@ -20,46 +22,39 @@ struct Product {
   int num_rows, num_outputs, num_steps, num_tiles, num_slices, epilogue;
   int norm_is_float; float eps;
 };
-__device__ __forceinline__ void wait_for_inputs() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+INLINE void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+INLINE void release_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+INLINE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+INLINE void copy16(u32 to, const void *p) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(p) : "memory");
 }
-__device__ __forceinline__ void release_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-__device__ __forceinline__ u32 shared_address(const void *p) {
-  return (u32)__cvta_generic_to_shared(p);
-}
-__device__ __forceinline__ void copy16(u32 to, const void *from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from)
-               : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N> __device__ __forceinline__ void wait_copies() {
+INLINE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> INLINE void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 // Four 8 x 8 matrices: lanes 8 i .. 8 i + 7 give the addresses of the rows of matrix i.
-__device__ __forceinline__ void read_matrices(u32 (&v)[4], u32 from) {
+INLINE void read_matrices(u32 (&v)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from));
 }
 #if HALF
 #define TYPE "f16"
-__device__ __forceinline__ float widen(u16 v) {
+INLINE float widen(u16 v) {
   float d;
   asm("cvt.f32.f16 %0, %1;" : "=f"(d) : "h"(v));
   return d;
 }
 #else
 #define TYPE "bf16"
-__device__ __forceinline__ float widen(u16 v) { return __uint_as_float((u32)v << 16); }
+INLINE float widen(u16 v) { return __uint_as_float((u32)v << 16); }
 #endif
-__device__ __forceinline__ u16 narrow(float v) {
+INLINE u16 narrow(float v) {
   u16 d;
   asm("cvt.rn." TYPE ".f32 %0, %1;" : "=h"(d) : "f"(v));
   return d;
 }
-__device__ __forceinline__ float rounded(float v) { return widen(narrow(v)); }
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+INLINE float rounded(float v) { return widen(narrow(v)); }
+INLINE void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
@@ -71,7 +66,7 @@ struct Source {
   const char *low, *high;
   size_t tile_bytes;  // from a tile's first row to the next tile's
   u32 to;             // the lane's place in a step of shared memory
-  __device__ __forceinline__ Source(const Product &p, int tile, int step, int lane) {
+  INLINE Source(const Product &p, int tile, int step, int lane) {
     const int g = lane >> 2, t = lane & 3;
     const size_t row = (size_t)p.num_steps * (STEP * 2);
     tile_bytes = (p.epilogue == SWIGLU ? 8 : 16) * row;
@@ -79,51 +74,34 @@ struct Source {
     high = low + (p.epilogue == SWIGLU ? p.num_outputs : 8) * row;
     to = (g * 4 + (t ^ (g >> 1))) * 16;  // chunk t of eight rows: in eight banks
   }
-  __device__ __forceinline__ void fetch(u32 place) {
-#pragma unroll
-    for (int piece = 0; piece < 8; ++piece)
-      copy16(place + to + piece * 512, (piece & 1 ? high : low) + (piece >> 1) * 64);
+  INLINE void fetch(u32 place) {
+    EACH(piece, 8) copy16(place + to + piece * 512, (piece & 1 ? high : low) + (piece >> 1) * 64);
     skip(STEP * 2);
   }
-  __device__ __forceinline__ void skip(long long bytes) {
-    low += bytes, high += bytes;
-  }
+  INLINE void skip(long long bytes) { low += bytes, high += bytes; }
 };
 // Where a lane reads a step's weights, and x, in shared memory.
-__device__ __forceinline__ u32 weight_offset(int lane) {
+INLINE u32 weight_offset(int lane) {
   const int row = lane & 7, matrix = lane >> 3;
   return (matrix & 1) * 512 + (row * 4 + ((matrix >> 1) ^ (row >> 1))) * 16;
 }
-__device__ __forceinline__ u32 x_offset(int lane, int row_bytes) {
-  return (lane & 7) * row_bytes + (lane >> 3) * 16;
-}
+INLINE u32 x_offset(int lane, int row_bytes) { return (lane & 7) * row_bytes + (lane >> 3) * 16; }
 // sums += TILES tiles x 128 columns of EIGHTS * 8 rows, from a lane's places in shared memory.
 template <int EIGHTS, int TILES>
-__device__ __forceinline__ void multiply_step(float (&sums)[TILES][EIGHTS][4], u32 weight, u32 x,
-                                              u32 x_eight) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
+INLINE void multiply_step(float (&sums)[TILES][EIGHTS][4], u32 weight, u32 x, u32 x_eight) {
+  EACH(j, 4) {
     u32 a[2][TILES][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int r = 0; r < TILES; ++r)
+    EACH(half, 2) EACH(r, TILES)
         read_matrices(a[half][r], (weight ^ half * 32) + r * STEP_BYTES + j * 1024);
-#pragma unroll
-    for (int m = 0; m < EIGHTS; ++m) {
+    EACH(m, EIGHTS) {
       u32 b[4];
       read_matrices(b, x + m * x_eight + j * 64);
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int r = 0; r < TILES; ++r)
-          multiply(sums[r][m], a[half][r], b[2 * half], b[2 * half + 1]);
+      EACH(half, 2) EACH(r, TILES) multiply(sums[r][m], a[half][r], b[2 * half], b[2 * half + 1]);
     }
   }
 }
 // Outputs g and g + 8 of a tile, or gate g and its up; rounded where plain torch rounds.
-__device__ __forceinline__ void finish(const Product &p, int row, int tile, int g, float low,
-                                       float high) {
+INLINE void finish(const Product &p, int row, int tile, int g, float low, float high) {
   if (row >= p.num_rows) return;
   u16 *out = p.out + (size_t)row * p.num_outputs;
   if (p.epilogue == SWIGLU) {
@@ -135,11 +113,11 @@ __device__ __forceinline__ void finish(const Product &p, int row, int tile, int 
   out[0] = p.epilogue == ADD ? narrow(widen(out[0]) + rounded(low)) : narrow(low);
   out[8] = p.epilogue == ADD ? narrow(widen(out[8]) + rounded(high)) : narrow(high);
 }
-__device__ __forceinline__ float factor(const Product &p, int at) {
+INLINE float factor(const Product &p, int at) {
   return p.norm_is_float ? ((const float *)p.norm)[at] : widen(((const u16 *)p.norm)[at]);
 }
 // The RMSNorm of one row by 256 threads, four columns at a time.
-__device__ __forceinline__ void normalise(const Product &p, u16 *to) {
+INLINE void normalise(const Product &p, u16 *to) {
   __shared__ float parts[8];
   constexpr int MOST = 8;
   const int num_columns = p.num_steps * STEP, first = threadIdx.x * 4;
@@ -148,12 +126,9 @@ __device__ __forceinline__ void normalise(const Product &p, u16 *to) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"((const u16 *)p.norm + (at << p.norm_is_float)));
   wait_for_inputs();
   float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < MOST; ++i)
+  EACH(i, MOST)
     if (first + i * 1024 < num_columns) values[i] = *(const ushort4 *)(p.x + first + i * 1024);
-#pragma unroll
-  for (int i = 0; i < MOST; ++i)
-    if (first + i * 1024 < num_columns) {
+  EACH(i, MOST) if (first + i * 1024 < num_columns) {
       const float a = widen(values[i].x), b = widen(values[i].y);
       const float c = widen(values[i].z), d = widen(values[i].w);
       sum += a * a + b * b + c * c + d * d;
@@ -163,24 +138,20 @@ __device__ __forceinline__ void normalise(const Product &p, u16 *to) {
   if ((threadIdx.x & 31) == 0) parts[threadIdx.x >> 5] = sum;
   __syncthreads();
   sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) sum += parts[i];
+  EACH(i, 8) sum += parts[i];
   const float scale = rsqrtf(sum / num_columns + p.eps);
-#pragma unroll
-  for (int i = 0; i < MOST; ++i) {
+  EACH(i, MOST) {
     const int at = first + i * 1024;
     if (at < num_columns) {
       u16 v[4] = {values[i].x, values[i].y, values[i].z, values[i].w};
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        v[j] = narrow(rounded(widen(v[j]) * scale) * factor(p, at + j));
+      EACH(j, 4) v[j] = narrow(rounded(widen(v[j]) * scale) * factor(p, at + j));
       *(ushort4 *)(to + at) = make_ushort4(v[0], v[1], v[2], v[3]);
     }
   }
 }
 // One row of x, whole in shared memory. A block's eight warps walk over tiles: together, each on
 // its slice of K, or each on tiles of its own. DEPTH steps are on their way to a warp.
-template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
+template <int DEPTH> INLINE void one_row(const Product &p) {
   extern __shared__ __align__(128) unsigned char memory[];
   __shared__ float slices[2][SLICES][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -205,8 +176,7 @@ template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
     commit();
   };
   release_dependents();
-#pragma unroll
-  for (int slot = 0; slot < DEPTH; ++slot) fetch(slot);
+  EACH(slot, DEPTH) fetch(slot);
   if (p.norm) {
     normalise(p, x);
   } else {
@@ -230,8 +200,7 @@ template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
       __syncthreads();  // the other buffer is free again: its reader has passed this barrier too
       if (warp == (turn & 7) && lane < 8) {
         float low = 0.0f, high = 0.0f;
-#pragma unroll
-        for (int slice = 0; slice < SLICES; ++slice) {
+        EACH(slice, SLICES) {
           low += partial[slice][lane];
           high += partial[slice][lane + 8];
         }
@@ -241,13 +210,9 @@ template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
     sums[0][0][0] = sums[0][0][1] = sums[0][0][2] = sums[0][0][3] = 0.0f;
     tile += tile_stride, ++turn;
   };
-  if (num_steps == 0) {
-    while (tile < p.num_tiles) finish_tile();
-    return;
-  }
+  while (!num_steps && tile < p.num_tiles) finish_tile();
   for (int step = 0; tile < p.num_tiles;) {
-#pragma unroll
-    for (int slot = 0; slot < DEPTH; ++slot) {
+    EACH(slot, DEPTH) {
       wait_copies<DEPTH - 1>();
       __syncwarp();  // its lanes read each other's pieces
       multiply_step<1, 1>(sums, from + slot * STEP_BYTES, x_first + step * (STEP * 2), 0);
@@ -261,21 +226,21 @@ template <int DEPTH> __device__ __forceinline__ void one_row(const Product &p) {
     }
   }
 }
-__device__ __forceinline__ float read_of_rank(u32 address, int rank) {
+INLINE float read_of_rank(u32 address, int rank) {
   u32 there;
   float value;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(there));
   return value;
 }
-__device__ __forceinline__ void cluster_barrier() {
+INLINE void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 // Up to EIGHTS * 8 rows of x. A warp owns TILES tiles; DEPTH - 1 steps of x and of weights are on
 // their way. Where K is cut, the 8 blocks along y, a cluster, take a slice each, and then add up
 // their shares of the rows from each other's shared memory.
 template <int EIGHTS, int TILES, int DEPTH>
-__device__ __forceinline__ void some_rows(const Product &p) {
+INLINE void some_rows(const Product &p) {
   extern __shared__ __align__(128) unsigned char memory[];
   constexpr int X_ROW = (STEP + X_PADDING) * 2, X_BYTES = EIGHTS * 8 * X_ROW;
   constexpr int W_BYTES = TILES * STEP_BYTES;
@@ -288,9 +253,7 @@ __device__ __forceinline__ void some_rows(const Product &p) {
   const int num_tiles = min(max(p.num_tiles - tile, 0), TILES);  // of this warp
   Source source(p, num_tiles ? tile : 0, first, lane);
   auto fetch_w = [&](int slot) {
-#pragma unroll
-    for (int r = 0; r < TILES; ++r)
-      if (r < num_tiles) {
+    EACH(r, TILES) if (r < num_tiles) {
         Source one = source;
         one.skip(r * source.tile_bytes);
         one.fetch(ring + slot * W_BYTES + r * STEP_BYTES);
@@ -303,8 +266,7 @@ __device__ __forceinline__ void some_rows(const Product &p) {
   int x_at = (threadIdx.x & 15) * 8 + first * STEP;
   auto fetch_x = [&](int slot) {
     if (threadIdx.x < 128) {
-#pragma unroll
-      for (int m = 0; m < EIGHTS; ++m) {
+      EACH(m, EIGHTS) {
         const int row = m * 8 + x_row < p.num_rows ? m * 8 + x_row : 0;
         copy16(x_to + slot * X_BYTES + m * 8 * X_ROW, p.x + row * (p.num_steps * STEP) + x_at);
       }
@@ -312,12 +274,9 @@ __device__ __forceinline__ void some_rows(const Product &p) {
     }
   };
   release_dependents();
-#pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i)
-    if (i < num_steps) fetch_w(i);
+  EACH(i, DEPTH - 1) if (i < num_steps) fetch_w(i);
   wait_for_inputs();
-#pragma unroll
-  for (int i = 0; i < DEPTH - 1; ++i) {
+  EACH(i, DEPTH - 1) {
     if (i < num_steps) fetch_x(i);
     commit();
   }
@@ -325,8 +284,7 @@ __device__ __forceinline__ void some_rows(const Product &p) {
   const u32 from = ring + weight_offset(lane), x_from = x_ring + x_offset(lane, X_ROW);
   int left = num_steps;
   while (left > 0) {
-#pragma unroll
-    for (int slot = 0; slot < DEPTH; ++slot) {
+    EACH(slot, DEPTH) {
       wait_copies<DEPTH - 2>();
       __syncthreads();
       if (left >= DEPTH) {
@@ -334,17 +292,14 @@ __device__ __forceinline__ void some_rows(const Product &p) {
         fetch_x((slot + DEPTH - 1) % DEPTH);
       }
       commit();
-      multiply_step<EIGHTS, TILES>(sums, from + slot * W_BYTES, x_from + slot * X_BYTES,
-                                   8 * X_ROW);
+      multiply_step<EIGHTS, TILES>(sums, from + slot * W_BYTES, x_from + slot * X_BYTES, 8 * X_ROW);
       if (--left == 0) break;
     }
   }
   if (num_slices == 1) {
-#pragma unroll
-    for (int r = 0; r < TILES; ++r) {
+    EACH(r, TILES) {
       if (tile + r >= p.num_tiles) continue;
-#pragma unroll
-      for (int m = 0; m < EIGHTS; ++m) {
+      EACH(m, EIGHTS) {
         finish(p, m * 8 + 2 * t, tile + r, g, sums[r][m][0], sums[r][m][2]);
         finish(p, m * 8 + 2 * t + 1, tile + r, g, sums[r][m][1], sums[r][m][3]);
       }
@@ -355,12 +310,7 @@ __device__ __forceinline__ void some_rows(const Product &p) {
   float *partial = (float *)memory;
   wait_copies<0>();
   __syncthreads();
-#pragma unroll
-  for (int r = 0; r < TILES; ++r)
-#pragma unroll
-    for (int m = 0; m < EIGHTS; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
+  EACH(r, TILES) EACH(m, EIGHTS) EACH(i, 4)
         partial[(m * 8 + 2 * t + (i & 1)) * width + (warp * TILES + r) * 16 + g + (i >> 1) * 8] =
             sums[r][m][i];
   cluster_barrier();
@@ -371,8 +321,7 @@ __device__ __forceinline__ void some_rows(const Product &p) {
     if (row >= p.num_rows || owner >= p.num_tiles) continue;
     const u32 at = shared_address(partial + row * width + (pair >> 3) * 16 + (pair & 7));
     float low = 0.0f, high = 0.0f;
-#pragma unroll
-    for (int s = 0; s < SLICES; ++s) {
+    EACH(s, SLICES) {
       low += read_of_rank(at, s);
       high += read_of_rank(at + 32, s);
     }
@@ -395,4 +344,4 @@ SOME_ROWS(2, 1, 2)
 SOME_ROWS(4, 1, 2)
 SOME_ROWS(4, 2, 3)
 """
-"""What `native.Product` describes; ``HALF`` is 1 for float16, 0 for bfloat16."""
+"""Of up to 32 rows; ``HALF`` is 1 for float16, 0 for bfloat16."""
