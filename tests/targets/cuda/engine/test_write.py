@@ -53,9 +53,15 @@ def test_what_engines_have_not_is_refused(said: str, changes: dict[str, object])
         engine_plan(make_plan(graph))
 
 
-def test_the_file_is_short_formatted_and_imports_torch_and_triton_alone(engine_file: Path) -> None:
-    text = engine_file.read_text("utf-8")
+@pytest.mark.parametrize("products", ["triton", "cuda"])
+def test_the_file_is_short_formatted_and_imports_torch_and_triton_alone(
+    products: str, plan: Plan, tmp_path: Path
+) -> None:
+    text = engine_text(plan, Choices(products=products), title="a test", num_layers=2)
+    engine_file = tmp_path / "engine.py"
+    engine_file.write_text(text, encoding="utf-8")
     assert len(text.splitlines()) < 2500
+    assert ("griddepcontrol" in text) == (products == "cuda") != ("def product_kernel" in text)
     assert "tilewright" not in text
     found = {
         (each.module if isinstance(each, ast.ImportFrom) else each.names[0].name) or ""
