@@ -203,6 +203,7 @@ class _Search:
         changes: Sequence[dict[str, Any]] = ()
         if self.device == "cuda":
             changes = (
+                {"products": "cuda"},
                 {"columns": 256},
                 {"parts": 8},
                 {"columns": 1024},

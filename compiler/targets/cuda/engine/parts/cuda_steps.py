@@ -92,37 +92,39 @@ class CudaExecutor(CudaKernels):
         torch.cuda.synchronize(self.device)
 
     def _time_products(self, rows: int) -> None:
-        """Find the fastest way of each product of a decode step of so many rows."""
-        found: dict[tuple[Any, ...], list[Bound]] = {}
-        for each in self.program:
-            if isinstance(each.does, Linear):
-                found.setdefault(self._shape(each, rows), []).append(each)
-        for shape, alike in found.items():
-            ways = self.ways(alike[0], rows)
-            if shape not in WAYS and len(ways) > 1:
-                times = {way: self._product_time(way, alike, rows) for way in ways}
-                WAYS[shape] = min(times, key=lambda way: times[way])
+        """Find the way of each product with which a decode step of so many rows is fastest."""
+        products = [each for each in self.program if isinstance(each.does, Linear)]
+        for shape, each in {self._shape(each, rows): each for each in products}.items():
+            ways = self.ways(each, rows)
+            if shape in WAYS or len(ways) == 1:
+                continue
+            times = {}
+            for way in ways:
+                if self._is_right(way, each, rows):
+                    WAYS[shape] = way
+                    times[way] = self._step_time(rows)
+            WAYS[shape] = min(times, key=lambda way: times[way])
 
-    def _product_time(self, way: str, alike: Sequence[Bound], rows: int) -> float:
-        """Milliseconds of the same product of all layers; infinite where it is wrong."""
-        weight, does = alike[0].weight, alike[0].does
+    def _is_right(self, way: str, each: Bound, rows: int) -> bool:
+        """Whether a way of a product is right on random rows: the library's."""
+        weight, does = each.weight, each.does
         assert weight is not None
         x = torch.randn(rows, weight.shape[1], device=self.device).to(weight.dtype)
-        residual = x.new_zeros(rows, weight.shape[0]) if does.residual else None
-        expected = self.product_by(LIBRARY, alike[0], x, residual).clone()
-        residual = None if residual is None else torch.zeros_like(residual)
-        ours = self.product_by(way, alike[0], x, residual)
-        if not bool((ours - expected).abs().max() <= 0.02 * expected.abs().max()):
-            return float("inf")
-        torch.cuda.synchronize(self.device)
+        expected, ours = (
+            self.product_by(
+                each_way, each, x, x.new_zeros(rows, len(weight)) if does.residual else None
+            )
+            for each_way in (LIBRARY, way)
+        )
+        return bool((ours - expected).abs().max() <= 0.02 * expected.abs().max())
+
+    def _step_time(self, rows: int) -> float:
+        """Milliseconds of a few decode steps of so many rows, by the ways that are chosen now."""
+        graph = self._capture("decode", self._inputs("decode", rows), 1).graph
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for each in alike:
-                self.product_by(way, each, x, residual)
-        graph.replay()
-        begin.record()
-        for _ in range(3):
+        for index in range(7):
+            if index == 2:
+                begin.record()
             graph.replay()
         end.record()
         end.synchronize()
@@ -236,15 +238,17 @@ class CudaExecutor(CudaKernels):
         """The graph of a step of this size, captured when it is first asked for."""
         key = kind, size, splits
         if key not in self._graphs:
-            inputs = torch.zeros(4, size, dtype=torch.int64, device=self.device)
-            if kind == "decode":
-                inputs = inputs[:3]
-                inputs[1] = -1
-            else:
-                inputs[1] = torch.arange(size, device=self.device)
-                inputs[2] = -1
-            self._graphs[key] = self._capture(kind, inputs, splits)
+            self._graphs[key] = self._capture(kind, self._inputs(kind, size), splits)
         return self._graphs[key]
+
+    def _inputs(self, kind: str, size: int) -> Tensor:
+        """What a graph reads: rows of padding."""
+        inputs = torch.zeros(3 if kind == "decode" else 4, size, dtype=torch.int64)
+        if kind == "decode":
+            inputs[1] = -1
+        else:
+            inputs[1], inputs[2] = torch.arange(size), -1
+        return inputs.to(self.device)
 
     def _capture(self, kind: str, inputs: Tensor, splits: int) -> Captured:
         def step() -> Values:

@@ -100,8 +100,10 @@ class CudaKernels(Executor):
 
     def normed(self, each: Bound, x: Tensor) -> Tensor:
         out = torch.empty_like(x)
-        given = out, x, each.norm, x.shape[1], self.settings.eps
-        self.launch(norm_kernel, (len(x),), *given, BLOCK=BLOCK)
+        width = x.shape[1]
+        given = out, x, each.norm, width, self.settings.eps
+        warps = 8 if width > 2048 else 4
+        self.launch(norm_kernel, (len(x),), *given, BLOCK=power(width), num_warps=warps)
         return out
 
     def product(self, each: Bound, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -175,6 +177,8 @@ class CudaKernels(Executor):
         s, splits, table = self.settings, batch.splits, batch.table
         assert table is not None
         sizes = self._heads(SPLITS=splits)
+        alone = len(qkv) * s.num_kv_heads * splits <= self.num_processors and s.head_dim <= 128
+        keys = CHOICES.keys * (2 if alone else 1)  # most that a program has room for beside others
         parts = out
         if splits > 1:
             shape = len(qkv), s.num_heads, splits, sizes["E"] + 2
@@ -184,10 +188,10 @@ class CudaKernels(Executor):
             (len(qkv), s.num_kv_heads, splits),
             *(out, parts, qkv, self.pages.base, table, batch.seats, batch.positions, self.turns),
             *(self._layer_offset(each), table.shape[1], s.scale),
-            **self._heads(SPLITS=splits, KEYS=min(CHOICES.keys, PAGE), PAGE=PAGE),
+            **self._heads(SPLITS=splits, KEYS=keys, PAGE=PAGE),
             R=power(s.num_heads // s.num_kv_heads),
             INTERLEAVED=s.interleaved,
-            num_warps=8 if s.head_dim > 128 else 4,
+            num_warps=8 if s.head_dim > 128 or keys > 64 else 4,
         )
         if splits > 1:
             del sizes["G"]
