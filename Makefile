@@ -5,13 +5,13 @@
 #   TTNN_PYTHON=path   the Python 3.10 or 3.12 that `make check-ttnn` checks with
 #   TORCH_INDEX=url    the index torch, and torch alone, is installed from (a CPU-only build, say)
 #   ARGS='...'         handed on to the demo, to pytest or to what measures
-#   WORKERS=2          processes that share the tests
+#   WORKERS=3          processes that share the tests; one waits for something half of its time
 
 PYTHON ?=
 VENV ?= .venv
 TORCH_INDEX ?=
 ARGS ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 CANDIDATES := python3.11 python3.12 python3 python
 TORCH := torch>=2.11,<2.14

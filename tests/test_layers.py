@@ -7,10 +7,12 @@ complain about a source that breaks its rule.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
 
@@ -104,12 +106,12 @@ def is_within(module: str, package: str) -> bool:
     return module == package or module.startswith(package + ".")
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def imports(found: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and full name of all that is imported, at any depth; relative names start with a dot.
 
     A folder whose modules are imported by a name that is put together is `folder.*`.
     """
-    for node in ast.walk(tree):
+    for node in found:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -164,23 +166,36 @@ def complaint_about_import(module: str, imported: str) -> str | None:
     return None if LEVEL[layer] <= LEVEL[own] else "is in a layer above"
 
 
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """All of a source's syntax tree, walked once for every check."""
+    return tuple(ast.walk(ast.parse(source)))
+
+
+def nodes_at_runtime(source: str) -> Iterator[ast.AST]:
+    """Without what stands under `if TYPE_CHECKING:`."""
+    waiting: list[ast.AST] = [ast.parse(source)] if "TYPE_CHECKING" in source else []
+    yield from nodes(source) if not waiting else ()
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += node.orelse if is_for_types(node) else ast.iter_child_nodes(node)
+
+
+def is_for_types(node: ast.AST) -> TypeGuard[ast.If]:
+    if not isinstance(node, ast.If):
+        return False
+    name = node.test.attr if isinstance(node.test, ast.Attribute) else node.test
+    return (name.id if isinstance(name, ast.Name) else name) == "TYPE_CHECKING"
+
+
 def import_complaints(module: str, source: str) -> list[str]:
     found = []
-    for line, imported in imports(ast.parse(source)):
+    for line, imported in imports(nodes(source)):
         complaint = complaint_about_import(module, imported)
         if complaint:
             found.append(f"{module}:{line} imports {imported}, which {complaint}")
     return found
-
-
-class _AtRuntime(ast.NodeTransformer):
-    """Drops what stands under `if TYPE_CHECKING:`."""
-
-    def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-        self.generic_visit(node)
-        name = node.test.attr if isinstance(node.test, ast.Attribute) else node.test
-        name = name.id if isinstance(name, ast.Name) else name
-        return node.orelse if name == "TYPE_CHECKING" else node
 
 
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
@@ -190,9 +205,9 @@ def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for module, source in sources.items():
         found: set[str] = set()
-        tree = _AtRuntime().visit(ast.parse(source))
-        named = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-        for name in [*(name for _, name in imports(tree)), *(named & sources.keys())]:
+        run = list(nodes_at_runtime(source))
+        named = {node.value for node in run if isinstance(node, ast.Constant)}
+        for name in [*(name for _, name in imports(run)), *(named & sources.keys())]:
             if name.endswith(".*"):
                 found |= {other for other in sources if other.rpartition(".")[0] == name[:-2]}
             while name:
@@ -228,7 +243,7 @@ def length_complaints(module: str, source: str) -> list[str]:
     found = []
     if num_lines > MAX_FILE_LINES:
         found.append(f"{module} has {num_lines} lines, more than {MAX_FILE_LINES}")
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > MAX_FUNCTION_LINES:
@@ -356,16 +371,11 @@ def test_the_walk_finds_the_sources() -> None:
     } <= names
 
 
-@pytest.mark.parametrize(
-    "path",
-    source_files(*PACKAGES),
-    ids=lambda path: module_name(path),
-)
-def test_source_keeps_the_rules(path: Path) -> None:
-    module, source = module_name(path), path.read_text(encoding="utf-8")
-    complaints = [
-        *import_complaints(module, source),
-        *length_complaints(module, source),
-        *name_complaints(module),
-    ]
+def test_sources_keep_the_rules() -> None:
+    complaints = []
+    for path in source_files(*PACKAGES):
+        module, source = module_name(path), path.read_text(encoding="utf-8")
+        complaints += import_complaints(module, source)
+        complaints += length_complaints(module, source)
+        complaints += name_complaints(module)
     assert not complaints, "\n".join(complaints)

@@ -40,7 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("installed")
-    pip("install", "--no-deps", "--no-index", "--target", folder, wheel)
+    pip("install", "--no-deps", "--no-index", "--no-compile", "--target", folder, wheel)
     return folder
 
 

@@ -85,8 +85,7 @@ def test_a_file_for_a_board_is_run_where_the_board_is(
     assert python == "python"
     done = subprocess.run([sys.executable, "-I", *words], capture_output=True, text=True)
     assert done.returncode != 0 and "No module named 'ttnn'" in done.stderr
-    asked = subprocess.run([sys.executable, "-I", words[0], "--help"], capture_output=True)
-    known = asked.stdout.decode() or Path(words[0]).read_text()
+    known = Path(words[0]).read_text()
     assert all(word in known for word in words if word.startswith("--"))
 
 

@@ -103,11 +103,15 @@ def test_a_case_runs_with_all_its_users(
     check(case, run(case, smollm2_path, results), results, max_context=max_context)
 
 
-@pytest.mark.weights
+@pytest.mark.parametrize(
+    "path",
+    ["tiny_gguf", pytest.param("smollm2_path", marks=[pytest.mark.weights, pytest.mark.slow])],
+)
 def test_answers_are_streamed_and_rotation_is_checked(
-    smollm2_path: Path, capfd: pytest.CaptureFixture[str]
+    path: str, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--case", "performance-eval-repeat", "--model", str(smollm2_path), "--no-results"]
+    model = str(request.getfixturevalue(path))
+    argv = ["--case", "performance-eval-repeat", "--model", model, "--no-results"]
     short = ["--batch-size", "4", "--max-generated-tokens", "8", "--repeat-batches", "2"]
     assert main(["bench", *argv, *short]) == 0
     out = capfd.readouterr().out
