@@ -47,8 +47,8 @@ HYBRID_CONFIG = {
 class HybridReference(Reference):
     """Every token anew, and every expert for all of them.
 
-    Where a token's last chosen expert is equal to the next but for a rounding, either may be taken,
-    and all that follows is another: such requests are not decided.
+    Where a token's last expert is equal to the next but for a rounding, either may be taken, and
+    all that follows is another: such requests are not decided.
     """
 
     settings: HybridSettings
@@ -71,9 +71,8 @@ class HybridReference(Reference):
         for request in request_ids:
             self._is_close.fill_(False)
             rows.append(super()._logits([request]))
-            self._undecided.discard(request)
-            if bool(self._is_close):
-                self._undecided.add(request)
+            self._undecided -= {request}
+            self._undecided |= {request} if self._is_close else set()
         return torch.cat(rows)
 
     def _layer(self, x: Tensor, at: str) -> Tensor:

@@ -29,9 +29,8 @@ class TritonProducts:
         assert weight is not None
         if norm is None and each.norm is not None:
             x = of.normed(each, x)
-        outputs = weight.shape[0] // (2 if each.does.swiglu else 1)
+        outputs, width = weight.shape[0] // (2 if each.does.swiglu else 1), x.shape[1]
         out = x.new_empty(len(x), outputs) if residual is None else residual
-        width = x.shape[1]
         rows = 1 if len(x) == 1 else max(8, 1 << (len(x) - 1).bit_length())
         block = CHOICES.one_outputs if rows == 1 else CHOICES.outputs
         columns = CHOICES.columns * 16 // max(16, rows)
