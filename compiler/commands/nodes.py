@@ -25,6 +25,7 @@ from tilewright.compiler.commands.arguments import (
     read_prompt,
     real,
 )
+from tilewright.compiler.commands.parallel import numbers
 from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.environment import now
 from tilewright.compiler.errors import ConfigError
@@ -63,7 +64,9 @@ class _Arguments(PathArguments):
     buffer_float_type: str = option(
         "how partial sums travel between nodes", default="bf16", choices=tuple(_WIRES)
     )
-    shares: str | None = option("what each node holds, in proportion, as 2,1,1", metavar="LIST")
+    shares: tuple[int, ...] | None = option(
+        "what each node holds, in proportion, as 2,1,1", type=numbers, metavar="LIST"
+    )
     temperature: float = option("0: greedy", default=0.0, type=real(0, 100))
     topp: float = option("1: off", default=1.0, type=real(0, 1, above=True))
     seed: int = option("of random choices", default=_SEED, type=integer(0, (1 << 63) - 1))
@@ -207,23 +210,15 @@ def _choices(given: _Arguments) -> ModelOptions:
         beside = Path(given.model).expanduser().resolve().parent
         if Path(given.tokenizer).expanduser().resolve().parent != beside:
             raise ConfigError(f"--tokenizer {given.tokenizer}; allowed: the .t beside the model")
-    choices = read_model_options(replace(given, path=None), CHECKPOINT_PRECISION)
+    choices = read_model_options(replace(given, path=None, shares=None), CHECKPOINT_PRECISION)
     if choices.target not in ("cpu", "cpu-native"):
         raise ConfigError(f"nodes on target {choices.target}; allowed: --target cpu")
     num_nodes = len(given.workers) + 1 if given.workers else given.nodes or 1
     wire = "fp32" if choices.compute == "exact" else _WIRES[given.buffer_float_type]
-    shares = _shares(given.shares)
-    parallel = Parallel(tensor=num_nodes, wire=wire, shares=shares)
+    parallel = Parallel(tensor=num_nodes, wire=wire, shares=given.shares or ())
     parallel.check()
     grouping = Grouping(parallel, workers=read_workers(given.workers))
     return replace(choices, target="cpu-native", is_auto=False, grouping=grouping)
-
-
-def _shares(text: str | None) -> tuple[int, ...]:
-    try:
-        return tuple(int(each) for each in text.split(",")) if text else ()
-    except ValueError:
-        raise ConfigError(f"--shares {text}; allowed: whole numbers, as 2,1,1") from None
 
 
 def _run(

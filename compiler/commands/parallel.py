@@ -12,7 +12,7 @@ _GROUP = "several devices"
 _MOST_RANKS = 1024
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     """A type for ``add_argument``: whole numbers with commas between them."""
     try:
         return tuple(int(each) for each in text.split(","))
@@ -44,13 +44,13 @@ class ParallelArguments:
     devices: tuple[int, ...] | None = option(
         "the ranks' devices, as 0,1 (default: from 0 on)",
         group=_GROUP,
-        type=_numbers,
+        type=numbers,
         metavar="LIST",
     )
     shares: tuple[int, ...] | None = option(
         "what of the model each rank holds, in proportion, as 2,1,1 (default: even)",
         group=_GROUP,
-        type=_numbers,
+        type=numbers,
         metavar="LIST",
     )
     wire: str | None = option(
