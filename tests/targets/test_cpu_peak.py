@@ -21,7 +21,7 @@ CONFIG = {
     **{"rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True},
     **{"hidden_act": "silu", "eos_token_id": 1},
 }
-ALLOWED = 470e6 + (110e6 if find_spec("triton") is not None else 0)
+ALLOWED = 330e6 + (110e6 if find_spec("triton") is not None else 0)
 """Beyond weights, cache and torch; torch.export imports triton, where it is installed."""
 TORCH_ALONE = """
 import re, torch
@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_large_vocabulary_is_never_whole_in_memory(folder: Path) -> None:
-    """Weights as held, cache, what torch takes alone (its builds differ by 290 MB), and 580 MB."""
+    """Weights as held, cache, what torch takes alone (its builds differ by 290 MB), and 440 MB."""
     argv = ["--case", "performance-ci-1", "--precision", "all-bfp8", "--no-results", "--json"]
     argv += ["--max-generated-tokens", "1", "--repeat-batches", "1", "--no-cache"]
     torch_alone = int(subprocess.check_output([sys.executable, "-c", TORCH_ALONE])) * 1024

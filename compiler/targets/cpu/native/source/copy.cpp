@@ -77,16 +77,21 @@ void let_go(const uint8_t* begin, const uint8_t* end) {
     if (first < last) madvise((void*)first, last - first, MADV_DONTNEED);
 }
 
-// Pairs of panels [first, last) of a tensor; as they are, a large page's bytes at a time.
+// Pairs of panels [first, last) of a tensor, a large page's bytes at a time; what the file gave is let
+// go meanwhile, and read again where a tensor proves not to be packed.
 void copy_pairs(Copy& copy, size_t index, int64_t first, int64_t last, int64_t unit) {
     const TwTensor& each = copy.engine.tensors[index];
     const uint8_t* from = (const uint8_t*)each.data;
     const bool lets_go = copy.engine.program.large_pages == 2;
     if (copy.may_pack && each.kind == TW_BF16) {
-        const int64_t own = panel_size(kPacked, each.columns).total;
-        for (int64_t panel = 2 * first; panel < 2 * last && copy.packs[index]; panel++)
-            if (!pack(from + panel * (unit / 2), each.columns, copy.to[index] + panel * own)) copy.packs[index] = false;
-        if (lets_go) let_go(from + first * unit, from + last * unit);
+        const int64_t own = panel_size(kPacked, each.columns).total, wide = unit / 2;
+        const int64_t some = std::max<int64_t>(1, kLargePage / wide);  // panels
+        for (int64_t panel = 2 * first; panel < 2 * last && copy.packs[index]; panel++) {
+            if (!pack(from + panel * wide, each.columns, copy.to[index] + panel * own)) copy.packs[index] = false;
+            const int64_t done = panel + 1 - 2 * first;
+            if (lets_go && done % some == 0) let_go(from + (panel + 1 - some) * wide, from + (panel + 1) * wide);
+        }
+        if (lets_go) let_go(from + first * unit, from + last * unit);  // whole, pages between two of these too
         return;
     }
     for (int64_t at = first * unit; at < last * unit; at += kLargePage) {

@@ -136,7 +136,7 @@ struct Product {
         const int64_t panel = (routing.chosen[group] * num_pairs + pair) * 2;
         const uint8_t* first = (const uint8_t*)weight.data + panel * size.total;
         const uint8_t* ahead = first + 2 * size.total;
-        const PanelPair panels{weight.kind, weight.columns, first, first + size.total, {ahead, ahead + size.total}};
+        const PanelPair panels{weight.kind, weight.columns, first, first + size.total, {ahead, nullptr}};
         for (int64_t i = 0; i < count; i++) scratch.offsets[i] = offset_of(routing.entries[begin + i]);
         result.offsets = scratch.offsets;
         multiply(worker.kernels(), arithmetic, panels, rows_of(prepared, rows.single ? 0 : begin), count, result, scratch.product);

@@ -27,7 +27,8 @@ struct Result {
     const int64_t* offsets;  // of rows, in floats, where they do not follow each other; or null
 };
 
-// Two neighbouring panels of a weight, and the two that are read next: they are fetched meanwhile.
+// Two neighbouring panels of a weight, and the two that are read next: they are fetched meanwhile;
+// where the second of these lies behind the first, only that is named.
 struct PanelPair {
     int32_t kind, columns;
     const uint8_t* first;

@@ -23,7 +23,7 @@ Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
     return result;
 }
 
-constexpr int64_t kMostAhead = 65536, kNear = 16384;
+constexpr int64_t kMostAhead = 1 << 18, kNear = 16384;
 
 // Where a thread's own panels of a product begin.
 struct Panels {
@@ -41,7 +41,7 @@ struct Panels {
 };
 
 // What is fetched while a pair is multiplied: the thread's next pair, behind its last the first of
-// the next product; of long panels, what is near, for the processor itself finds the rest.
+// the next product; of panels of which a pair would fill that cache, what is near, in both.
 PanelPair pair_of(Worker& worker, const TwTensor& weight, const Panels& panels, const Panels& next, int64_t index, bool is_last) {
     const uint8_t* first = panels.pair(index);
     PanelPair pair{weight.kind, weight.columns, first, first + panels.size.total, {}};
@@ -51,7 +51,6 @@ PanelPair pair_of(Worker& worker, const TwTensor& weight, const Panels& panels, 
     } else {
         const Panels& whose = is_last ? next : panels;
         pair.ahead[0] = whose.pair(is_last ? worker.first_of(worker.thread, next.num_pairs) : index + 1);
-        pair.ahead[1] = pair.ahead[0] + whose.size.total;
     }
     return pair;
 }

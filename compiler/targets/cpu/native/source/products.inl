@@ -51,8 +51,13 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
 }
 
 // Asks for bytes [from, from + count) of the panels that are read next, into the second cache: what
-// a processor fetches by itself ends with a page, and a panel is a few pages long.
-inline void fetch(const PanelPair& pair, int64_t from, int64_t count) {
+// a processor fetches by itself ends with a page, and a panel is a few pages long. Always inlined: to a
+// compiler a function that only prefetches does nothing, and its calls may go.
+__attribute__((always_inline)) inline void fetch(const PanelPair& pair, int64_t from, int64_t count) {
+    if (!pair.ahead[1]) {  // one after the other
+        for (int64_t at = 2 * from; at < 2 * (from + count); at += 64) __builtin_prefetch(pair.ahead[0] + at, 0, 1);
+        return;
+    }
     for (int64_t at = from; at < from + count; at += 64) {
         __builtin_prefetch(pair.ahead[0] + at, 0, 1);
         __builtin_prefetch(pair.ahead[1] + at, 0, 1);
@@ -132,9 +137,19 @@ TW_UNROLL
         }
     }
 
+    // The codes of a few blocks on, from the second cache, where they were fetched to, into the first.
+    __attribute__((always_inline)) void ask_for_codes(int64_t block) const {
+        const int64_t at = (block + 4) * block_words(KIND) * 64;
+        for (int64_t i = 0; i < block_words(KIND); i++) {
+            __builtin_prefetch(codes[0] + at + i * 64, 0, 3);
+            __builtin_prefetch(codes[1] + at + i * 64, 0, 3);
+        }
+    }
+
     void run(const PanelPair& pair, Tile<M>& tile) const {
         for (int64_t block = 0; block < num_blocks; block++) {
             fetch(pair, block * fetched, fetched);
+            if (fetched) ask_for_codes(block);
             part<0>(block, tile);
             if constexpr (kParts == 2) part<1>(block, tile);
         }
