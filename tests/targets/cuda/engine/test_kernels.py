@@ -13,12 +13,13 @@ from tests.targets.cuda.engine.conftest import CONFIG, Folder
 from tilewright.compiler.targets.cuda.engine.parts import launches
 from tilewright.compiler.targets.cuda.engine.parts.cuda_steps import Captured, CudaExecutor
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
-from tilewright.compiler.targets.cuda.engine.parts.plan import Linear
+from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Linear, Plan
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
 from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
 from tilewright.compiler.targets.cuda.engine.parts.triton_products import APART, INSIDE
 from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
+from tilewright.compiler.targets.cuda.engine.write import engine_text
 
 PARTS = "tilewright.compiler.targets.cuda.engine.parts"
 CPU = torch.device("cpu")
@@ -120,8 +121,8 @@ def test_seats_are_added_when_they_run_out(folder: Folder, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["hidden-like", "grouped", "bfloat16"])
-def test_a_gpu_has_the_references_logits(name: str, engine_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["hidden-like", "grouped", "bfloat16", "in CUDA C++"])
+def test_a_gpu_has_the_references_logits(name: str, plan: Plan, tmp_path: Path) -> None:
     from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
     from tilewright.compiler.targets.cuda.engine.trial import load_engine
 
@@ -129,7 +130,12 @@ def test_a_gpu_has_the_references_logits(name: str, engine_file: Path, tmp_path:
         "hidden-like": {"hidden_size": 768, "intermediate_size": 3072, "head_dim": 192},
         "grouped": {"num_key_value_heads": 1, "head_dim": 64, "vocab_size": 61},
         "bfloat16": {"torch_dtype": "bfloat16", "rope_style": "half", "head_dim": 128},
+        "in CUDA C++": {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
     }
+    choices = Choices(products="cuda" if name == "in CUDA C++" else "triton")
+    engine_file = tmp_path / "engine.py"
+    text = engine_text(plan, choices, title="a test", num_layers=2)
+    engine_file.write_text(text, encoding="utf-8")
     config = {**CONFIG, **changes[name], "max_position_embeddings": 1024}
     module, device = load_engine(str(engine_file)), torch.device("cuda")
     settings = read_settings(config, device)
