@@ -18,8 +18,6 @@ _UNMEASURED = 4
 
 _ENDLESS = 1 << 62
 
-_QUARTERS = (1, 2, 4, 8, 12, 16)
-"""Of a cell: tokens of prompts that share a pass with rows; devices capture such passes."""
 _TURNS = 8
 """Passes that a prompt is dealt over beside streams: rows that decode leave arithmetic unused while
 weights are read, once a pass. So all passes take a part, and prompts that queue up larger ones.
@@ -92,34 +90,40 @@ class PromptDealer:
         start = order[0].computed
         if not self._is_timed(num_decoding):
             return self.budget(num_decoding, start), math.inf
-        if not self._limits.mixes:
+        sizes = self._sizes(num_decoding, len(order))
+        if not sizes:
             return self.budget(num_decoding, start), self._weight_beside(num_decoding)
         whole = sum(each.computed + each.left for each in order)
-        room = self.shared(num_decoding, whole, start)
+        room = self.shared(num_decoding, sizes, whole, start)
         return room, _SLACK * weight_of(start, room, self._limits.far)
 
     def _rows_of(self, count: int) -> int:
         """What a piece takes of a step's room: where it shares a pass, whole pages."""
-        page = self._limits.page_size if self._limits.mixes else 0
+        page = self._limits.page_size if self._limits.passes else 0
         return -(-count // page) * page if page else count
 
-    def shared(self, num_decoding: int, num_waiting: int, start: int = 0) -> int:
-        """Tokens of prompts, the first of them at ``start``, that share a pass with rows: as many
-        as let ``num_waiting`` tokens through in some passes, and as the pass has time for.
+    def _sizes(self, num_decoding: int, num_pending: int) -> tuple[int, ...]:
+        """The passes that there are for so many rows, and prompts of which some may end."""
+        most = num_decoding + min(num_pending, self._limits.max_prompts)
+        return next((sizes for rows, sizes in self._limits.passes if rows >= most), ())
+
+    def shared(
+        self, num_decoding: int, sizes: Sequence[int], num_waiting: int, start: int = 0
+    ) -> int:
+        """Which of some passes rows and prompts share, the first of those at ``start``: the least
+        that lets ``num_waiting`` tokens through in some passes, if it has the time.
         """
-        limits, policy, passes = self._limits, self._policy, self._cost.passes
-        allowed = max(_WHOLE * policy.step_ms, _WHOLE * self._cost.decode(num_decoding))
-        found = limits.cell // 4
-        for quarters in _QUARTERS:
-            tokens = quarters * limits.cell // 4
+        policy, passes = self._policy, self._cost.passes
+        allowed = _WHOLE * max(policy.step_ms, self._cost.decode(num_decoding))
+        found = sizes[0]
+        for tokens in sizes[1:]:
             if found * _TURNS >= num_waiting:
                 break
-            if tokens > found:
-                ms = passes.at(num_decoding, weight_of(start, tokens, limits.far))
-                if tokens > limits.cell if ms is None else ms > allowed:
-                    break
-                found = tokens
-        return max(1, min(self._most, found))
+            ms = passes.at(num_decoding, weight_of(start, tokens, self._limits.far))
+            if tokens > self._limits.cell if ms is None else ms > allowed:
+                break
+            found = tokens
+        return min(self._most, found)
 
     def budget(self, num_decoding: int, start: int = 0) -> int:
         """Tokens of prompts, the first of them at ``start``, that the next step takes: beside

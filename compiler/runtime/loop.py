@@ -174,7 +174,7 @@ class EngineLoop:
             self.cost.forget()
             for length in lengths:
                 self.generate([Request(-1, (0,) * length, sampling, is_private=True)])
-            if limits.mixes and limits.max_seats > 1:
+            if limits.passes and limits.max_seats > 1:
                 self._run_beside_streams(min(_BESIDE * limits.cell, most))
 
     def _run_beside_streams(self, length: int) -> None:

@@ -41,8 +41,8 @@ class Capabilities:
         cell: the smallest piece of a prompt that is worth reading the weights for.
         max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
         runs_ahead: a step may be given before the last one's tokens have been read.
-        mixes: whether rows that decode and pieces of prompts may share one pass over the weights;
-            `StepOutput.is_mixed` says of a step whether they did.
+        passes: where rows that decode may share one pass with prompts (`StepOutput.is_mixed`): for
+            up to so many rows and prompts, ascending, the tokens of prompts that a pass is made of.
         far: positions before a prompt's token with which it takes twice as long as without any; 0:
             as long anywhere, as far as is known.
         late_choice: whether a step may be ``masked``.
@@ -60,7 +60,7 @@ class Capabilities:
     max_prompts: int = 1
     max_step_tokens: int = 8192
     runs_ahead: bool = False
-    mixes: bool = False
+    passes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     far: int = 0
     late_choice: bool = True
     invariant: str = "none"

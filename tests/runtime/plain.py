@@ -293,7 +293,7 @@ def draw_limits(rng: random.Random) -> dict[str, Any]:
         "cell": CELL,
         "max_prompts": rng.randint(1, 3),
         "max_step_tokens": rng.choice((8, 24, 64)),
-        "mixes": rng.random() < 0.5,
+        "passes": rng.choice(((), ((2, (4, 12)), (9, (4, 8))))),
         "far": rng.choice((0, 0, 10)),
     }
     if rng.random() < 0.7:

@@ -132,7 +132,7 @@ class QueuedExecutable(Executable):
             tokens, why = zip(*answers[index], strict=True)
             return Chosen(tokens, why)
 
-        if step.decode and step.prompts and self.capabilities.mixes:
+        if step.decode and step.prompts and self.capabilities.passes:
             return _mixed(groups, read)
         parts = [Part(seats, lambda i=i: read(i)) for i, seats in enumerate(groups)]
         return StepOutput(tuple(parts))

@@ -29,6 +29,7 @@ LIKE_CUDA: dict[str, Any] = {
     "runs_ahead": True,
 }
 FAR = 8192
+PASSES = tuple((rows, (64, 128, 256, 512, 768, 1024)) for rows in (16, 64, 272))
 A_TOKEN, A_ROW, A_PASS = 0.0235, 0.0575, 1.0
 
 
@@ -67,22 +68,22 @@ def prompt(left: int, computed: int = 0, number: int = 0) -> Running:
 def test_rows_share_passes_with_as_much_as_lets_through_what_waits(
     rows: int, waiting: int, expected: int
 ) -> None:
-    assert dealer(mixes=True).shared(rows, waiting) == expected
+    assert dealer(passes=PASSES).shared(rows, PASSES[0][1], waiting) == expected
 
 
 @given(st.integers(1, 256), st.integers(1, 100_000), st.sampled_from((5.0, 20.0, 40.0)))
 def test_a_shared_pass_takes_no_longer_than_it_may(rows: int, waiting: int, step_ms: float) -> None:
     """But for the smallest, which is always there; rows alone may take longer."""
-    tokens = dealer(step_ms, mixes=True).shared(rows, waiting)
+    tokens = dealer(step_ms, passes=PASSES).shared(rows, PASSES[0][1], waiting)
     assert tokens in (64, 128, 256, 512, 768, 1024)
     allowed = 1.3 * max(step_ms, 4.0 + 0.055 * rows)
     assert tokens == 64 or A_PASS + A_TOKEN * tokens + A_ROW * rows <= 1.2 * allowed
 
 
 def test_where_nobody_decodes_or_time_is_no_matter_steps_are_whole() -> None:
-    assert dealer(mixes=True, far=FAR).budget(0) == 8192
-    assert dealer(0.0, mixes=True, far=FAR).budget(64) == 8192
-    ((_, count),) = dealer(mixes=True, far=FAR).deal([prompt(8192, 32_768)], 0)
+    assert dealer(passes=PASSES, far=FAR).budget(0) == 8192
+    assert dealer(0.0, passes=PASSES, far=FAR).budget(64) == 8192
+    ((_, count),) = dealer(passes=PASSES, far=FAR).deal([prompt(8192, 32_768)], 0)
     assert count == 8192
 
 
@@ -92,7 +93,7 @@ def test_pieces_far_into_a_prompt_take_no_longer_than_others(
     mixes: bool, computed: int, left: int, rows: int
 ) -> None:
     """What counts is the context before them too; but a cell is always taken."""
-    made = dealer(mixes=mixes, far=FAR)
+    made = dealer(passes=PASSES if mixes else (), far=FAR)
     start = computed // 64 * 64
     ((running, count),) = made.deal([prompt(left, start)], rows)
     weight = made.weigh((Chunk(running.seat, start, (1,) * count),))
@@ -104,7 +105,7 @@ def test_pieces_far_into_a_prompt_take_no_longer_than_others(
 
 
 def test_what_is_left_of_a_step_goes_to_other_prompts() -> None:
-    made = dealer(mixes=True, far=FAR)
+    made = dealer(passes=PASSES, far=FAR)
     both = [prompt(64, 16_384), prompt(2000, number=1)]
     found = [(each.request.request_id, count) for each, count in made.deal(both, 64)]
     assert found == [(0, 64), (1, 192)], "where the first stands, a cell"
@@ -121,7 +122,7 @@ class Timed(QueuedExecutable):
     def step(self, step: Step) -> StepOutput:
         self.given.append(step)
         rows, chosen = len(step.decode), tuple(c.seat for c in step.prompts if c.chooses)
-        is_mixed = self.capabilities.mixes and bool(rows and step.prompts)
+        is_mixed = bool(self.capabilities.passes and rows and step.prompts)
         rows_ms = (A_ROW * rows if is_mixed else 4.0 + 0.055 * rows) if rows else 0.0
         weights = [len(c.tokens) * (1 + (c.start + len(c.tokens) / 2) / FAR) for c in step.prompts]
         prompts_ms = A_PASS + A_TOKEN * sum(weights) if weights else 0.0
@@ -154,7 +155,7 @@ def test_a_long_prompt_beside_streams_makes_them_wait_for_no_long_step(
     """
     clock = Clock()
     monkeypatch.setattr(loop_module.time, "perf_counter", clock)
-    executable = Timed(clock=clock, **LIKE_CUDA, mixes=mixes, far=FAR)
+    executable = Timed(clock=clock, **LIKE_CUDA, passes=PASSES if mixes else (), far=FAR)
     loop = EngineLoop(executable, policy=Policy(reuses=False))
     loop.warm_up()
     for number in range(8):

@@ -65,7 +65,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "runs_ahead": draw(st.booleans()),
         "max_prompts": draw(st.integers(1, 3)),
         "max_step_tokens": draw(st.integers(8, 48)),
-        "mixes": draw(st.booleans()),
+        "passes": draw(st.sampled_from(((), ((2, (4, 12)), (9, (4, 8)))))),
         "far": draw(st.sampled_from((0, 5, 40))),
     }
     if draw(st.booleans()):

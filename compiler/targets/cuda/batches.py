@@ -18,16 +18,24 @@ from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.step import Chunk, Seat
 
-TOKENS = (64, 128, 256, 512, 768, 1024)
-"""Tokens of prompts, padding included, of the passes that are captured."""
-_WIDTHS = (16, 32, 64, 128, 192)
+_TOTALS = (128, 256, 512, 768, 1024)
+"""Rows of whole passes: of a few more the library's products take as long as of many more."""
+_WIDTHS = (16, 64, 128, 192)
+_LEAST = 64
 
 
-def widths(rows: Sequence[int]) -> tuple[int, ...]:
-    """How many rows ride along and pieces end in a pass that is captured, padding included, where
-    decode steps are captured for ``rows``: some, and the most of those.
+def passes_for(rows: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The passes that are captured where decode steps are for ``rows``, as `Capabilities` has them:
+    by how many rows ride along or pieces end, the tokens of prompts, padding included.
     """
-    return (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
+    widths = (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
+    return tuple((width, _sizes(width)) for width in widths)
+
+
+def _sizes(width: int) -> tuple[int, ...]:
+    """What is left of whole passes; a few rows more than those cost little."""
+    taken = -(-width // _LEAST) * _LEAST if width > _WIDTHS[0] else 0
+    return tuple(sorted({_LEAST, *(each - taken for each in _TOTALS if each - taken > _LEAST)}))
 
 
 def num_tokens_of(chunks: Sequence[Chunk]) -> int:
@@ -83,19 +91,29 @@ class BatchBucket(Bucket):
     """
 
     def __init__(
-        self, steps: Steps, table: SeatTable, width: int, num_choosable: int, pool: Any
+        self,
+        steps: Steps,
+        table: SeatTable,
+        width: int,
+        sizes: Sequence[int],
+        num_choosable: int,
+        pool: Any,
     ) -> None:
         device = steps.device
         tokens = torch.zeros(width, dtype=torch.int64, device=device)
         choice = make_choice(width, num_choosable, table.num_ends, tokens, group=steps.group)
         super().__init__(choice, device, pool)
-        self.width = width
+        self.width, self._sizes = width, tuple(sizes)
         self._steps, self._table = steps, table
         self._passes: dict[int, _Pass] = {}
 
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Capture all that passes of these numbers of tokens may run."""
-        for size in sizes:
+    def size_for(self, num_tokens: int) -> int | None:
+        """The smallest pass for so many tokens; None where there is none."""
+        return next((size for size in self._sizes if size >= num_tokens), None)
+
+    def prepare(self) -> None:
+        """Capture all that passes may run."""
+        for size in self._sizes:
             self._pass(size)
         for drawing in EVERY_DRAWING:
             self._capture_draw(drawing)

@@ -15,8 +15,8 @@ from tilewright.compiler.targets.cuda.steps import Steps
 
 
 class Buckets:
-    """Decode steps of ``rows``, prompts of ``tokens``, and pieces of several in one pass, of
-    ``joined`` tokens with ``widths`` choices: ascending sizes, padding included.
+    """Decode steps of ``rows``, prompts of ``tokens``, pieces of several in one of ``passes``, by
+    how many tokens are chosen: ascending sizes, padding included.
 
     ``num_choosable`` and ``num_ends`` say how wide the choices are that go with them.
     """
@@ -30,11 +30,10 @@ class Buckets:
         num_choosable: Callable[[], int],
         num_ends: int,
         table: SeatTable | None = None,
-        joined: Sequence[int] = (),
-        widths: Sequence[int] = (),
+        passes: Sequence[tuple[int, Sequence[int]]] = (),
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
-        self._table, self._joined, self._widths = table, tuple(joined), tuple(widths)
+        self._table, self._passes = table, tuple(passes)
         self._steps, self._num_choosable, self._num_ends = steps, num_choosable, num_ends
         is_gpu = steps.device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
@@ -61,15 +60,19 @@ class Buckets:
         those of rows that ride along, and its captured number of tokens; None where none is so
         large.
         """
-        size = next((size for size in self._joined if size >= num_tokens), None)
-        width = next((width for width in self._widths if width >= num_choices), None)
-        return None if size is None or width is None else (self._batch(width), size)
+        for width, _ in self._passes:
+            if width >= num_choices:
+                bucket = self._batch(width)
+                size = bucket.size_for(num_tokens)
+                if size is not None:
+                    return bucket, size
+        return None
 
     def _batch(self, width: int) -> BatchBucket:
         if width not in self.batches:
             assert self._table is not None
-            how = self._num_choosable(), self._pool
-            self.batches[width] = BatchBucket(self._steps, self._table, width, *how)
+            what = width, dict(self._passes)[width], self._num_choosable(), self._pool
+            self.batches[width] = BatchBucket(self._steps, self._table, *what)
         return self.batches[width]
 
     def prepare(self, longest: int) -> None:
@@ -80,8 +83,8 @@ class Buckets:
             self.decode(size).prepare()
         for size in self.tokens:
             self.prompt(size).prepare()
-        for width in self._widths if self._joined else ():
-            self._batch(width).prepare(self._joined)
+        for width, _ in self._passes:
+            self._batch(width).prepare()
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)
         while size < longest:

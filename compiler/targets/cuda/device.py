@@ -10,6 +10,7 @@ import torch
 from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Capabilities, CompileOptions
+from tilewright.compiler.targets.cuda.batches import passes_for
 from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.experts import held_sizes
@@ -18,7 +19,7 @@ from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import MIXED, read_trials
+from tilewright.compiler.targets.cuda.trials import read_trials
 from tilewright.compiler.targets.cuda.weights import wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Attend, Plan
 
@@ -119,10 +120,8 @@ def capabilities_of(
     invariant = invariant_of(plan, options, device)
     joins = invariant == "none" and options.compute == "fast"
     joins = joins and not has_mixers(plan) and options.parallel.tensor == 1
-    trials = read_trials()
-    is_gpu = device.type == "cuda"
-    mixes = joins and (trials.steps or (MIXED if is_gpu else "")) == MIXED
-    joins = mixes or (joins and is_gpu)
+    is_gpu, asked = device.type == "cuda", read_trials().prompts
+    joins = joins and (asked > 1 if asked else is_gpu)
     return Capabilities(
         max_seats=options.max_batch,
         max_context=options.max_context,
@@ -131,10 +130,10 @@ def capabilities_of(
         num_snapshots=num_snapshots(plan, options, free_bytes(options, device) - reserved),
         has_sequence_state=bool(plan.sequence_states),
         cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
-        max_prompts=trials.prompts or (_JOINED if joins else 1),
+        max_prompts=asked or (_JOINED if joins else 1),
         max_step_tokens=most_prompt_tokens(options),
         runs_ahead=is_gpu,
-        mixes=mixes,
+        passes=passes_for(decode_buckets(options.max_batch)) if joins else (),
         far=far_of(plan),
         invariant=invariant,
     )

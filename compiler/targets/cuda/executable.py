@@ -16,7 +16,6 @@ from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryU
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.answers import Answers
 from tilewright.compiler.targets.cuda.away import Away
-from tilewright.compiler.targets.cuda.batches import TOKENS, widths
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
@@ -120,8 +119,7 @@ class CudaExecutable(Executable):
             num_choosable=lambda: self.num_choosable,
             num_ends=_NUM_ENDS,
             table=self._table,
-            joined=TOKENS if self.capabilities.mixes else (),
-            widths=widths(rows),
+            passes=self.capabilities.passes,
         )
 
     def join(self, peers: Peers) -> None:
@@ -157,7 +155,7 @@ class CudaExecutable(Executable):
 
     def _rides(self, step: Step) -> bool:
         """Whether the rows that decode take part in a batch of pieces of prompts."""
-        if not (self.capabilities.mixes and step.decode and any(map(can_join, step.prompts))):
+        if not (self.capabilities.passes and step.decode and any(map(can_join, step.prompts))):
             return False
         seats = (*step.decode, *(chunk.seat for chunk in step.prompts if chunk.chooses))
         return len(step.decode) <= self._buckets.rows[-1] and not self._answers.is_late(seats, step)

@@ -11,7 +11,6 @@ from tilewright.compiler.errors import ConfigError, allowed
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
-APART, MIXED = "apart", "mixed"
 OWN, BF16, FP8 = "own", "bf16", "fp8"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -19,7 +18,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "blocks": (PARTS, WIDE),
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
-    "steps": (APART, MIXED),
     "lofi": (FP8, OWN),
     "wire": (OWN, BF16),
 }
@@ -34,14 +32,11 @@ class Trials:
         blocks: of weights in block formats, ``wide``: up to 512 rows of steps and prompts by one
             kernel that decodes in registers, where it is faster than ``parts``: 64 rows at a time
             by the kernels of few rows, or by the library on dequantised weights where that is.
-        prompts: pieces of prompts that one batch takes; more come one after another. 0: as
+        prompts: pieces of prompts that one batch takes; more come one after another, and of 1 rows
+            that decode share no pass with it. 0: as
             :func:`.device.capabilities_of` finds best.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
-        steps: of rows that decode and pieces of prompts, ``apart``: rows first, each by their own
-            kernels; ``mixed``: one pass over the weights for both, where
-            :func:`.device.capabilities_of` allows it, captured for some numbers of both. Empty:
-            mixed on a GPU.
         lofi: of bfp4 weights at fidelity lofi, ``fp8``: in prompts and steps of many rows by the
             library on e4m3 operands, the weight held once more as them; ``own``: as ``fp8``, but up
             to 512 rows of large weights by a kernel that makes e4m3 of bfp4 in registers, from a
@@ -54,7 +49,6 @@ class Trials:
     blocks: str = WIDE
     experts: str = TOGETHER
     prompts: int = 0
-    steps: str = ""
     lofi: str = FP8
     wire: str = OWN
 
@@ -79,7 +73,6 @@ def read_trials() -> Trials:
         blocks=found.get("blocks", default.blocks),
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
-        steps=found.get("steps", default.steps),
         lofi=found.get("lofi", default.lofi),
         wire=found.get("wire", default.wire),
     )

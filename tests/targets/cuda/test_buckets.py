@@ -12,7 +12,7 @@ from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.cuda import capture
-from tilewright.compiler.targets.cuda.batches import num_tokens_of, widths
+from tilewright.compiler.targets.cuda.batches import num_tokens_of, passes_for
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING
 from tilewright.compiler.targets.cuda.seats import SeatTable
@@ -71,7 +71,10 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
 def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
     chunks = [Chunk(Seat(0), 0, (1,) * count) for count in (1, 64, 65)]
     assert num_tokens_of(chunks) == 64 + 64 + 128
-    assert widths((1, 2, 4)) == (4,) and widths((1, 64)) == (16, 32, 64)
+    assert passes_for((1, 2, 4)) == ((4, (64, 128, 256, 512, 768, 1024)),)
+    among = dict(passes_for((1, 256)))
+    assert among[64] == (64, 192, 448, 704, 960) and among[256] == (64, 256, 512, 768)
+    assert [*among] == [16, 64, 128, 192, 256]
 
 
 def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> None:
@@ -84,16 +87,15 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
         num_choosable=lambda: 61,
         num_ends=3,
         table=SeatTable(8, 3, steps.device),
-        joined=(64, 256),
-        widths=(4, 8),
+        passes=((4, (64, 256)), (8, (64,))),
     )
     made.prepare(0)
     ready = Counted.made
-    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 4 + 1 + 2 * 2
-    for tokens, choices, expected in ((1, 0, (4, 64)), (65, 4, (4, 256)), (256, 5, (8, 256))):
+    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 4 + 1 + 3
+    for tokens, choices, expected in ((1, 0, (4, 64)), (65, 4, (4, 256)), (64, 5, (8, 64))):
         found = made.batch(tokens, choices)
         assert found is not None and (found[0].width, found[1]) == expected
-    assert made.batch(257, 1) is None and made.batch(64, 9) is None
+    assert made.batch(257, 1) is None and made.batch(65, 5) is None
     assert Counted.made == ready
 
 

@@ -177,8 +177,8 @@ def test_rows_that_ride_along_are_those_of_steps_apart(
     weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forced tokens, draws and a prompt that is one piece among them; and what they leave."""
-    executables = [made("llama", monkeypatch, f"steps={s}", weights) for s in ("apart", "mixed")]
-    assert [each.capabilities.mixes for each in executables] == [False, True]
+    executables = [made("llama", monkeypatch, f"prompts={n}", weights) for n in (1, 8)]
+    assert [bool(each.capabilities.passes) for each in executables] == [False, True]
     (apart, never), (mixed, sometimes) = map(served, executables)
     assert not any(never) and sometimes == [False, False, True, True, True, False, False]
     for ours, theirs in zip(mixed, apart, strict=True):
@@ -191,7 +191,7 @@ def test_rows_that_ride_along_are_those_of_steps_apart(
 def test_a_step_whose_tokens_are_chosen_late_is_of_two_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    executable = made("llama", monkeypatch, "steps=mixed")
+    executable = made("llama", monkeypatch)
     seat, other = (take_seat(executable, 12) for _ in range(2))
     executable.step(Step(prompts=(Chunk(seat, 0, PROMPTS[0], chooses=True),)))
     both = {"decode": (seat,), "prompts": (Chunk(other, 0, PROMPTS[1], chooses=True),)}
@@ -207,18 +207,18 @@ def test_a_step_whose_tokens_are_chosen_late_is_of_two_parts(
 def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(VARIABLE, "steps=mixed")
+    monkeypatch.setenv(VARIABLE, "prompts=8")
     plan = make_plan(lowered(tiny_model(), target="cuda", precision=precision_of("bf16"))[0])
     options = CompileOptions(max_batch=4, max_context=128)
 
     def limits(options: CompileOptions) -> Capabilities:
         return device.capabilities_of(plan, options, CPU, 8)
 
-    assert limits(options).mixes and limits(options).max_prompts == 8
-    assert not limits(replace(options, compute="exact")).mixes
-    assert not limits(replace(options, parallel=Parallel(tensor=2))).mixes
+    assert limits(options).passes and limits(options).max_prompts == 8
+    assert not limits(replace(options, compute="exact")).passes
+    assert not limits(replace(options, parallel=Parallel(tensor=2))).passes
     monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
-    assert not limits(options).mixes
+    assert not limits(options).passes
     monkeypatch.setattr(device, "has_mixers", lambda _: True)
     assert limits(options).far == 0
 
@@ -250,7 +250,7 @@ def logits_beside(executable: Executable, num_rows: int, context: int, count: in
             if end
         )
         output = executable.step(Step(decode=rows, prompts=chunks, forced=forced, want_logits=True))
-        assert output.is_mixed == (bool(end) and executable.capabilities.mixes)
+        assert output.is_mixed == bool(end and executable.capabilities.passes)
         found.append(joined(output))
     release(executable, (*rows, *others))
     return torch.cat(found)
@@ -265,8 +265,8 @@ def test_rows_ride_along_on_the_device(
     size = {"hidden_size": 512, "intermediate_size": 1024, "num_heads": 8, "head_dim": 64}
     model, found = tiny_model(std=0.05, max_positions=1024, **size), []
     options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
-    for steps in ("apart", "mixed"):
-        monkeypatch.setenv(VARIABLE, f"steps={steps}")
+    for count in (1, 8):
+        monkeypatch.setenv(VARIABLE, f"prompts={count}")
         executable = compiled(model, "cuda", precision=precision_of(weights), **options)
         found.append(logits_beside(executable, num_rows, context=200, count=300))
         executable.close()
