@@ -28,6 +28,10 @@ if not HAS_GPU:
 # read it before they load OpenMP.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# torch keeps what tracing an operation gave, which pays for itself in deep models and not in those
+# of two layers: a tenth of their trace. Child processes are told as well.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
+
 NUM_THREADS = 2
 torch.set_num_threads(NUM_THREADS)
 
@@ -104,6 +108,9 @@ def _own_cache(
         (folder / name).symlink_to(kept.mkdir(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEWRIGHT_CACHE", str(folder))
+        patch.setattr(
+            "tilewright.compiler.driver._MAX_TRACED", 256
+        )  # of all files: models are tiny
         if kept is not None:  # also of tests with a cache of their own
             patch.setenv("TILEWRIGHT_NATIVE", str(kept.mkdir("native")))
         yield
