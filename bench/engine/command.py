@@ -219,8 +219,9 @@ class _Measured:
 
 def _in_child(asked: Asked, seconds: float) -> dict[str, Any]:
     """What a child measured, or why it did not."""
-    # the checkout, which has this room, before wherever the package is found
-    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    # the checkout, which has this room, behind where the package is found: its own folder of that
+    # name is only the package's face
+    paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2])]
     environment = {"PYTHONPATH": os.pathsep.join(each for each in paths if each)}
     given = [*PYTHON, *command(asked)]
     with Child(given, timeout_s=seconds, environment=environment, what="a case") as child:

@@ -73,9 +73,11 @@ def test_a_child_finds_what_this_process_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the package is found through PYTHONPATH alone, too."""
-    (tmp_path / "found_there_alone.py").write_text("")
+    (tmp_path / "tilewright").mkdir()
+    for name in ("__init__.py", "found_there_alone.py"):
+        (tmp_path / "tilewright" / name).write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said = "import bench.engine, found_there_alone; print('{\"ms\": 1}')"
+    said = "import bench.engine, tilewright.found_there_alone; print('{\"ms\": 1}')"
     monkeypatch.setattr(bench, "command", lambda asked: ["-c", said])
     asked: Any = None
     assert bench._in_child(asked, 30) == {"ms": 1}
