@@ -117,8 +117,9 @@ class _Staging:
     _HALF = 1 << 21
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._next = device, 0
-        self._memory = torch.empty(2 * self._HALF, dtype=torch.uint8, pin_memory=True)
+        self._device, self._turn, self._used = device, 0, 0
+        is_gpu = device.type == "cuda"
+        self._memory = torch.empty(2 * self._HALF, dtype=torch.uint8, pin_memory=is_gpu)
         self._bytes = self._memory.numpy()
         self._left: list[torch.cuda.Event | None] = [None, None]
 
@@ -127,23 +128,22 @@ class _Staging:
         given = np.ascontiguousarray(values.numpy() if isinstance(values, Tensor) else values)
         if given.nbytes > self._HALF:
             return torch.from_numpy(given).pin_memory().to(self._device, non_blocking=True)
-        first = self._next
-        half = first // self._HALF
-        if (first + given.nbytes - 1) // self._HALF != half:
-            first = self._enter(half)
-        self._next = first + -(-given.nbytes // 64) * 64
+        if self._used + given.nbytes > self._HALF:
+            self._enter_other()
+        first = self._turn * self._HALF + self._used
+        self._used += -(-given.nbytes // 64) * 64
         part = slice(first, first + given.nbytes)
         self._bytes[part] = given.reshape(-1).view(np.uint8)
         place = self._memory[part].view(torch.from_numpy(given[:0]).dtype).view(given.shape)
         return place.to(self._device, non_blocking=True)
 
-    def _enter(self, half: int) -> int:
-        """Leave a half for the other, whose last copies must be done; where that begins."""
-        self._left[half] = left = torch.cuda.Event()
+    def _enter_other(self) -> None:
+        """Leave a half for the other, whose last copies must be done."""
+        self._left[self._turn] = left = torch.cuda.Event()
         left.record()
-        if (event := self._left[1 - half]) is not None:
+        self._turn, self._used = 1 - self._turn, 0
+        if (event := self._left[self._turn]) is not None:
             event.synchronize()
-        return (1 - half) * self._HALF
 
 
 @functools.cache

@@ -34,6 +34,7 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.targets.base import Executable
+from tilewright.compiler.targets.cuda import seats as seats_module
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.step import (
     Back,
@@ -235,3 +236,30 @@ def test_what_is_sent_may_be_changed_at_once() -> None:
     large = np.full((3, 1 << 18), 7, dtype=np.int64)
     assert bool((send(large, device) == 7).all())
     assert [int(each.sum()) for each in sent] == wanted
+
+
+def test_what_is_sent_may_end_where_a_half_of_the_staging_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each half is left with an event, and entered again only when that is done."""
+    told: list[str] = []
+
+    class Event:
+        def __init__(self) -> None:
+            self.name = chr(ord("a") + sum(each.startswith("left") for each in told))
+
+        def record(self) -> None:
+            told.append(f"left {self.name}")
+
+        def synchronize(self) -> None:
+            told.append(f"waited {self.name}")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(seats_module._Staging, "_HALF", 256)
+    staging = seats_module._Staging(torch.device("cpu"))
+    for count in (8, 8, 8, 8, 3, 29, 32, 1):  # of 8 bytes: 256 to a half, in 64s
+        sent = np.arange(count) + count
+        assert staging.send(sent).tolist() == sent.tolist()
+    assert told == [
+        *("left a", "left b", "waited a", "left c", "waited b", "left d", "waited c"),
+    ]
