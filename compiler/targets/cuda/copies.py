@@ -12,30 +12,26 @@ from torch import Tensor
 
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.buffers import padded
-from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI, exact_rows
+from tilewright.compiler.targets.cuda.e4m3 import LEAST_LOFI, LEAST_LOFI_UNCUT, exact_rows
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, TILE_ROWS, HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_lofi
+from tilewright.compiler.targets.cuda.kernels import native
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
-from tilewright.compiler.targets.cuda.lofi_tiles import LofiWeight, lofi_tiles
-from tilewright.compiler.targets.cuda.trials import OWN, read_trials
 from tilewright.compiler.targets.cuda.weights import Wanted, Weights, product_of
 from tilewright.compiler.targets.program.instructions import Linear, Plan
 
 _LEAST_CUT, _LEAST_UNCUT = 65, 129
 _PIECES = 16
-_MOST_ROWS = 65_536
 _LIBRARY_MULTIPLE = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Kinds:
-    """Which copies are wanted: bfloat16 ``values`` of weights in blocks, e4m3 ``codes`` of bfp4
-    weights at fidelity lofi, and of those the ``tiles`` of lofi.cu.
+    """Which copies are wanted: bfloat16 ``values`` of weights in blocks, but e4m3 ``codes`` of bfp4
+    weights at fidelity lofi.
     """
 
     values: bool = False
     codes: bool = False
-    tiles: bool = False
 
 
 NO_COPIES = Kinds()
@@ -47,26 +43,23 @@ def kinds_for(options: CompileOptions) -> Kinds:
     """
     if options.compute == "exact" or options.copies == "none":
         return NO_COPIES
-    codes = not options.is_strict
-    return Kinds(values=True, codes=codes, tiles=codes and read_trials().lofi == OWN)
+    return Kinds(values=True, codes=not options.is_strict)
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """A weight's values once more: bfloat16 ``[N, K]``, or with ``scales`` (float32 ``[N, 1]``, of
-    rows) e4m3 codes, and perhaps the ``tiles`` of lofi.cu. Rows are as they are held.
+    rows) e4m3 codes. Rows are as they are held.
     """
 
     values: Tensor
     scales: Tensor | None = None
-    tiles: LofiWeight | None = None
 
     @property
     def num_bytes(self) -> int:
         """Bytes on the device."""
         values = self.values.untyped_storage().nbytes()
-        scales = 0 if self.scales is None else self.scales.nbytes
-        return values + scales + (0 if self.tiles is None else self.tiles.num_bytes)
+        return values + (0 if self.scales is None else self.scales.nbytes)
 
 
 def is_lofi(each: Linear, *, decodes: bool) -> bool:
@@ -85,11 +78,8 @@ def wants_codes(each: Linear, kinds: Kinds) -> bool:
 
 
 def wants_values(each: Linear, kinds: Kinds) -> bool:
-    """Whether bfloat16 values of a product's weight are asked for: not of a head's, which takes
-    much room and no more time from its blocks.
-    """
-    is_head = each.weight.shape[0] > _MOST_ROWS
-    return kinds.values and product_of(each).kind in TILE_BYTES and not is_head
+    """Whether bfloat16 values of a product's weight are asked for."""
+    return kinds.values and product_of(each).kind in TILE_BYTES
 
 
 def copy_bytes(plan: Plan, kinds: Kinds) -> int:
@@ -98,9 +88,7 @@ def copy_bytes(plan: Plan, kinds: Kinds) -> int:
     for each in _products(plan):
         rows, columns = each.weight.shape
         if wants_codes(each, kinds):
-            has_tiles = kinds.tiles and rows >= TILE_ROWS * native.UNCUT_TILES
-            tiles = rows * (columns * 9 // 16 + 4) if has_tiles else 0
-            found[product_of(each)] = rows * (columns + 4) + tiles
+            found[product_of(each)] = rows * (columns + 4)
         elif wants_values(each, kinds):
             found[product_of(each)] = 2 * rows * padded(columns)
     return sum(found.values())
@@ -127,7 +115,7 @@ class Copies:
                 continue
             tried.add(wanted)
             if wants_codes(each, kinds):
-                copy = _codes(weights.held(wanted), kinds)
+                copy = _codes(weights.held(wanted))
                 self.num_lofi += 1
                 self.num_inexact += copy is None
                 if copy is not None:
@@ -146,8 +134,6 @@ class Copies:
         if self.num_lofi:
             exact = self.num_lofi - self.num_inexact
             parts.append(f"{exact} of {self.num_lofi} lofi weights, exact in e4m3, as such")
-        if tiles := sum(each.tiles is not None for each in self._copies.values()):
-            parts.append(f"{tiles} of them in tiles of lofi.cu")
         if values := sum(each.scales is None for each in self._copies.values()):
             parts.append(f"{values} weights in blocks, in bf16")
         size = f"{self.num_bytes / 1e9:.1f} GB"
@@ -155,7 +141,8 @@ class Copies:
 
     def codes_for(self, each: Linear, num_rows: int, *, decodes: bool) -> Copy | None:
         """The codes that a product of so many rows takes; None where it takes none."""
-        if num_rows < LEAST_LOFI or not is_lofi(each, decodes=decodes):
+        least = LEAST_LOFI_UNCUT if _is_uncut(each) else LEAST_LOFI
+        if num_rows < least or not is_lofi(each, decodes=decodes):
             return None
         copy = self._copies.get(product_of(each))
         return copy if copy is not None and copy.scales is not None else None
@@ -169,8 +156,7 @@ class Copies:
         """Whether the library, on values that are held, was measured faster with so many rows on an
         H200 than kernels that read blocks.
         """
-        is_uncut = each.weight.shape[0] >= TILE_ROWS * native.UNCUT_TILES
-        least = _LEAST_UNCUT if is_uncut else _LEAST_CUT
+        least = _LEAST_UNCUT if _is_uncut(each) else _LEAST_CUT
         return num_rows >= least and self.values_of(each) is not None
 
 
@@ -183,7 +169,14 @@ def _dense(held: HeldWeight) -> Tensor:
     return values
 
 
-def _codes(held: HeldWeight, kinds: Kinds) -> Copy | None:
+def _is_uncut(each: Linear) -> bool:
+    """Whether kernels that read blocks walk over a weight's whole K, as over those with many rows:
+    these kernels are the faster ones.
+    """
+    return each.weight.shape[0] >= TILE_ROWS * native.UNCUT_TILES
+
+
+def _codes(held: HeldWeight) -> Copy | None:
     """A piece of the rows at a time: the scratch is 12 bytes a value."""
     dense, found = _dense(held), []
     for part in dense.chunk(_PIECES):
@@ -192,7 +185,4 @@ def _codes(held: HeldWeight, kinds: Kinds) -> Copy | None:
             return None
         found.append(exact)
     codes, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
-    device, tiles = held.data.device, None
-    if kinds.tiles and native_lofi.takes(held) and not native_lofi.why_not(device):
-        tiles = lofi_tiles(held)
-    return Copy(codes, scales, tiles)
+    return Copy(codes, scales)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tilewright.compiler.targets.cuda.buffers import padded
 from tilewright.compiler.targets.cuda.copies import Copies, Copy, Kinds
 from tilewright.compiler.targets.cuda.held import TILE_COLUMNS, HeldWeight
-from tilewright.compiler.targets.cuda.kernels import native, native_lofi, native_wide
+from tilewright.compiler.targets.cuda.kernels import native, native_wide
 from tilewright.compiler.targets.cuda.kernels.dequantise import dequantise
 from tilewright.compiler.targets.cuda.kernels.e4m3 import round_rows, scale_rows
 from tilewright.compiler.targets.cuda.kernels.linear import linear as triton_linear
@@ -224,10 +224,6 @@ class Products:
         copy: Copy,
     ) -> None:
         """One of e4m3 operands."""
-        if copy.tiles is not None and len(x) <= native_wide.MAX_TOKENS:
-            epilogue = _epilogue(each)
-            native_lofi.linear(out, x, copy.tiles, epilogue=epilogue, bias=bias)
-            return
         assert copy.scales is not None
         codes, scales = round_rows(x)
         if not each.swiglu:

@@ -11,14 +11,13 @@ from tilewright.compiler.errors import ConfigError, allowed
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
-OWN, BF16, FP8 = "own", "bf16", "fp8"
+OWN, BF16 = "own", "bf16"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
     "blocks": (PARTS, WIDE),
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
-    "lofi": (FP8, OWN),
     "wire": (OWN, BF16),
 }
 
@@ -37,10 +36,6 @@ class Trials:
             :func:`.device.capabilities_of` finds best.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
-        lofi: of bfp4 weights at fidelity lofi, ``fp8``: in prompts and steps of many rows by the
-            library on e4m3 operands, the weight held once more as them; ``own``: as ``fp8``, but up
-            to 512 rows of large weights by a kernel that makes e4m3 of bfp4 in registers, from a
-            third holding.
         wire: in which partial sums of prompts travel between ranks: ``own``, as in decode steps
             (`Parallel.wire`); ``bf16``, which is half of fp32's bytes.
     """
@@ -49,7 +44,6 @@ class Trials:
     blocks: str = WIDE
     experts: str = TOGETHER
     prompts: int = 0
-    lofi: str = FP8
     wire: str = OWN
 
 
@@ -73,6 +67,5 @@ def read_trials() -> Trials:
         blocks=found.get("blocks", default.blocks),
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
-        lofi=found.get("lofi", default.lofi),
         wire=found.get("wire", default.wire),
     )

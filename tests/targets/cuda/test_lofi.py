@@ -186,7 +186,7 @@ def test_a_weight_that_is_not_exact_keeps_its_path(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("decodes", [True, False])
-@pytest.mark.parametrize(("num_rows", "is_lofi"), [(64, False), (65, True), (130, True)])
+@pytest.mark.parametrize(("num_rows", "is_lofi"), [(32, False), (33, True), (130, True)])
 def test_products_of_many_rows_have_the_bits_of_rounded_operands(
     num_rows: int, is_lofi: bool, decodes: bool
 ) -> None:
@@ -210,13 +210,15 @@ def test_products_of_many_rows_have_the_bits_of_rounded_operands(
             else read.float()
         )
         count += 1
-        y = read.double() @ unpack(held).double().T
-        if each.swiglu:
-            gate, up = y.view(num_rows, -1, 2, 8).unbind(2)
-            y = (gate * gate.sigmoid() * up).flatten(1)
-        y = y + 1 if each.residual else y
-        bound = 2e-2 if each.swiglu else 1e-4
-        torch.testing.assert_close(out.double(), y, rtol=bound, atol=bound)
+        dense = unpack(held)
+        if not each.swiglu:
+            check_sums(
+                out, read, dense, bias=torch.full((rows,), float(each.residual), device=HERE)
+            )
+            continue
+        gate, up = (read.double() @ dense.double().T).view(num_rows, -1, 2, 8).unbind(2)
+        y = (gate * gate.sigmoid() * up).flatten(1)
+        torch.testing.assert_close(out.double(), y, rtol=2e-2, atol=2e-2)
     assert count > 2
 
 

@@ -5,7 +5,6 @@
 #include "primitives.cuh"
 
 constexpr int BF16 = 0, BFP8 = 1, BFP4 = 2;          // how the weight is held
-constexpr int LOFI = 3;                              // bfp4 for e4m3 operands: lofi_tiles.py
 constexpr int STORE = 0, ADD = 1, SWIGLU = 2;        // what becomes of y
 constexpr int SLICES = 8;
 constexpr int STEP = 128;                            // columns of a tile

@@ -130,8 +130,7 @@ constexpr int MOST_DEPTH = 12;
 // counts the bytes. The last warp to leave a place asks for what comes there next, so nobody waits
 // for a free place.
 template <int F, int MT, int G> struct Ring {
-  static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES;
-  static constexpr u32 X_PARTS = F == LOFI ? 1 : 2, X_BYTES = X_PARTS * X_HALF;
+  static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
   static constexpr u32 W_BYTES = WARPS * step_bytes<F>;
   const u8 *weight, *x;  // a lane's row tile; the tokens' x
   size_t x_chunk;
@@ -145,9 +144,9 @@ template <int F, int MT, int G> struct Ring {
                 weight + (size_t)step * step_bytes<F>, step_bytes<F>, full + 8 * slot);
   }
   __device__ __forceinline__ void fetch_x(u32 step, u32 slot) const {
-    if (lane < X_PARTS)  // a half of the step each; of one byte a value all of it
-      copy_bulk(x_ring + slot * X_BYTES + lane * X_HALF, x + (X_PARTS * step + lane) * x_chunk,
-                X_HALF, full + 8 * slot);
+    if (lane < 2)  // a half of the step each
+      copy_bulk(x_ring + slot * X_BYTES + lane * X_HALF, x + (2 * step + lane) * x_chunk, X_HALF,
+                full + 8 * slot);
   }
   // The first warp asks for as many steps as there are places. Weights never change: they are asked
   // for before x is there.
