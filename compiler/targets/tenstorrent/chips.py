@@ -16,7 +16,7 @@ Chip = tuple[int, int]
 """Row and column in the mesh; 0 along an axis whose chips hold the same."""
 
 
-class Dealt:
+class Parts:
     """One value as it lies on all chips: the part that each of them has."""
 
     def __init__(self, mesh: Mesh, axes: str) -> None:
@@ -54,7 +54,7 @@ def along(mesh: Mesh, axis: str, chip: Chip) -> list[Chip]:
     return [(chip[0], column) for column in range(mesh.columns)]
 
 
-def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Dealt:
+def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Parts:
     """A weight as the host packs it for each chip: bfloat16, exact in the weight's format (a
     rotation's frequencies: float32).
 
@@ -63,7 +63,7 @@ def load_weight(weight: Weight, mesh: Mesh, get: Callable[[str], Tensor]) -> Dea
     dense = load_dense(weight.recipe, get)
     if weight.transposed:
         dense = dense.t()
-    dealt = Dealt(mesh, axes_of(weight))
+    dealt = Parts(mesh, axes_of(weight))
     for chip in dealt.chips():
         part = dense
         if weight.in_split is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tilewright.compiler.formats.block_float import TILE
 from tilewright.compiler.targets.tenstorrent import arithmetic
 from tilewright.compiler.targets.tenstorrent.arithmetic import pack
-from tilewright.compiler.targets.tenstorrent.chips import Chip, Dealt, along, axes_of
+from tilewright.compiler.targets.tenstorrent.chips import Chip, Parts, along, axes_of
 from tilewright.compiler.targets.tenstorrent.matrix_unit import MatmulSettings, matmul
 from tilewright.compiler.targets.tenstorrent.program import (
     Add,
@@ -62,7 +62,7 @@ class Work:
 class Emulator:
     """Weights and caches of a mesh; runs one program after another on them."""
 
-    def __init__(self, weights: Mapping[str, Dealt], caches: Mapping[str, Dealt]) -> None:
+    def __init__(self, weights: Mapping[str, Parts], caches: Mapping[str, Parts]) -> None:
         """Both by name; a cache is a tensor ``[slots, positions, heads, head_dim]`` a chip."""
         self._weights, self._caches = weights, caches
         self._run_of: dict[type[Instruction], Callable[..., None]] = {
@@ -199,7 +199,7 @@ class Emulator:
             whole = torch.cat([step.get(each.x, one) for one in line], -1)
             step.put(each.out, chip, whole[:, : each.out.columns])
 
-    def _weight(self, weight: Weight) -> Dealt:
+    def _weight(self, weight: Weight) -> Parts:
         return self._weights[weight.name]
 
 
@@ -208,18 +208,18 @@ class _Step:
 
     def __init__(self, program: DeviceProgram, work: Work) -> None:
         self.mesh, self.work = program.mesh, work
-        self._values: dict[str, Dealt] = {}
+        self._values: dict[str, Parts] = {}
 
     def chips(self, value: Value, *, without: str = "") -> list[Chip]:
         """The chips whose parts of ``value`` differ, one of each line along ``without``."""
         axes = axes_of(value).replace(without, "") if without else axes_of(value)
-        return list(Dealt(self.mesh, axes).chips())
+        return list(Parts(self.mesh, axes).chips())
 
     def get(self, value: Value, chip: Chip) -> Tensor:
         return self._values[value.name][chip]
 
     def put(self, value: Value, chip: Chip, part: Tensor) -> None:
-        held = self._values.setdefault(value.name, Dealt(self.mesh, axes_of(value)))
+        held = self._values.setdefault(value.name, Parts(self.mesh, axes_of(value)))
         held[chip] = part
 
     def sequences(self) -> list[tuple[int, int, int, int]]:

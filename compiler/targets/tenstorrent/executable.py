@@ -15,7 +15,7 @@ from tilewright.compiler.targets.base import (
 )
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.host import Batch, HostExecutable
-from tilewright.compiler.targets.tenstorrent.chips import Dealt
+from tilewright.compiler.targets.tenstorrent.chips import Parts
 from tilewright.compiler.targets.tenstorrent.emulate import Emulator, Work
 from tilewright.compiler.targets.tenstorrent.memory_plan import plan_memory
 from tilewright.compiler.targets.tenstorrent.program import DeviceProgram
@@ -32,7 +32,7 @@ class EmulatedExecutable(HostExecutable):
         self,
         prefill: DeviceProgram,
         decode: DeviceProgram,
-        weights: Mapping[str, Dealt],
+        weights: Mapping[str, Parts],
         options: CompileOptions,
         contract: NumericContract,
     ) -> None:
@@ -47,7 +47,7 @@ class EmulatedExecutable(HostExecutable):
         self._prefill, self._decode = prefill, decode
         self._device = emulation_device()
         self._num_threads = options.num_threads
-        self._caches = {cache.name: Dealt(decode.mesh, cache.over) for cache in decode.caches}
+        self._caches = {cache.name: Parts(decode.mesh, cache.over) for cache in decode.caches}
         for cache in decode.caches:
             shape = (options.max_batch, options.max_context, cache.num_heads, cache.head_dim)
             dealt = self._caches[cache.name]

@@ -1,8 +1,7 @@
 """The lowered graph becomes a program of device instructions for one phase on one mesh.
 
-Columns are dealt as in Megatron-LM (Shoeybi et al., 2019): the first product of a block over its
-outputs, the second over its inputs, whose partial sums are then added. On a mesh of two axes each
-product is dealt over both. Fidelities and formats come from the graph, placement from here.
+Where values lie is read from `.places`; collectives stand behind the products whose sums they add.
+Fidelities and formats come from the graph.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ from torch.fx import GraphModule, Node
 
 from tilewright.compiler import ops
 from tilewright.compiler.devices import get_device
-from tilewright.compiler.distributed.mesh import COLUMNS, ROWS, Mesh, Split, deal
+from tilewright.compiler.distributed.mesh import ROWS, Mesh
 from tilewright.compiler.errors import CompileError
-from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.ir.info import Placement, info
 from tilewright.compiler.ir.text import operator_name
 from tilewright.compiler.targets.tenstorrent import placement
-from tilewright.compiler.targets.tenstorrent.lower_attention import lower_attention, qkv_axis
+from tilewright.compiler.targets.tenstorrent.lower_attention import lower_attention
 from tilewright.compiler.targets.tenstorrent.lower_context import (
     SMALL,
     LoweringContext,
-    recipe_of,
+    share_of,
     whose,
 )
+from tilewright.compiler.targets.tenstorrent.places import IN, OUT, recipe_of
 from tilewright.compiler.targets.tenstorrent.program import (
     DECODE,
     PREFILL,
@@ -118,7 +117,7 @@ def _lower(ctx: LoweringContext, node: Node) -> None:
     elif target is aten.index_select.default:
         (x,) = ctx.operands(node)
         rows = ctx.batch if ctx.phase == DECODE else 1
-        out = ctx.value(node, rows, x.columns, x.format, x.over, x.split)
+        out = ctx.value(node, rows, x.columns, x.format, x.placement)
         ctx.put(node, SelectRows(out, *whose(node), x))
     else:
         raise CompileError(
@@ -134,27 +133,26 @@ def _embedding(ctx: LoweringContext, node: Node) -> None:
             f"embedding in {recipe.format}: rows are looked up untiled, which block formats "
             "are not; allowed on Tenstorrent boards: bf16"
         )
-    over, split = ctx.axis(COLUMNS, recipe.shape[1])
+    place = ctx.place_of(node.args[1])
     table = Weight(
         name=f"{info(node).fqn}.weight",
         recipe=recipe,
         rows=recipe.shape[0],
-        columns=split.size if split else recipe.shape[1],
+        columns=share_of(place, OUT, recipe.shape[1]),
         format="bf16",
         memory=Memory(),
-        out_over=over,
-        out_split=split,
+        placement=place,
         transposed=False,
     )
     rows = ctx.batch * ctx.length
-    out = ctx.value(node, rows, table.columns, "bf16", over, split)
+    out = ctx.value(node, rows, table.columns, "bf16", ctx.places.made[node])
     ctx.put(node, Embedding(out, *whose(node), ctx.tokens, table))
 
 
 def _norm(ctx: LoweringContext, node: Node) -> None:
     x = ctx.value_of(node.args[0])
     recipe = recipe_of(node.args[1])
-    weight = ctx.vector(f"{info(node).fqn}.weight", recipe, x.over, x.split)
+    weight = ctx.vector(f"{info(node).fqn}.weight", node.args[1])
     out = ctx.like(node, x, ctx.format(node, "rms_norm"))
     eps: Any = node.args[2]
     norm = RmsNorm(out, *whose(node), x, weight, float(eps), recipe.shape[0], SMALL)
@@ -164,10 +162,7 @@ def _norm(ctx: LoweringContext, node: Node) -> None:
 def _linear(ctx: LoweringContext, node: Node) -> None:
     facts = info(node)
     x = ctx.value_of(node.args[0])
-    recipe = recipe_of(node.args[1])
-    is_second = bool(x.over == ROWS)  # its inputs are dealt: partial sums follow
-    out_over, out_split = _out_axis(ctx, node, is_second, recipe)
-    weight = _weight(node, recipe, x, out_over, out_split)
+    weight = _weight(ctx, node, x)
     bias_node = node.args[2] if len(node.args) > 2 else None
     bias = None
     if bias_node is not None:
@@ -176,13 +171,9 @@ def _linear(ctx: LoweringContext, node: Node) -> None:
                 f"{facts.fqn}: a bias behind a product whose inputs are dealt over "
                 f"{ctx.mesh}; allowed: a mesh of one axis, or --target cuda"
             )
-        bias = ctx.vector(f"{facts.fqn}.bias", recipe_of(bias_node), out_over, out_split)
-    op = facts.op_group or ""
-    partial = x.over
-    rows = x.rows
-    out = ctx.value(
-        node, rows, weight.columns, ctx.format(node, op), out_over, out_split, partial=partial
-    )
+        bias = ctx.vector(f"{facts.fqn}.bias", bias_node)
+    format_ = ctx.format(node, facts.op_group or "")
+    out = ctx.value(node, x.rows, weight.columns, format_, ctx.places.made[node])
     assert facts.compute is not None
     cores, k_block = placement.matmul_blocks(x, weight, ctx.phase)
     compute = ComputeConfig(getattr(facts.compute, ctx.phase))
@@ -196,15 +187,15 @@ def _finish_product(ctx: LoweringContext, node: Node, out: Value, group: str) ->
     # logits are no activation: they stay as the head wrote them
     format_ = out.format if group == "lm_head" else ctx.format(node, "collective")
     if out.partial and ctx.mesh.columns == 1 and out.tiles[1] % ctx.mesh.rows == 0:
-        split = deal(out.columns, ctx.mesh.rows)
-        scattered = ctx.value(node, out.rows, split.size, format_, ROWS, split, suffix="scattered")
+        share = ctx.places.over(ROWS, out.columns)
+        columns = share_of(share, OUT, out.columns)
+        scattered = ctx.value(node, out.rows, columns, format_, share, suffix="scattered")
         ctx.put(node, ReduceScatter(scattered, *whose(node), out, ROWS))
         whole = ctx.value(node, out.rows, out.columns, format_, suffix="gathered")
         ctx.put(node, AllGather(whole, *whose(node), scattered, ROWS))
     elif out.partial:
-        reduced = ctx.value(
-            node, out.rows, out.columns, format_, out.over, out.split, suffix="reduced"
-        )
+        summed = Placement(out.placement.dealt)
+        reduced = ctx.value(node, out.rows, out.columns, format_, summed, suffix="reduced")
         ctx.put(node, AllReduce(reduced, *whose(node), out, out.partial))
     if group == "lm_head" and out.over:
         current = ctx.value_of(node)
@@ -213,36 +204,16 @@ def _finish_product(ctx: LoweringContext, node: Node, out: Value, group: str) ->
         ctx.put(node, AllGather(logits, *whose(node), current, out.over))
 
 
-def _out_axis(
-    ctx: LoweringContext, node: Node, is_second: bool, recipe: WeightRecipe
-) -> tuple[str, Split | None]:
-    """How a product's outputs are dealt: whole heads, the stream's columns, or plain shares."""
-    reader = next(iter(node.users))
-    if reader.target is ops.rope_attention_step.overload:
-        return qkv_axis(ctx, reader)
-    return ctx.axis(COLUMNS if is_second else ROWS, recipe.shape[0])
-
-
-def _weight(
-    node: Node,
-    recipe: WeightRecipe,
-    x: Value,
-    out_over: str,
-    out_split: Split | None,
-) -> Weight:
-    facts = info(node)
-    placement.check_weight_format(facts.fqn, recipe.format)
-    columns = out_split.size if out_split else recipe.shape[0]
-    assert x.columns == (x.split.size if x.split else recipe.shape[1])
+def _weight(ctx: LoweringContext, node: Node, x: Value) -> Weight:
+    fqn, recipe, place = info(node).fqn, recipe_of(node.args[1]), ctx.place_of(node.args[1])
+    placement.check_weight_format(fqn, recipe.format)
+    assert x.columns == share_of(place, IN, recipe.shape[1])
     return Weight(
-        name=f"{facts.fqn}.weight",
+        name=f"{fqn}.weight",
         recipe=recipe,
         rows=x.columns,
-        columns=columns,
+        columns=share_of(place, OUT, recipe.shape[0]),
         format=str(recipe.format),
         memory=placement.weight_memory(),
-        in_over=x.over,
-        in_split=x.split,
-        out_over=out_over,
-        out_split=out_split,
+        placement=place,
     )

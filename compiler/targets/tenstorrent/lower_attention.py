@@ -5,17 +5,20 @@ from __future__ import annotations
 from torch.fx import Node
 
 from tilewright.compiler import ops
-from tilewright.compiler.distributed.mesh import ROWS, HeadSplit, Split, join, split_heads
+from tilewright.compiler.distributed.mesh import HeadSplit
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.info import info
-from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.targets.tenstorrent import placement
 from tilewright.compiler.targets.tenstorrent.lower_context import (
     SMALL,
     LoweringContext,
-    as_node,
-    recipe_of,
     whose,
+)
+from tilewright.compiler.targets.tenstorrent.places import (
+    as_node,
+    columns_dealt,
+    deal_heads,
+    state_of,
 )
 from tilewright.compiler.targets.tenstorrent.program import (
     Attention,
@@ -29,31 +32,6 @@ from tilewright.compiler.targets.tenstorrent.program import (
 )
 
 
-def qkv_axis(ctx: LoweringContext, attend: Node) -> tuple[str, Split | None]:
-    """How the outputs of the product that an attention reads are dealt: Q, K and V head by head.
-
-    Raises:
-        CompileError: for products that were not merged, or heads the mesh cannot split.
-    """
-    args = ops.RopeAttentionArguments.of(attend.args)
-    if args.key is not None:
-        raise CompileError(
-            f"{info(as_node(args.q)).fqn}: q, k and v are products of unequal formats or "
-            "fidelities; allowed on Tenstorrent boards: one setting for the three"
-        )
-    if ctx.mesh.rows == 1:
-        return "", None
-    heads, head_dim = _deal_heads(ctx, args)
-    _, num_kv_heads, _ = _state(args).shape
-    width, kv_width = args.num_heads * head_dim, num_kv_heads * head_dim
-    split = join(
-        heads.queries(head_dim),
-        heads.keys(head_dim, first=width),
-        heads.keys(head_dim, first=width + kv_width),
-    )
-    return ROWS, split
-
-
 def lower_attention(ctx: LoweringContext, node: Node) -> None:
     """The instructions from a merged product to attention's heads side by side.
 
@@ -63,9 +41,16 @@ def lower_attention(ctx: LoweringContext, node: Node) -> None:
     args = ops.RopeAttentionArguments.of(node.args)
     _check_arguments(node, args)
     qkv = ctx.value_of(args.q)
-    split, head_dim = _deal_heads(ctx, args)
+    split, head_dim = deal_heads(ctx.mesh, args)
     q, k, v = (
-        ctx.value(node, qkv.rows, count * head_dim, qkv.format, qkv.over, part, suffix=suffix)
+        ctx.value(
+            node,
+            qkv.rows,
+            count * head_dim,
+            qkv.format,
+            columns_dealt(qkv.over, part),
+            suffix=suffix,
+        )
         for suffix, count, part in (
             ("q", split.num_heads, split.queries(head_dim)),
             ("k", split.num_kv_heads, split.keys(head_dim)),
@@ -103,7 +88,7 @@ def _attend(ctx: LoweringContext, node: Node, q: Value, keys: Cache, values: Cac
     compute = info(node).compute
     assert compute is not None
     out_format = ctx.format(node, "sdpa")
-    attended = ctx.value(node, q.rows, q.columns, out_format, q.over, q.split, suffix="heads")
+    attended = ctx.value(node, q.rows, q.columns, out_format, q.placement, suffix="heads")
     attention = Attention(
         attended,
         *whose(node),
@@ -127,11 +112,9 @@ def _attend(ctx: LoweringContext, node: Node, q: Value, keys: Cache, values: Cac
 def _rotate(ctx: LoweringContext, node: Node, x: Value, num_heads: int, suffix: str) -> Value:
     args = ops.RopeAttentionArguments.of(node.args)
     # The host makes tables of cosines and sines of them, which are bf16.
-    frequencies = ctx.vector(
-        info(as_node(args.inv_freq)).fqn, recipe_of(args.inv_freq), "", None, "fp32"
-    )
+    frequencies = ctx.vector(info(as_node(args.inv_freq)).fqn, args.inv_freq, "fp32")
     format_ = ctx.format(node, "rope")
-    out = ctx.value(node, x.rows, x.columns, format_, x.over, x.split, suffix=suffix)
+    out = ctx.value(node, x.rows, x.columns, format_, x.placement, suffix=suffix)
     rotate = Rotate(
         out,
         *whose(node),
@@ -150,7 +133,7 @@ def _rotate(ctx: LoweringContext, node: Node, x: Value, num_heads: int, suffix: 
 def _caches(
     ctx: LoweringContext, args: ops.RopeAttentionArguments, split: HeadSplit
 ) -> tuple[Cache, Cache]:
-    state = _state(args)
+    state = state_of(args)
     placement.check_cache_format(state.name, state.format)
     page, head_dim = placement.PAGE, state.shape[-1]
     keys, values = (
@@ -163,21 +146,8 @@ def _caches(
             format=state.format,
             num_pages=ctx.batch * -(-ctx.context // page),
             page=page,
-            over=ROWS if ctx.mesh.rows > 1 else "",
-            split=split.keys(head_dim),
+            placement=ctx.place_of(args.kv_cache),
         )
         for kind in ("k", "v")
     )
     return keys, values
-
-
-def _deal_heads(ctx: LoweringContext, args: ops.RopeAttentionArguments) -> tuple[HeadSplit, int]:
-    """And their size."""
-    _, num_kv_heads, head_dim = _state(args).shape
-    return split_heads(args.num_heads, num_kv_heads, ctx.mesh.rows), head_dim
-
-
-def _state(args: ops.RopeAttentionArguments) -> StateSpec:
-    state = info(as_node(args.kv_cache)).state
-    assert state is not None
-    return state

@@ -6,11 +6,15 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from tilewright.compiler.distributed.mesh import Mesh, Split, deal
-from tilewright.compiler.ir.info import NodeInfo, info
-from tilewright.compiler.ir.recipe import WeightRecipe
+from tilewright.compiler.distributed.mesh import Mesh
+from tilewright.compiler.ir.info import WHOLE, NodeInfo, Placement, info
 from tilewright.compiler.precision import output_format
-from tilewright.compiler.targets.tenstorrent import placement
+from tilewright.compiler.targets.tenstorrent.placement import (
+    activation_memory,
+    check_activation_format,
+    heads_memory,
+)
+from tilewright.compiler.targets.tenstorrent.places import OUT, Places, as_node, recipe_of
 from tilewright.compiler.targets.tenstorrent.program import (
     ComputeConfig,
     Instruction,
@@ -29,7 +33,8 @@ _HEADS = ("q", "k", "v", "q_rotated", "k_rotated", "heads")
 class LoweringContext:
     """One step's sizes, and what each node of its graph became.
 
-    ``tokens``, ``positions``: the step's inputs. ``instructions``: those made so far.
+    ``tokens``, ``positions``: the step's inputs. ``instructions``: those made so far. ``places``:
+    where all values and weights of the graph lie.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class LoweringContext:
     ) -> None:
         self.device, self.mesh, self.phase = device, mesh, phase
         self.batch, self.length, self.context = batch, length, context
+        self.places = Places(graph_module, mesh)
         self.instructions: list[Instruction] = []
         rows, dram = batch * length, Memory()
         self.tokens = Value("tokens", rows, 1, "int32", dram)
@@ -61,8 +67,8 @@ class LoweringContext:
         return tuple(self._values[each] for each in node.all_input_nodes if each in self._values)
 
     def like(self, node: Node, x: Value, format_: str) -> Value:
-        """Make a value that is dealt to the chips as another one is."""
-        return self.value(node, x.rows, x.columns, format_, x.over, x.split)
+        """Make a value that lies on the chips as another one does."""
+        return self.value(node, x.rows, x.columns, format_, x.placement)
 
     def value(
         self,
@@ -70,19 +76,17 @@ class LoweringContext:
         rows: int,
         columns: int,
         format_: str,
-        over: str = "",
-        split: Split | None = None,
+        placement: Placement = WHOLE,
         *,
-        partial: str = "",
         suffix: str = "",
     ) -> Value:
         """A value of a node; ``suffix`` tells it from others of the same one."""
         name = node.name + (f".{suffix}" if suffix else "")
         if suffix in _HEADS:
-            memory = placement.heads_memory(self.batch, self.phase)
+            memory = heads_memory(self.batch, self.phase)
         else:
-            memory = placement.activation_memory(columns, self.phase)
-        return Value(name, rows, columns, format_, memory, over, split if over else None, partial)
+            memory = activation_memory(columns, self.phase)
+        return Value(name, rows, columns, format_, memory, placement)
 
     def put(self, node: Node, instruction: Instruction) -> None:
         """Append an instruction; what it makes is what the node becomes."""
@@ -94,28 +98,25 @@ class LoweringContext:
         facts = info(node)
         setting = facts.formats.in0 if facts.formats else self._settings[facts.layer]
         format_ = output_format(op, setting, self.phase)  # type: ignore[arg-type]
-        return placement.check_activation_format(facts.fqn, format_)
+        return check_activation_format(facts.fqn, format_)
 
-    def axis(self, axis: str, size: int) -> tuple[str, Split | None]:
-        """The deal of ``size`` columns over a mesh axis; nothing where it has one chip."""
-        count = self.mesh.size(axis)
-        return ("", None) if count == 1 else (axis, deal(size, count))
-
-    def vector(
-        self, name: str, recipe: WeightRecipe, over: str, split: Split | None, format_: str = "bf16"
-    ) -> Weight:
+    def vector(self, name: str, argument: Any, format_: str = "bf16") -> Weight:
         """A norm's weight or a bias: one row."""
+        placement, recipe = self.place_of(argument), recipe_of(argument)
         return Weight(
             name=name,
             recipe=recipe,
             rows=1,
-            columns=split.size if split else recipe.shape[0],
+            columns=share_of(placement, OUT, recipe.shape[0]),
             format=format_,
             memory=Memory(),
-            out_over=over,
-            out_split=split,
+            placement=placement,
             transposed=False,
         )
+
+    def place_of(self, weight: Any) -> Placement:
+        """Where a weight, or a state, lies."""
+        return self.places.weights.get(as_node(weight), WHOLE)
 
 
 def _activation_settings(nodes: list[Node]) -> dict[int | None, str]:
@@ -133,14 +134,7 @@ def whose(node: Node) -> tuple[str, int | None]:
     return info(node).fqn, info(node).layer
 
 
-def as_node(argument: Any) -> Node:
-    """An argument of a node that is one itself."""
-    assert isinstance(argument, Node)
-    return argument
-
-
-def recipe_of(argument: Any) -> WeightRecipe:
-    """How the weight that a node stands for is loaded."""
-    found = info(as_node(argument)).recipe
-    assert found is not None, f"{argument} is no weight"
-    return found
+def share_of(placement: Placement, axis: int, size: int) -> int:
+    """Of ``size`` positions along an axis, those that a chip has."""
+    dealt = placement.along(axis)
+    return size if dealt is None else dealt.split.size

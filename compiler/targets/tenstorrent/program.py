@@ -13,6 +13,7 @@ from typing import TypeVar
 from tilewright.compiler.distributed.mesh import Mesh, Split
 from tilewright.compiler.formats import FIDELITIES, get_format
 from tilewright.compiler.formats.block_float import TILE, BlockFloat
+from tilewright.compiler.ir.info import WHOLE, Placement
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
 
@@ -39,13 +40,23 @@ class Memory:
         return f"{self.buffer}:{self.layout}/{self.cores}"
 
 
+def _over(placement: Placement, axis: int) -> str:
+    dealt = placement.along(axis)
+    return "" if dealt is None else dealt.over
+
+
+def _split(placement: Placement, axis: int) -> Split | None:
+    dealt = placement.along(axis)
+    return None if dealt is None else dealt.split
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """What a chip holds of one tensor: ``rows`` and ``columns`` are those of one chip.
 
-    ``over``: the mesh axis (``r``, ``c``) whose chips hold different columns, as ``split`` deals
-    them; ``""``: every chip holds the same. ``partial``: the mesh axis over which the values must
-    still be added, if any. Token ids and positions have format ``int32`` and are not tiled.
+    ``placement``: how its columns, axis 1, lie on the mesh, and over which of its axes (``r``,
+    ``c``) the values must still be added, if any. Token ids and positions have format ``int32`` and
+    are not tiled.
     """
 
     name: str
@@ -53,9 +64,22 @@ class Value:
     columns: int
     format: str
     memory: Memory
-    over: str = ""
-    split: Split | None = None
-    partial: str = ""
+    placement: Placement = WHOLE
+
+    @property
+    def over(self) -> str:
+        """The mesh axis whose chips hold different columns; empty: every chip holds the same."""
+        return _over(self.placement, 1)
+
+    @property
+    def split(self) -> Split | None:
+        """How that axis deals them."""
+        return _split(self.placement, 1)
+
+    @property
+    def partial(self) -> str:
+        """The mesh axis over which the values must still be added, if any."""
+        return self.placement.partial
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -72,9 +96,9 @@ class Value:
 class Weight:
     """A tensor of the checkpoint as a chip holds it: ``[in, out]`` = ``rows`` x ``columns``.
 
-    ``in_split`` and ``out_split`` deal its axes over the mesh axes ``in_over`` and ``out_over``.
-    Vectors (norms, biases) have one row. ``transposed``: the recipe's ``[out, in]`` becomes
-    ``[in, out]``, blocks along out; tables and vectors are kept as they are.
+    ``placement``: how its axes, ``in`` (0) and ``out`` (1), lie on the mesh. Vectors
+    (norms, biases) have one row. ``transposed``: the recipe's ``[out, in]`` becomes ``[in, out]``,
+    blocks along out; tables and vectors are kept as they are.
     """
 
     name: str
@@ -83,11 +107,28 @@ class Weight:
     columns: int
     format: str
     memory: Memory
-    in_over: str = ""
-    in_split: Split | None = None
-    out_over: str = ""
-    out_split: Split | None = None
+    placement: Placement = WHOLE
     transposed: bool = True
+
+    @property
+    def in_over(self) -> str:
+        """The mesh axis over which its rows are dealt, if any."""
+        return _over(self.placement, 0)
+
+    @property
+    def in_split(self) -> Split | None:
+        """How its rows are dealt."""
+        return _split(self.placement, 0)
+
+    @property
+    def out_over(self) -> str:
+        """The mesh axis over which its columns are dealt, if any."""
+        return _over(self.placement, 1)
+
+    @property
+    def out_split(self) -> Split | None:
+        """How its columns are dealt."""
+        return _split(self.placement, 1)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -115,8 +156,17 @@ class Cache:
     format: str
     num_pages: int
     page: int
-    over: str
-    split: Split
+    placement: Placement = WHOLE
+
+    @property
+    def over(self) -> str:
+        """The mesh axis over which its heads are dealt, if any."""
+        return _over(self.placement, 1)
+
+    @property
+    def split(self) -> Split | None:
+        """How the columns of its heads are dealt."""
+        return _split(self.placement, 1)
 
     @property
     def num_bytes(self) -> int:

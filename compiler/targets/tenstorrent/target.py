@@ -47,7 +47,7 @@ from tilewright.compiler.targets.contract import (
 )
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from tilewright.compiler.targets.tensor_files import save_tensors
-from tilewright.compiler.targets.tenstorrent.chips import Dealt, axes_of, check_part, load_weight
+from tilewright.compiler.targets.tenstorrent.chips import Parts, axes_of, check_part, load_weight
 from tilewright.compiler.targets.tenstorrent.lower import lower_program
 from tilewright.compiler.targets.tenstorrent.memory_plan import check_memory
 from tilewright.compiler.targets.tenstorrent.placement import (
@@ -228,7 +228,7 @@ class BoardTarget(Target):
         try:
             parts = load_file(path)
             for weight in decode.weights:
-                dealt[weight.name] = Dealt(self.mesh, axes_of(weight))
+                dealt[weight.name] = Parts(self.mesh, axes_of(weight))
                 for chip in dealt[weight.name].chips():
                     name = f"{weight.name}@{chip[0]}.{chip[1]}"
                     dealt[weight.name][chip] = check_part(weight, name, parts[name])
@@ -256,7 +256,7 @@ class BoardTarget(Target):
         decode: DeviceProgram,
         get_weight: Callable[[str], Tensor],
         progress: Progress,
-    ) -> dict[str, Dealt]:
+    ) -> dict[str, Parts]:
         dealt, weights = {}, decode.weights
         for done, weight in enumerate(weights):
             dealt[weight.name] = load_weight(weight, self.mesh, get_weight)
@@ -267,7 +267,7 @@ class BoardTarget(Target):
 def _executable(
     prefill: DeviceProgram,
     decode: DeviceProgram,
-    weights: Mapping[str, Dealt],
+    weights: Mapping[str, Parts],
     options: CompileOptions,
     contract: NumericContract,
 ) -> Executable:
