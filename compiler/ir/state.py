@@ -14,7 +14,6 @@ class StateSpec:
     ``kind``: ``per_token`` (a row is added with every position: keys and values) or
     ``per_sequence`` (rewritten in place: a convolution window, a delta-rule matrix).
     ``shape``: of one position, or of one sequence. ``format``: the format asked for.
-    ``shard_axis``: the dimension of ``shape`` that tensor parallelism splits, if any.
     ``window``: positions that must be kept (0: all).
     """
 
@@ -22,7 +21,6 @@ class StateSpec:
     kind: str
     shape: tuple[int, ...]
     format: str
-    shard_axis: int | None = None
     window: int = 0
 
     def num_elements(self, num_positions: int) -> int:

@@ -54,8 +54,7 @@ def _attention(graph_module: GraphModule, node: Node, where: _Where, ctx: PassCo
     wanted = ctx.precision.format("kv_cache", layer=facts.layer, fqn=facts.fqn)
     shape = (2, int(num_kv_heads), int(head_dim))
     name = f"{facts.fqn}.kv"
-    axis = _shard_axis(1, ctx)
-    spec = StateSpec(name, PER_TOKEN, shape, wanted, shard_axis=axis, window=window)
+    spec = StateSpec(name, PER_TOKEN, shape, wanted, window=window)
     cache = _add_state(graph_module, node, spec)
     args = (q, k, v, cache, *where, scale, window, *soft_cap)
     replace(node, emit(node, ops.attention_step, args, facts=facts))
@@ -67,7 +66,7 @@ def _causal_conv1d(graph_module: GraphModule, node: Node, where: _Where, ctx: Pa
     num_channels, _, width = weight.meta["val"].shape
     shape = (int(num_channels), int(width) - 1)
     name = f"{info(node).fqn}.window"
-    spec = StateSpec(name, PER_SEQUENCE, shape, "fp32", _shard_axis(0, ctx))
+    spec = StateSpec(name, PER_SEQUENCE, shape, "fp32")
     window = _add_state(graph_module, node, spec)
     args = (x, weight, window, *where)
     replace(node, emit(node, ops.causal_conv1d_step, args, facts=info(node)))
@@ -82,15 +81,10 @@ def _gated_delta_rule(
     num_heads, value_dim = node.meta["val"].shape[-2:]
     shape = (int(num_heads), key_dim, int(value_dim))
     name = f"{info(node).fqn}.memory"
-    spec = StateSpec(name, PER_SEQUENCE, shape, "fp32", _shard_axis(0, ctx))
+    spec = StateSpec(name, PER_SEQUENCE, shape, "fp32")
     state = _add_state(graph_module, node, spec)
     args = (*node.args, state, *where)
     replace(node, emit(node, ops.gated_delta_rule_step, args, facts=info(node)))
-
-
-def _shard_axis(axis: int, ctx: PassContext) -> int | None:
-    """The dimension that ranks split; none of a rank's own program, which is cut already."""
-    return axis if ctx.parallel.tensor == 1 else None
 
 
 _INSERTERS: dict[Any, Callable[[GraphModule, Node, _Where, PassContext], None]] = {

@@ -30,7 +30,7 @@ def test_every_layer_gets_its_specification() -> None:
     run_passes(graph_module, [insert_state], ctx)
     states = [info(node) for node in graph_module.graph.nodes if info(node).role == STATE]
     assert [facts.state for facts in states] == [
-        StateSpec(f"model.layers.{layer}.self_attn.kv", PER_TOKEN, (2, 2, 16), name, shard_axis=1)
+        StateSpec(f"model.layers.{layer}.self_attn.kv", PER_TOKEN, (2, 2, 16), name)
         for layer, name in enumerate(("bfp8", "bf16"))
     ]
     assert [facts.layer for facts in states] == [0, 1]
@@ -72,8 +72,8 @@ def test_layers_that_forget_get_a_state_of_one_size() -> None:
     ]
     path = "model.layers.0.linear_attn"
     assert states[:2] == [
-        StateSpec(f"{path}.conv1d.window", PER_SEQUENCE, (128, 3), "fp32", shard_axis=0),
-        StateSpec(f"{path}.memory", PER_SEQUENCE, (4, 16, 16), "fp32", shard_axis=0),
+        StateSpec(f"{path}.conv1d.window", PER_SEQUENCE, (128, 3), "fp32"),
+        StateSpec(f"{path}.memory", PER_SEQUENCE, (4, 16, 16), "fp32"),
     ]
     assert states[0] is not None and states[0].num_elements(1000) == 128 * 3
     text = graph_text(graph_module.graph)

@@ -1,4 +1,4 @@
-"""Boards deal what ranks deal, in the same words: padded shares, and a stream over a second axis."""
+"""Boards deal what ranks deal, in the same words: padded shares, and a stream over two axes."""
 
 from __future__ import annotations
 
