@@ -59,6 +59,14 @@ class Placement:
         """How an axis is dealt; None where every rank has all of it."""
         return next((each for each in self.dealt if each.axis == axis), None)
 
+    def over(self, axis: int) -> str:
+        """The mesh axis over which an axis is dealt; empty where every rank has all of it."""
+        return next((each.over for each in self.dealt if each.axis == axis), "")
+
+    def split(self, axis: int) -> Split | None:
+        """The shares of an axis; None where every rank has all of it."""
+        return next((each.split for each in self.dealt if each.axis == axis), None)
+
 
 WHOLE = Placement()
 """All of it on every rank."""

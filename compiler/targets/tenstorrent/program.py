@@ -40,16 +40,6 @@ class Memory:
         return f"{self.buffer}:{self.layout}/{self.cores}"
 
 
-def _over(placement: Placement, axis: int) -> str:
-    dealt = placement.along(axis)
-    return "" if dealt is None else dealt.over
-
-
-def _split(placement: Placement, axis: int) -> Split | None:
-    dealt = placement.along(axis)
-    return None if dealt is None else dealt.split
-
-
 @dataclass(frozen=True, slots=True)
 class Value:
     """What a chip holds of one tensor: ``rows`` and ``columns`` are those of one chip.
@@ -69,12 +59,12 @@ class Value:
     @property
     def over(self) -> str:
         """The mesh axis whose chips hold different columns; empty: every chip holds the same."""
-        return _over(self.placement, 1)
+        return self.placement.over(1)
 
     @property
     def split(self) -> Split | None:
         """How that axis deals them."""
-        return _split(self.placement, 1)
+        return self.placement.split(1)
 
     @property
     def partial(self) -> str:
@@ -113,22 +103,22 @@ class Weight:
     @property
     def in_over(self) -> str:
         """The mesh axis over which its rows are dealt, if any."""
-        return _over(self.placement, 0)
+        return self.placement.over(0)
 
     @property
     def in_split(self) -> Split | None:
         """How its rows are dealt."""
-        return _split(self.placement, 0)
+        return self.placement.split(0)
 
     @property
     def out_over(self) -> str:
         """The mesh axis over which its columns are dealt, if any."""
-        return _over(self.placement, 1)
+        return self.placement.over(1)
 
     @property
     def out_split(self) -> Split | None:
         """How its columns are dealt."""
-        return _split(self.placement, 1)
+        return self.placement.split(1)
 
     @property
     def tiles(self) -> tuple[int, int]:
@@ -161,12 +151,12 @@ class Cache:
     @property
     def over(self) -> str:
         """The mesh axis over which its heads are dealt, if any."""
-        return _over(self.placement, 1)
+        return self.placement.over(1)
 
     @property
     def split(self) -> Split | None:
         """How the columns of its heads are dealt."""
-        return _split(self.placement, 1)
+        return self.placement.split(1)
 
     @property
     def num_bytes(self) -> int:
