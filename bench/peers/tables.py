@@ -33,8 +33,8 @@ def peers_table(record: dict[str, Any]) -> str:
     readings = [each / 1e9 for each in record["bandwidth"]["readings"]]
     source = (
         f"{record['model']}, {record['num_threads']} threads of {record['device']}; medians of "
-        f"{record['num_rounds']} rounds in turn, tokens/s, all users together; ratios round by round; "
-        f"memory read at {min(readings):.1f} to {max(readings):.1f} GB/s "
+        f"{record['num_rounds']} rounds in turn, tokens/s, all users together; ratios round by "
+        f"round; memory read at {min(readings):.1f} to {max(readings):.1f} GB/s "
         f"({record['timestamp'][:10]}, commit {record['commit'][:10]})."
     )
     return f"{Table.of(columns, rows).markdown()}\n{source}\n"

@@ -31,7 +31,8 @@ def test_a_block_has_its_record_and_the_rest_of_a_document_stays(tmp_path: Path)
     (tmp_path / "one.json").write_text(json.dumps(record))
     text = "a\n<!-- peers:begin one -->\nold\n<!-- peers:end one -->\nb\n"
     found = rendered(text, tmp_path)
-    assert found.startswith("a\n<!-- peers:begin one -->\n\n| engine") and found.endswith(" -->\nb\n")
+    assert found.startswith("a\n<!-- peers:begin one -->\n\n| engine")
+    assert found.endswith(" -->\nb\n")
     cells = [[cell.strip() for cell in line.split("|")] for line in found.splitlines()]
     assert cells[5][1:-1] == ["tilewright native", "all-q40", "1,234", "12.3", "50 %", "2.12"]
     assert cells[6][1:-1] == ["llama.cpp", "Q4_0", "1,234", "", "", ""]
