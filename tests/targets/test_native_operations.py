@@ -137,7 +137,7 @@ class Operations:
 
 
 @pytest.mark.parametrize(
-    "count", [4000, pytest.param(200_000, marks=pytest.mark.slow)], ids=["some", "many"]
+    "count", [4000, pytest.param(1_000_000, marks=pytest.mark.slow)], ids=["some", "many"]
 )
 @pytest.mark.parametrize("fidelity", ["exact", "lofi"])
 def test_random_operations_have_the_bits_of_rows_alone(count: int, fidelity: str) -> None:
