@@ -52,7 +52,8 @@ def norm_kernel(
     out, x, weight, width, eps, BLOCK: tl.constexpr, CHAINED: tl.constexpr
 ):  # fmt: skip
     """Program t: RMSNorm of row t, all at once, in float32, rounded, then times ``weight``."""
-    at, dtype = tl.arange(0, BLOCK), out.dtype.element_ty
+    at = tl.arange(0, BLOCK)
+    dtype = out.dtype.element_ty
     factors = tl.load(weight + at, mask=at < width, other=0.0).to(tl.float32)
     begin(CHAINED)
     here = tl.program_id(0).to(tl.int64) * width + at
