@@ -58,9 +58,15 @@ def _make(count: int, gigabits: float) -> None:
 
 def _remove(count: int) -> None:
     for node in range(count):
-        subprocess.run(["ip", "netns", "del", f"{_NAME}{node}"], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", f"{_NAME}h{node}"], capture_output=True, check=False)
-    subprocess.run(["ip", "link", "del", f"{_NAME}br"], capture_output=True, check=False)
+        _try(f"ip netns del {_NAME}{node}")
+        _try(f"ip link del {_NAME}h{node}")
+    _try(f"ip link del {_NAME}br")
+
+
+def _try(command: str) -> None:
+    """Take away what may not be there; where there is no such program, nothing is."""
+    with contextlib.suppress(OSError):
+        subprocess.run(command.split(), capture_output=True, check=False)
 
 
 def _do(command: str) -> None:
