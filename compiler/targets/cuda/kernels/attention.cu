@@ -107,7 +107,7 @@ struct Plan {
   int newest, first, stop, each, used;  // the new token's page; `used`: splits of the row
   int split, last_split, group, in_group;  // this block's splits; the group's end, in splits
 };
-__device__ __forceinline__ Plan plan_of(const Attend &p, int position) {
+__device__ __forceinline__ Plan plan_of(const Attend &p, int position, int block) {
   Plan plan;
   const int seen = p.window > 0 ? max(position - p.window + 1, 0) / PAGE : 0;
   plan.newest = position / PAGE;
@@ -115,7 +115,7 @@ __device__ __forceinline__ Plan plan_of(const Attend &p, int position) {
   const int num_splits = GROUP * (num_pages <= p.short_pages ? 1 : p.num_groups);
   plan.each = (num_pages + num_splits - 1) / num_splits;
   plan.used = position < 0 ? 0 : (num_pages + plan.each - 1) / plan.each;
-  plan.split = blockIdx.x * p.each_block;
+  plan.split = block * p.each_block;
   plan.group = plan.split / GROUP;
   plan.in_group = min(plan.used, (plan.group + 1) * GROUP);
   plan.last_split = min(plan.split + p.each_block, plan.in_group);
@@ -231,8 +231,10 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
   const int part = PARTS<D> == 1 ? 0 : (threadIdx.x >> 5) % PARTS<D>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int first_channel = part * CHANNELS<D>;
-  const int b = blockIdx.y, kv_head = blockIdx.z;
-  const bool is_joined = p.num_joined > 1, is_first = (blockIdx.x & (p.num_joined - 1)) == 0;
+  // Groups come last: those that rows of short contexts leave empty wait for no block that works.
+  const int b = blockIdx.y, kv_head = blockIdx.z % p.num_kv_heads;
+  const int block = blockIdx.z / p.num_kv_heads * p.num_joined + blockIdx.x;
+  const bool is_joined = p.num_joined > 1, is_first = blockIdx.x == 0;
   release_dependents();
   if (!p.early) wait_for_inputs();
   const i64 slot = read_long(p.slots + b);
@@ -242,11 +244,11 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
     __syncwarp();
     cluster_arrive();
   }
-  const Plan plan = plan_of(p, position);
+  const Plan plan = plan_of(p, position, block);
   u16 *out = p.out + (i64)b * p.out_stride + kv_head * num_heads * D;
   if (plan.split >= plan.used) {
     if (is_joined) cluster_wait();
-    if (position >= 0 || blockIdx.x > 0) return;
+    if (position >= 0 || block > 0) return;
     if (p.early) wait_for_inputs();
     for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>)
       *(uint2 *)(out + i * 4) = make_uint2(0, 0);

@@ -182,7 +182,7 @@ def _launch(pages: KVPages, arguments: _Attend, num_rows: int) -> None:
         SOURCE,
         f"attend_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
         at=nvrtc.Launch(
-            blocks=(arguments.num_groups * joined, num_rows, pages.num_kv_heads),
+            blocks=(joined, num_rows, pages.num_kv_heads * arguments.num_groups),
             num_threads=32 * _WARPS * _num_parts(pages.head_dim),
             shared=_shared_bytes(pages.head_dim, heads, joined * arguments.each_block),
             cluster=(joined, 1, 1),
