@@ -96,6 +96,29 @@ def test_every_way_of_a_product_is_the_same(way: str, folder: Folder) -> None:
     assert executor.ways(products[0], 2) == (INSIDE, APART, launches.LIBRARY)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU times real steps")
+def test_the_way_of_the_fastest_right_step_is_chosen(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, _, _ = engines("half", folder)
+    chosen: dict[Any, str] = {}
+    for part in ("cuda_steps", "launches"):
+        monkeypatch.setattr(f"{PARTS}.{part}.WAYS", chosen)
+    monkeypatch.setattr(
+        executor, "_step_time", lambda rows: 9.0 - list(chosen.values()).count(APART)
+    )
+    compute = executor.product_by
+
+    def broken(way: str, each: Any, x: torch.Tensor, residual: Any) -> torch.Tensor:
+        found = compute(way, each, x, residual)
+        return found * 1.1 if way == INSIDE else found
+
+    monkeypatch.setattr(executor, "product_by", broken)
+    executor._time_products(2)
+    ways = {bool(shape[4]): way for shape, way in chosen.items()}  # by whether there is a norm
+    assert ways == {True: APART, False: launches.LIBRARY} and len(chosen) == 5
+
+
 def test_pages_grow_and_shrink(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Later chunks go when their last page does; places are counted from the first chunk."""
     monkeypatch.setattr(f"{PARTS}.pages.CHUNK", 2)

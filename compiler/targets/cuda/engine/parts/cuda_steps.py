@@ -120,7 +120,7 @@ class CudaExecutor(CudaKernels):
 
     def _step_time(self, rows: int) -> float:
         """Milliseconds of a few decode steps of so many rows, by the ways that are chosen now."""
-        graph = self._capture("decode", self._inputs("decode", rows), 1).graph
+        graph = self._capture("decode", self._inputs("decode", rows), 1, pool=None).graph
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for index in range(7):
             if index == 2:
@@ -238,7 +238,8 @@ class CudaExecutor(CudaKernels):
         """The graph of a step of this size, captured when it is first asked for."""
         key = kind, size, splits
         if key not in self._graphs:
-            self._graphs[key] = self._capture(kind, self._inputs(kind, size), splits)
+            inputs, pool = self._inputs(kind, size), self._graph_memory
+            self._graphs[key] = self._capture(kind, inputs, splits, pool)
         return self._graphs[key]
 
     def _inputs(self, kind: str, size: int) -> Tensor:
@@ -250,7 +251,9 @@ class CudaExecutor(CudaKernels):
             inputs[1], inputs[2] = torch.arange(size), -1
         return inputs.to(self.device)
 
-    def _capture(self, kind: str, inputs: Tensor, splits: int) -> Captured:
+    def _capture(self, kind: str, inputs: Tensor, splits: int, pool: Any) -> Captured:
+        """``pool``: of memory that its graphs share, which live as long as the engine; or None."""
+
         def step() -> Values:
             if kind == "decode":
                 return {"logits": self._run_decode(inputs, splits)["logits"]}
@@ -260,7 +263,7 @@ class CudaExecutor(CudaKernels):
         step()  # compiles what is new
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory):
+        with torch.cuda.graph(graph, pool=pool):
             values = step()
         return Captured(graph, inputs, values)
 

@@ -177,8 +177,6 @@ class CudaKernels(Executor):
         s, splits, table = self.settings, batch.splits, batch.table
         assert table is not None
         sizes = self._heads(SPLITS=splits)
-        alone = len(qkv) * s.num_kv_heads * splits <= self.num_processors and s.head_dim <= 128
-        keys = CHOICES.keys * (2 if alone else 1)  # most that a program has room for beside others
         parts = out
         if splits > 1:
             shape = len(qkv), s.num_heads, splits, sizes["E"] + 2
@@ -188,10 +186,10 @@ class CudaKernels(Executor):
             (len(qkv), s.num_kv_heads, splits),
             *(out, parts, qkv, self.pages.base, table, batch.seats, batch.positions, self.turns),
             *(self._layer_offset(each), table.shape[1], s.scale),
-            **self._heads(SPLITS=splits, KEYS=keys, PAGE=PAGE),
+            **self._heads(SPLITS=splits, KEYS=min(CHOICES.keys, PAGE), PAGE=PAGE),
             R=power(s.num_heads // s.num_kv_heads),
             INTERLEAVED=s.interleaved,
-            num_warps=8 if s.head_dim > 128 or keys > 64 else 4,
+            num_warps=8 if s.head_dim > 128 else 4,
         )
         if splits > 1:
             del sizes["G"]
