@@ -18,6 +18,7 @@ from tilewright.compiler.cli import main
 from tilewright.compiler.commands import chat
 from tilewright.compiler.commands.asking import Sign, read_asked
 from tilewright.models.tokenizer.chat_template import Message
+from tilewright.models.tokenizer.tokenizer import StreamDecoder
 
 FEW = ("--max-tokens", "6")
 Piped = Callable[..., tuple[int, str, str]]
@@ -100,23 +101,16 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(
 ) -> None:
     talk.hear("/set max_tokens 200")
     pushed = 0
-    stream = talk._llm.tokenizer.stream
+    push = StreamDecoder.push
 
-    def interrupt_third(*arguments: bool) -> object:
-        decoder = stream(*arguments)
-        push = decoder.push
+    def count(decoder: StreamDecoder, index: int) -> str:
+        nonlocal pushed
+        pushed += 1
+        if pushed == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return push(decoder, index)
 
-        def count(index: int) -> str:
-            nonlocal pushed
-            pushed += 1
-            if pushed == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-            return push(index)
-
-        monkeypatch.setattr(decoder, "push", count)
-        return decoder
-
-    monkeypatch.setattr(talk._llm.tokenizer, "stream", interrupt_third)
+    monkeypatch.setattr(StreamDecoder, "push", count)
     before = signal.getsignal(signal.SIGINT)
     assert talk.hear("hello")
     assert signal.getsignal(signal.SIGINT) is before
