@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from tilewright.compiler.errors import CompileError
+from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.registry import Registry
 
 # A worker core does 4.096 TFLOP/s at LoFi and 1 GHz; 2, 3 and 4 phases take 2, 3 and 4 times as
@@ -130,6 +130,20 @@ def target_options(name: str) -> list[str]:
     """The options of a command that mean the target of this full name, whatever is here."""
     backend = next((each for each, full in CPU_BACKENDS.items() if full == name), None)
     return ["--target", name] if backend is None else ["--target", "cpu", "--backend", backend]
+
+
+def check_ranks(target: str, num_ranks: int) -> None:
+    """Refuse ranks of a board, which deals a model over its own chips.
+
+    Raises:
+        ConfigError: for more ranks than one, with the boards there are.
+    """
+    if target in BOARDS and num_ranks > 1:
+        chips = ", ".join(f"{each} ({DEVICES[each].num_chips})" for each in BOARDS)
+        raise ConfigError(
+            f"{num_ranks} ranks of target {target}: a board deals a model over its own chips; "
+            f"allowed: without --tensor-parallel, and as --target a board by its chips: {chips}"
+        )
 
 
 def check_gpu() -> None:

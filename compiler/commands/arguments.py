@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from tilewright.compiler.artifacts.places import is_compiled
-from tilewright.compiler.devices import CPU_BACKENDS, check_gpu, num_gpus
+from tilewright.compiler.devices import CPU_BACKENDS, check_gpu, check_ranks, num_gpus
 from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.compiler.errors import ConfigError, allowed
 from tilewright.compiler.files import check_fresh
@@ -324,6 +324,7 @@ def read_model_options(
 
 def _check_devices(target: str, grouping: Grouping) -> None:
     devices = grouping.parallel.devices
+    check_ranks(target, grouping.parallel.tensor)
     if target == "cuda":
         check_gpu()
         if not grouping.is_alone or devices:

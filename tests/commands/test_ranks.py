@@ -26,6 +26,7 @@ from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.device import open_device
+from tilewright.compiler.targets.table import get_target
 
 RUN = (*PYTHON, "-m", "tilewright.compiler.cli", "run", "--target", "null", "--tensor-parallel")
 TORCHRUN = {
@@ -91,6 +92,28 @@ def test_devices_of_a_target_that_has_cores_are_refused(capsys: pytest.CaptureFi
     assert main(["run", "--target", "reference", "--devices", "1", "--prompt", "x"]) == 2
     said = "--devices 1: target reference has cores; allowed: --target cuda"
     assert said in capsys.readouterr().err
+
+
+def test_a_board_is_refused_ranks_before_anything_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        "2 ranks of target n300: a board deals a model over its own chips; allowed: without "
+        "--tensor-parallel, and as --target a board by its chips: n150 (1), n300 (2), t3k (8), "
+        "tg (32)"
+    )
+    given = ["--target", "n300", "--tensor-parallel", "2"]
+    nowhere, shape = str(tmp_path / "none"), "shape:llama-3.2-1b"
+    for command in (
+        ["run", "--prompt", "x", "--model", nowhere],
+        ["bench", "--model", nowhere],
+        ["compile", shape, "-o", str(tmp_path / "out")],
+    ):
+        assert main([*command, *given]) == 2
+        assert capsys.readouterr().err == f"tilewright: {said}\n"
+    with pytest.raises(ConfigError, match="2 ranks of target n300: a board deals a model over"):
+        get_target("n300").settled(CompileOptions(parallel=Parallel(2)))
+    assert not (tmp_path / "out").exists()
 
 
 def test_one_rank_runs_on_the_device_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
