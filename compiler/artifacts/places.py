@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tilewright.compiler.files import cache_dir
+import msgspec
+
+from tilewright.compiler.files import cache_dir, read_regular
 
 MANIFEST = "manifest.json"
 _PREFIX = "rank_"
@@ -21,6 +23,20 @@ def is_compiled(path: str | Path) -> bool:
         return (Path(path).expanduser() / MANIFEST).is_file()
     except (OSError, RuntimeError, ValueError):
         return False
+
+
+class _Manifest(msgspec.Struct):
+    target: str
+
+
+def target_of(folder: Path) -> str | None:
+    """The target that a compiled folder is for; None where its manifest cannot be read, as opening
+    the folder says.
+    """
+    try:
+        return msgspec.json.decode(read_regular(folder / MANIFEST), type=_Manifest).target
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def part_of(folder: Path, rank: int) -> Path:

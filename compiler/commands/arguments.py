@@ -10,7 +10,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from tilewright.compiler.artifacts.places import is_compiled
+from tilewright.compiler.artifacts.places import is_compiled, target_of
 from tilewright.compiler.devices import CPU_BACKENDS, check_gpu, check_ranks, num_gpus
 from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.compiler.errors import ConfigError, allowed
@@ -258,7 +258,8 @@ def output_folder(named: str | None) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Checked `ModelArguments`; ``precision`` is None for a compiled folder, which has its own.
+    """Checked `ModelArguments`; ``precision`` is None for a compiled folder, which has its own, and
+    ``target`` is the folder's.
     ``notes``: what was chosen for the user, a line each. ``is_auto``: what runs the target cpu is
     chosen when the model is open; until then it is ONNX Runtime's. ``grouping``: the ranks.
     """
@@ -290,17 +291,10 @@ def read_model_options(
         raise ConfigError(f"unknown target {target!r}; {allowed(_TARGETS, target)}")
     target = _with_backend(target, arguments.backend)
     grouping = read_grouping(arguments) if runs else Grouping()
+    if arguments.model is not None and is_compiled(arguments.model):
+        return _of_folder(arguments, Path(arguments.model).expanduser(), grouping)
     if runs:
         _check_devices(target, grouping)
-    if arguments.model is not None and is_compiled(arguments.model):
-        path = Path(arguments.model).expanduser()
-        refuse_given(
-            arguments,
-            ("target", "backend", "precision", "compute", "dump"),
-            f"the compiled folder {path}, which was compiled with its own; allowed: without "
-            "--{name}, or compile the checkpoint again",
-        )
-        return ModelOptions(path, target, "fast", precision=None, dump_dir=None, grouping=grouping)
     named, notes = arguments.precision or default_precision, tuple[str, ...]()
     if named != AUTO:
         load_precision(named)  # a name is checked before a model is fetched
@@ -319,6 +313,24 @@ def read_model_options(
         notes=notes,
         is_auto=target == "cpu" and arguments.backend in (None, AUTO),
         grouping=grouping,
+    )
+
+
+def _of_folder(
+    arguments: ModelArguments | argparse.Namespace, path: Path, grouping: Grouping
+) -> ModelOptions:
+    """Of a compiled folder, whose own target says which devices there may be."""
+    refuse_given(
+        arguments,
+        ("target", "backend", "precision", "compute", "dump"),
+        f"the compiled folder {path}, which was compiled with its own; allowed: without "
+        "--{name}, or compile the checkpoint again",
+    )
+    target = target_of(path)
+    if target is not None:
+        _check_devices(target, grouping)
+    return ModelOptions(
+        path, target or "cpu", "fast", precision=None, dump_dir=None, grouping=grouping
     )
 
 

@@ -13,17 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from tilewright.compiler.artifacts.places import MANIFEST, is_compiled
 from tilewright.compiler.child import PYTHON
-from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.commands.asking import Sign
 from tilewright.compiler.commands.serve_options import ServeOptions, read_serve_options
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.files import read_regular
 from tilewright.compiler.serve.health import is_healthy
-from tilewright.models import DEFAULT_MODEL, ShapeName
+from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -71,7 +66,7 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
         defaults=options.defaults,
         replicas=replicas_of(
             options.replicas,
-            _target_of(options.model),
+            options.model.target,
             options.model.grouping,
             devices=options.devices,
             threads=options.threads,
@@ -95,21 +90,6 @@ def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:
 
     command = ["-m", "tilewright.compiler.commands.serve_engine", "{}", *argv]
     return serve(settings, command, load, on_listening=tell_address)
-
-
-class _Manifest(msgspec.Struct):
-    target: str
-
-
-def _target_of(model: ModelOptions) -> str:
-    """What a model runs on: as asked, or as a folder was compiled for."""
-    path = model.path
-    if isinstance(path, ShapeName) or not is_compiled(path):
-        return model.target
-    try:
-        return msgspec.json.decode(read_regular(path / MANIFEST), type=_Manifest).target
-    except (OSError, msgspec.MsgspecError):
-        return model.target  # the engine says what is wrong with it
 
 
 def _load_tokenizer(folder: Path, chat_template: str | None) -> Tokenizer:

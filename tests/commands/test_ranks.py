@@ -20,6 +20,8 @@ import torch
 from tests.test_child import gone
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.cli import main
+from tilewright.compiler.commands import arguments
+from tilewright.compiler.commands.arguments import ModelOptions, read_model_options
 from tilewright.compiler.commands.following import is_follower
 from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.compiler.distributed.parallel import Parallel
@@ -114,6 +116,31 @@ def test_a_board_is_refused_ranks_before_anything_is_opened(
     with pytest.raises(ConfigError, match="2 ranks of target n300: a board deals a model over"):
         get_target("n300").settled(CompileOptions(parallel=Parallel(2)))
     assert not (tmp_path / "out").exists()
+
+
+def test_devices_are_those_of_the_target_that_a_folder_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "check_gpu", lambda: None)
+    monkeypatch.setattr(arguments, "num_gpus", lambda: 2)
+
+    def read(target: str, **options: object) -> ModelOptions:
+        (tmp_path / "manifest.json").write_text(f'{{"target": "{target}"}}')
+        nothing = dict.fromkeys(("target", "backend", "precision", "compute", "dump"))
+        given = asked(**nothing, model=str(tmp_path), **options)
+        return read_model_options(given, "auto")
+
+    found = read("cuda", devices=(1,))
+    assert found.target == "cuda" and found.grouping.parallel.devices == (1,)
+    with pytest.raises(ConfigError, match="device 2: this machine has 2 GPUs"):
+        read("cuda", devices=(2,))
+    with pytest.raises(ConfigError, match="3 ranks on target cuda: this machine has 2 GPUs"):
+        read("cuda", tensor_parallel=3)
+    with pytest.raises(ConfigError, match="--devices 1: target null has cores; allowed: --tar"):
+        read("null", devices=(1,))
+    with pytest.raises(ConfigError, match="2 ranks of target t3k: a board deals a model over"):
+        read("t3k", tensor_parallel=2)
+    assert read('broken"').target == "cpu", "what is wrong is said when it is opened"
 
 
 def test_one_rank_runs_on_the_device_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
