@@ -130,7 +130,13 @@ def load_program(
         CheckpointError: for files that are not what the target wrote.
         ConfigError, CompileError: for options that the program does not serve.
     """
-    folder = own_part(folder, manifest, options)
+    return _load_part(own_part(folder, manifest, options), manifest, options, progress)
+
+
+def _load_part(
+    folder: Path, manifest: Manifest, options: CompileOptions, progress: Progress
+) -> Compiled:
+    """`load_program` of the folder that a program itself lies in."""
     options = as_compiled(manifest, options)
     check_options(options, manifest.model.max_positions)
 
@@ -166,12 +172,12 @@ def compile_cached(
 ) -> Compiled:
     """`compile_model`, through a cache; where that cannot be used, a note says so.
 
-    Random weights, which no file stands for, are made anew each time and not kept. Raises as
-    `compile_model`.
+    A rank's part is an entry of its own. Random weights, which no file stands for, are made anew
+    each time and not kept. Raises as `compile_model`.
     """
     options = options or CompileOptions()
     check_options(options, model.config.max_positions)
-    if not model.checkpoint.files or options.parallel.tensor > 1:  # whose parts are not kept
+    if not model.checkpoint.files:
         return compile_model(model, precision, target=target, options=options, progress=progress)
     get_target(target)
     summary = resolve_precision(model, precision).summary(precision.name)
@@ -196,7 +202,7 @@ def compile_cached(
 
     try:
         with cache.entry(wanted, build, wait=lambda: progress("waiting", 0, 1)) as found:
-            compiled = load_program(*found, options, progress)
+            compiled = _load_part(*found, options, progress)
     except CacheUnusableError as error:
         compiled = compile_model(
             model, precision, target=target, options=options, progress=progress

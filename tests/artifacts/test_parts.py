@@ -10,16 +10,22 @@ import pytest
 
 from tests.tiny import precision_of
 from tilewright.compiler.artifacts import parts as parts_module
+from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.places import digest_memory
-from tilewright.compiler.artifacts.program import load_program, write_program, write_ranks
+from tilewright.compiler.artifacts.program import (
+    compile_cached,
+    load_program,
+    write_program,
+    write_ranks,
+)
 from tilewright.compiler.commands import source as source_module
 from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.commands.source import Source, compile_source
 from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.driver import compile_model, silent
+from tilewright.compiler.driver import Compiled, compile_model, silent
 from tilewright.compiler.errors import CheckpointError, TilewrightError
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.targets.base import CompileOptions
@@ -51,6 +57,33 @@ def test_every_rank_loads_what_it_would_compile(
         assert "bf16" in graph_text(loaded.graph().graph)
         loaded.executable.close()
         direct.executable.close()
+
+
+def test_a_rank_s_part_is_kept_by_what_was_dealt(
+    model: SimpleNamespace, cache: ProgramCache, traces: list[object]
+) -> None:
+    """Found again by the same rank of the same group, and by nobody else."""
+
+    def said(found: Compiled) -> tuple[str, int]:
+        weights = found.executable.memory().weights
+        found.executable.close()
+        return graph_text(found.graph().graph), weights
+
+    def cached(options: CompileOptions) -> tuple[str, int]:
+        return said(compile_cached(model, BFP8, cache, target="cpu-native", options=options))
+
+    asked = [replace(OPTIONS, rank=rank) for rank in range(2)]
+    first = [cached(each) for each in asked]
+    assert len(traces) == 2
+    assert [cached(replace(each, max_batch=1)) for each in asked] == first
+    assert len(traces) == 2, "loaded"
+    direct = [compile_model(model, BFP8, target="cpu-native", options=each) for each in asked]
+    assert [said(each) for each in direct] == first
+    count = len(traces)
+    others = (Parallel(), Parallel(2, wire="fp32"), Parallel(2, wire="bf16", shares=(3, 1)))
+    for number, other in enumerate(others, 1):
+        cached(replace(OPTIONS, parallel=other))
+        assert len(traces) == count + number
 
 
 def test_a_rank_reads_no_other_rank_s_part(model: SimpleNamespace, tmp_path: Path) -> None:
