@@ -49,11 +49,12 @@ class PromptDealer:
             if num_decoding and self._is_shortest_next:
                 order = sorted(pending, key=lambda each: (each.request.priority, each.left))
             self._is_shortest_next = not self._is_shortest_next
-        room, weight = self._room(order, num_decoding)
+        most = self._num_pieces(num_decoding, len(order))
+        room, weight = self._room(order, num_decoding, most)
         dealt: list[tuple[Running, int]] = []
         for running in order:
             count = self._piece(running, room, weight, is_first=not dealt)
-            if not count or len(dealt) == self._limits.max_prompts:
+            if not count or len(dealt) == most:
                 break
             room -= self._rows_of(count)
             weight -= weight_of(running.computed, count, self._limits.far)
@@ -85,12 +86,22 @@ class PromptDealer:
         """Whether streams wait for the step's prompts, and shall not for long."""
         return bool(num_decoding and self._policy.step_ms)
 
-    def _room(self, order: Sequence[Running], num_decoding: int) -> tuple[int, float]:
+    def _num_pieces(self, num_decoding: int, num_pending: int) -> int:
+        """Prompts that the next step takes a piece of: beside rows that may share a pass, as many
+        as may end in the widest there is.
+        """
+        most = min(num_pending, self._limits.max_prompts)
+        widest = self._limits.passes[-1][0] if self._limits.passes else 0
+        return min(most, widest - num_decoding) if 0 < num_decoding < widest else most
+
+    def _room(
+        self, order: Sequence[Running], num_decoding: int, num_pieces: int
+    ) -> tuple[int, float]:
         """Tokens of prompts that the next step takes, and what they may weigh."""
         start = order[0].computed
         if not self._is_timed(num_decoding):
             return self.budget(num_decoding, start), math.inf
-        sizes = self._sizes(num_decoding, len(order))
+        sizes = self._sizes(num_decoding + num_pieces)
         if not sizes:
             return self.budget(num_decoding, start), self._weight_beside(num_decoding)
         whole = sum(each.computed + each.left for each in order)
@@ -102,10 +113,9 @@ class PromptDealer:
         page = self._limits.page_size if self._limits.passes else 0
         return -(-count // page) * page if page else count
 
-    def _sizes(self, num_decoding: int, num_pending: int) -> tuple[int, ...]:
-        """The passes that there are for so many rows, and prompts of which some may end."""
-        most = num_decoding + min(num_pending, self._limits.max_prompts)
-        return next((sizes for rows, sizes in self._limits.passes if rows >= most), ())
+    def _sizes(self, num_rows: int) -> tuple[int, ...]:
+        """The passes that there are for so many rows and prompts that may end."""
+        return next((sizes for rows, sizes in self._limits.passes if rows >= num_rows), ())
 
     def shared(
         self, num_decoding: int, sizes: Sequence[int], num_waiting: int, start: int = 0

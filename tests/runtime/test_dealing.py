@@ -87,6 +87,23 @@ def test_a_shared_pass_takes_no_longer_than_it_may(rows: int, waiting: int, step
     assert tokens == 64 or A_PASS + A_TOKEN * tokens + A_ROW * rows <= 1.2 * allowed
 
 
+CAPTURED = (
+    (16, (64, 128, 256, 512, 784, 1024)),
+    (64, (64, 192, 448, 720, 960)),
+    (256, (64, 256, 528, 768)),
+)
+
+
+@given(st.integers(1, 255), st.lists(st.integers(1, 3000), min_size=1, max_size=12))
+def test_what_is_dealt_beside_rows_is_a_pass_that_there_is(rows: int, lefts: list[int]) -> None:
+    """Though more prompts wait than may end beside so many rows, of twice as many seats."""
+    made = dealer(max_seats=512, passes=CAPTURED, far=FAR)
+    found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
+    assert 1 <= len(found) <= 256 - rows
+    sizes = next(sizes for width, sizes in CAPTURED if width >= rows + len(found))
+    assert sum(-(-count // 64) * 64 for _, count in found) <= sizes[-1]
+
+
 def test_where_nobody_decodes_or_time_is_no_matter_steps_are_whole() -> None:
     assert dealer(passes=PASSES, far=FAR).budget(0) == 8192
     assert dealer(0.0, passes=PASSES, far=FAR).budget(64) == 8192

@@ -154,11 +154,15 @@ class CudaExecutable(Executable):
         return StepOutput(tuple(parts), is_mixed=bool(riding) and len(batches) == 1 and not alone)
 
     def _rides(self, step: Step) -> bool:
-        """Whether the rows that decode take part in a batch of pieces of prompts."""
-        if not (self.capabilities.passes and step.decode and any(map(can_join, step.prompts))):
+        """Whether the rows that decode take part in a batch of pieces of prompts: where all of
+        these might end in a pass that is captured.
+        """
+        limits, num_joined = self.capabilities, sum(map(can_join, step.prompts))
+        if not (limits.passes and step.decode and num_joined):
             return False
         seats = (*step.decode, *(chunk.seat for chunk in step.prompts if chunk.chooses))
-        return len(step.decode) <= self._buckets.rows[-1] and not self._answers.is_late(seats, step)
+        num_rows = len(step.decode) + min(num_joined, limits.max_prompts)
+        return num_rows <= limits.passes[-1][0] and not self._answers.is_late(seats, step)
 
     @torch.no_grad()
     def prepare(self) -> None:

@@ -21,6 +21,7 @@ from tests.tiny import (
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.targets.base import Capabilities, CompileOptions, Executable
 from tilewright.compiler.targets.cuda import device, ragged
+from tilewright.compiler.targets.cuda.joined import Joined
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.trials import VARIABLE
@@ -186,6 +187,25 @@ def test_rows_that_ride_along_are_those_of_steps_apart(
             torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
         else:
             assert ours == theirs
+
+
+def test_rows_ride_along_only_where_all_pieces_may_end_in_a_captured_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def uncaptured(*_: Any) -> None:
+        raise AssertionError("launched kernel by kernel")
+
+    monkeypatch.setattr(device, "passes_for", lambda rows: ((3, (64, 128)),))
+    monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
+    executable = made("llama", monkeypatch)
+    a, b, c, d = (take_seat(executable, 12) for _ in range(4))
+    for seat in (a, b):
+        executable.step(Step(prompts=(Chunk(seat, 0, PROMPTS[0], chooses=True),)))
+    one = (Chunk(c, 0, PROMPTS[2][:4]),)
+    both = (Chunk(c, 4, PROMPTS[2][4:], chooses=True), Chunk(d, 0, PROMPTS[3], chooses=True))
+    found = [executable.step(Step(decode=(a, b), prompts=each)) for each in (one, both)]
+    assert [each.is_mixed for each in found] == [True, False]
+    assert [part.seats for part in found[1].parts] == [(a, b), (c, d)]
 
 
 def test_a_step_whose_tokens_are_chosen_late_is_of_two_parts(
