@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,7 +67,31 @@ def test_a_table_comes_out_whatever_torch_compile_takes(engine_file: Path, tmp_p
     found = json.loads(output.read_text())
     assert found["ours"]["cases"]["mixed"]["ms"] > 0
     assert len(found["compiled"]) == len(CASES)
-    assert all("not compiled" in each["failed"] for each in found["compiled"].values())
+    first, *others = (each["failed"] for each in found["compiled"].values())
+    assert first.startswith("not compiled and measured in 0.")
+    assert all(each.startswith("not begun: those before it took all") for each in others)
+
+
+def test_a_case_of_torch_compile_has_all_the_time_that_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, given = [0.0], dict[str, float]()
+
+    def in_child(asked: Asked, seconds: float) -> dict[str, Any]:
+        given[asked.case] = seconds
+        clock[0] += min(seconds, 100.0)
+        return {"ms": 1.0} if seconds >= 100 else {"failed": "in time"}
+
+    monkeypatch.setattr(bench, "_in_child", in_child)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    asked: Any = SimpleNamespace(
+        given=bench._Arguments(), folder=str(tmp_path), config=CONFIG, found={}, _write=lambda: None
+    )
+    found = bench._Measured._compiled(asked)
+    decodes = ["decode 8 x 32 + 16", "decode 8 x 128 + 16"]
+    assert [*found] == [*CASES] and given == dict(zip(decodes, (150.0, 50.0), strict=True))
+    assert found[decodes[0]] == {"ms": 1.0}, "one compilation has the time for a figure"
+    assert {found[case]["failed"] for case in [*CASES][2:]} == {bench._NOT_BEGUN}
 
 
 def test_a_child_finds_what_this_process_finds(
