@@ -120,14 +120,16 @@ class ServeOptions:
     )
     copies: str = option(
         "weights in block formats, once more as a GPU multiplies many rows with fastest: auto, "
-        "where that leaves three quarters of the pages, or room for every context; none; all",
+        "where that leaves three quarters of the pages, or room for every context; none; all. FP8, "
+        "which lofi on bfp4 means, is such a copy, and made with --arithmetic fast alone",
         default="auto",
         group="engine",
         choices=("auto", "none", "all"),
     )
     arithmetic: str = option(
         "strict: what a request gets does not depend on what runs beside it, where the target can; "
-        "fast: prompts may take other kernels, piece by piece",
+        "fast: prompts may take other kernels, piece by piece, and on a GPU bfp4 weights at lofi "
+        "are multiplied in FP8",
         default=STRICT,
         group="engine",
         choices=(STRICT, "fast"),
