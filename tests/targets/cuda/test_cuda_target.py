@@ -185,7 +185,7 @@ def test_the_command_compiles_without_a_gpu(
     asked = ("--prompt", "hi", "--max-generated-tokens", "3", "--no-results")
     assert command("bench", "--model", str(folder), *asked) == 2
     _, err = capfd.readouterr()
-    assert "this machine has no GPU that torch can use" in err
+    assert "this machine has no GPU that" in err
 
 
 def test_the_target_holds_what_it_says_without_its_libraries() -> None:
