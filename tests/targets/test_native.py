@@ -140,6 +140,15 @@ def test_what_a_seat_held_before_weighs_nothing() -> None:
     executable.close()
 
 
+def test_a_closed_program_is_not_handed_to_the_library() -> None:
+    """Which would read from address nought, and end the process."""
+    executable = compiled(tiny_model(num_layers=1), "cpu-native", precision=precision_of("bf16"))
+    executable.close()
+    for asked in (executable.memory, lambda: executable.state_bytes(8)):
+        with pytest.raises(AssertionError, match="the executable is closed"):
+            asked()
+
+
 def _cut_short(data: bytes) -> bytes:
     return data[:-64]
 

@@ -120,7 +120,6 @@ class NativeExecutable(HostExecutable):
         logits: Tensor,
         decodes: bool,
     ) -> None:
-        assert self._engine is not None, "the executable is closed"
         step = lib.TwStep(
             num_tokens=len(tokens),
             num_sequences=len(seats),
@@ -134,7 +133,7 @@ class NativeExecutable(HostExecutable):
             logits=logits.data_ptr(),
         )
         self._complete(step)
-        failed = self._library.tw_step(self._engine, ctypes.byref(step))
+        failed = self._library.tw_step(self._opened(), ctypes.byref(step))
         self._check(failed)
 
     def _complete(self, step: lib.TwStep) -> None:
@@ -146,33 +145,38 @@ class NativeExecutable(HostExecutable):
             self._times.count_step()
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
-        self._library.tw_copy(self._engine, source, target, num_positions)
+        self._library.tw_copy(self._opened(), source, target, num_positions)
         self._lengths[target] = num_positions
 
     def clear_state(self, seat: Seat) -> None:
         if self._lengths[seat]:
             self._lengths[seat] = 0
-            self._library.tw_clear(self._engine, seat)
+            self._library.tw_clear(self._opened(), seat)
 
     def save_state(self, seat: Seat, snapshot: Snapshot) -> None:
         kept = np.empty(self._sequence_bytes, dtype=np.uint8)
-        self._library.tw_save(self._engine, seat, kept.ctypes.data)
+        self._library.tw_save(self._opened(), seat, kept.ctypes.data)
         self._snapshots[snapshot] = self.length(seat), kept
 
     def load_state(self, seat: Seat, snapshot: Snapshot) -> int:
         position, kept = self._snapshots[snapshot]
-        self._library.tw_load(self._engine, seat, kept.ctypes.data)
+        self._library.tw_load(self._opened(), seat, kept.ctypes.data)
         self._lengths[seat] = max(self._lengths[seat], position)
         return position
 
     def memory(self) -> MemoryUse:
-        state = sum(self._library.tw_seat_bytes(self._engine, each) for each in self._lengths)
+        state = sum(self._library.tw_seat_bytes(self._opened(), each) for each in self._lengths)
         own = self._sequence_bytes * sum(each > 0 for each in self._lengths)
         return MemoryUse(self._weight_bytes, state + own)
 
     def state_bytes(self, num_positions: int, num_sequences: int = 1) -> int:
         own = num_sequences * self._sequence_bytes
-        return int(self._library.tw_seat_bytes(self._engine, num_positions)) + own
+        return int(self._library.tw_seat_bytes(self._opened(), num_positions)) + own
+
+    def _opened(self) -> int:
+        """The engine; the library reads what it is given, so a closed one must not reach it."""
+        assert self._engine is not None, "the executable is closed"
+        return self._engine
 
     def close(self) -> None:
         if self._engine is not None:

@@ -80,7 +80,7 @@ class NativeRank(NativeExecutable):
             logit_widths=(ctypes.c_int32 * peers.size)(*self._widths),
             two_hops_from=_NEVER,
         )
-        refused = self._library.tw_join(self._engine, ctypes.byref(given))
+        refused = self._library.tw_join(self._opened(), ctypes.byref(given))
         assert not refused, "the ranks do not fit the program"
         hops = self._choose_hops(peers)
         wire = self._reductions[0].wire if self._reductions else "fp32"
@@ -104,7 +104,7 @@ class NativeRank(NativeExecutable):
     def exchanged(self) -> lib.TwExchanged:
         """The number of exchanges so far, the bytes this rank sent, the nanoseconds in them."""
         found = lib.TwExchanged()
-        self._library.tw_exchanged(self._engine, ctypes.byref(found))
+        self._library.tw_exchanged(self._opened(), ctypes.byref(found))
         return found
 
     def all_reduce(self, values: Tensor, wire: str) -> None:
@@ -116,12 +116,12 @@ class NativeRank(NativeExecutable):
         rows, width = values.shape
         number = lib.WIRES.index(wire)
         self._check(
-            self._library.tw_all_reduce(self._engine, values.data_ptr(), rows, width, number)
+            self._library.tw_all_reduce(self._opened(), values.data_ptr(), rows, width, number)
         )
 
     def set_hops(self, two_hops_from: int) -> None:
         """Sums of so many bytes and more are made in two hops; alike on all ranks."""
-        self._library.tw_set_hops(self._engine, two_hops_from)
+        self._library.tw_set_hops(self._opened(), two_hops_from)
 
     def close(self) -> None:
         super().close()
