@@ -91,14 +91,14 @@ class SweepScreen(Screen[None]):
         except ConfigError as error:
             trouble = plain_line(str(error))
         self._put("said", trouble or self._deed)
-        first, second = tables.headline(self.journal, is_held=self.is_held)
-        order = f"by {self.sort or 'plan'}{', reversed' if self.is_reversed else ''}"
-        self._put("head", f"{first}, {order}\n{second}")
         states = self.journal.state.cells.values()
         seen = [(s.status, s.is_cancel_asked, s.started, s.seconds) for s in states]
         if (self.is_held, seen) != self._seen:
             self._seen = (self.is_held, seen)
             self.draw()
+        first, second = tables.headline(self.journal, is_held=self.is_held)
+        order = f"by {self.sort or 'plan'}{', reversed' if self.is_reversed else ''}"
+        self._put("head", f"{first}, {order}\n{second}")  # the table may have given the order up
 
     def table(self) -> Listing:
         """What is to be shown now."""
