@@ -11,6 +11,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ HIDDEN_LIKE = {
 """The sizes that the goals are said for."""
 
 PARTS = ("eager", "compiled", "operations", "memory")
-_NOT_BEGUN = "not begun: those before it took all of --compiled-seconds"
+_NOT_BEGUN = "not begun: the case before it was not ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,7 @@ class _Arguments:
         default="default",
     )
     compiled_seconds: float = option(
-        "that all cases of torch.compile have together, the first as many as it takes; what is "
-        "not done by then is said",
+        "that all cases of torch.compile have together; what is not done by then is said",
         default=150.0,
         type=float,
     )
@@ -158,26 +158,22 @@ class _Measured:
         return {"with a cache": self._cases(cached), "reference": plain}
 
     def _compiled(self) -> dict[str, Any]:
-        """Case by case in children, each with all of the time that is left, those that compile
-        least first: what one has compiled the next finds in torch's cache.
+        """Case by case in one child, which is stopped when the time is up; those that compile least
+        come first, and what was measured by then is kept.
         """
         config = Path(self.folder) / "model_config.json"
         config.write_text(json.dumps(self.config), "utf-8")
-        found: dict[str, Any] = {}
-        until = time.monotonic() + self.given.compiled_seconds
-        for case in CASES:
-            asked = Asked(
-                case=case,
-                config=str(config),
-                weights=self.folder,
-                device=self.given.device,
-                mode=self.given.mode,
-                scale=self.given.scale,
-                repeats=self.given.repeats,
-            )
-            left = until - time.monotonic()
-            found[case] = _in_child(asked, left) if left > 0 else {"failed": _NOT_BEGUN}
-            self.found["compiled"] = found
+        found = self.found["compiled"] = dict[str, Any]()
+        asked = Asked(
+            config=str(config),
+            weights=self.folder,
+            device=self.given.device,
+            mode=self.given.mode,
+            scale=self.given.scale,
+            repeats=self.given.repeats,
+        )
+        for case, each in _in_child(asked, self.given.compiled_seconds):
+            found[case] = each
             self._write()
         return found
 
@@ -218,22 +214,28 @@ class _Measured:
         return {"after_remove": removed, "after_del": [each - used[0] for each in used[1:]]}
 
 
-def _in_child(asked: Asked, seconds: float) -> dict[str, Any]:
-    """What a child measured, or why it did not."""
+def _in_child(asked: Asked, seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each case and what a child measured of it, or why it did not."""
     # the checkout, which has this room, behind where the package is found: its own folder of that
     # name is only the package's face
     paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2])]
     environment = {"PYTHONPATH": os.pathsep.join(each for each in paths if each)}
-    given = [*PYTHON, *command(asked)]
-    with Child(given, timeout_s=seconds, environment=environment, what="a case") as child:
+    given, missing = [*PYTHON, *command(asked)], [*CASES]
+    with Child(
+        given, timeout_s=seconds, environment=environment, has_pipes=True, what="the cases"
+    ) as child:
+        while line := child.read_line():
+            case, found = json.loads(line)
+            missing.remove(case)
+            yield case, found
         ended = child.wait()
-        assert ended is not None
-        if ended.is_timed_out:
-            return {"failed": f"not compiled and measured in {seconds:.1f} s"}
-        if ended.code:
-            return {"failed": f"{ended.how}: {ended.last}"[:2000]}
-        found: dict[str, Any] = json.loads(child.output().splitlines()[-1])
-        return found
+    assert ended is not None
+    why = f"{ended.how}: {ended.last}"[:2000]
+    if ended.is_timed_out:
+        why = f"not compiled and measured in {seconds:.1f} s; last said: {ended.last or 'nothing'}"
+    for case in missing:
+        yield case, {"failed": why}
+        why = _NOT_BEGUN
 
 
 def _allocated() -> int:

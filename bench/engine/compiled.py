@@ -1,15 +1,18 @@
 """torch.compile of the reference with a cache of fixed size: what a careful user of torch writes.
 
 A layer is compiled once for each shape, its weights given as arguments; a whole step is then
-captured in a CUDA graph. ``python -m bench.engine.compiled '{...}'`` measures one case, see
-`Asked`: in a process of its own, which can be stopped.
+captured in a CUDA graph. Decode steps of up to eight requests have one shape, the rest of its rows
+a seat that nobody has. ``python -m bench.engine.compiled '{...}'`` measures all cases, see `Asked`,
+a line each: in a process of its own, which can be stopped.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +29,16 @@ from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 CASES = {
     "decode 8 x 32 + 16": False,
     "decode 8 x 128 + 16": False,
-    "prefill 4 x 128": True,
     "mixed": False,
+    "prefill 4 x 128": True,
 }
-"""Whether prompts are compiled, too: where nothing else is; each shape takes its time. The second
-has the first one's, and the last has most.
+"""Whether prompts are compiled, too: where nothing else is, since each shape takes its time;
+otherwise graphs are captured of what eager torch launches. The first three need one compilation
+together, the last another.
 """
+
+ROWS = 8
+"""Of a compiled decode step: as many as the cases have requests at a time."""
 
 EAGER = "eager"
 """The mode that traces, but compiles nothing: for tests."""
@@ -39,9 +46,8 @@ EAGER = "eager"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """One case of the model in ``config``, a file, with the weights in a folder."""
+    """All cases of the model in ``config``, a file, with the weights in a folder."""
 
-    case: str
     config: str
     weights: str
     device: str
@@ -50,8 +56,8 @@ class Asked:
     repeats: int
 
 
-def run(asked: Asked) -> dict[str, Any]:
-    """What `measure` finds of the case, compiled.
+def run(asked: Asked) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each case and what `measure` finds of it, compiled; ``whole_s``: with compiling.
 
     Raises:
         ValueError: for a configuration or weights that cannot be read.
@@ -59,13 +65,15 @@ def run(asked: Asked) -> dict[str, Any]:
     device = torch.device(asked.device)
     settings = read_settings(json.loads(Path(asked.config).read_text("utf-8")), device)
     reference = Reference(load_weights(asked.weights, settings), settings, device)
-    engine = CompiledReference(reference, mode=asked.mode, prompts=CASES[asked.case])
-    found = measure(engine, reference, scale=asked.scale, repeats=asked.repeats, only=asked.case)
-    return found[asked.case]
+    engine = CompiledReference(reference, mode=asked.mode)
+    for case, engine.prompts in CASES.items():
+        begun = time.perf_counter()
+        found = measure(engine, reference, scale=asked.scale, repeats=asked.repeats, only=case)
+        yield case, {**found[case], "whole_s": round(time.perf_counter() - begun, 1)}
 
 
 def command(asked: Asked) -> list[str]:
-    """What follows the interpreter to measure a case in a child."""
+    """What follows the interpreter to measure all cases in a child."""
     return ["-m", "bench.engine.compiled", json.dumps(asdict(asked))]
 
 
@@ -73,8 +81,7 @@ class CompiledReference:
     """The reference's arithmetic in batches over a static cache, by ``mode`` of torch.compile;
     without ``prompts``, decode steps alone are compiled.
 
-    Calls must be of prompts of one length, and of requests that were prefilled together or in
-    order.
+    Prompts of a call must have one length. The last seat is that of rows that are nobody's.
     """
 
     def __init__(
@@ -84,25 +91,25 @@ class CompiledReference:
         num_seats: int = 16,
         length: int = 256,
         mode: str,
-        prompts: bool = True,
     ) -> None:
         self._reference, s = reference, reference.settings
         shape = s.num_layers, 2, num_seats, s.num_kv_heads, length, s.head_dim
         self._cache = torch.zeros(shape, dtype=s.dtype, device=reference.device)
+        self._padding = num_seats - 1
         self._columns = torch.arange(length, device=reference.device)
         self._lengths: dict[int, int] = {}
         self._seats: dict[int, int] = {}
-        self._prompts = prompts
+        self.prompts = True
         self._layers = [_weights_of(reference, f"layers.{i}.") for i in range(s.num_layers)]
         how: dict[str, Any] = {"backend": EAGER} if mode == EAGER else {"mode": mode}
         self._compiled = torch.compile(self._layer, fullgraph=True, dynamic=False, **how)
-        self._graphs: dict[torch.Size, tuple[Any, list[Tensor], Tensor]] = {}
+        self._graphs: dict[Any, tuple[Any, list[Tensor], Tensor]] = {}
 
     @torch.no_grad()
     def prefill(self, request_ids: Sequence[int], input_ids: Sequence[Tensor]) -> Tensor:
         for request in request_ids:
             used = set(self._seats.values())
-            free = next(seat for seat in range(self._cache.shape[2]) if seat not in used)
+            free = next(seat for seat in range(self._padding) if seat not in used)
             self._seats.setdefault(request, free)
             self._lengths[request] = 0
         return self._run(request_ids, torch.stack(list(input_ids)))
@@ -116,34 +123,41 @@ class CompiledReference:
             self._seats.pop(request, None)
 
     def _run(self, request_ids: Sequence[int], tokens: Tensor) -> Tensor:
-        device = self._reference.device
-        starts = torch.tensor([self._lengths[request] for request in request_ids]).to(device)
-        seats = torch.tensor([self._seats[request] for request in request_ids]).to(device)
+        device, count = self._reference.device, len(request_ids)
+        more = [0] * (ROWS - count) if tokens.shape[1] == 1 else []
+        lengths = [self._lengths[request] for request in request_ids]
+        taken = [self._seats[request] for request in request_ids]
+        starts = torch.tensor([*lengths, *more]).to(device)
+        seats = torch.tensor([*taken, *(self._padding for _ in more)]).to(device)
         positions = starts[:, None] + torch.arange(tokens.shape[1], device=device)
-        given = [tokens.to(device), positions, seats]
-        if tokens.shape[1] > 1 and not self._prompts:
-            logits = self._step(self._layer, *given)
-        elif device.type == "cuda":
-            logits = self._replay(given)
+        given = [F.pad(tokens.to(device), (0, 0, 0, len(more))), positions, seats]
+        is_prompt = tokens.shape[1] > 1
+        layer = self._layer if is_prompt and not self.prompts else self._compiled
+        if device.type == "cuda":
+            logits = self._replay(layer, given)
         else:
-            logits = self._step(self._compiled, *given)
+            logits = self._step(layer, *given)
         for request in request_ids:
             self._lengths[request] += tokens.shape[1]
-        return logits.clone()
+        return logits[:count].clone()
 
-    def _replay(self, given: list[Tensor]) -> Tensor:
+    def _replay(self, layer: Callable[..., Tensor], given: list[Tensor]) -> Tensor:
         """A step by the graph of its shape, captured when it is first asked for."""
-        shape = given[0].shape
-        if shape not in self._graphs:
+        key = layer is self._compiled, given[0].shape
+        if key not in self._graphs:
             held = [each.clone() for each in given]
+            begun, what = time.perf_counter(), f"tokens {list(given[0].shape)}"
+            print(f"{what}: being made", file=sys.stderr, flush=True)
             for _ in range(2):  # compiles; the cache is written as by the step itself
-                self._step(self._compiled, *held)
+                self._step(layer, *held)
             torch.cuda.synchronize()
+            took = time.perf_counter() - begun
+            print(f"{what}: made in {took:.1f} s", file=sys.stderr, flush=True)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                logits = self._step(self._compiled, *held)
-            self._graphs[shape] = graph, held, logits
-        graph, held, logits = self._graphs[shape]
+                logits = self._step(layer, *held)
+            self._graphs[key] = graph, held, logits
+        graph, held, logits = self._graphs[key]
         for each, new in zip(held, given, strict=True):
             each.copy_(new)
         graph.replay()
@@ -213,4 +227,6 @@ def _rotate(x: Tensor, turns: Tensor, interleaved: bool) -> Tensor:
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(Asked(**json.loads(sys.argv[1])))))
+    with contextlib.suppress(KeyboardInterrupt):  # the last line on standard error says where
+        for named in run(Asked(**json.loads(sys.argv[1]))):
+            print(json.dumps(named), flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 from bench.engine import command as bench
 from bench.engine.command import main
-from bench.engine.compiled import CASES, EAGER, Asked, run
+from bench.engine.compiled import CASES, EAGER, Asked, CompiledReference, run
 from tests.targets.cuda.engine.conftest import CONFIG, engine_file, plan
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
@@ -39,23 +38,33 @@ def test_an_engine_is_measured_beside_eager_torch(engine_file: Path, tmp_path: P
     assert found["memory"] == {"after_remove": [0, 0], "after_del": [0, 0]}
 
 
-def test_torch_compile_has_the_logits_of_the_reference(tmp_path: Path) -> None:
+def test_torch_compile_has_the_logits_of_the_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Traced alone: what inductor makes of it takes a minute here."""
     config = {**CONFIG, "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     torch.save(random_weights(read_settings(config, CPU), 0), tmp_path / "model.pt")
-    for case in ("prefill 4 x 128", "mixed"):
-        asked = Asked(
-            case=case,
-            config=str(tmp_path / "config.json"),
-            weights=str(tmp_path),
-            device="cpu",
-            mode=EAGER,
-            scale=16,
-            repeats=1,
-        )
-        found = run(asked)
-        assert found["error"] < 0.01 and found["ms"] > 0
+    asked = Asked(
+        config=str(tmp_path / "config.json"),
+        weights=str(tmp_path),
+        device="cpu",
+        mode=EAGER,
+        scale=16,
+        repeats=1,
+    )
+    shapes, step = set(), CompiledReference._step
+
+    def seen(self: Any, layer: Any, tokens: Any, *given: Any) -> Any:
+        shapes.add((layer is self._compiled, tuple(tokens.shape)))
+        return step(self, layer, tokens, *given)
+
+    monkeypatch.setattr(CompiledReference, "_step", seen)
+    found = dict(run(asked))
+    assert [*found] == [*CASES]
+    assert all(each["error"] < 0.01 and each["ms"] > 0 for each in found.values())
+    compiled = {shape for is_compiled, shape in shapes if is_compiled}
+    assert compiled == {(8, 1), (4, 8)}, "a shape takes its time to compile"
 
 
 def test_a_table_comes_out_whatever_torch_compile_takes(engine_file: Path, tmp_path: Path) -> None:
@@ -68,29 +77,21 @@ def test_a_table_comes_out_whatever_torch_compile_takes(engine_file: Path, tmp_p
     assert found["ours"]["cases"]["mixed"]["ms"] > 0
     assert len(found["compiled"]) == len(CASES)
     first, *others = (each["failed"] for each in found["compiled"].values())
-    assert first.startswith("not compiled and measured in 0.")
-    assert all(each.startswith("not begun: those before it took all") for each in others)
+    assert first.startswith("not compiled and measured in 0.4 s; last said: ")
+    assert set(others) == {bench._NOT_BEGUN}
 
 
-def test_a_case_of_torch_compile_has_all_the_time_that_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock, given = [0.0], dict[str, float]()
-
-    def in_child(asked: Asked, seconds: float) -> dict[str, Any]:
-        given[asked.case] = seconds
-        clock[0] += min(seconds, 100.0)
-        return {"ms": 1.0} if seconds >= 100 else {"failed": "in time"}
-
-    monkeypatch.setattr(bench, "_in_child", in_child)
-    monkeypatch.setattr(bench, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    asked: Any = SimpleNamespace(
-        given=bench._Arguments(), folder=str(tmp_path), config=CONFIG, found={}, _write=lambda: None
+def test_what_torch_compile_measured_in_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, *_ = CASES
+    code = (
+        "import json, sys, time; print(json.dumps([sys.argv[1], {'ms': 1}]), flush=True);"
+        "print('tokens [8, 1]: being made', file=sys.stderr, flush=True); time.sleep(60)"
     )
-    found = bench._Measured._compiled(asked)
-    decodes = ["decode 8 x 32 + 16", "decode 8 x 128 + 16"]
-    assert [*found] == [*CASES] and given == dict(zip(decodes, (150.0, 50.0), strict=True))
-    assert found[decodes[0]] == {"ms": 1.0}, "one compilation has the time for a figure"
+    monkeypatch.setattr(bench, "command", lambda asked: ["-c", code, one])
+    asked: Any = None
+    found = dict(bench._in_child(asked, 2))
+    assert [*found] == [*CASES] and found[one] == {"ms": 1}
+    assert found[two]["failed"].startswith("not compiled and measured in 2.0 s; last said: ")
     assert {found[case]["failed"] for case in [*CASES][2:]} == {bench._NOT_BEGUN}
 
 
@@ -102,10 +103,13 @@ def test_a_child_finds_what_this_process_finds(
     for name in ("__init__.py", "found_there_alone.py"):
         (tmp_path / "tilewright" / name).write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    said = "import bench.engine, tilewright.found_there_alone; print('{\"ms\": 1}')"
-    monkeypatch.setattr(bench, "command", lambda asked: ["-c", said])
+    said = (
+        "import json, sys, bench.engine, tilewright.found_there_alone;"
+        "[print(json.dumps([case, {'ms': 1}])) for case in sys.argv[1:]]"
+    )
+    monkeypatch.setattr(bench, "command", lambda asked: ["-c", said, *CASES])
     asked: Any = None
-    assert bench._in_child(asked, 30) == {"ms": 1}
+    assert dict(bench._in_child(asked, 30)) == {case: {"ms": 1} for case in CASES}
 
 
 @pytest.mark.parametrize(
