@@ -53,6 +53,10 @@ def never() -> None:
     raise AssertionError("nobody else is there")
 
 
+def never_built(folder: Path) -> None:
+    raise AssertionError("it is there")
+
+
 def get(cache: ProgramCache, key: str, build: Callable[[Path], None]) -> None:
     with cache.entry(key, build, wait=never):
         pass
@@ -114,13 +118,25 @@ def test_a_place_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_waiting_is_told(cache: ProgramCache, tmp_path: Path) -> None:
+    """The other one builds until it is: it would not wait for a busy machine."""
     told: list[str] = []
-    log = tmp_path / "log"
-    process = FORK.Process(target=get, args=(cache, "key", builder(cache, log=log)))
+    log, heard = tmp_path / "log", tmp_path / "heard"
+
+    def build(folder: Path) -> None:
+        log.touch()
+        while not heard.exists():
+            time.sleep(0.01)
+        builder(cache)(folder)
+
+    def wait() -> None:
+        told.append("waits")
+        heard.touch()
+
+    process = FORK.Process(target=get, args=(cache, "key", build), daemon=True)
     process.start()
     while not log.exists():
         time.sleep(0.01)
-    with cache.entry("key", builder(cache, log=log), wait=lambda: told.append("waits")):
+    with cache.entry("key", never_built, wait=wait):
         pass
     process.join()
     assert told == ["waits"]

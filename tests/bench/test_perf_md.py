@@ -360,13 +360,13 @@ def test_a_damaged_seed_is_read_or_refused(place: int, insert: str) -> None:
     ids=str.__len__,
 )
 def test_long_input_takes_no_long_time(text: str) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         perf_md.parse(text)
     except TilewrightError as error:
         message = str(error)
         assert len(message) < 500
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_a_new_table_reads_back() -> None:

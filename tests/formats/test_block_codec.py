@@ -147,7 +147,7 @@ def test_speed_of_an_embedding() -> None:
     x = torch.randn(49_152, 576)
     seconds = []
     for _ in range(2):
-        start = time.perf_counter()
+        start = time.process_time()
         FORMATS["bfp8"].round_trip(x)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
     assert min(seconds) < 1.5

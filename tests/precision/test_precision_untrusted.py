@@ -108,10 +108,10 @@ def test_a_shipped_file_with_damage(tmp_path: Path, changes: list[tuple[int, str
 def test_costly_files_are_refused_soon(tmp_path: Path, suffix: str, text: str) -> None:
     path = tmp_path / f"x.{suffix}"
     path.write_text(text)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ConfigError) as caught:
         load_precision(str(path))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert len(str(caught.value)) < 600
 
 

@@ -121,7 +121,7 @@ def test_a_full_disk_for_what_it_says_stops_nothing(start: Start) -> None:
         server = start(out=full)
     assert server.process.poll() is None
     os.kill(server.engine_pid(), signal.SIGKILL)  # which it would tell of
-    server.wait_until(lambda: not server.is_healthy())
+    server.wait_until(lambda: server.gauge("engine_restarts_total") == 1)
     server.wait_until(server.is_healthy)
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(10) == 0

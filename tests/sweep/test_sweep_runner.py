@@ -91,16 +91,15 @@ def test_a_failure_is_recorded_and_the_sweep_goes_on(
 def test_a_hanging_cell_is_ended_with_its_children(tmp_path: Path) -> None:
     hangs, fine = cell("hangs"), cell("fine")
     child = tmp_path / "child"
-    program = (
-        "import subprocess, signal, sys\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        f"child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
-        "child.wait()"
-    )
-    journal = run(
-        tmp_path, [hangs, fine], lambda of: program if of == hangs else good(of), timeout_s=1.5
-    )
+    shell = f"trap '' INT; sleep 600 & echo $! > '{child}'; wait"
+    program = f"import os; os.execvp('sh', ['sh', '-c', {shell!r}])"
+    impatient, patient = launcher(lambda of: program, timeout_s=1.5), launcher(good)
+
+    def launch(of: Cell, log: Path, threads: int | None) -> Child:
+        return (impatient if of == hangs else patient)(of, log, threads)
+
+    journal = Journal.create(tmp_path / "sweep.jsonl", planned(), [hangs, fine])
+    Runner(journal, launch).run()
     assert journal.state.cells[hangs.id].status == "timed out"
     assert journal.state.cells[fine.id].status == "done"
     assert is_gone(int(child.read_text()))
@@ -131,12 +130,15 @@ def test_a_cell_that_wants_too_much_memory_fails_alone(tmp_path: Path) -> None:
 
 
 def test_accuracy_cells_run_side_by_side_and_speed_cells_alone(tmp_path: Path) -> None:
+    """One of accuracy waits for the other; one of speed gives another time to begin beside it."""
     cells = [accuracy_cell("a"), accuracy_cell("b"), cell("a"), cell("b")]
     log = tmp_path / "log"
 
     def script(of: Cell) -> str:
         begin = f"log = open({str(log)!r}, 'a'); log.write('+{of.kind[0]}'); log.flush()"
-        return f"import time; {begin}; time.sleep(0.7); log.write('-{of.kind[0]}'); {good(of)}"
+        together = f"\nwhile '+a+a' not in open({str(log)!r}).read(): time.sleep(0.01)\n"
+        stay = together if of.kind == "accuracy" else "; time.sleep(0.2); "
+        return f"import time; {begin}{stay}log.write('-{of.kind[0]}'); {good(of)}"
 
     run(tmp_path, cells, script, jobs=2)
     assert log.read_text() == "+a+a-a-a+s-s+s-s"
@@ -220,29 +222,30 @@ with journal.hold():
 def test_kill_9_and_resume_neither_lose_nor_repeat_a_finished_cell(tmp_path: Path) -> None:
     cells = [cell(name) for name in "abcd"]
     journal = Journal.create(tmp_path / "sweep.jsonl", planned(), cells)
-    runs, program = tmp_path / "runs", tmp_path / "program"
+    runs, program, ends = tmp_path / "runs", tmp_path / "program", tmp_path / "ends"
     lines = {each.id: dumps(speed_result(each, [1.0])) for each in cells}
     program.write_text(
-        f"import time\nopen({str(runs)!r}, 'a').write('CELL ')\ntime.sleep(0.4)\n"
+        "import os, time\n"
+        f"with open({str(runs)!r}, 'a') as runs: runs.write('CELL ')\n"
+        f"while 'CELL' == {cells[2].id!r} and not os.path.exists({str(ends)!r}): time.sleep(0.01)\n"
         f"print({lines!r}['CELL'])"
     )
     arguments = [sys.executable, "-c", _RESUMED, str(journal.path), str(program)]
     child = subprocess.Popen(arguments, cwd=ROOT)
-    while journal.state.count("done") < 2:
-        time.sleep(0.05)
-        journal.refresh()
+    while not runs.exists() or len(runs.read_text().split()) < 3:
+        time.sleep(0.02)
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
     journal = Journal.open(journal.path)
     finished = [key for key, state in journal.state.cells.items() if state.status == "done"]
-    assert 2 <= len(finished) < 4
-    time.sleep(0.6)  # the cell that ran has died with its sweep, or would print into nothing
+    assert len(finished) == 2
+    ends.touch()
     subprocess.run(arguments, cwd=ROOT, check=True)
     journal.refresh()
     assert journal.state.count("done") == 4
     started = runs.read_text().split()
     assert all(started.count(each) == 1 for each in finished), "a finished cell ran again"
-    assert len(started) <= 5, "only the cell that was cut short ran twice"
+    assert len(started) == 5, "only the cell that was cut short ran twice"
 
 
 def test_a_cell_dies_with_its_sweep(tmp_path: Path) -> None:

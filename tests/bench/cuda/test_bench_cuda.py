@@ -268,7 +268,7 @@ def test_time_to_text_ends_behind_the_mark() -> None:
     slow = "print('MARK')\ntime.sleep(0.3)\nprint('text')\ntime.sleep(1)"
     started = time.perf_counter()
     seconds = _seconds_to_text(script(slow), "MARK\n")
-    assert 0.3 <= seconds < time.perf_counter() - started - 0.9
+    assert 0.3 <= seconds < time.perf_counter() - started - 0.5, "not at its end, a second later"
     with pytest.raises(CompileError, match="ended with 3, saying 'no room'"):
         _seconds_to_text(script("print('no room', file=sys.stderr)\nsys.exit(3)"), "MARK\n")
     with pytest.raises(CompileError, match="ended with 0, saying 'nothing'"):
