@@ -1,5 +1,6 @@
 // Attention of a step: q and k turn, k and v go into the cache, then every head attends.
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -8,7 +9,6 @@
 namespace tw {
 namespace {
 
-constexpr int kQueryTokens = 16;  // tokens of a prompt that attend as one piece of work
 
 struct Layer {
     const TwInstruction& each;
@@ -21,6 +21,9 @@ struct Layer {
           num_kv(state.num_heads), dim(layout.dim), group(num_heads / num_kv) {}
 
     int64_t query_bytes() const { return dim * (layout.is_float() ? 4 : 2); }
+
+    // The first position that a token with `end` positions, its own the last, sees.
+    int32_t begin_of(int32_t end) const { return each.window > 0 && end > each.window ? end - each.window : 0; }
 };
 
 // Cosines, then sines, of every pair of channels, token by token.
@@ -86,21 +89,23 @@ void put_value(const Layer& layer, const Kernels& kernels, uint8_t* values, int6
         for (int64_t d = 0; d < layer.dim; d++) to[d * 2 + 1] = 0;
 }
 
-// Turns the query heads of one key/value head of a token, which go to `queries`, and its key, which
-// goes into its seat's cache with the value.
-void take_head(Worker& worker, const Layer& layer, int64_t token, int64_t sequence, int64_t head, const Angles& angles) {
+// Turns a query head of a token, as attention reads it; `x` is room for its channels.
+void take_query(const Worker& worker, const Layer& layer, int64_t token, int64_t query, const Angles& angles, float* x, uint8_t* to) {
+    const int64_t head_dim = layer.state.head_dim;
+    for (int64_t d = head_dim; d < layer.dim; d++) x[d] = 0.0f;
+    std::memcpy(x, worker.at(layer.each.x, token) + query * head_dim, head_dim * 4);
+    angles.turn(x, token);
+    if (layer.layout.is_float()) std::memcpy(to, x, layer.dim * 4);
+    else worker.kernels().halves(x, layer.dim, (uint16_t*)to);
+}
+
+// Turns the key of a token for one head, which goes into its seat's cache with the value.
+void take_key_value(const Worker& worker, const Layer& layer, int64_t token, int64_t sequence, int64_t head, const Angles& angles) {
     const TwStep& step = worker.step;
     const int64_t head_dim = layer.state.head_dim, bits = layer.state.mantissa_bits;
     const float* qkv = worker.at(layer.each.x, token);
     float* x = (float*)worker.scratch();
     for (int64_t d = head_dim; d < layer.dim; d++) x[d] = 0.0f;
-    for (int64_t query = head * layer.group; query < (head + 1) * layer.group; query++) {
-        std::memcpy(x, qkv + query * head_dim, head_dim * 4);
-        angles.turn(x, token);
-        uint8_t* to = worker.engine.queries.data() + (token * layer.num_heads + query) * layer.query_bytes();
-        if (layer.layout.is_float()) std::memcpy(to, x, layer.dim * 4);
-        else worker.kernels().halves(x, layer.dim, (uint16_t*)to);
-    }
     const int64_t position = step.positions[token];
     uint8_t* keys = worker.engine.cache_of(layer.each.state, step.seats[sequence], head, position);
     const bool is_last = token + 1 == step.bounds[sequence + 1];
@@ -126,6 +131,77 @@ void take_head(Worker& worker, const Layer& layer, int64_t token, int64_t sequen
     }
 }
 
+// Consecutive tokens of a sequence, and the segments of its cache that they see.
+struct Block {
+    int64_t sequence, first, last;
+    int32_t begin, end;  // multiples of kSegment
+
+    int64_t num_segments() const { return (end - begin) / kSegment; }
+};
+
+// A block with one key/value head; of one that is split, one of its segments, and where its sums are.
+struct Work {
+    Block block;
+    int64_t head, segment, slot;
+    bool is_split;
+};
+
+// What is to be done of a layer, piece by piece, in an order that all threads know: blocks that see
+// the most come first. A block of so many segments that a thread would be busy with it for more
+// than a quarter of its share is split; so few can be that, that each gets a slot.
+class Agenda {
+  public:
+    Agenda(const Worker& worker, const Layer& layer) : step_(worker.step), layer_(layer), num_threads_(worker.engine.pool->size()) {
+        int64_t most = 1;
+        for (int64_t i = 0; i < step_.num_sequences; i++) most = std::max<int64_t>(most, step_.bounds[i + 1] - step_.bounds[i]);
+        num_parts_ = (most + kQueryTokens - 1) / kQueryTokens;
+        for (int64_t i = 0; i < num_blocks(); i++) num_segments_ += block(i).num_segments() * layer.num_kv;
+        for (int64_t i = 0; i < num_blocks(); i++) count_ += pieces_of(block(i));
+    }
+
+    int64_t count() const { return count_; }
+
+    // Piece `index`, not before the one asked for last.
+    Work find(int64_t index) {
+        Block found = block(at_);
+        for (; index >= first_ + pieces_of(found); found = block(++at_)) {
+            first_ += pieces_of(found);
+            slot_ += is_split(found) ? layer_.num_kv : 0;
+        }
+        const int64_t rest = index - first_, head = rest % layer_.num_kv;
+        return {found, head, rest / layer_.num_kv, slot_ + head, is_split(found)};
+    }
+
+  private:
+    int64_t num_blocks() const { return num_parts_ * step_.num_sequences; }
+
+    // With no segments where a sequence has no such part.
+    Block block(int64_t index) const {
+        const int64_t sequence = index % step_.num_sequences, part = num_parts_ - 1 - index / step_.num_sequences;
+        const int64_t end = step_.bounds[sequence + 1], first = step_.bounds[sequence] + part * kQueryTokens;
+        if (first >= end) return {sequence, end, end, 0, 0};
+        const int64_t last = std::min(first + kQueryTokens, end);
+        const int32_t begin = layer_.begin_of(step_.positions[first] + 1) / kSegment * kSegment;
+        return {sequence, first, last, begin, (int32_t)rounded(step_.positions[last - 1] + 1, kSegment)};
+    }
+
+    bool is_split(const Block& block) const {
+        const int64_t count = block.num_segments();
+        return num_threads_ > 1 && count > 1 && count * kShares * num_threads_ > num_segments_;
+    }
+
+    int64_t pieces_of(const Block& block) const {
+        const int64_t count = block.num_segments();
+        return is_split(block) ? count * layer_.num_kv : count ? layer_.num_kv : 0;
+    }
+
+    const TwStep& step_;
+    const Layer& layer_;
+    const int64_t num_threads_;
+    int64_t num_parts_ = 0, num_segments_ = 0, count_ = 0;
+    int64_t at_ = 0, first_ = 0, slot_ = 0;  // of the block that `find` is at
+};
+
 // What a thread needs to attend with the tokens of one piece of work.
 struct AttendScratch {
     float *largest, *sum, *values;      // of a segment
@@ -145,54 +221,99 @@ struct AttendScratch {
     }
 };
 
-// Merges a segment's sums into those before it.
-void merge(const Kernels& kernels, AttendScratch& to, int64_t row, int64_t dim) {
-    float before = to.all_largest[row], own = to.largest[row];
+// Merges a segment's sums of a row into those before it.
+void merge(const Kernels& kernels, const Partial& from, AttendScratch& to, int64_t row, int64_t dim) {
+    float before = to.all_largest[row], own = from.largest[row];
     if (own == -INFINITY) return;
     float most = own > before || std::isnan(own) ? own : before;
     float old_share = before == -INFINITY ? 0.0f : std::exp(before - most), own_share = std::exp(own - most);
-    kernels.blend(old_share, own_share, to.values + row * dim, dim, to.all + row * dim);
-    to.all_sum[row] = to.all_sum[row] * old_share + to.sum[row] * own_share;
+    kernels.blend(old_share, own_share, from.values + row * dim, dim, to.all + row * dim);
+    to.all_sum[row] = to.all_sum[row] * old_share + from.sum[row] * own_share;
     to.all_largest[row] = most;
 }
 
-// Tokens [first, last) of a sequence attend with the query heads of one key/value head.
-void attend_tokens(Worker& worker, const Layer& layer, int64_t sequence, int64_t head, int64_t first, int64_t last) {
-    const TwInstruction& each = layer.each;
-    const int64_t rows = (last - first) * layer.group, dim = layer.dim, width = layer.query_bytes();
-    AttendScratch scratch(worker.scratch(), rows, dim);
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t token = first + row / layer.group, query = head * layer.group + row % layer.group;
-        std::memcpy(scratch.q + row * width, worker.engine.queries.data() + (token * layer.num_heads + query) * width, width);
-        int32_t end = worker.step.positions[token] + 1;
-        scratch.ends[row] = end;
-        scratch.begins[row] = each.window > 0 && end > each.window ? end - each.window : 0;
-        scratch.all_largest[row] = -INFINITY;
-        scratch.all_sum[row] = 0.0f;
-        std::memset(scratch.all + row * dim, 0, dim * 4);
+// Rows of a piece of work on one key/value head: tokens by the query heads that share it.
+struct Rows {
+    Worker& worker;
+    const Layer& layer;
+    const Work& work;
+    const int64_t count, dim;
+    AttendScratch scratch;
+
+    Rows(Worker& worker, const Layer& layer, const Work& work)
+        : worker(worker), layer(layer), work(work), count((work.block.last - work.block.first) * layer.group),
+          dim(layer.dim), scratch(worker.scratch(), count, dim) {}
+
+    int64_t token(int64_t row) const { return work.block.first + row / layer.group; }
+    int64_t query(int64_t row) const { return work.head * layer.group + row % layer.group; }
+
+    // Queries come from `angles`, or with none from where all threads put theirs.
+    void make_ready(const Angles* angles) {
+        const int64_t width = layer.query_bytes();
+        for (int64_t row = 0; row < count; row++) {
+            uint8_t* to = scratch.q + row * width;
+            if (angles) take_query(worker, layer, token(row), query(row), *angles, scratch.values, to);
+            else std::memcpy(to, worker.engine.queries.data() + (token(row) * layer.num_heads + query(row)) * width, width);
+            scratch.ends[row] = worker.step.positions[token(row)] + 1;
+            scratch.begins[row] = layer.begin_of(scratch.ends[row]);
+            scratch.all_largest[row] = -INFINITY;
+            scratch.all_sum[row] = 0.0f;
+        }
+        std::memset(scratch.all, 0, count * dim * 4);
     }
-    const uint8_t* keys = worker.engine.cache_of(each.state, worker.step.seats[sequence], head, 0);
-    const HeadCache cache{keys, keys + layer.layout.chunk_bytes, worker.engine.cache_step, layer.layout.chunk_bytes,
-                          (int32_t)dim, !layer.layout.is_float(), layer.layout.is_blocks() ? scratch.unpacked : nullptr};
-    const Queries queries{(int32_t)rows, scratch.q, scratch.begins, scratch.ends, each.scale, each.soft_cap};
-    const Partial partial{scratch.largest, scratch.sum, scratch.values};
-    const int32_t limit = scratch.ends[rows - 1];
-    for (int32_t at = scratch.begins[0] / kSegment * kSegment; at < limit; at += kSegment) {
+
+    void attend(int32_t at, const Partial& partial) {
+        const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.seats[work.block.sequence], work.head, 0);
+        const HeadCache cache{keys, keys + layer.layout.chunk_bytes, worker.engine.cache_step, layer.layout.chunk_bytes,
+                              (int32_t)dim, !layer.layout.is_float(), layer.layout.is_blocks() ? scratch.unpacked : nullptr};
+        const Queries queries{(int32_t)count, scratch.q, scratch.begins, scratch.ends, layer.each.scale, layer.each.soft_cap};
         worker.kernels().attend(cache, queries, at, at + kSegment, partial);
-        for (int64_t row = 0; row < rows; row++) merge(worker.kernels(), scratch, row, dim);
     }
-    for (int64_t row = 0; row < rows; row++) {
-        int64_t token = first + row / layer.group, query = head * layer.group + row % layer.group;
-        float* out = worker.at(each.out, token) + query * layer.state.head_dim;
-        worker.kernels().divide(scratch.all + row * dim, scratch.all_sum[row], layer.state.head_dim, out);
+
+    void add(const Partial& partial) {
+        for (int64_t row = 0; row < count; row++) merge(worker.kernels(), partial, scratch, row, dim);
     }
+
+    void finish() {
+        for (int64_t row = 0; row < count; row++) {
+            float* out = worker.at(layer.each.out, token(row)) + query(row) * layer.state.head_dim;
+            worker.kernels().divide(scratch.all + row * dim, scratch.all_sum[row], layer.state.head_dim, out);
+        }
+    }
+};
+
+// Where a segment's sums of a split block wait for the others'.
+Partial place_of(const Engine& engine, const Rows& rows, int64_t segment) {
+    float* values = (float*)(engine.partials.data() + (rows.work.slot * engine.num_segments + segment) * engine.partial_bytes);
+    float* largest = values + rows.count * rows.dim;
+    return {largest, largest + rows.count, values};
 }
 
-// The first keys that a token will see, while it is made ready.
-void ask_for_keys(const Worker& worker, const Layer& layer, int64_t sequence, int64_t head) {
-    const int64_t end = worker.step.positions[sequence] + 1, window = layer.each.window;
-    const int64_t first = window > 0 && end > window ? end - window : 0;
-    const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.seats[sequence], head, first);
+// Sums of one row over its segments are merged in the order of positions, whoever made them: the
+// last to come merges what all have left.
+void attend_rows(Worker& worker, const Layer& layer, const Work& work, const Angles* angles) {
+    Rows rows(worker, layer, work);
+    rows.make_ready(angles);
+    if (!work.is_split) {
+        const Partial own{rows.scratch.largest, rows.scratch.sum, rows.scratch.values};
+        for (int32_t at = work.block.begin; at < work.block.end; at += kSegment) {
+            rows.attend(at, own);
+            rows.add(own);
+        }
+        return rows.finish();
+    }
+    rows.attend(work.block.begin + (int32_t)work.segment * kSegment, place_of(worker.engine, rows, work.segment));
+    std::atomic<int32_t>& arrived = worker.engine.arrived[work.slot];
+    if (arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < work.block.num_segments()) return;
+    arrived.store(0, std::memory_order_relaxed);
+    for (int64_t segment = 0; segment < work.block.num_segments(); segment++) rows.add(place_of(worker.engine, rows, segment));
+    rows.finish();
+}
+
+// The first keys that a piece of work will see, while its rows are made ready.
+void ask_for_keys(const Worker& worker, const Layer& layer, const Work& work) {
+    const int32_t first = std::max(layer.begin_of(worker.step.positions[work.block.first] + 1), work.block.begin + (int32_t)work.segment * kSegment);
+    const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.seats[work.block.sequence], work.head, first);
     for (int64_t at = 0; at < 2 * layer.layout.chunk_bytes; at += 64) __builtin_prefetch(keys + at, 0, 1);
 }
 
@@ -231,35 +352,26 @@ void run_attend(Worker& worker, const TwInstruction& each, int32_t index) {
     const Layer layer(engine, each);
     const float* turns = (const float*)engine.angles[engine.angles_of[index]].data();
     const Angles angles{worker.kernels(), turns, engine.tensors[each.other].rows, (each.flags & TW_INTERLEAVED) != 0};
-    if (step.num_tokens == step.num_sequences) {  // one token each: a head needs no other thread's
-        worker.share(step.num_sequences * layer.num_kv, [&](int64_t i) {
-            int64_t sequence = i / layer.num_kv, head = i % layer.num_kv;
-            ask_for_keys(worker, layer, sequence, head);
-            take_head(worker, layer, sequence, sequence, head, angles);
-            attend_tokens(worker, layer, sequence, head, sequence, sequence + 1);
+    Agenda agenda(worker, layer);
+    if (step.num_tokens == step.num_sequences) {  // one token each: its own segment alone has its key
+        worker.share(agenda.count(), [&](int64_t i) {
+            const Work work = agenda.find(i);
+            ask_for_keys(worker, layer, work);
+            if (!work.is_split || work.segment + 1 == work.block.num_segments())
+                take_key_value(worker, layer, work.block.first, work.block.sequence, work.head, angles);
+            attend_rows(worker, layer, work, &angles);
         });
         return;
     }
     worker.share(step.num_tokens, [&](int64_t token) {
-        const int64_t sequence = sequence_of(step, token);
-        for (int64_t head = 0; head < layer.num_kv; head++) take_head(worker, layer, token, sequence, head, angles);
+        const int64_t sequence = sequence_of(step, token), width = layer.query_bytes();
+        uint8_t* queries = engine.queries.data() + token * layer.num_heads * width;
+        for (int64_t query = 0; query < layer.num_heads; query++)
+            take_query(worker, layer, token, query, angles, (float*)worker.scratch(), queries + query * width);
+        for (int64_t head = 0; head < layer.num_kv; head++) take_key_value(worker, layer, token, sequence, head, angles);
     });
     worker.meet();
-    int64_t most = 1;
-    for (int64_t i = 0; i < step.num_sequences; i++) {
-        int64_t count = step.bounds[i + 1] - step.bounds[i];
-        most = count > most ? count : most;
-    }
-    const int64_t pieces = (most + kQueryTokens - 1) / kQueryTokens;
-    worker.share(step.num_sequences * pieces * layer.num_kv, [&](int64_t i) {
-        // the longest first: the last tokens see the most
-        int64_t head = i % layer.num_kv, rest = i / layer.num_kv;
-        int64_t sequence = rest % step.num_sequences, piece = pieces - 1 - rest / step.num_sequences;
-        int64_t begin = step.bounds[sequence], end = step.bounds[sequence + 1];
-        int64_t first = begin + piece * kQueryTokens;
-        if (first >= end) return;
-        attend_tokens(worker, layer, sequence, head, first, first + kQueryTokens < end ? first + kQueryTokens : end);
-    });
+    worker.share(agenda.count(), [&](int64_t i) { attend_rows(worker, layer, agenda.find(i), nullptr); });
 }
 
 }  // namespace tw

@@ -78,6 +78,9 @@ struct Engine {
     Memory operand;                          // of many rows, for all threads
     std::vector<Memory> scratch;             // of threads
     Memory queries;                          // of all tokens and heads
+    Memory partials;                         // of split blocks: [slots][num_segments], partial_bytes each
+    int64_t num_segments = 0, partial_bytes = 0;
+    std::vector<std::atomic<int32_t>> arrived;  // of slots: segments that are done
     int64_t max_wide = 0, max_query = 0, scratch_bytes = 0;
     std::unique_ptr<Pool> pool;
     std::vector<std::atomic<int32_t>> counters;
@@ -148,6 +151,8 @@ struct Worker {
     }
 };
 
+constexpr int kQueryTokens = 16;  // of a prompt, that attend as one block
+constexpr int kShares = 4;        // of a thread: attention of a larger part is split; 4 times the threads are slots
 constexpr int kRegions = 4;  // at most, of an instruction
 
 void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following);

@@ -138,7 +138,8 @@ void place_buffers(Engine& engine) {
         if (each.op != TW_ATTEND) continue;
         const CacheLayout& layout = engine.layouts[each.state];
         engine.max_query = std::max(engine.max_query, each.num_heads * layout.dim * 4);
-        int64_t rows = rounded(16 * each.num_heads / engine.states[each.state].num_heads, 16);
+        int64_t rows = rounded(kQueryTokens * each.num_heads / engine.states[each.state].num_heads, 16);
+        engine.partial_bytes = std::max(engine.partial_bytes, rows * (layout.dim + 2) * 4);
         attend_bytes = std::max(attend_bytes, rows * layout.dim * 12 + rows * 6 * 4 + 4096 + layout.unpacked_bytes());
         size_t table = 0;
         for (; table < engine.angle_makers.size(); table++) {
@@ -157,6 +158,10 @@ void place_buffers(Engine& engine) {
     }
     engine.operand = Memory(std::max(tokens * engine.max_wide * 5 + 4096, operand_bytes));
     engine.queries = Memory(tokens * engine.max_query + 64);
+    const int64_t num_slots = kShares * engine.program.num_threads;
+    engine.num_segments = rounded(engine.program.max_context, kSegment) / kSegment;
+    engine.arrived = std::vector<std::atomic<int32_t>>(num_slots);
+    if (engine.program.num_threads > 1) engine.partials = Memory(num_slots * engine.num_segments * engine.partial_bytes);
     engine.scratch_bytes = std::max({engine.max_wide * 160 + 4096, attend_bytes, mixer_bytes});
     for (int32_t i = 0; i < engine.program.num_threads; i++) engine.scratch.emplace_back(engine.scratch_bytes);
 }
