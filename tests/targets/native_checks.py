@@ -36,9 +36,10 @@ def native(
     num_threads: int = 2,
     isa: int = -1,
     batch: int = 1,
+    context: int = 64,
 ) -> NativeExecutable:
     """An executable on one instruction set."""
-    options = CompileOptions(batch, 64, compute=compute, num_threads=num_threads)
+    options = CompileOptions(batch, context, compute=compute, num_threads=num_threads)
     target = NativeTarget()
     graph_module = lowered(model, target="cpu-native", precision=precision)[0]
     plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
