@@ -131,7 +131,8 @@ def test_long_contexts_have_the_same_bits_on_any_number_of_threads(
     a window and of one without, of a row alone, beside short ones and as a prompt's last.
     """
     sizes = {"hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "max_positions": 2048}
-    model = tiny_model(std=0.2, model_type="gemma3_text", windows=(700, 0), **sizes, attention_cap=1.5)
+    kinds = {"model_type": "gemma3_text", "windows": (700, 0), "attention_cap": 1.5}
+    model = tiny_model(std=0.2, **sizes, **kinds)
     tokens, precision = random_tokens(1100), precision_of("bf16", kv_cache=cache)
     found, best = [], library.library().tw_best_isa()
     for isa, num_threads in [(-1, 1), (-1, 2), (-1, 5), (min(1, best), 3)]:
@@ -142,9 +143,7 @@ def test_long_contexts_have_the_same_bits_on_any_number_of_threads(
         for seat, length in zip(seats, (1097, 5, 600), strict=True):
             step(executable, [(seat, tokens[:length], 0)])
         rows = [step(executable, [(seats[0], tokens[at : at + 1], at)]) for at in (1097, 1098)]
-        rows.append(
-            step(executable, [(seats[i], [9], at) for i, at in enumerate((1099, 5, 600))])
-        )
+        rows.append(step(executable, [(seats[i], [9], at) for i, at in enumerate((1099, 5, 600))]))
         found.append(torch.cat(rows))
         whole = step(executable, [(seats[1], [*tokens[:1099], 9], 0)])
         assert torch.equal(whole[-1], found[-1][2])
