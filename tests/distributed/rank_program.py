@@ -29,17 +29,21 @@ def enter(rank: int, phase: str) -> None:
 
 
 def null(rank: int) -> Any:
-    """An executable that says when a prompt, or a step of decode, begins."""
+    """An executable that says when its capture, a prompt, or a step of decode begins."""
     from tests.tiny import compiled, tiny_model
 
     executable: Any = compiled(tiny_model(num_layers=1), "null", max_batch=1)
-    step = executable.step
+    step, prepare = executable.step, executable.prepare
 
     def said(given: Any) -> Any:
         enter(rank, "decode" if given.decode else "prompt")
         return step(given)
 
-    executable.step = said
+    def prepared() -> None:
+        enter(rank, "capture")
+        prepare()
+
+    executable.step, executable.prepare = said, prepared
     return executable
 
 
@@ -54,6 +58,7 @@ def lead() -> None:
     meet(own, group.Peers(ranks.leader, ranks.token, LIMIT))
     executable, seat = ShardedExecutable(own, ranks), Seat(0)
     opened = (Open(seat, Choosing()),)
+    executable.prepare()
     executable.step(Step(edits=opened, prompts=(Chunk(seat, 0, (1, 2), chooses=True),)))
     started = time.monotonic()
     # long enough for a rank that stays in the middle of a step to be hit and noticed
@@ -62,6 +67,10 @@ def lead() -> None:
         if own.length(seat) > 60:
             executable.step(Step(edits=(Open(seat, Choosing(), keeps=2),)))
             executable.step(Step(prompts=(Chunk(seat, 2, (3,), chooses=True),)))
+        time.sleep(0.01)
+    enter(0, "idle")
+    while sys.argv[2] == "idle" and time.monotonic() - started < STAYS:
+        executable.check()  # as a server that nobody asks anything does
         time.sleep(0.01)
     enter(0, "close")
     executable.close()
