@@ -133,12 +133,20 @@ def target_options(name: str) -> list[str]:
 
 
 def check_ranks(target: str, num_ranks: int) -> None:
-    """Refuse ranks of a board, which deals a model over its own chips.
+    """Refuse ranks of a board, which deals a model over its own chips, and of ONNX Runtime, which
+    has no exchange. ``target``: the full name.
 
     Raises:
-        ConfigError: for more ranks than one, with the boards there are.
+        ConfigError: for more ranks than one, with what there is in their place.
     """
-    if target in BOARDS and num_ranks > 1:
+    if num_ranks == 1:
+        return
+    if target == CPU_BACKENDS["onnxruntime"]:
+        raise ConfigError(
+            f"{num_ranks} ranks of backend onnxruntime: it exchanges nothing between ranks; "
+            "allowed: --backend native (a C++ compiler), or without --tensor-parallel"
+        )
+    if target in BOARDS:
         chips = ", ".join(f"{each} ({DEVICES[each].num_chips})" for each in BOARDS)
         raise ConfigError(
             f"{num_ranks} ranks of target {target}: a board deals a model over its own chips; "

@@ -273,6 +273,15 @@ class ModelOptions:
     is_auto: bool = False
     grouping: Grouping = field(default_factory=Grouping)
 
+    def check_ranks(self) -> None:
+        """Refuse ranks of a target that has none; of cpu once it is known what runs it.
+
+        Raises:
+            ConfigError: with what there is in their place.
+        """
+        if not self.is_auto:
+            check_ranks(self.target, self.grouping.parallel.tensor)
+
 
 def read_model_options(
     arguments: ModelArguments | argparse.Namespace, default_precision: str, *, runs: bool = True
@@ -293,8 +302,9 @@ def read_model_options(
     grouping = read_grouping(arguments) if runs else Grouping()
     if arguments.model is not None and is_compiled(arguments.model):
         return _of_folder(arguments, Path(arguments.model).expanduser(), grouping)
+    is_auto = target == "cpu" and arguments.backend in (None, AUTO)
     if runs:
-        _check_devices(target, grouping)
+        _check_devices(target, grouping, is_auto=is_auto)
     named, notes = arguments.precision or default_precision, tuple[str, ...]()
     if named != AUTO:
         load_precision(named)  # a name is checked before a model is fetched
@@ -311,7 +321,7 @@ def read_model_options(
         precision=load_precision(named),
         dump_dir=dump_dir,
         notes=notes,
-        is_auto=target == "cpu" and arguments.backend in (None, AUTO),
+        is_auto=is_auto,
         grouping=grouping,
     )
 
@@ -334,9 +344,10 @@ def _of_folder(
     )
 
 
-def _check_devices(target: str, grouping: Grouping) -> None:
+def _check_devices(target: str, grouping: Grouping, *, is_auto: bool = False) -> None:
     devices = grouping.parallel.devices
-    check_ranks(target, grouping.parallel.tensor)
+    if not is_auto:  # else when it is known what runs the target cpu
+        check_ranks(target, grouping.parallel.tensor)
     if target == "cuda":
         check_gpu()
         if not grouping.is_alone or devices:

@@ -27,7 +27,6 @@ from tilewright.compiler.commands.arguments import (
     take_checkpoint,
 )
 from tilewright.compiler.commands.parallel import ParallelArguments
-from tilewright.compiler.devices import check_ranks
 from tilewright.compiler.distributed.grouping import read_grouping
 from tilewright.compiler.errors import ConfigError, allowed
 
@@ -92,7 +91,7 @@ def main(argv: list[str]) -> int:
         arguments.target = _ENGINES
     options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
     options = replace(options, grouping=read_grouping(arguments))
-    check_ranks(options.target, options.grouping.parallel.tensor)
+    options.check_ranks()
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
     from tilewright.compiler.commands.console import (

@@ -123,13 +123,18 @@ def served_facts(source: Source, compiled: Compiled, *, arithmetic: str) -> dict
 def settle_backend(choices: ModelOptions, progress: Progress) -> ModelOptions:
     """The choices with what runs the target cpu, where that was left open; a note says which, and
     why. The native library is built now where it was not.
+
+    Raises:
+        ConfigError: for ranks of what was chosen, if it has none.
     """
     if not choices.is_auto:
         return choices
     from tilewright.compiler.targets.cpu.choice import choose_backend
 
     target, why = choose_backend(progress)
-    return replace(choices, target=target, is_auto=False, notes=(*choices.notes, why))
+    settled = replace(choices, target=target, is_auto=False, notes=(*choices.notes, why))
+    settled.check_ranks()
+    return settled
 
 
 def compile_source(

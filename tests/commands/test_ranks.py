@@ -27,6 +27,7 @@ from tilewright.compiler.distributed.grouping import Grouping, check_devices, re
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cpu import choice
 from tilewright.compiler.targets.cuda.device import open_device
 from tilewright.compiler.targets.table import get_target
 
@@ -115,6 +116,32 @@ def test_a_board_is_refused_ranks_before_anything_is_opened(
         assert capsys.readouterr().err == f"tilewright: {said}\n"
     with pytest.raises(ConfigError, match="2 ranks of target n300: a board deals a model over"):
         get_target("n300").settled(CompileOptions(parallel=Parallel(2)))
+    assert not (tmp_path / "out").exists()
+
+
+def test_onnxruntime_is_refused_ranks_before_anything_is_opened(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = (
+        "2 ranks of backend onnxruntime: it exchanges nothing between ranks; allowed: "
+        "--backend native (a C++ compiler), or without --tensor-parallel"
+    )
+    given = ["--backend", "onnxruntime", "--tensor-parallel", "2"]
+    nowhere, shape = str(tmp_path / "none"), "shape:llama-3.2-1b"
+    for command in (
+        ["run", "--prompt", "x", "--model", nowhere],
+        ["bench", "--model", nowhere],
+        ["serve", "--model", nowhere],
+        ["compile", shape, "-o", str(tmp_path / "out")],
+    ):
+        assert main([*command, *given]) == 2
+        assert capsys.readouterr().err == f"tilewright: {said}\n"
+    with pytest.raises(ConfigError, match="2 ranks of backend onnxruntime"):
+        get_target("cpu").settled(CompileOptions(parallel=Parallel(2)))
+    monkeypatch.setattr(choice, "choose_backend", lambda progress: ("cpu", "no compiler"))
+    for command in (["run", "--prompt", "x"], ["compile", shape, "-o", str(tmp_path / "out")]):
+        assert main([*command, "--tensor-parallel", "2"]) == 2, "also where nobody has named it"
+        assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
