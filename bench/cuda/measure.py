@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -23,6 +24,7 @@ from bench.cuda.rows import (
     TTFT,
     BenchRow,
 )
+from bench.cuda.scaling import group_seconds
 from tilewright.compiler.bench.cases import CASES, TABLE_PROMPT_LENGTH, Case
 from tilewright.compiler.bench.record import Ceilings, Result
 from tilewright.compiler.bench.roofline import (
@@ -45,10 +47,12 @@ from tilewright.compiler.commands.source import (
 )
 from tilewright.compiler.driver import Compiled
 from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ops.collectives import all_reduce, all_reduce_add
 from tilewright.compiler.ops.moe import expected_experts
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import CompileOptions, Progress, Seat
 
+SUMS = (all_reduce.overload, all_reduce_add.overload)
 _LONG_PROMPT = 16384
 _LONG_REPEATS = 3
 """Of prompts that long, and of starts: at most so many repeats."""
@@ -110,6 +114,7 @@ class Bench:
         release_memory()  # of a program before that failed
         started = time.perf_counter()
         self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
+        self._is_solo = is_solo
         self.compiled: Compiled
         self._context = rows[0].program[-1]
         model = self._options_of(rows[0]).model
@@ -133,6 +138,8 @@ class Bench:
             self._measured[key] = self._run(row)
         measured = self._measured[key]
         values, limit, detail = _figure(row, measured.runs, self.works(row), ceilings)
+        if self._is_solo:
+            detail += "; " + self._predicted(row)
         result = None if is_known else replace(measured.result, ceilings=ceilings)
         return Figures(row, values, limit, detail, result)
 
@@ -149,6 +156,22 @@ class Bench:
         result = self._measured[_runs_of(row)].result
         prompt = None if result.ttft_ms is None else 1e-3 * result.ttft_ms
         return prompt, None if result.decode_tsu is None else 1 / result.decode_tsu
+
+    def _predicted(self, row: BenchRow) -> str:
+        """What a whole group is expected to make of a row whose rank ran by itself."""
+        width: int = self.source.checkpoint_model().config.hidden_size
+        nodes = self.compiled.graph().graph.nodes
+        found = sum(node.target in SUMS for node in nodes)
+        prompt, step = self.step_seconds(row)
+        of_group = partial(group_seconds, count=self._num_ranks, num_exchanges=found)
+        said = []
+        if step:
+            seconds = of_group(step, num_bytes=4.0 * row.batch * width)
+            said.append(f"decode {row.batch / seconds:,.1f} t/s")
+        if prompt:
+            seconds = of_group(prompt, num_bytes=4.0 * row.prompt_length * width)
+            said.append(f"first token {1e3 * seconds:,.2f} ms")
+        return f"predicted of {self._num_ranks}, {found} sums a step: {', '.join(said)}"
 
     def jobs(self, row: BenchRow) -> tuple[Job, ...]:
         """Make the row's prompts, one for each user, with how their answers are chosen."""

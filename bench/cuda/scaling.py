@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.compiler.bench.table import Table
 
@@ -27,6 +27,9 @@ norm of a step that has none (0.7); at 4 and 8, 0.4 and 1.0 more for the parts o
 
 KEYS_US = 3.0
 """The exchange of the best keys, and what counts a step's exchanges."""
+
+CROSSING_US = 0.75
+"""From a GPU's store until another reads it."""
 
 _COUNTS = (2, 4, 8)
 
@@ -78,6 +81,25 @@ def step_seconds(load: Load, count: int, *, exchange_us: float | None = None) ->
     exchanges = load.num_exchanges * (1e-6 * each + hops / LINK_RATE)
     own = (load.num_bytes / RATE + load.loss) / count
     return own + 1e-6 * (LAUNCH_US * load.num_launches + KEYS_US) + exchanges
+
+
+def group_seconds(solo: float, count: int, *, num_exchanges: int, num_bytes: float) -> float:
+    """A step of a group of ``count``, from the seconds of one rank by itself, whose exchanges have
+    every kernel and nothing to wait for: each crosses once, and its bytes go to all of the others.
+    """
+    each = 1e-6 * CROSSING_US + (count - 1) * num_bytes / LINK_RATE
+    return solo + num_exchanges * each
+
+
+def pays_from(load: Load, count: int) -> float:
+    """Seconds of a step on one GPU from which on ``count`` GPUs decode it faster than half as many
+    do: where half of what these read takes as long as the exchanges that come on top.
+    """
+    rest = replace(load, num_bytes=0.0, tokens_per_s=float("inf"))
+    more = step_seconds(rest, count) - (
+        1e-6 * LAUNCH_US * load.num_launches if count == 2 else step_seconds(rest, count // 2)
+    )
+    return count * more + 1e-6 * LAUNCH_US * load.num_launches
 
 
 def tokens_per_s(load: Load, count: int) -> float:
@@ -132,7 +154,7 @@ chosen; it is 10 % off at most.
 
 def table() -> Table:
     """Every load on 2, 4 and 8 GPUs: tokens a second as predicted, and the two limits on 2."""
-    crossing = 0.75
+    crossing = CROSSING_US
     titles = (
         *("model, rows", "1 GPU, measured", "2, measured"),
         *(f"{count}, predicted" for count in _COUNTS),
@@ -152,5 +174,22 @@ def table() -> Table:
     return Table.of(titles, rows)
 
 
+def shortest() -> Table:
+    """Every load's step on one GPU, and from which length on more GPUs decode it faster."""
+    titles = (
+        *("model, rows", "a step on one GPU, ms"),
+        *(f"{count} pay from, ms" for count in _COUNTS),
+    )
+    rows = [
+        (
+            f"{load.name}, {load.rows}",
+            f"{1e3 * load.seconds:.2f}" + (" (predicted)" if load.is_computed else ""),
+            *(f"{1e3 * pays_from(load, count):.2f}" for count in _COUNTS),
+        )
+        for load in LOADS
+    ]
+    return Table.of(titles, rows)
+
+
 if __name__ == "__main__":
-    sys.stdout.write(table().markdown())
+    sys.stdout.write(f"{table().markdown()}\n{shortest().markdown()}")

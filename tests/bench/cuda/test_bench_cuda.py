@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from bench.cuda.rows import (
     TTFT,
     BenchRow,
 )
+from tests.tiny import precision_of, tiny_model
 from tilewright.compiler.bench.perf_md import parse
 from tilewright.compiler.bench.perf_tables import render_results
 from tilewright.compiler.bench.record import Ceilings, Repeat
@@ -40,9 +42,12 @@ from tilewright.compiler.bench.roofline import Work
 from tilewright.compiler.bench.selection import BATCH_32, SHORT, speed_table
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.bench.timing import Run
+from tilewright.compiler.distributed.parallel import Parallel
+from tilewright.compiler.driver import lower_model, resolve_precision, silent
 from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.targets.base import Seat
 from tilewright.compiler.targets.host import HostExecutable
+from tilewright.compiler.targets.table import get_target
 from tilewright.models import shapes
 
 CEILINGS = Ceilings("made up", (100.0,), (1000.0,), "bf16")
@@ -306,3 +311,24 @@ def test_routing_is_told_of_models_that_choose(
     assert counted == [([128, 128], 2)]
     out = capfd.readouterr().out
     assert "one: experts chosen a layer in a decode step: 3.5 (2-5) of 8; 3.5 were all" in out
+
+
+def test_a_rank_by_itself_says_what_its_group_is_expected_to_make() -> None:
+    """Of two layers' four sums; 0.75 us and 16 KB, or 2 MB, at 350 GB/s more each."""
+    model = tiny_model(num_layers=2, num_heads=4, num_kv_heads=2)
+    stages = get_target("cuda").stages()
+    resolved = resolve_precision(model, precision_of("bf16"))
+    graph, _ = lower_model(model, resolved, stages, silent, parallel=Parallel(2), rank=0)
+    width = model.config.hidden_size
+    bench: Any = SimpleNamespace(
+        source=SimpleNamespace(checkpoint_model=lambda: model),
+        compiled=SimpleNamespace(graph=lambda: graph),
+        step_seconds=lambda row: (2e-3, 1e-3),
+        _num_ranks=2,
+    )
+    row = BenchRow("x", "tiny", "bf16", "decode", batch=8, prompt_length=128)
+    step, prompt = (s + 4 * (0.75e-6 + 4 * n * width / 350e9) for s, n in ((1e-3, 8), (2e-3, 128)))
+    assert Bench._predicted(bench, row) == (
+        f"predicted of 2, 4 sums a step: decode {8 / step:,.1f} t/s, "
+        f"first token {1e3 * prompt:,.2f} ms"
+    )

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from bench.cuda.scaling import LOADS, byte_limit, step_seconds, table, tokens_per_s
+from bench.cuda.scaling import (
+    LOADS,
+    byte_limit,
+    group_seconds,
+    pays_from,
+    shortest,
+    step_seconds,
+    table,
+    tokens_per_s,
+)
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "parallel.md"
 
@@ -29,7 +39,26 @@ def test_more_gpus_are_faster_and_below_their_limit(load: object) -> None:
 
 def test_the_document_has_the_table() -> None:
     text = DOCUMENT.read_text()
-    assert all(line in text for line in table().markdown().splitlines())
+    lines = f"{table().markdown()}\n{shortest().markdown()}".splitlines()
+    assert all(line in text for line in lines)
+
+
+def test_from_which_step_on_more_gpus_pay() -> None:
+    """At that length two, or four, are as fast as half of them; twice as long, they are faster."""
+    for load in LOADS:
+        for count in (2, 4, 8):
+            seconds = pays_from(load, count)
+            at, above = (replace(load, tokens_per_s=load.rows / s) for s in (seconds, 2 * seconds))
+            at, above = (replace(each, num_bytes=0.0) for each in (at, above))
+            assert step_seconds(at, count) == pytest.approx(step_seconds(at, count // 2))
+            assert step_seconds(above, count) < step_seconds(above, count // 2)
+            assert load.seconds > seconds or count > 2
+
+
+def test_a_rank_by_itself_and_its_exchanges_are_the_group() -> None:
+    """8B with one row: 456 tokens a second by itself, 450 measured on two GPUs."""
+    seconds = group_seconds(1 / 456, 2, num_exchanges=64, num_bytes=4 * 4096)
+    assert 1 / seconds == pytest.approx(450, rel=0.015)
 
 
 def test_the_model_is_within_a_tenth_of_what_was_measured() -> None:
