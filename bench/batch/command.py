@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.batch.made import make_rows, token_rows
 from bench.batch.sides import Bodies, Sizes, ours, theirs
-from bench.peers.command import Pair, read_pair
+from bench.peers.options import Pair, read_pair
 from tilewright.compiler.artifacts.places import cache_dir
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table

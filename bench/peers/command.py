@@ -5,33 +5,24 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.peers import PEERS
-from bench.peers.rounds import Contestant, Plan, measure_all
+from bench.peers.options import CompareOptions, read_options
+from bench.peers.records import write_part
+from bench.peers.rounds import Contestant, measure_all
 from bench.peers.tilewright_worker import OURS
 from bench.peers.worker import Worker, WorkerError
-from tilewright.compiler.artifacts.places import cache_dir, is_compiled
+from tilewright.compiler.artifacts.places import cache_dir
 from tilewright.compiler.bench.prompts import bench_text
 from tilewright.compiler.child import PYTHON
-from tilewright.compiler.commands.arguments import integer, option, parse, real
-from tilewright.compiler.devices import CPU_BACKENDS, describe_cpu
-from tilewright.compiler.errors import ConfigError, RequestError, allowed, one_line
-from tilewright.compiler.json_lines import check_writable
-from tilewright.compiler.precision import load_precision
-from tilewright.models import ShapeName, find_model_or_shape
+from tilewright.compiler.devices import CPU_BACKENDS
+from tilewright.compiler.errors import ConfigError, RequestError, one_line
 
 if TYPE_CHECKING:
     from tilewright.models import LoadedModel
 
-DEFAULT_PAIRS = (
-    *("all-bfp8=Q8_0", "all-bfp4=Q4_0", "all-q40=Q4_0", "all-q80=Q8_0"),
-    "bf16=BF16",
-)
-KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16")
 _FOUR_BITS = ("Q4_0", "Q4_1")
 _OPENVINO_KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16")
 _ONNX_WEIGHTS = "int4"
@@ -40,133 +31,25 @@ _ROOT = Path(__file__).resolve().parents[2]
 _WORKER = "bench.peers.tilewright_worker"
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A configuration of ours, and the GGUF type it is compared with."""
-
-    precision: str
-    kind: str
-
-
-def read_pair(text: str) -> Pair:
-    """Read a pair ``PRECISION=TYPE``. Raises ConfigError for what is none."""
-    precision, separator, kind = text.rpartition("=")
-    if not separator or not precision or kind.upper() not in KINDS:
-        raise ConfigError(f"pair {text!r}; {allowed(f'PRECISION={kind}' for kind in KINDS)}")
-    load_precision(precision)
-    return Pair(precision, kind.upper())
-
-
-def _peer(name: str) -> str:
-    return PEERS[name].name
-
-
-def _onnx_folder(text: str) -> Path:
-    path = Path(text)
-    if not (path / "genai_config.json").is_file():
-        builder = "python -m onnxruntime_genai.models.builder -i FOLDER -o DIR -p int4 -e cpu"
-        raise ConfigError(f"{text}: holds no genai_config.json; allowed: a folder of {builder}")
-    return path.resolve()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompareOptions:
-    """The command line of ``tilewright compare``; ``peers``: names in `PEERS`."""
-
-    model: str | None = option(
-        "as of tilewright run; some peers need a GGUF file, as which a shape of Llama is written",
-        metavar="PATH",
-    )
-    pairs: tuple[Pair, ...] = option(
-        f"a configuration and the GGUF type beside it: {', '.join(KINDS)} "
-        f"(default: {' '.join(DEFAULT_PAIRS)})",
-        default=tuple(map(read_pair, DEFAULT_PAIRS)),
-        metavar="PRECISION=TYPE",
-        type=read_pair,
-    )
-    peers: tuple[str, ...] = option(
-        f"of {', '.join(PEERS)}", default=tuple(PEERS), nargs="*", metavar="NAME", type=_peer
-    )
-    backends: tuple[str, ...] = option(
-        f"of the target cpu: {', '.join(_BACKENDS)} (default: both)",
-        default=("onnxruntime", "native"),
-        metavar="NAME",
-        choices=tuple(_BACKENDS),
-    )
-    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
-    rounds: int = option("in turn (5)", default=5, type=integer(1, 1000))
-    prefill: tuple[int, ...] = option(
-        "lengths of prompts", default=(128, 512), metavar="TOKENS", type=integer(1, 1 << 20)
-    )
-    context: int = option(
-        "a prompt that is decoded after", default=128, metavar="TOKENS", type=integer(1, 1 << 20)
-    )
-    users: tuple[int, ...] = option(
-        "that decode together (default: 8 32)",
-        default=(8, 32),
-        nargs="*",
-        metavar="N",
-        type=integer(2, 256),
-    )
-    decode_tokens: int = option("so many", default=128, metavar="N", type=integer(3, 1 << 20))
-    onnx_genai_folder: Path | None = option(
-        "as its builder wrote it (default: build one)", metavar="DIR", type=_onnx_folder
-    )
-    timeout: float = option(
-        "of one answer", default=600.0, metavar="S", type=real(0, 1e6, above=True)
-    )
-    json: str | None = option("write every repeat, versions and host", metavar="FILE")
-
-    @property
-    def plan(self) -> Plan:
-        """What is measured in every round."""
-        return Plan(
-            prefill_lengths=tuple(dict.fromkeys(self.prefill)),
-            context=self.context,
-            num_decoded=self.decode_tokens,
-            num_rounds=self.rounds,
-            users=tuple(dict.fromkeys(self.users)),
-        )
-
-    @property
-    def num_threads(self) -> int:
-        """The threads that every engine computes with."""
-        return self.threads or describe_cpu().num_cores
-
-
-def read_options(argv: Sequence[str]) -> CompareOptions:
-    """Read and check the command line. Raises TilewrightError."""
-    options = parse(
-        CompareOptions,
-        argv,
-        prog="tilewright compare",
-        description="Measure Tilewright's CPU target and its peers in turn on the same weights.",
-    )
-    if options.json is not None:
-        check_writable(options.json)
-    if options.model is not None and is_compiled(options.model):
-        raise ConfigError(
-            f"{options.model}: a compiled folder has no weights for others to run; "
-            "allowed: a checkpoint"
-        )
-    found = find_model_or_shape(options.model)
-    if isinstance(found, ShapeName):
-        from bench.peers.shape_gguf import cached_shape
-
-        found = cached_shape(found, cache_dir() / "peers")
-    return replace(options, model=str(found.resolve()))
-
-
 def main(argv: list[str]) -> int:
     """Run ``tilewright compare``; returns 1 where a configuration of ours was not measured."""
-    options = read_options(argv)
+    failed = False
+    for options in read_options(argv):
+        record, missed = _measure(options)
+        failed |= missed
+        if options.json is not None:
+            write_part(Path(options.json), options.part, record)
+    return int(failed)
+
+
+def _measure(options: CompareOptions) -> tuple[dict[str, Any], bool]:
+    """A part's record, printed as tables, and whether a configuration of ours is missing in it."""
     from bench.ceilings import read_bandwidth
     from bench.peers.report import print_report, report_record
     from tilewright.compiler.commands.console import compile_progress, err, out
-    from tilewright.compiler.commands.sweep.files import write_text
     from tilewright.models import load_model
 
-    model = load_model(Path(str(options.model)))
+    model = load_model(Path(options.model))
     limit = model.config.max_positions
     if options.plan.max_context > limit:
         raise RequestError(
@@ -184,9 +67,7 @@ def main(argv: list[str]) -> int:
         )
     record = report_record(model, contestants, versus, options=options, bandwidths=bandwidths)
     print_report(out(), record)
-    if options.json is not None:
-        write_text(options.json, json.dumps(record, indent=1) + "\n")
-    return int(any(each.failure for each in contestants if each.engine in OURS))
+    return record, any(each.failure for each in contestants if each.engine in OURS)
 
 
 def line_up(
@@ -223,7 +104,7 @@ class _Starts:
     def __init__(self, model: LoadedModel, options: CompareOptions) -> None:
         self._model = model
         self._options = options
-        self._source = Path(str(options.model))
+        self._source = Path(options.model)
         self._folder = cache_dir() / "peers"
 
     def start(self, engine: str, weights: str) -> Worker:

@@ -83,10 +83,15 @@ class LlamaCpp:
     def generate_together(
         self, tokens: Sequence[int], num_tokens: int, num_users: int
     ) -> Generated:
-        """As :meth:`generate`, for so many users of one prompt at a time."""
+        """As :meth:`generate`, for so many users of one prompt at a time: it is computed once and
+        copied, as llama.cpp's own bench of batches does.
+        """
         llama_cpp.llama_memory_clear(self._memory, True)
         started = time.perf_counter()
-        output = [[int(self._logits(tokens, 0, user).argmax())] for user in range(num_users)]
+        first = self._step(tokens, 0)
+        for user in range(1, num_users):
+            llama_cpp.llama_memory_seq_cp(self._memory, 0, user, -1, -1)
+        output = [[first] for _ in range(num_users)]
         times = [time.perf_counter() - started]
         for position in range(len(tokens), len(tokens) + num_tokens - 1):
             for user in range(num_users):

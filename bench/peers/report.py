@@ -19,10 +19,8 @@ from tilewright.compiler.environment import PACKAGES, environment
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from bench.peers.command import CompareOptions
+    from bench.peers.options import CompareOptions
     from tilewright.models import LoadedModel
-
-SCHEMA = 1
 
 
 def report_record(
@@ -40,12 +38,11 @@ def report_record(
         (*PACKAGES, *(peer.package for peer in PEERS.values())), hash_host=True
     )
     return {
-        "schema": SCHEMA,
-        "model": model.name,
+        "model": options.shape or model.name,
         "model_hash": model.checkpoint.content_hash(),
         "device": describe_cpu().model_name,
         "num_threads": options.num_threads,
-        "num_rounds": plan.num_rounds,
+        "num_rounds": len(bandwidths) - 1,
         "measures": [dataclasses.asdict(measure) for measure in plan.measures],
         "bandwidth": {"median": bandwidth, "readings": list(bandwidths)},
         "contestants": [each.record(plan, bandwidth) for each in contestants],

@@ -1,13 +1,15 @@
 """Several engines on the same weights in turn, A B A B: rates, their medians, ratios in pairs.
 
-Knows engines only as workers that generate; what they are and how they start is handed in.
+Knows engines only as workers that generate; what they are and how they start is handed in. What
+else keeps the cores busy meanwhile, where that is asked for, is started here.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -15,8 +17,13 @@ from typing import Any
 from bench.peers.worker import Generated, Loaded, Worker, WorkerError
 from tilewright.compiler.bench import stats
 from tilewright.compiler.bench.prompts import cut_prompts
+from tilewright.compiler.child import PYTHON, Child
 
 _WARM_UP_TOKENS = 8
+_SHARE_OF_TOGETHER = 4
+"""Several users decode a fourth of one user's tokens each: their steps take longer."""
+_SPINS = "while True: pass"
+_SPINNING_SECONDS = 0.3
 
 Report = Callable[[str, int, int], None]
 """Told ``(what, done, total)``."""
@@ -27,13 +34,14 @@ class Measure:
     """One speed to measure: a prompt of so many tokens, and so many generated.
 
     One generated token measures prefill, more of them decode (the first step does not count), of
-    ``num_users`` together.
+    ``num_users`` together, beside ``num_busy`` other processes that each keep a core busy.
     """
 
     name: str
     prompt_length: int
     num_tokens: int
     num_users: int = 1
+    num_busy: int = 0
 
     def rate(self, generated: Generated) -> float:
         """The tokens a second that a continuation came to."""
@@ -47,7 +55,8 @@ class Measure:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """``prefill_lengths`` and ``context`` in tokens of prompt; decode follows ``context``, of one
-    user and of each of ``users`` together.
+    user, of each of ``users`` together, and of one user beside each of ``busy`` other processes.
+    ``max_seconds``: no round is begun that would end behind these, as long as the longest before.
     """
 
     prefill_lengths: tuple[int, ...] = (128, 512)
@@ -55,14 +64,24 @@ class Plan:
     num_decoded: int = 128
     num_rounds: int = 5
     users: tuple[int, ...] = ()
+    busy: tuple[int, ...] = ()
+    max_seconds: float | None = None
 
     @property
     def measures(self) -> tuple[Measure, ...]:
         """What is measured in every round, in this order."""
         prefills = [Measure(f"prefill-{n}", n, 1) for n in self.prefill_lengths]
         length, decoded = self.context, self.num_decoded
-        together = [Measure(f"decode-{length}-x{n}", length, decoded, n) for n in self.users]
-        return (*prefills, *together, Measure(f"decode-{length}", length, decoded))
+        # three tokens are the least that a rate is made of
+        each = max(3, decoded // _SHARE_OF_TOGETHER)
+        together = [Measure(f"{self.decode}-x{n}", length, each, n) for n in self.users]
+        beside = [Measure(f"{self.decode}-busy{n}", length, decoded, num_busy=n) for n in self.busy]
+        return (*prefills, *together, Measure(self.decode, length, decoded), *beside)
+
+    @property
+    def decode(self) -> str:
+        """The name of the measure of one user's decode with nothing beside it."""
+        return f"decode-{self.context}"
 
     @property
     def max_users(self) -> int:
@@ -175,7 +194,7 @@ class Contestant:
             for measure, repeats in self.rates.items()
         }
         step_bytes = self.loaded.step_bytes if self.loaded else None
-        decode = self.rates.get(plan.measures[-1].name)
+        decode = self.rates.get(plan.decode)
         share = (
             step_bytes * statistics.median(decode) / bandwidth if step_bytes and decode else None
         )
@@ -201,8 +220,8 @@ def measure_all(
     """Start every contestant, warm it up, and measure all of them in turn; fills them in.
 
     One works at a time while the others are idle. The memory's read rate is taken before the first
-    round and after each; returned in bytes a second. A contestant that fails is left out from
-    then on.
+    round and after each; returned in bytes a second, so that there is one more than rounds. A
+    contestant that fails is left out from then on.
     """
     warm_up, *rounds = plan.prompts(tokens)
     rates = []
@@ -211,16 +230,33 @@ def measure_all(
             report(f"load {contestant.name}", index, len(contestants))
             contestant.load(plan, warm_up)
         rates.append(bandwidth())
+        longest, began = 0.0, time.monotonic()
         for number, prompts in enumerate(rounds):
+            started = time.monotonic()
+            if plan.max_seconds and number and started - began + longest > plan.max_seconds:
+                break
             report(f"round {number + 1}", number, len(rounds))
             for measure, prompt in zip(plan.measures, prompts, strict=True):
-                for contestant in contestants:
-                    contestant.measure(measure, prompt)
+                with spinning(measure.num_busy):
+                    for contestant in contestants:
+                        contestant.measure(measure, prompt)
             rates.append(bandwidth())
+            longest = max(longest, time.monotonic() - started)
     finally:
         for contestant in contestants:
             contestant.close()
     return rates
+
+
+@contextmanager
+def spinning(num_processes: int) -> Iterator[None]:
+    """So many other processes compute while the block runs, on whichever cores they are given."""
+    with ExitStack() as stack:
+        for _ in range(num_processes):
+            stack.enter_context(Child((*PYTHON, "-S", "-c", _SPINS), what="a busy process"))
+        if num_processes:
+            time.sleep(_SPINNING_SECONDS)
+        yield
 
 
 def ratios(ours: Contestant, peer: Contestant) -> dict[str, list[float]]:

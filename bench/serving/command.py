@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.peers.command import Pair, read_pair
+from bench.peers.options import Pair, read_pair
 from bench.serving.servers import Contestant, in_turn, llama_cpp, ours, running
 from tilewright.compiler.artifacts.places import cache_dir
 from tilewright.compiler.bench.display import cell_text, decimal, span

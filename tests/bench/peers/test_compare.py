@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from bench.peers import PEERS
-from bench.peers.command import KINDS, line_up, read_options
+from bench.peers.command import line_up
 from bench.peers.onnx_folder import cached_onnx_folder, write_hf_folder
+from bench.peers.options import KINDS, PARTS, CompareOptions, read_options
+from bench.peers.records import read_parts
 from tests.commands.conftest import Refused
 from tilewright.compiler.cli import main
 from tilewright.models import ShapeName, load_model
@@ -22,6 +24,11 @@ SHORT = (
     *("--rounds", "2", "--prefill", "8", "--context", "8", "--decode-tokens", "4"),
     *("--users", "2", "--backends", "onnxruntime"),
 )
+
+
+def one_part(*argv: str) -> CompareOptions:
+    (options,) = read_options(argv)
+    return options
 
 
 @pytest.mark.parametrize(
@@ -40,6 +47,9 @@ SHORT = (
         (("--context", "-1"), "--context"),
         (("--decode-tokens", "2"), "--decode-tokens"),
         (("--timeout", "0"), "--timeout"),
+        (("--minutes", "0"), "--minutes"),
+        (("--busy", "0"), "--busy"),
+        (("--parts", "small"), "'small'"),
         (("--timeout", "nan"), "--timeout"),
         (("--model", "no/such/model.gguf"), "no/such/model.gguf"),
         (("--onnx-genai-folder", "."), "genai_config.json"),
@@ -68,7 +78,7 @@ def test_a_context_that_the_model_has_not_is_refused(refused: Refused, tiny_gguf
 def test_ours_come_before_their_peers_and_none_twice(tiny_gguf: Path) -> None:
     pairs = ("all-bfp8=Q8_0", "all-bfp4=q4_0", "bf16=BF16", "accuracy=Q8_0", "all-bfp8=Q8_0")
     one = ["--model", str(tiny_gguf), "--backends", "onnxruntime", "--pairs"]
-    options = read_options([*one, *pairs])
+    options = one_part(*one, *pairs)
     contestants, versus = line_up(load_model(tiny_gguf), options)
     assert [each.name for each in contestants] == [
         "tilewright all-bfp8",
@@ -83,9 +93,31 @@ def test_ours_come_before_their_peers_and_none_twice(tiny_gguf: Path) -> None:
         "tilewright accuracy",
     ]
     assert ("accuracy", "Q8_0") in [(ours.weights, peer.weights) for ours, peer in versus]
-    alone = read_options([*one, "bf16=BF16", "--peers"])
+    alone = one_part(*one, "bf16=BF16", "--peers")
     contestants, versus = line_up(load_model(tiny_gguf), alone)
     assert [each.name for each in contestants] == ["tilewright bf16"] and versus == []
+
+
+def test_parts_are_what_is_measured_where_nothing_else_is_said(
+    tiny_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run makes the whole record; an option of the command line holds for every part."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    model = ("--model", str(tiny_gguf))
+    found = {each.part: each for each in read_options([*model, "--parts", *PARTS])}
+    assert list(found) == ["formats", "large", "busy"] and one_part(*model).part == "formats"
+    names = [measure.name for measure in found["formats"].plan.measures]
+    assert names == ["prefill-512", "decode-128-x8", "decode-128-x32", "decode-128"]
+    assert [measure.num_tokens for measure in found["formats"].plan.measures] == [1, 32, 32, 128]
+    assert {each.plan.num_rounds for each in found.values()} == {7}
+    assert PARTS["large"].model == "shape:llama-3.2-1b" and len(found["large"].pairs) == 2
+    busy = found["busy"]
+    assert busy.backends == ("onnxruntime", "native") and busy.peers == ("llama.cpp",)
+    assert [measure.num_busy for measure in busy.plan.measures] == [0, 1, 2]
+    fewer = ("--rounds", "2", "--minutes", "1", "--users")
+    shorter = read_options([*model, "--parts", *PARTS, *fewer])
+    assert {each.plan.max_seconds for each in shorter} == {60.0}
+    assert {(each.plan.num_rounds, each.plan.users) for each in shorter} == {(2, ())}
 
 
 @pytest.fixture
@@ -108,7 +140,7 @@ def test_missing_peers_are_said_and_ours_is_measured(
     for peer in PEERS.values():
         assert f"not installed: pip install {peer.package}" in printed
     assert "memory read by 1 threads" in printed and "Traceback" not in printed
-    record = json.loads(output.read_text())
+    (record,) = read_parts(output).values()
     ours, *peers = record["contestants"]
     assert ours["failure"] is None and ours["step_bytes"] > 0 and ours["bandwidth_share"] > 0
     assert {name: len(rate["repeats"]) for name, rate in ours["rates"].items()} == {
@@ -119,6 +151,22 @@ def test_missing_peers_are_said_and_ours_is_measured(
     assert len(peers) == 3 and not any(peer["rates"] for peer in peers)
     assert record["ratios"] == [] and len(record["bandwidth"]["readings"]) == 3
     assert record["versions"]["python"] and record["num_threads"] == 1
+
+
+@pytest.mark.usefixtures("without_peers")
+def test_a_part_takes_its_own_place_in_the_file(
+    tiny_gguf: Path, tmp_path: Path, refused: Refused
+) -> None:
+    output = tmp_path / "compare.json"
+    argv = ("--model", str(tiny_gguf), "--pairs", "all-bfp4=Q4_0", "--peers", *SHORT)
+    for text in ("{", "[1]", '{"schema": 1, "model": "M"}'):
+        output.write_text(text)
+        assert str(output) in refused(*argv, "--json", str(output), verb="compare")
+        assert output.read_text() == text
+    output.write_text(json.dumps({"schema": 2, "parts": {"formats": 1, "large": 2}}))
+    assert main(["compare", *argv, "--rounds", "1", "--json", str(output)]) == 0
+    parts = read_parts(output)
+    assert parts["large"] == 2 and parts["formats"]["num_rounds"] == 1
 
 
 @pytest.mark.usefixtures("without_peers")
@@ -134,9 +182,8 @@ def test_a_folder_says_that_gguf_is_needed(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("bench.peers.Peer.missing", lambda peer: None)
-    options = read_options(
-        ["--model", str(tiny_folder), "--pairs", "bf16=BF16", "--peers", "llama.cpp"]
-    )
+    argv = ("--model", str(tiny_folder), "--pairs", "bf16=BF16", "--peers", "llama.cpp")
+    options = one_part(*argv)
     contestants, _ = line_up(load_model(tiny_folder), options)
     with pytest.raises(Exception, match=r"no GGUF file: convert it"):
         contestants[-1].start()
@@ -147,9 +194,9 @@ def test_a_shape_is_written_once_as_gguf(
 ) -> None:
     """Of the shape's sizes, with a vocabulary that text can be read with."""
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
-    first = read_options(["--model", "shape:tiny"])
-    assert read_options(["--model", "shape:tiny"]).model == first.model
-    model, shape = load_model(Path(str(first.model))), shape_config(ShapeName("tiny"))
+    first = one_part("--model", "shape:tiny")
+    assert one_part("--model", "shape:tiny") == first and first.shape == "shape:tiny"
+    model, shape = load_model(Path(first.model)), shape_config(ShapeName("tiny"))
     for size in ("vocab_size", "hidden_size", "num_layers", "num_kv_heads", "head_dim"):
         assert getattr(model.config, size) == getattr(shape, size)
     assert model.tokenizer.decode(model.tokenizer.encode("the hé")) == "the hé"
@@ -204,7 +251,7 @@ def test_a_peer_agrees_with_ours(engine: str, smollm2_path: Path) -> None:
         pytest.skip(f"{engine}: {missing}")
     one = ("--backends", "onnxruntime", "--users", "3")
     argv = ("--model", str(smollm2_path), "--pairs", "all-bfp4=Q4_0", "--peers", engine, *one)
-    options = read_options(argv)
+    options = one_part(*argv)
     model = load_model(smollm2_path)
     contestants, _ = line_up(model, options)
     worker = contestants[1].start()

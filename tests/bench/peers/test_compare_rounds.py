@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 
 import pytest
@@ -177,7 +180,7 @@ def test_several_users_are_measured_where_the_engine_serves_them() -> None:
             self.log.append((self.name, num_users, num_tokens))
             return FakeWorker.generate(self, tokens, num_tokens)
 
-    plan = Plan(prefill_lengths=(4,), context=4, num_decoded=5, num_rounds=2, users=(8, 32))
+    plan = Plan(prefill_lengths=(4,), context=4, num_decoded=20, num_rounds=2, users=(8, 32))
     log: list[tuple[str, int, int]] = []
     many, one = enter(Together("A", log, (10.0, 20.0))), enter(FakeWorker("B", [], (10.0, 20.0)))
     one.serves_many = False
@@ -185,7 +188,40 @@ def test_several_users_are_measured_where_the_engine_serves_them() -> None:
     assert plan.max_users == 32 and PLAN.max_users == 1
     assert many.rates["decode-4-x8"] == pytest.approx([160.0] * 2)
     assert many.rates["decode-4-x32"] == pytest.approx([640.0] * 2)
-    assert ("A", 8, 5) in log and set(one.rates) == {"prefill-4", "decode-4"}
+    assert ("A", 8, 5) in log and ("A", 1, 20) in log
+    assert set(one.rates) == {"prefill-4", "decode-4"}
+
+
+def test_busy_processes_run_while_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They end with the measure; the share of the read rate is of decode alone."""
+    others: list[int] = []
+
+    class Counting(FakeWorker):
+        def generate(self, tokens: Sequence[int], num_tokens: int) -> Generated:
+            children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+            others.append(len(children))
+            return FakeWorker.generate(self, tokens, num_tokens)
+
+    monkeypatch.setattr("bench.peers.rounds._SPINNING_SECONDS", 0.0)
+    before = len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    plan = Plan(prefill_lengths=(), context=4, num_decoded=5, num_rounds=1, busy=(2,))
+    found = enter(Counting("A", [], (10.0, 20.0)))
+    measure_all([found], plan, tokens=TEXT, bandwidth=lambda: 1.0)
+    assert [each - before for each in others] == [0, 0, 0, 2], "not while it warms up"
+    assert set(found.rates) == {"decode-4", "decode-4-busy2"}
+    assert found.record(plan, 40_000.0)["bandwidth_share"] == pytest.approx(0.5)
+
+
+def test_no_round_is_begun_that_would_end_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at the least; then as many as fit where each takes as long as the longest before."""
+    clock = iter(range(0, 10_000, 4))
+    monkeypatch.setattr("bench.peers.rounds.time.monotonic", lambda: float(next(clock)))
+    for seconds, num_rounds in ((1.0, 1), (20.0, 2), (1000.0, 3)):
+        plan = dataclasses.replace(PLAN, max_seconds=seconds)
+        found = enter(FakeWorker("A", [], (10.0, 20.0)))
+        readings = measure_all([found], plan, tokens=TEXT, bandwidth=lambda: 1.0)
+        assert len(readings) == 1 + num_rounds
+        assert {len(rates) for rates in found.rates.values()} == {num_rounds}
 
 
 def test_the_context_has_room_for_every_measure() -> None:

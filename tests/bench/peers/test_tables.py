@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from bench.peers.tables import rendered
+from bench.peers.records import write_part
+from bench.peers.tables import peers_table, rendered
 from tilewright.compiler.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -25,24 +25,53 @@ def test_a_block_has_its_record_and_the_rest_of_a_document_stays(tmp_path: Path)
         "contestants": [
             {**own, "rates": {"prefill-512": rate, "decode-128-x8": {**rate, "median": 12.34}}},
             {**other, "rates": {"prefill-512": rate}},
+            {**other, "engine": "openvino", "rates": {}},
         ],
         "ratios": [{**ratio, "measure": "prefill-512", "repeats": [1.0, 2.125, 3.0]}],
     }
-    (tmp_path / "one.json").write_text(json.dumps(record))
-    text = "a\n<!-- peers:begin one -->\nold\n<!-- peers:end one -->\nb\n"
+    write_part(tmp_path / "one.json", "formats", record)
+    text = "a\n<!-- peers:begin one formats -->\nold\n<!-- peers:end one formats -->\nb\n"
     found = rendered(text, tmp_path)
-    assert found.startswith("a\n<!-- peers:begin one -->\n\n| engine")
+    assert found.startswith("a\n<!-- peers:begin one formats -->\n\n| engine")
     assert found.endswith(" -->\nb\n")
-    cells = [[cell.strip() for cell in line.split("|")] for line in found.splitlines()]
-    assert cells[5][1:-1] == ["tilewright native", "all-q40", "1,234", "12.3", "50 %", "2.12"]
-    assert cells[6][1:-1] == ["llama.cpp", "Q4_0", "1,234", "", "", ""]
+    cells = table_cells(found)
+    assert cells[2] == ["tilewright native", "all-q40", "1,234", "12.3", "50 %", "2.12"]
+    assert cells[3] == ["llama.cpp", "Q4_0", "1,234", "", "", ""]
+    assert len(cells) == 4, "one that was not measured has no row"
     assert "memory read at 30.0 to 32.5 GB/s (2026-11-23, commit abcabcabca)" in found
+    assert "(from lowest to highest 94 to 94 % of the median)" in found
     assert "prefill 512" in found and "decode, 8 users" in found and "old" not in found
     assert rendered(found, tmp_path) == found
+    ratios = rendered(text.replace("one formats", "one ratios"), tmp_path)
+    head, _, only = table_cells(ratios)
+    assert head[2:] == ["prefill 512, of llama.cpp's"] and only == ["M", "all-q40", "2.12 x"]
     with pytest.raises(ConfigError, match="is missing"):
         rendered(text.replace("one", "two"), tmp_path)
+    with pytest.raises(ConfigError, match="no part 'large'; allowed: formats, ratios"):
+        rendered(text.replace("formats", "large"), tmp_path)
+
+
+def table_cells(text: str) -> list[list[str]]:
+    lines = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+def test_what_is_kept_beside_other_processes_is_said() -> None:
+    rates = {"decode-128": [100.0, 200.0, 100.0], "decode-128-busy1": [50.0, 150.0, 60.0]}
+    each = {name: {"median": 1.0, "repeats": repeats} for name, repeats in rates.items()}
+    record = {
+        **{"model": "M", "device": "D", "num_threads": 2, "num_rounds": 3, "commit": "abc"},
+        **{"timestamp": "2026-11-23T08:00", "bandwidth": {"readings": [3e10]}, "ratios": []},
+        "measures": [{"name": name} for name in rates],
+        "contestants": [{"engine": "e", "weights": "w", "bandwidth_share": None, "rates": each}],
+    }
+    head, _, row = table_cells(peers_table(record))
+    assert head[2:] == ["decode", "decode beside 1 process", "of read rate", "kept beside them"]
+    assert row[-1] == "60 %"
 
 
 def test_the_documents_tables_are_their_records() -> None:
-    text = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
-    assert "peers:begin compare-native -->" in text and rendered(text, ROOT / "results") == text
+    for path, block in ((ROOT / "README.md", "ratios"), (ROOT / "docs/figures.md", "formats")):
+        text = path.read_text(encoding="utf-8")
+        assert f"peers:begin compare {block} -->" in text
+        assert rendered(text, ROOT / "results") == text
