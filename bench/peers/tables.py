@@ -54,10 +54,11 @@ def _source(record: _Record) -> str:
     if spreads:
         ends = span(100 * min(spreads), 100 * max(spreads), 0, joint=" to ")
         spread = f" (from lowest to highest {ends} % of the median)"
+    rounds = f"{record['num_rounds']} round{'s' * (record['num_rounds'] > 1)}"
     return (
         f"{record['model']}, {record['num_threads']} threads of {record['device']}; medians of "
-        f"{record['num_rounds']} rounds in turn, tokens/s, all users together; ratios round by "
-        f"round{spread}; memory read at {min(readings):.1f} to {max(readings):.1f} GB/s "
+        f"{rounds} in turn, tokens/s, all users together; ratios round by round{spread}; memory "
+        f"read at {min(readings):.1f} to {max(readings):.1f} GB/s "
         f"({record['timestamp'][:10]}, commit {record['commit'][:10]})."
     )
 

@@ -71,7 +71,7 @@ def test_what_is_kept_beside_other_processes_is_said() -> None:
 
 
 def test_the_documents_tables_are_their_records() -> None:
-    for path, block in ((ROOT / "README.md", "ratios"), (ROOT / "docs/figures.md", "formats")):
-        text = path.read_text(encoding="utf-8")
+    for name, block in (("README", "ratios"), ("docs/figures", "formats"), ("docs/cpu", "busy")):
+        text = (ROOT / f"{name}.md").read_text(encoding="utf-8")
         assert f"peers:begin compare {block} -->" in text
         assert rendered(text, ROOT / "results") == text
