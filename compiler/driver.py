@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,18 +14,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
-from tilewright.compiler.errors import CompileError, ConfigError, allowed
 from tilewright.compiler.formats import stored_together
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.passes.runner import PassContext, run_passes
-from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary, ResolvedPrecision
-from tilewright.compiler.targets.base import CompileOptions, Executable, Progress, Stage
+from tilewright.compiler.precision import PrecisionConfig, ResolvedPrecision
+from tilewright.compiler.targets.base import CompileOptions, Progress, Stage
+from tilewright.compiler.targets.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.pipeline import RANK, with_ranks
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.tracer import grouped_modules, trace
-
-COMPUTE_MODES = ("fast", "exact")
-COPIES = ("auto", "none", "all")
 
 
 class CompilableModel(Protocol):
@@ -39,24 +36,6 @@ class CompilableModel(Protocol):
     def config(self) -> Any: ...
     @property
     def checkpoint(self) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """An executable, what it was asked to be, and what the passes had to say.
-
-    ``graph`` gives the lowered graph; it is read from disk where the program came from there.
-    ``places``: of a rank's program, which axes of each tensor group's weights are dealt, and the
-    size of each rank's share.
-    """
-
-    executable: Executable
-    target: str
-    compute: str
-    precision: PrecisionSummary
-    notes: tuple[str, ...]
-    graph: Callable[[], GraphModule]
-    places: tuple[tuple[str, str, str], ...] = ()
 
 
 def compile_model(
@@ -95,6 +74,7 @@ def compile_model(
     graph_module, ctx = lower_model(
         model, resolved, backend.stages(), report, dump_dir=dump_dir, parallel=parallel, rank=rank
     )
+    backend.check_room(graph_module, options)
     source = weight_source(model, options.max_context, parallel)
     executable = backend.compile(graph_module, source, options, report)
     return Compiled(
@@ -352,28 +332,3 @@ def stored_formats(model: CompilableModel) -> dict[str, str]:
         tensors = [name] if parts is None else [part.tensor for part in parts]
         found[name] = stored_together(map(checkpoint.stored_type, tensors))
     return found
-
-
-def check_options(options: CompileOptions, max_positions: int) -> None:
-    """Refuse a batch, a context, threads, ranks or a compute mode that no target could serve.
-
-    Raises:
-        ConfigError: a batch, context or ranks out of range, or an unknown compute mode.
-    """
-    options.parallel.check()
-    if options.compute not in COMPUTE_MODES:
-        raise ConfigError(f"compute {options.compute!r}; {allowed(COMPUTE_MODES, options.compute)}")
-    if options.copies not in COPIES:
-        raise ConfigError(f"copies {options.copies!r}; {allowed(COPIES, options.copies)}")
-    if options.max_batch < 1:
-        raise ConfigError(f"batch size {options.max_batch}; allowed: 1 or more")
-    if options.num_threads is not None and options.num_threads < 1:
-        raise ConfigError(f"{options.num_threads} threads; allowed: 1 or more")
-    if not 1 <= options.max_context <= max_positions:
-        raise CompileError(
-            f"context of {options.max_context} positions; the model allows 1 to {max_positions}"
-        )
-
-
-def silent(what: str, done: int, total: int) -> None:
-    """A `Progress` that reports nothing."""

@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("devices",),
     ("distributed",),
     ("precision",),
+    ("choosing",),
     ("ops",),
     ("ir",),
     ("tracer",),

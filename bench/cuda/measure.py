@@ -45,12 +45,12 @@ from tilewright.compiler.commands.source import (
     compile_source,
     open_source,
 )
-from tilewright.compiler.driver import Compiled
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ops.collectives import all_reduce, all_reduce_add
 from tilewright.compiler.ops.moe import expected_experts
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import CompileOptions, Progress, Seat
+from tilewright.compiler.targets.compiled import Compiled
 
 SUMS = (all_reduce.overload, all_reduce_add.overload)
 _LONG_PROMPT = 16384

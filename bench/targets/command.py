@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tilewright.compiler.bench.record import Paired
     from tilewright.compiler.bench.stats import Ratio
     from tilewright.compiler.commands.source import Source
-    from tilewright.compiler.driver import Compiled
     from tilewright.compiler.targets.base import Progress
+    from tilewright.compiler.targets.compiled import Compiled
 
 TARGETS = ("cpu", "cuda", "reference")
 _PRECISIONS = ("bf16", "accuracy", "performance")

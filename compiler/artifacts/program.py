@@ -1,4 +1,4 @@
-"""Compiling into a folder or through the cache, and running what lies there."""
+"""Compiling into a folder or through the cache."""
 
 from __future__ import annotations
 
@@ -7,32 +7,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.fx import GraphModule
-
 from tilewright.compiler.artifacts.cache import CacheUnusableError, ProgramCache, program_key
-from tilewright.compiler.artifacts.folder import make_folder, read_file, seal_folder, write_file
+from tilewright.compiler.artifacts.folder import make_folder, seal_folder, write_file
+from tilewright.compiler.artifacts.loading import GRAPH, load_part
 from tilewright.compiler.artifacts.manifest import Manifest, ModelFacts
-from tilewright.compiler.artifacts.parts import as_compiled, group_facts, own_part
+from tilewright.compiler.artifacts.parts import group_facts
 from tilewright.compiler.artifacts.places import part_of
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.driver import (
     CompilableModel,
-    Compiled,
-    check_options,
     compile_model,
     lower_model,
     resolve_precision,
-    silent,
     weight_source,
 )
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import CheckpointError, one_line
-from tilewright.compiler.ir.serialise import graph_json, read_graph
+from tilewright.compiler.ir.serialise import graph_json
 from tilewright.compiler.precision import PrecisionConfig
-from tilewright.compiler.targets.base import CompileOptions, Program, Progress
+from tilewright.compiler.targets.base import CompileOptions, Progress
+from tilewright.compiler.targets.compiled import Compiled, check_options, silent
 from tilewright.compiler.targets.table import get_target
-
-GRAPH = "graph.json"
 
 
 def write_program(
@@ -47,9 +42,11 @@ def write_program(
     dump_dir: Path | None = None,
     parallel: Parallel = ALONE,
     rank: int = 0,
+    serves: CompileOptions | None = None,
 ) -> Manifest:
     """Compile into ``folder``, for any batch and any context of the model, or any that is served by
-    the same program as ``max_context`` where the model has several; of ranks, one's part.
+    the same program as ``max_context`` where the model has several; of ranks, one's part. What
+    ``serves`` asks for is to fit this machine: that is looked at before weights are read.
 
     Returns the manifest; `seal_folder` completes and writes it, when the caller has added what
     else belongs into the folder. Raises as `compile_model`.
@@ -62,17 +59,13 @@ def write_program(
     resolved, settled = resolve_precision(model, precision), backend.settled(options)
     asked: dict[str, Any] = {"dump_dir": dump_dir, "parallel": settled, "rank": rank}
     graph_module, ctx = lower_model(model, resolved, backend.stages(), progress, **asked)
+    if serves is not None:
+        backend.check_room(graph_module, serves)
     backend.build(graph_module, weight_source(model, context, settled), folder, options, progress)
     write_file(folder / GRAPH, graph_json(graph_module))
     surroundings = environment()
     return Manifest(
-        model=ModelFacts(
-            model.name,
-            model.checkpoint.content_hash(),
-            model.config.num_layers,
-            context,
-            "checkpoint" if model.checkpoint.files else "random",
-        ),
+        model=_facts_of(model, context),
         precision=resolved.summary(precision.name),
         target=target,
         compute=compute,
@@ -81,6 +74,16 @@ def write_program(
         versions=surroundings.versions,
         commit=surroundings.commit,
         created=surroundings.timestamp,
+    )
+
+
+def _facts_of(model: CompilableModel, context: int) -> ModelFacts:
+    return ModelFacts(
+        model.name,
+        model.checkpoint.content_hash(),
+        model.config.num_layers,
+        context,
+        "checkpoint" if model.checkpoint.files else "random",
     )
 
 
@@ -119,48 +122,6 @@ def write_ranks(
     return replace(found[0], group=group_facts(get_target(target).settled(options)))
 
 
-def load_program(
-    folder: Path, manifest: Manifest, options: CompileOptions, progress: Progress = silent
-) -> Compiled:
-    """The executable of a folder that `open_folder` found sound; its ``compute`` is the folder's.
-
-    Of a folder for several ranks it is the program of ``options.rank``.
-
-    Raises:
-        CheckpointError: for files that are not what the target wrote.
-        ConfigError, CompileError: for options that the program does not serve.
-    """
-    return _load_part(own_part(folder, manifest, options), manifest, options, progress)
-
-
-def _load_part(
-    folder: Path, manifest: Manifest, options: CompileOptions, progress: Progress
-) -> Compiled:
-    """`load_program` of the folder that a program itself lies in."""
-    options = as_compiled(manifest, options)
-    check_options(options, manifest.model.max_positions)
-
-    path = folder / GRAPH
-    data = read_file(path)  # now: an entry of the cache may be gone when the graph is asked for
-
-    def graph() -> GraphModule:
-        return read_graph(data, path)
-
-    def sketch() -> GraphModule:
-        return read_graph(data, path, is_fixed=True)
-
-    program = Program(folder, manifest.contract, graph, sketch)
-    executable = get_target(manifest.target).load(program, options, progress)
-    return Compiled(
-        executable=executable,
-        target=manifest.target,
-        compute=manifest.compute,
-        precision=manifest.precision,
-        notes=manifest.notes,
-        graph=graph,
-    )
-
-
 def compile_cached(
     model: CompilableModel,
     precision: PrecisionConfig,
@@ -183,6 +144,7 @@ def compile_cached(
     summary = resolve_precision(model, precision).summary(precision.name)
     key = functools.partial(_key, model, summary.id, cache, target=target, options=options)
     wanted = key()
+    asked: Any = {name: getattr(options, name) for name in ("compute", "parallel", "rank")}
 
     def build(folder: Path) -> None:
         manifest = write_program(
@@ -190,11 +152,10 @@ def compile_cached(
             precision,
             folder,
             target=target,
-            compute=options.compute,
             max_context=options.max_context,
             progress=progress,
-            parallel=options.parallel,
-            rank=options.rank,
+            serves=options,
+            **asked,
         )
         if key() != wanted:
             raise CheckpointError(f"{model.checkpoint.path}: changed while it was compiled")
@@ -202,7 +163,7 @@ def compile_cached(
 
     try:
         with cache.entry(wanted, build, wait=lambda: progress("waiting", 0, 1)) as found:
-            compiled = _load_part(*found, options, progress)
+            compiled = load_part(*found, options, progress)
     except CacheUnusableError as error:
         compiled = compile_model(
             model, precision, target=target, options=options, progress=progress

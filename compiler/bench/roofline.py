@@ -13,12 +13,12 @@ from typing import Any
 from torch.fx import GraphModule
 
 from tilewright.compiler.bench.record import Ceilings
-from tilewright.compiler.driver import Compiled
 from tilewright.compiler.ir.cost import rows_read, step_costs
 from tilewright.compiler.ir.info import CONSTANT, info
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import PER_TOKEN
 from tilewright.compiler.targets.base import Holding, Target
+from tilewright.compiler.targets.compiled import Compiled
 from tilewright.compiler.targets.holdings import weight_uses
 from tilewright.compiler.targets.table import get_target
 

@@ -19,7 +19,6 @@ from tilewright.compiler.commands.source import (
     precision_of,
     served_facts,
 )
-from tilewright.compiler.driver import Compiled
 from tilewright.compiler.runtime.matchers import grammars_of
 from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.service import EngineService, QueueTransport
@@ -27,6 +26,7 @@ from tilewright.compiler.serve.jobs import Served, fingerprint_of
 from tilewright.compiler.serve.says import say
 from tilewright.compiler.serve.template import read_template
 from tilewright.compiler.targets.base import CompileOptions, Progress
+from tilewright.compiler.targets.compiled import Compiled
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.load import load_tokenizer
 

@@ -37,7 +37,7 @@ class Actor:
 
     def __init__(self, argv: tuple[str, ...], created: int, threads: int) -> None:
         from tilewright.compiler.commands.batch_engine import batch_engine, open_batch_source
-        from tilewright.compiler.driver import silent
+        from tilewright.compiler.targets.compiled import silent
 
         options = read_batch_options(argv)
         options = replace(options, engine={**options.engine, "threads": threads})

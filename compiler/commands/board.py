@@ -22,12 +22,13 @@ from tilewright.compiler.commands.screen import (
     print_byte_plan,
 )
 from tilewright.compiler.commands.source import Source, precision_of
-from tilewright.compiler.driver import lower_model, resolve_precision, silent
+from tilewright.compiler.driver import lower_model, resolve_precision
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.passes.dumps import dump_folder
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.table import get_target
 from tilewright.compiler.targets.tenstorrent import BoardTarget
 from tilewright.compiler.targets.tenstorrent.memory_plan import plan_memory
@@ -38,7 +39,7 @@ from tilewright.compiler.targets.tenstorrent.text import program_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tilewright.compiler.driver import Compiled
+    from tilewright.compiler.targets.compiled import Compiled
 
 _START_SECONDS, _MULTIPLIES_PER_SECOND = 30.0, 1.2e9
 """What the emulator needs before its first token, and its rate on two cores; both rough: the short

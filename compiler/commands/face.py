@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tilewright.compiler.driver import CompilableModel, Compiled, silent
+from tilewright.compiler.driver import CompilableModel
 from tilewright.compiler.driver import compile_model as compile_full
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Progress
+from tilewright.compiler.targets.compiled import Compiled, silent
 from tilewright.compiler.targets.cpu.choice import full_name
 
 

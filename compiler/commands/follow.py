@@ -51,7 +51,7 @@ def _serve(follower: Follower, place: Place, path: str | None) -> None:
     from tilewright.compiler.commands.arguments import ModelOptions
     from tilewright.compiler.commands.ranks import compare, read_job
     from tilewright.compiler.commands.source import compile_alone, facts_of, open_source
-    from tilewright.compiler.driver import silent
+    from tilewright.compiler.targets.compiled import silent
     from tilewright.compiler.targets.sharded import meet, serve_steps
     from tilewright.models import find_model_or_shape
 

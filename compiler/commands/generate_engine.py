@@ -149,8 +149,9 @@ class _Search:
     def _plans(self) -> dict[str, Plan]:
         """The plan of the model under each list of fusions that differs."""
         from tilewright.compiler.commands.engine_config import model_of
-        from tilewright.compiler.driver import lower_model, resolve_precision, silent
+        from tilewright.compiler.driver import lower_model, resolve_precision
         from tilewright.compiler.precision import load_precision
+        from tilewright.compiler.targets.compiled import silent
         from tilewright.compiler.targets.cuda.engine.layers import engine_plan
         from tilewright.compiler.targets.cuda.plan import make_plan
         from tilewright.compiler.targets.table import get_target

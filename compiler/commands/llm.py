@@ -17,12 +17,12 @@ from tilewright.compiler.commands.arguments import (
     read_model_options,
 )
 from tilewright.compiler.commands.source import Source, compile_source, open_source
-from tilewright.compiler.driver import Compiled, silent
 from tilewright.compiler.errors import ConfigError, RequestError, allowed, one_line
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import FAILED, Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.base import CompileOptions, Progress
+from tilewright.compiler.targets.compiled import Compiled, silent
 from tilewright.models.tokenizer.chat_template import Message
 from tilewright.models.tokenizer.tokenizer import Tokenizer
 

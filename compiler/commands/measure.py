@@ -35,13 +35,14 @@ from tilewright.compiler.bench.timing import Job, Run, sampling_text
 from tilewright.compiler.commands.options import RunOptions
 from tilewright.compiler.commands.source import Source, compile_source
 from tilewright.compiler.devices import DEVICES, describe_cpu
-from tilewright.compiler.driver import Compiled, compile_model
+from tilewright.compiler.driver import compile_model
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError, RequestError
 from tilewright.compiler.files import cache_dir
 from tilewright.compiler.precision import PrecisionSummary, load_precision
 from tilewright.compiler.runtime.request import SamplingParams
 from tilewright.compiler.targets.base import CompileOptions, Executable, Progress
+from tilewright.compiler.targets.compiled import Compiled
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.table import get_target
 from tilewright.models import LoadedModel

@@ -32,8 +32,8 @@ from tilewright.compiler.errors import ConfigError
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.source import Source
-    from tilewright.compiler.driver import Compiled
     from tilewright.compiler.targets.base import Executable
+    from tilewright.compiler.targets.compiled import Compiled
 
 _SEED = 10_042_026
 _WIRES = {"f32": "fp32", "q80": "q80", "bf16": "bf16"}
@@ -182,8 +182,8 @@ def _read(path: Path) -> str:
 def _open(given: _Arguments) -> tuple[Source, Compiled]:
     """The model on all its nodes."""
     from tilewright.compiler.commands.source import compile_source, open_source
-    from tilewright.compiler.driver import silent
     from tilewright.compiler.targets.base import CompileOptions
+    from tilewright.compiler.targets.compiled import silent
 
     choices = _choices(given)
     source = open_source(choices.path)

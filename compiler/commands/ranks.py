@@ -26,10 +26,10 @@ from tilewright.compiler.distributed.launch import (
     start_all,
 )
 from tilewright.compiler.distributed.world import Place, shared_token
-from tilewright.compiler.driver import Compiled
 from tilewright.compiler.environment import versions
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.compiled import Compiled
 from tilewright.compiler.targets.sharded import ShardedExecutable, meet
 
 FOLLOW = ("-m", f"{__package__}.follow")

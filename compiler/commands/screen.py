@@ -26,7 +26,7 @@ from tilewright.compiler.targets.table import get_target
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tilewright.compiler.driver import Compiled
+    from tilewright.compiler.targets.compiled import Compiled
     from tilewright.compiler.targets.contract import ContractEntry, NumericContract
     from tilewright.models import LoadedModel
     from tilewright.models.tokenizer.tokenizer import Tokenizer

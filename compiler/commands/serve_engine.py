@@ -27,7 +27,7 @@ from tilewright.compiler.serve.sockets import SocketTransport
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.source import Source
-    from tilewright.compiler.driver import Compiled
+    from tilewright.compiler.targets.compiled import Compiled
 
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

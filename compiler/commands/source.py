@@ -10,17 +10,17 @@ from typing import Any
 
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import open_folder
+from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.parts import own_part
 from tilewright.compiler.artifacts.places import digest_memory, is_compiled
-from tilewright.compiler.artifacts.program import compile_cached, load_program
 from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.commands.ranks import Job, compile_ranks
 from tilewright.compiler.distributed import hello
-from tilewright.compiler.driver import Compiled, compile_model, resolve_precision
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.base import CompileOptions, Progress
+from tilewright.compiler.targets.compiled import Compiled
 from tilewright.compiler.targets.table import get_target
 from tilewright.models import FoundModel, LoadedModel, ShapeName, Weights, load_model
 from tilewright.models.checkpoints.base import TokenizerSource
@@ -100,6 +100,8 @@ def precision_of(source: Source, precision: PrecisionConfig | None) -> Precision
     """The configuration on this model: the one asked for, or the one it was compiled with."""
     if source.manifest is not None:
         return source.manifest.precision
+    from tilewright.compiler.driver import resolve_precision
+
     assert source.model is not None and precision is not None
     return resolve_precision(source.model, precision).summary(precision.name)
 
@@ -199,6 +201,9 @@ def compile_alone(
         assert isinstance(source.path, Path), "a shape has no manifest"
         compiled = load_program(source.path, source.manifest, options, progress)
     else:
+        from tilewright.compiler.artifacts.program import compile_cached
+        from tilewright.compiler.driver import compile_model
+
         model, precision = source.checkpoint_model(), choices.precision
         assert precision is not None
         how: Any = {"target": choices.target, "options": options, "progress": progress}

@@ -42,7 +42,7 @@ from tilewright.compiler.ops.fused import (
 from tilewright.compiler.ops.library import OPERATORS, Cost, Operator
 from tilewright.compiler.ops.moe import expert_linear, experts, local_experts, router
 from tilewright.compiler.ops.rounding import round_q80
-from tilewright.compiler.ops.sample import sample, uniform
+from tilewright.compiler.ops.sample import sample
 
 __all__ = [
     "COLLECTIVES",
@@ -83,5 +83,4 @@ __all__ = [
     "sigmoid_gate",
     "swiglu",
     "swiglu_packed",
-    "uniform",
 ]

@@ -19,9 +19,10 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.artifacts.cache import ProgramCache, program_key
 from tilewright.compiler.bench.roofline import MEMORY, Share, state_shares, weight_shares
-from tilewright.compiler.driver import CompilableModel, lower_model, silent, stored_formats
+from tilewright.compiler.driver import CompilableModel, lower_model, stored_formats
 from tilewright.compiler.precision import OP_GROUP_OF, PHASES, ResolvedPrecision
 from tilewright.compiler.targets.base import Target
+from tilewright.compiler.targets.compiled import silent
 
 _LAYERS = re.compile(r"(?:^|\.)layers$")
 _SCALARS = (int, float, str, bytes, type(None))

@@ -1,4 +1,7 @@
-"""The narrow waist: what a target is, what an executable promises; its steps stand in step.py."""
+"""The narrow waist: what a target is, what an executable promises; its steps stand in step.py.
+
+Imports no torch: a packed program may be run without it.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
-from torch.fx import GraphModule
 
 from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.errors import CompileError, ConfigError, NoRoomError, allowed
 from tilewright.compiler.formats import get_format
-from tilewright.compiler.ir.info import NodeInfo
-from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
-from tilewright.compiler.passes.runner import Pass
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.step import Seat, Step, StepOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import GraphModule
+
+    from tilewright.compiler.ir.info import NodeInfo
+    from tilewright.compiler.ir.recipe import WeightRecipe
+    from tilewright.compiler.passes.runner import Pass
 
 Progress = Callable[[str, int, int], None]
 """Told ``(what, done, total)`` while a model is compiled."""
@@ -292,6 +298,13 @@ class Target(ABC):
         own = "fp32" if options.compute == "exact" else self.wire
         return replace(options.parallel, wire=options.parallel.wire or own)
 
+    def check_room(self, graph_module: GraphModule, options: CompileOptions) -> None:  # noqa: B027
+        """Refuse what could not be loaded here, before any weight is read; here, nothing.
+
+        Raises:
+            CompileError: for caches that the memory has no room for, with what would fit.
+        """
+
     def compile_ranks(
         self,
         graphs: Sequence[GraphModule],
@@ -375,25 +388,5 @@ class Target(ABC):
             return self.load(program, options, progress)
 
 
-def vocab_size(graph_module: GraphModule) -> int:
-    """How many logits a row of the graph's result has."""
-    output = next(node for node in graph_module.graph.nodes if node.op == "output")
-    return int(output.args[0].meta["val"].shape[-1])
-
-
-__all__ = [
-    "Capabilities",
-    "CompileOptions",
-    "Emission",
-    "Executable",
-    "Holding",
-    "MemoryUse",
-    "Program",
-    "Progress",
-    "Seat",
-    "Stage",
-    "Step",
-    "StepOutput",
-    "Target",
-    "vocab_size",
-]
+__all__ = ["Capabilities", "CompileOptions", "Emission", "Executable", "Holding", "MemoryUse"]
+__all__ += ["Program", "Progress", "Seat", "Stage", "Step", "StepOutput", "Target"]

@@ -1,7 +1,8 @@
 """Executables whose seats are kept by the host: what they share of a step, around one forward pass.
 
 A target says how a flat batch of tokens becomes logits and where a seat's state lies; edits, the
-tokens that seats hold, and the choice are the same for all of them and stand here.
+tokens that seats hold, and the choice are the same for all of them and stand here. Its currency are
+arrays; torch is imported where a step's logits are asked for.
 """
 
 from __future__ import annotations
@@ -9,14 +10,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from tilewright.compiler.ops.choose import Row, choose_tokens
-from tilewright.compiler.ops.sample import log_probabilities
+from tilewright.compiler.choosing.choose import Row, choose_tokens
+from tilewright.compiler.choosing.draw import log_probabilities
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.step import (
     END_TOKEN,
@@ -39,6 +38,10 @@ from tilewright.compiler.targets.step import (
     StepOutput,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+    from torch import Tensor
+
 _NOTHING = Part((), lambda: Chosen((), ()))
 """What a follower says of a part."""
 
@@ -52,10 +55,10 @@ class Batch:
     ``decodes``: one token of each seat, by the kernels of decode; else one piece of a prompt.
     """
 
-    tokens: Tensor
-    positions: Tensor
-    cu_seqlens: Tensor
-    logit_rows: Tensor
+    tokens: np.ndarray
+    positions: np.ndarray
+    cu_seqlens: np.ndarray
+    logit_rows: np.ndarray
     seats: tuple[Seat, ...]
     decodes: bool
 
@@ -110,8 +113,8 @@ class HostExecutable(Executable):
         self._waiting: list[HostChoice] = []
 
     @abstractmethod
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits ``[R, vocabulary]`` float32 on the CPU of the rows that are wanted, which the
+    def forward(self, batch: Batch) -> np.ndarray:
+        """Logits ``[R, vocabulary]`` float32 of the rows that are wanted, which the
         next pass may overwrite; afterwards the seats' states hold the batch's tokens.
         """
 
@@ -212,9 +215,9 @@ class HostExecutable(Executable):
         sittings = [self._sittings[seat] for seat in step.decode]
         tokens = [step.forced.get(s, self._sittings[s].token) for s in step.decode]
         assert None not in tokens, "a seat that holds no token was stepped"
-        count = torch.arange(len(step.decode) + 1)
-        positions = torch.tensor([sitting.length for sitting in sittings])
-        batch = Batch(torch.tensor(tokens), positions, count, count[:-1], step.decode, True)
+        count = np.arange(len(step.decode) + 1)
+        positions = np.array([sitting.length for sitting in sittings])
+        batch = Batch(np.array(tokens), positions, count, count[:-1], step.decode, True)
         logits = self.forward(batch)
         for seat, token in step.forced.items():
             self._sittings[seat].force(token)
@@ -228,11 +231,11 @@ class HostExecutable(Executable):
         assert chunk.start <= sitting.length, f"seat {chunk.seat}: {chunk.start} leaves a gap"
         assert not sitting.is_cut, f"seat {chunk.seat}: {chunk.start} is not where its state is"
         marks = sorted({*(at for at, _ in chunk.saves), chunk.end})
-        every: list[Tensor] = []
-        start, logits = chunk.start, torch.empty(0, self.vocab_size)
+        every: list[np.ndarray] = []
+        start, logits = chunk.start, np.empty((0, self.vocab_size), np.float32)
         for end in marks:
             logits = self._run_piece(chunk, start, end, is_last=end == chunk.end)
-            every += [logits.clone()] if chunk.echoes else []
+            every += [logits.copy()] if chunk.echoes else []
             sitting.length, start = end, end
             for at, snapshot in chunk.saves:
                 if at == end:
@@ -241,23 +244,23 @@ class HostExecutable(Executable):
         for seat in chunk.also:
             self._copy(chunk.seat, seat, chunk.end)
         if chunk.echoes:
-            return self._echo(chunk, torch.cat(every), step)
+            return self._echo(chunk, np.concatenate(every), step)
         if not chunk.chooses:
             return None
         seats = (chunk.seat, *chunk.also)
-        return self._part(seats, logits.repeat(len(seats), 1) if chunk.also else logits, step)
+        return self._part(seats, logits.repeat(len(seats), axis=0) if chunk.also else logits, step)
 
-    def _run_piece(self, chunk: Chunk, start: int, end: int, *, is_last: bool) -> Tensor:
+    def _run_piece(self, chunk: Chunk, start: int, end: int, *, is_last: bool) -> np.ndarray:
         tokens = chunk.tokens[start - chunk.start : end - chunk.start]
-        wanted = torch.arange(len(tokens)) if chunk.echoes else torch.arange(0)
+        wanted = np.arange(len(tokens) if chunk.echoes else 0)
         if is_last and chunk.chooses and not chunk.echoes:
-            wanted = torch.tensor([len(tokens) - 1])
-        bounds = torch.tensor([0, *accumulate([len(tokens)])])
-        positions = torch.arange(start, end)
-        batch = Batch(torch.tensor(tokens), positions, bounds, wanted, (chunk.seat,), False)
+            wanted = np.array([len(tokens) - 1])
+        bounds = np.array([0, len(tokens)])
+        positions = np.arange(start, end)
+        batch = Batch(np.array(tokens), positions, bounds, wanted, (chunk.seat,), False)
         return self.forward(batch)
 
-    def _echo(self, chunk: Chunk, logits: Tensor, step: Step) -> Part:
+    def _echo(self, chunk: Chunk, logits: np.ndarray, step: Step) -> Part:
         """All rows of a chunk; the last one chooses where that is asked for."""
         if self.follows:
             return _NOTHING
@@ -266,21 +269,21 @@ class HostExecutable(Executable):
         if step.logprobs is not None:
             echoed = chunk.echoed
             echo = log_probs(logits[: len(echoed)], echoed, step.logprobs)
-        choice = self._begin(seats, logits[-1:].repeat(len(seats), 1), step, echo)
-        return Part(seats, choice.read, (lambda: logits) if step.want_logits else None)
+        choice = self._begin(seats, logits[-1:].repeat(len(seats), axis=0), step, echo)
+        return Part(seats, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None)
 
-    def _part(self, seats: tuple[Seat, ...], logits: Tensor, step: Step) -> Part:
+    def _part(self, seats: tuple[Seat, ...], logits: np.ndarray, step: Step) -> Part:
         if self.follows:
             return _NOTHING
         if step.want_logits or step.masked:
-            logits = logits.clone()
+            logits = logits.copy()
         choice = self._begin(seats, logits, step, None)
-        return Part(seats, choice.read, (lambda: logits) if step.want_logits else None)
+        return Part(seats, choice.read, (lambda: tensor_of(logits)) if step.want_logits else None)
 
     def _begin(
         self,
         seats: tuple[Seat, ...],
-        logits: Tensor,
+        logits: np.ndarray,
         step: Step,
         echo: list[LogProbs] | None,
     ) -> HostChoice:
@@ -303,12 +306,12 @@ class HostExecutable(Executable):
 class HostChoice:
     """Rows whose tokens the host chooses, now or once it has the masks.
 
-    ``logits [R, V]`` float32 on the CPU, of which the first ``num_choosable`` are chosen from;
+    ``logits [R, V]`` float32, of which the first ``num_choosable`` are chosen from;
     ``num_top``: see `Step.logprobs`; ``echo``: what else is said of the part, see :class:`Chosen`.
     """
 
     seats: tuple[Seat, ...]
-    logits: Tensor
+    logits: np.ndarray
     num_top: int | None
     echo: list[LogProbs] | None
     num_choosable: int
@@ -337,6 +340,13 @@ class HostChoice:
         return self.chosen
 
 
-def log_probs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[LogProbs]:
+def log_probs(logits: ArrayLike, tokens: Sequence[int], num_top: int) -> list[LogProbs]:
     """The log probability of each row's token, and of its ``num_top`` likeliest."""
     return [LogProbs(*each) for each in log_probabilities(logits, tokens, num_top)]
+
+
+def tensor_of(logits: np.ndarray) -> Tensor:
+    """Logits as the facade of an engine gives them; whoever asks for these has torch."""
+    import torch
+
+    return torch.from_numpy(logits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
+import numpy as np
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -25,17 +25,11 @@ from tilewright.compiler.targets.base import (
     Step,
     StepOutput,
     Target,
-    vocab_size,
 )
-from tilewright.compiler.targets.contract import (
-    NOT_HONOURED,
-    Meaning,
-    Meanings,
-    NumericContract,
-    build_contract,
-)
+from tilewright.compiler.targets.build_contract import build_contract
+from tilewright.compiler.targets.contract import NOT_HONOURED, Meaning, Meanings, NumericContract
 from tilewright.compiler.targets.host import Batch, HostExecutable
-from tilewright.compiler.targets.pipeline import MATCH, PRECISION, lower
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, lower, vocab_size
 from tilewright.compiler.targets.step import END_TOKEN, GOES_ON, Chosen, Part
 
 _ZERO = Meaning(NOT_HONOURED, "zeros")
@@ -131,8 +125,8 @@ class NullExecutable(HostExecutable):
         why = [END_TOKEN if 0 in each.end_tokens else GOES_ON for each in chosen]
         return Chosen([0] * len(why), why)
 
-    def forward(self, batch: Batch) -> Tensor:
-        return torch.zeros(1, 1).expand(len(batch.logit_rows), self.vocab_size)
+    def forward(self, batch: Batch) -> np.ndarray:
+        return np.broadcast_to(np.float32(0), (len(batch.logit_rows), self.vocab_size))
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         """Do nothing: this target keeps no state."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch.fx import GraphModule
+
 from tilewright.compiler.ir.verify import (
     check_model,
     verify_lowered,
@@ -54,6 +56,12 @@ def with_ranks(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         return tuple(stages)
     end = names.index(PRECISION.name) + 1
     return (*stages[:end], SHARD, RANK, *stages[end:])
+
+
+def vocab_size(graph_module: GraphModule) -> int:
+    """How many logits a row of the graph's result has."""
+    output = next(node for node in graph_module.graph.nodes if node.op == "output")
+    return int(output.args[0].meta["val"].shape[-1])
 
 
 def fuse(*passes: Pass) -> Stage:

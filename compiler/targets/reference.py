@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -31,8 +32,8 @@ from tilewright.compiler.targets.base import (
     Seat,
     Stage,
     Target,
-    vocab_size,
 )
+from tilewright.compiler.targets.build_contract import build_contract
 from tilewright.compiler.targets.contract import (
     EMULATED,
     HONOURED,
@@ -40,12 +41,11 @@ from tilewright.compiler.targets.contract import (
     Meaning,
     Meanings,
     NumericContract,
-    build_contract,
 )
 from tilewright.compiler.targets.exchange import run_together
 from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.peer_values import Exchange, RankInterpreter, has_collectives
-from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
+from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower, vocab_size
 from tilewright.compiler.targets.step import Snapshot
 from tilewright.compiler.targets.tensor_files import save_tensors
 
@@ -228,18 +228,18 @@ class ReferenceExecutable(HostExecutable):
             self._exchange.close()
 
     @torch.no_grad()
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> np.ndarray:
         logits: Tensor = self._run(*self.arguments(batch)).float()
-        return logits
+        return logits.numpy()
 
     def arguments(self, batch: Batch) -> list[Any]:
         """The values of the graph's inputs for a step, in their order."""
         step_values: dict[str, Any] = {
-            "tokens": batch.tokens,
-            "positions": batch.positions,
-            "cu_seqlens": batch.cu_seqlens,
+            "tokens": torch.from_numpy(batch.tokens),
+            "positions": torch.from_numpy(batch.positions),
+            "cu_seqlens": torch.from_numpy(batch.cu_seqlens),
             "slots": torch.tensor(batch.seats, dtype=torch.int64),
-            "logit_rows": batch.logit_rows,
+            "logit_rows": torch.from_numpy(batch.logit_rows),
         }
         return [
             step_values[str(node.target)] if info(node).role == INPUT else self._values[node.name]
@@ -289,12 +289,12 @@ class VirtualRanks(HostExecutable):
         self.contract, self.capabilities = first.contract, first.capabilities
         self.vocab_size = first.vocab_size
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> np.ndarray:
         programs = [(rank.graph_module, rank.arguments(batch)) for rank in self.ranks]
         first, *others = run_together(programs)
         assert all(torch.equal(first, each) for each in others), "ranks hold different bits"
         logits: Tensor = first.float()
-        return logits
+        return logits.numpy()
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         for rank in self.ranks:

@@ -31,7 +31,8 @@ GOES_ON, END_TOKEN, NOT_A_NUMBER = 0, 1, 2
 class Choosing:
     """How the tokens of a seat are chosen from its logits; the defaults are greedy and neutral.
 
-    The order is that of :func:`tilewright.compiler.ops.choose_tokens`, which defines the result.
+    The order is that of :func:`tilewright.compiler.choosing.choose.choose_tokens`, which defines
+    the result.
 
     Attributes:
         temperature: 0 takes the likeliest token.

@@ -10,8 +10,8 @@ from tilewright.compiler.targets.base import Target
 _TARGETS = {
     "reference": ("tilewright.compiler.targets.reference", "ReferenceTarget"),
     "null": ("tilewright.compiler.targets.null", "NullTarget"),
-    "cpu": ("tilewright.compiler.targets.cpu", "CpuTarget"),
-    "cpu-native": ("tilewright.compiler.targets.cpu.native", "NativeTarget"),
+    "cpu": ("tilewright.compiler.targets.cpu.target", "CpuTarget"),
+    "cpu-native": ("tilewright.compiler.targets.cpu.native.target", "NativeTarget"),
     "cuda": ("tilewright.compiler.targets.cuda", "CudaTarget"),
     "n150": ("tilewright.compiler.targets.tenstorrent", "N150"),
     "n300": ("tilewright.compiler.targets.tenstorrent", "N300"),

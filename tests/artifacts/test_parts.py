@@ -12,23 +12,20 @@ from tests.tiny import precision_of
 from tilewright.compiler.artifacts import parts as parts_module
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
+from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.manifest import Manifest
 from tilewright.compiler.artifacts.places import digest_memory
-from tilewright.compiler.artifacts.program import (
-    compile_cached,
-    load_program,
-    write_program,
-    write_ranks,
-)
+from tilewright.compiler.artifacts.program import compile_cached, write_program, write_ranks
 from tilewright.compiler.commands import source as source_module
 from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.commands.source import Source, compile_source
 from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.driver import Compiled, compile_model, silent
+from tilewright.compiler.driver import compile_model
 from tilewright.compiler.errors import CheckpointError, TilewrightError
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.compiled import Compiled, silent
 
 BFP8 = precision_of("bfp8", "hifi2", embedding="bf16")
 TWO = Parallel(2, wire="bf16")

@@ -16,12 +16,14 @@ from tilewright.compiler.artifacts import cache as cache_module
 from tilewright.compiler.artifacts import program as program_module
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
+from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.places import digest_memory, is_compiled
-from tilewright.compiler.artifacts.program import compile_cached, load_program, write_program
-from tilewright.compiler.driver import Compiled, compile_model
+from tilewright.compiler.artifacts.program import compile_cached, write_program
+from tilewright.compiler.driver import compile_model
 from tilewright.compiler.errors import CheckpointError, CompileError, ConfigError, NoRoomError
 from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.compiled import Compiled
 from tilewright.compiler.targets.table import target_names
 
 OPTIONS = CompileOptions(max_batch=2, max_context=32, num_threads=1)

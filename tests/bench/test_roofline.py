@@ -22,10 +22,11 @@ from tilewright.compiler.bench.roofline import (
     product_groups,
     step_work,
 )
-from tilewright.compiler.driver import Compiled, compile_model
+from tilewright.compiler.driver import compile_model
 from tilewright.compiler.ir.info import info, set_info
 from tilewright.compiler.ops.moe import expected_experts
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.compiled import Compiled
 from tilewright.compiler.targets.table import get_target
 
 CEILINGS = Ceilings("made up", (90.0, 100.0, 1000.0), (2000.0, 1000.0, 1.0), "bf16")

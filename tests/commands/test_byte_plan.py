@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tilewright.compiler.cli import main
-from tilewright.compiler.driver import COMPUTE_MODES
 from tilewright.compiler.errors import CompileError
+from tilewright.compiler.targets.compiled import COMPUTE_MODES
 
 RUN = ["--prompt", "a", "--max-generated-tokens", "3", "--repeat-batches", "1", "--no-results"]
 SHOWN = {

@@ -9,7 +9,7 @@ from rich.console import Console
 from tests.dealt_models import grouped, make
 from tilewright.compiler.commands.screen import explain_cost, explain_places
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
-from tilewright.compiler.driver import Compiled
+from tilewright.compiler.targets.compiled import Compiled
 
 
 def explained(compiled: Compiled) -> str:

@@ -20,9 +20,10 @@ from tests.fuzz.mutations import ODD_VALUES, Mutation, damaged_trees, mutations
 from tests.tiny import FakeCheckpoint, precision_of, tiny_model
 from tilewright.compiler.artifacts.digests import file_digest
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
+from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.manifest import read_manifest
 from tilewright.compiler.artifacts.places import MANIFEST
-from tilewright.compiler.artifacts.program import load_program, write_program
+from tilewright.compiler.artifacts.program import write_program
 from tilewright.compiler.ir.serialise import read_graph
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cpu.model_file import MODEL, WEIGHTS

@@ -21,7 +21,6 @@ from tilewright.compiler.driver import (
     CompilableModel,
     lower_model,
     resolve_precision,
-    silent,
     weight_source,
 )
 from tilewright.compiler.errors import CompileError
@@ -41,6 +40,7 @@ from tilewright.compiler.ir.recipe import (
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.passes.shard import shard
 from tilewright.compiler.precision import load_precision
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION
 from tilewright.models import LoadedModel, load_model
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tilewright.compiler.ops import sample, uniform
+from tilewright.compiler.choosing.draw import uniform
+from tilewright.compiler.ops import sample
 
 MASK = 0xFFFFFFFF
 

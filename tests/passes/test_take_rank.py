@@ -9,7 +9,7 @@ from tests.dealt_models import ARCHITECTURES, BIASES, assert_equal, dealt, make
 from tests.tiny import arguments_of, check_golden, lowered, run_graph, step_inputs
 from tilewright.compiler import ops
 from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.driver import lower_model, silent, weight_source
+from tilewright.compiler.driver import lower_model, weight_source
 from tilewright.compiler.ir.info import STATE, WEIGHT, info
 from tilewright.compiler.ir.recipe import load_dense
 from tilewright.compiler.ir.rewrite import find_calls
@@ -17,6 +17,7 @@ from tilewright.compiler.ir.text import graph_text
 from tilewright.compiler.ir.verify import verify_precision
 from tilewright.compiler.passes.runner import run_passes
 from tilewright.compiler.passes.take_rank import take_rank
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.exchange import run_together
 from tilewright.compiler.targets.table import get_target
 

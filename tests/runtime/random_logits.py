@@ -8,9 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
 
 from tilewright.compiler.runtime.matchers import Grammars
 from tilewright.compiler.targets.base import Capabilities, MemoryUse
@@ -77,7 +75,7 @@ class RandomLogits(HostExecutable):
         self.log.append(f"choose {self._num_steps - 1}")
         super().choose(output, masks)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> np.ndarray:
         rows, cuts = [], batch.cu_seqlens.tolist()
         for seat, first, last in zip(batch.seats, cuts, cuts[1:], strict=False):
             held = self._held.setdefault(seat, [])
@@ -89,7 +87,7 @@ class RandomLogits(HostExecutable):
                 del held[position:]
                 held.append(token)
                 rows.append(self._logits(held))
-        return torch.from_numpy(np.stack(rows))[batch.logit_rows]
+        return np.stack(rows)[batch.logit_rows]
 
     def _logits(self, held: list[int]) -> np.ndarray:
         found = np.random.default_rng(zlib.crc32(repr(held).encode())).normal(0, 4, VOCAB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,14 @@ from tests.tiny import compiled, leave_seat, lowered, prefill, random_tokens, st
 from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cpu.native import NativeTarget, library
-from tilewright.compiler.targets.cpu.native.assemble import assemble
+from tilewright.compiler.targets.cpu.native import library
+from tilewright.compiler.targets.cpu.native.assemble import assemble, pack
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
-from tilewright.compiler.targets.cpu.native.weights import map_weights, write_weights
-from tilewright.compiler.targets.program.instructions import Needs
+from tilewright.compiler.targets.cpu.native.mapping import Mapped, map_weights
+from tilewright.compiler.targets.cpu.native.packed import Packed, digest_of, write_packed
+from tilewright.compiler.targets.cpu.native.target import NativeTarget
+from tilewright.compiler.targets.cpu.native.weights import write_weights
+from tilewright.compiler.targets.program.instructions import Needs, Plan
 from tilewright.compiler.targets.program.plan import make_plan
 
 WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
@@ -43,11 +47,26 @@ def native(
     target = NativeTarget()
     graph_module = lowered(model, target="cpu-native", precision=precision)[0]
     plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
-    assembly = assemble(plan, exact=compute == "exact")
-    write_weights(list(assembly.wanted), weight_source(model), folder, lambda *_: None)
-    mapped = map_weights(list(assembly.wanted), folder)
+    packed = written(plan, weight_source(model), folder, exact=compute == "exact")
     contract = target.contract(graph_module, options)
-    return NativeExecutable(plan, assembly, mapped, options, contract, isa=isa)
+    return NativeExecutable(packed, mapped_of(packed, folder), options, contract, isa=isa)
+
+
+def written(
+    plan: Plan, source: Callable[[str], torch.Tensor], folder: Path, *, exact: bool = False
+) -> Packed:
+    """The program of a plan; its weights, and itself, stand in the folder."""
+    assembly = assemble(plan, exact=exact)
+    packed = pack(plan, assembly)
+    write_packed(packed, folder)
+    wanted, digest = list(assembly.wanted), digest_of(packed)
+    write_weights(wanted, source, folder, lambda *_: None, digest=digest)
+    return packed
+
+
+def mapped_of(packed: Packed, folder: Path) -> Mapped:
+    """The weights of a program, mapped."""
+    return map_weights([each.num_bytes for each in packed.tensors], digest_of(packed), folder)
 
 
 def check_exact(

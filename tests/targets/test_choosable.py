@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.tiny import compiled, joined, precision_of, tiny_model
-from tilewright.compiler.ops.choose import Row, choose_tokens
+from tilewright.compiler.choosing.choose import Row, choose_tokens
 from tilewright.compiler.targets.cuda.choice import drawing_of
 from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of
 from tilewright.compiler.targets.cuda.readings import Readings

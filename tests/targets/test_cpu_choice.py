@@ -10,9 +10,9 @@ import pytest
 
 import tilewright
 from tests.tiny import lowered, precision_of, tiny_model
-from tilewright.compiler.driver import silent
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.cpu import choice
 from tilewright.compiler.targets.cpu.native import build, library, recipe
 from tilewright.compiler.targets.cpu.native.assemble import assemble

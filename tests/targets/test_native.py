@@ -22,7 +22,9 @@ from tests.targets.native_checks import (
     check_exact,
     check_instruction_sets,
     check_rows_alone,
+    mapped_of,
     native,
+    written,
 )
 from tests.targets.test_conformance import EXACT, SHAPES, assert_near, shaped, tokens_of
 from tests.tiny import (
@@ -42,10 +44,10 @@ from tilewright.compiler.errors import CheckpointError, CompileError
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.targets.base import CompileOptions, Executable
 from tilewright.compiler.targets.cpu.native import build, library, numerics, room
-from tilewright.compiler.targets.cpu.native.assemble import assemble, program_of
-from tilewright.compiler.targets.cpu.native.assembly import Assembly
+from tilewright.compiler.targets.cpu.native.assemble import assemble
+from tilewright.compiler.targets.cpu.native.mapping import WEIGHTS
+from tilewright.compiler.targets.cpu.native.packed import program_of
 from tilewright.compiler.targets.cpu.native.room import check_room, kept_bytes, position_bytes
-from tilewright.compiler.targets.cpu.native.weights import WEIGHTS, map_weights, write_weights
 from tilewright.compiler.targets.program.instructions import Needs, Plan
 from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.compiler.targets.step import Copy, Step
@@ -197,7 +199,7 @@ def _nothing(data: bytes) -> bytes:
     ("damage", "said"),
     [
         (_cut_short, "bytes; allowed"),
-        (_of_another_version, "version 7; allowed: 1"),
+        (_of_another_version, "version 7; allowed: 2"),
         (_of_another_program, "another program"),
         (_nothing, "not the weights"),
     ],
@@ -208,13 +210,11 @@ def test_a_damaged_program_is_refused(
     plan = make_plan(
         lowered(tiny_model(), target="cpu-native")[0], Needs(target="cpu", others="reference")
     )
-    assembly = assemble(plan, exact=False)
-    wanted = list(assembly.wanted)
-    write_weights(wanted, weight_source(tiny_model()), tmp_path, lambda *_: None)
+    packed = written(plan, weight_source(tiny_model()), tmp_path)
     path = tmp_path / WEIGHTS
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(CheckpointError, match=said):
-        map_weights(wanted, tmp_path)
+        mapped_of(packed, tmp_path)
 
 
 @settings(max_examples=60)
@@ -255,22 +255,19 @@ def _set_number(structure: ctypes.Structure, index: int, value: int) -> None:
 _KEPT: list[object] = []
 
 
-def _assembled() -> tuple[Plan, Assembly]:
+def _plan() -> Plan:
     model = tiny_model(num_layers=1)
-    plan = make_plan(
+    return make_plan(
         lowered(model, target="cpu-native")[0], Needs(target="cpu", others="reference")
     )
-    return plan, assemble(plan, exact=False)
 
 
 def _tiny_program() -> library.TwProgram:
-    plan, assembly = _assembled()
-    model = tiny_model(num_layers=1)
     with tempfile.TemporaryDirectory() as folder:
-        write_weights(list(assembly.wanted), weight_source(model), Path(folder), lambda *_: None)
-        mapped = map_weights(list(assembly.wanted), Path(folder))
+        packed = written(_plan(), weight_source(tiny_model(num_layers=1)), Path(folder))
+        mapped = mapped_of(packed, Path(folder))
     _KEPT.append(mapped)
-    return program_of(plan, assembly, mapped, CompileOptions(2, 64))
+    return program_of(packed, mapped, CompileOptions(2, 64))
 
 
 def test_an_instruction_set_that_is_not_here_is_refused() -> None:
@@ -282,7 +279,7 @@ def test_an_instruction_set_that_is_not_here_is_refused() -> None:
 
 def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
     """Sequences at these positions, or positions of these sequences: both are allowed then."""
-    states = _assembled()[1].states
+    states = assemble(_plan(), exact=False).states
     seat = kept_bytes(states) + 64 * position_bytes(states)
     with pytest.raises(CompileError, match=r"up to 5 sequences .* or up to 64 positions") as said:
         check_room(states, 8, 100, 11 * seat)

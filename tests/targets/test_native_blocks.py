@@ -8,23 +8,19 @@ import pytest
 import torch
 
 from tests.ggml_blocks import HIDDEN, SHAPES, VOCAB, write_llama
+from tests.targets.native_checks import mapped_of, written
 from tests.targets.test_conformance import EXACT
 from tests.tiny import precision_of, prefill, random_tokens
-from tilewright.compiler.driver import (
-    compile_model,
-    lower_model,
-    resolve_precision,
-    silent,
-    weight_source,
-)
+from tilewright.compiler.driver import compile_model, lower_model, resolve_precision, weight_source
 from tilewright.compiler.formats import get_format, stored_format
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions, Executable
-from tilewright.compiler.targets.cpu.native import NativeTarget, build, library
-from tilewright.compiler.targets.cpu.native.assemble import assemble
+from tilewright.compiler.targets.compiled import silent
+from tilewright.compiler.targets.cpu.native import build, library
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
-from tilewright.compiler.targets.cpu.native.weights import Wanted, map_weights, write_weights
+from tilewright.compiler.targets.cpu.native.target import NativeTarget
+from tilewright.compiler.targets.cpu.native.weights import Wanted
 from tilewright.compiler.targets.program.instructions import Needs
 from tilewright.compiler.targets.program.plan import make_plan
 from tilewright.models import LoadedModel, load_model
@@ -63,11 +59,9 @@ def on(model: LoadedModel, fidelity: str, folder: Path, isa: int) -> NativeExecu
     target, options = NativeTarget(), CompileOptions(1, 32, num_threads=1 + isa)
     graph_module, _ = lower_model(model, resolved, target.stages(), silent)
     plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
-    assembly = assemble(plan, exact=False)
-    write_weights(list(assembly.wanted), weight_source(model), folder, silent)
-    mapped = map_weights(list(assembly.wanted), folder)
+    packed = written(plan, weight_source(model), folder)
     contract = target.contract(graph_module, options)
-    return NativeExecutable(plan, assembly, mapped, options, contract, isa=isa)
+    return NativeExecutable(packed, mapped_of(packed, folder), options, contract, isa=isa)
 
 
 @pytest.mark.parametrize("fidelity", ["lofi", "hifi4"])

@@ -22,12 +22,10 @@ from tilewright.compiler.ops.collectives import all_reduce_group
 from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
-from tilewright.compiler.targets import host
 from tilewright.compiler.targets.base import CompileOptions, Executable
 from tilewright.compiler.targets.cpu.native import build
 from tilewright.compiler.targets.cpu.native.ranks import NativeRank
 from tilewright.compiler.targets.sharded import ShardedExecutable, meet, serve_steps
-from tilewright.compiler.targets.threads import torch_threads
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
 
@@ -109,23 +107,6 @@ def test_a_vocabulary_too_small_to_deal_is_whole_on_every_rank(tmp_path: Path) -
         assert request.output == [int(alone[-1].argmax())]
 
 
-def test_a_rank_chooses_without_torchs_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They stay awake behind a choice, on the cores of other ranks: 26 ms a token instead of 18."""
-    found, choose = set(), host.choose_tokens
-
-    def noted(*arguments: Any) -> Any:
-        found.add(torch.get_num_threads())
-        return choose(*arguments)
-
-    monkeypatch.setattr(host, "choose_tokens", noted)
-    with torch_threads(2), nodes(tmp_path, 2) as executable:
-        answers(executable)
-        assert torch.get_num_threads() == 2
-    assert found == {1}
-
-
 @pytest.mark.parametrize(("count", "wire"), [(2, "bf16"), (3, "fp32"), (3, "bf16"), (4, "q80")])
 def test_sums_have_the_references_bits_in_one_hop_and_in_two(
     tmp_path: Path, count: int, wire: str
@@ -144,7 +125,7 @@ def test_sums_have_the_references_bits_in_one_hop_and_in_two(
         for first_bytes in (0, 1 << 40):
             own.set_hops(first_bytes)
             values = parts[rank].clone()
-            own.all_reduce(values, wire)
+            own.all_reduce(values.numpy(), wire)
             found[rank].append(values)
 
     def follow(follower: Follower, token: bytes) -> None:

@@ -7,9 +7,10 @@ import torch
 
 from tilewright.compiler.commands.options import read_options
 from tilewright.compiler.commands.source import compile_source, open_source
-from tilewright.compiler.driver import compile_virtual, silent
+from tilewright.compiler.driver import compile_virtual
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.sharded import ShardedExecutable
 
 PROMPTS = [torch.tensor([5, 300, 17]), torch.tensor([9])]

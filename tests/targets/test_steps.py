@@ -12,7 +12,7 @@ import torch
 
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, joined, precision_of, prefill, random_tokens, tiny_model
-from tilewright.compiler.ops.choose import Row, choose_tokens
+from tilewright.compiler.choosing.choose import Row, choose_tokens
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.step import (
     NOT_A_NUMBER,

@@ -171,7 +171,7 @@ def full_targets(options: SweepOptions) -> tuple[str, ...]:
     """The full names of the plan's targets: ``cpu`` is the native kernels where they are built or
     can be, ``cpu-onnxruntime`` ONNX Runtime.
     """
-    from tilewright.compiler.driver import silent
+    from tilewright.compiler.targets.compiled import silent
     from tilewright.compiler.targets.cpu.choice import full_name
 
     return tuple(dict.fromkeys(full_name(target, silent) for target in options.targets))

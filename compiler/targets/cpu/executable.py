@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnxruntime as ort
-import torch
-from torch import Tensor
 
 from tilewright.compiler.targets.base import (
     Capabilities,
@@ -78,7 +76,7 @@ class CpuExecutable(HostExecutable):
         self._snapshots: dict[Snapshot, tuple[int, list[np.ndarray]]] = {}
         self._last: LastDecode | None = None
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> np.ndarray:
         logits = self._continue(batch)
         if logits is None:
             self._last = None
@@ -87,7 +85,7 @@ class CpuExecutable(HostExecutable):
             self._lengths[seat] = int(batch.positions[end - 1]) + 1
         return logits
 
-    def _continue(self, batch: Batch) -> Tensor | None:
+    def _continue(self, batch: Batch) -> np.ndarray | None:
         """The next decode step of the same seats in the same window; None for any other.
 
         A step reads its weights through every cache, so what the host does between two is slow:
@@ -96,19 +94,19 @@ class CpuExecutable(HostExecutable):
         last = self._last
         if last is None or last.seats is not batch.seats or not batch.decodes:
             return None
-        last.window.tokens[:, 0] = batch.tokens.numpy()
-        last.window.last_positions[:] = batch.positions.numpy()
+        last.window.tokens[:, 0] = batch.tokens
+        last.window.last_positions[:] = batch.positions
         return self._run(last.window)
 
-    def _prefill(self, batch: Batch) -> Tensor:
+    def _prefill(self, batch: Batch) -> np.ndarray:
         seat, num_tokens = batch.seats[0], len(batch.tokens)
         window = self._window(seat, seat + 1, num_tokens, len(batch.logit_rows))
-        window.tokens[0] = batch.tokens.numpy()
+        window.tokens[0] = batch.tokens
         window.last_positions[0] = int(batch.positions[-1])
-        window.logit_rows[:] = batch.logit_rows.numpy()
+        window.logit_rows[:] = batch.logit_rows
         return self._run(window)
 
-    def _decode(self, batch: Batch) -> Tensor:
+    def _decode(self, batch: Batch) -> np.ndarray:
         row_of = {int(seat): row for row, seat in enumerate(batch.seats)}
         tokens, positions = batch.tokens.tolist(), batch.positions.tolist()
         parts, order = [], []
@@ -129,9 +127,9 @@ class CpuExecutable(HostExecutable):
         if len(parts) == 1 and rows == order == list(range(len(rows))):
             self._last = LastDecode(batch.seats, window)
         if order == sorted(order):
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        logits = torch.empty(len(order), self.vocab_size)
-        logits[order] = torch.cat(parts)
+            return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        logits = np.empty((len(order), self.vocab_size), np.float32)
+        logits[order] = np.concatenate(parts)
         return logits
 
     def _idle_states(self, first: int, rows: list[int | None]) -> dict[int, list[np.ndarray]]:
@@ -141,11 +139,11 @@ class CpuExecutable(HostExecutable):
         idle = (first + at for at, row in enumerate(rows) if row is None)
         return {slot: self._states.read(slot) for slot in idle if self._lengths[slot]}
 
-    def _run(self, window: Window) -> Tensor:
+    def _run(self, window: Window) -> np.ndarray:
         """Run a prepared call; its logits are overwritten when the window runs again."""
         window.total_length[...] = window.last_positions.max() + 1
         self._session.run_with_iobinding(window.binding)
-        return torch.from_numpy(window.logits)
+        return window.logits
 
     def _window(self, first: int, last: int, length: int, num_logits: int) -> Window:
         """A prepared call; decode reuses the last few, so a step binds nothing anew."""

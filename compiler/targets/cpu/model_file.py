@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.errors import CheckpointError, CompileError, NoRoomError, one_line
-from tilewright.compiler.targets.base import CompileOptions, Progress, vocab_size
+from tilewright.compiler.targets.base import CompileOptions, Progress
 from tilewright.compiler.targets.cpu.emit import emit_model
 from tilewright.compiler.targets.cpu.emitter import (
     KEY_SUFFIX,
@@ -26,6 +26,7 @@ from tilewright.compiler.targets.cpu.emitter import (
     SequenceState,
 )
 from tilewright.compiler.targets.cpu.weights import WeightFile
+from tilewright.compiler.targets.pipeline import vocab_size
 from tilewright.compiler.targets.threads import single_torch_thread
 
 MODEL, WEIGHTS = "model.onnx", "weights.bin"

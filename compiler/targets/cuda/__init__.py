@@ -41,7 +41,8 @@ from tilewright.compiler.targets.base import (
     Stage,
     Target,
 )
-from tilewright.compiler.targets.contract import NumericContract, build_contract
+from tilewright.compiler.targets.build_contract import build_contract
+from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.numerics import cache_kind, holding, meanings
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 

@@ -113,7 +113,7 @@ class Answers:
             found = log_probs(kept[: len(echo.echoed)], echo.echoed, step.logprobs)
         is_prompt = len(kept) != len(seats)
         last = kept[-1:].repeat(len(seats), 1) if is_prompt else kept
-        choice = HostChoice(seats, last, step.logprobs, found, self._width())
+        choice = HostChoice(seats, last.numpy(), step.logprobs, found, self._width())
         if step.masked:
             self._waiting.append(choice)
         else:

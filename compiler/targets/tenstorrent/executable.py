@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,20 +57,20 @@ class EmulatedExecutable(HostExecutable):
         self._emulator = Emulator(weights, self._caches)
         self._plan = plan_memory(decode)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> np.ndarray:
         bounds = tuple(batch.cu_seqlens.tolist())
         work = Work(
-            tokens=batch.tokens.to(self._device),
-            positions=batch.positions.to(self._device),
+            tokens=torch.from_numpy(batch.tokens).to(self._device),
+            positions=torch.from_numpy(batch.positions).to(self._device),
             first_positions=tuple(batch.positions[list(bounds[:-1])].tolist()),
-            logit_rows=batch.logit_rows.to(self._device),
+            logit_rows=torch.from_numpy(batch.logit_rows).to(self._device),
             bounds=bounds,
             slots=tuple(int(seat) for seat in batch.seats),
         )
         program = self._decode if batch.decodes else self._prefill
         with torch_threads(self._num_threads):
             logits = self._emulator.run(program, work)
-        return logits.float().cpu()
+        return logits.float().cpu().numpy()
 
     def copy_state(self, source: Seat, target: Seat, num_positions: int) -> None:
         for part in self._parts():

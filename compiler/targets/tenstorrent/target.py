@@ -39,13 +39,13 @@ from tilewright.compiler.targets.base import (
     Stage,
     Target,
 )
+from tilewright.compiler.targets.build_contract import build_contract
 from tilewright.compiler.targets.contract import (
     HONOURED,
     NOT_HONOURED,
     Meaning,
     Meanings,
     NumericContract,
-    build_contract,
 )
 from tilewright.compiler.targets.pipeline import MATCH, PRECISION, fuse, lower
 from tilewright.compiler.targets.tensor_files import save_tensors

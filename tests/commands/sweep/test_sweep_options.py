@@ -12,8 +12,8 @@ from tests.commands.conftest import Refused
 from tests.sweep_cells import cell, planned
 from tilewright.compiler.commands.sweep import options, run, search
 from tilewright.compiler.commands.sweep.options import SweepOptions, _size, read_options
-from tilewright.compiler.driver import silent
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.cpu.choice import choose_backend
 
 YAML = """\

@@ -18,8 +18,9 @@ from tests.tiny import (
     tiny_model,
 )
 from tilewright.compiler.artifacts.folder import open_folder, seal_folder
+from tilewright.compiler.artifacts.loading import load_program
 from tilewright.compiler.artifacts.places import digest_memory
-from tilewright.compiler.artifacts.program import load_program, write_program
+from tilewright.compiler.artifacts.program import write_program
 from tilewright.compiler.cli import main
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.errors import CheckpointError, CompileError

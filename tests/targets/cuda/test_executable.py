@@ -25,7 +25,7 @@ from tests.tiny import (
     take_seat,
     tiny_model,
 )
-from tilewright.compiler.ops.choose import Row, choose_tokens
+from tilewright.compiler.choosing.choose import Row, choose_tokens
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.step import (

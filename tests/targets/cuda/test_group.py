@@ -14,9 +14,10 @@ from tests.dealt_models import make
 from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
-from tilewright.compiler.driver import lower_model, resolve_precision, silent, weight_source
+from tilewright.compiler.driver import lower_model, resolve_precision, weight_source
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.cuda import CudaTarget
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.group import Group

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tilewright.compiler.commands.options import read_options
 from tilewright.compiler.commands.source import compile_source, open_source
-from tilewright.compiler.driver import silent
 from tilewright.compiler.errors import RankError
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.sharded import ShardedExecutable
 
 pytestmark = pytest.mark.multigpu

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
 from tilewright.compiler.errors import CompileError
-from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cpu.native import library as lib
 from tilewright.compiler.targets.cpu.native.assemble_mixers import MIXERS
 from tilewright.compiler.targets.cpu.native.assembly import Assembly, arithmetics_of, place_of
 from tilewright.compiler.targets.cpu.native.numerics import cache_kind, held_kind
-from tilewright.compiler.targets.cpu.native.weights import Mapped
+from tilewright.compiler.targets.cpu.native.packed import Packed, PackedTensor
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
     AllReduce,
@@ -32,9 +30,6 @@ from tilewright.compiler.targets.program.instructions import (
     SwiGLU,
 )
 
-MAX_TOKENS = 512
-"""Tokens that the library computes at a time; more are cut, which changes no bit."""
-
 
 def assemble(plan: Plan, *, exact: bool) -> Assembly:
     """What the library is to run for a plan.
@@ -52,51 +47,27 @@ def assemble(plan: Plan, *, exact: bool) -> Assembly:
     return assembly
 
 
-def program_of(
-    plan: Plan,
-    assembly: Assembly,
-    mapped: Mapped,
-    options: CompileOptions,
-    *,
-    isa: int = -1,
-    large_pages: bool = False,
-) -> lib.TwProgram:
-    """The structure that an engine is opened with.
-
-    ``isa``: of `library.ISA_NAMES`, -1 the best. ``large_pages``: whether the engine copies its
-    weights onto large pages; it does not need what is mapped then.
-    """
+def pack(plan: Plan, assembly: Assembly) -> Packed:
+    """The program of a plan and of what was assembled of it."""
     tensors = [
-        lib.TwTensor(
-            kind=lib.KINDS.index(wanted.kind),
-            rows=wanted.rows,
-            columns=wanted.columns,
-            data=mapped.address(index),
-            num_bytes=wanted.num_bytes,
+        PackedTensor(
+            wanted.kind,
+            wanted.rows,
+            wanted.columns,
+            wanted.num_bytes,
+            ".".join(wanted.recipe.names[:1]),
         )
-        for wanted, index in assembly.wanted.items()
+        for wanted in assembly.wanted
     ]
     widths, logits = _widths(plan)
-    return lib.TwProgram(
-        size=ctypes.sizeof(lib.TwProgram),
-        version=lib.VERSION,
-        instruction_size=ctypes.sizeof(lib.TwInstruction),
-        tensor_size=ctypes.sizeof(lib.TwTensor),
-        num_threads=options.num_threads or 1,
-        isa=isa,
-        max_seats=options.max_batch,
-        max_context=options.max_context,
-        max_tokens=MAX_TOKENS,
-        num_instructions=len(assembly.instructions),
-        num_tensors=len(tensors),
-        num_buffers=len(widths),
-        num_states=len(assembly.states),
+    assert widths[logits] == plan.vocab_size, "logits share their buffer"
+    return Packed(
+        tensors=tuple(tensors),
+        instructions=tuple(assembly.instructions),
+        states=tuple(assembly.states),
+        widths=tuple(widths),
         logits=logits,
-        large_pages=2 if large_pages else 0,
-        instructions=(lib.TwInstruction * len(assembly.instructions))(*assembly.instructions),
-        tensors=(lib.TwTensor * len(tensors))(*tensors),
-        widths=(ctypes.c_int32 * len(widths))(*widths),
-        states=(lib.TwState * len(assembly.states))(*assembly.states),
+        dealt=plan.dealt,
     )
 
 

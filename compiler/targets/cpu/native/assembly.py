@@ -9,8 +9,9 @@ from typing import Any
 from tilewright.compiler.ir.info import Compute
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cpu.native import library as lib
+from tilewright.compiler.targets.cpu.native.mapping import LANES
 from tilewright.compiler.targets.cpu.native.numerics import VECTOR, arithmetic, held_kind
-from tilewright.compiler.targets.cpu.native.panels import LANES, num_panels
+from tilewright.compiler.targets.cpu.native.panels import num_panels
 from tilewright.compiler.targets.cpu.native.weights import Wanted
 from tilewright.compiler.targets.program.instructions import Place
 

@@ -6,19 +6,16 @@ import ctypes
 import sys
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.targets.base import Capabilities, CompileOptions, MemoryUse, Seat
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cpu.native import library as lib
 from tilewright.compiler.targets.cpu.native import times
-from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS, Assembly, program_of
+from tilewright.compiler.targets.cpu.native.mapping import Mapped
+from tilewright.compiler.targets.cpu.native.packed import MAX_TOKENS, Packed, program_of
 from tilewright.compiler.targets.cpu.native.room import are_large_pages_worth
-from tilewright.compiler.targets.cpu.native.weights import Mapped
 from tilewright.compiler.targets.host import Batch, HostExecutable
-from tilewright.compiler.targets.program.instructions import Plan
 from tilewright.compiler.targets.step import Snapshot
 
 _NUM_SNAPSHOTS = 64
@@ -31,8 +28,7 @@ class NativeExecutable(HostExecutable):
 
     def __init__(
         self,
-        plan: Plan,
-        assembly: Assembly,
+        packed: Packed,
         mapped: Mapped,
         options: CompileOptions,
         contract: NumericContract,
@@ -41,8 +37,8 @@ class NativeExecutable(HostExecutable):
     ) -> None:
         super().__init__()
         self.contract = contract
-        self.vocab_size = plan.vocab_size
-        has_own = bool(plan.sequence_states)
+        self.vocab_size = packed.vocab_size
+        has_own = packed.has_sequence_state
         self.capabilities = Capabilities(
             max_seats=options.max_batch,
             max_context=options.max_context,
@@ -56,24 +52,24 @@ class NativeExecutable(HostExecutable):
         self._library = found
         self._lengths = [0] * options.max_batch
         self._times: times.Times | None = None
-        self._weight_bytes = sum(each.num_bytes for each in assembly.wanted)
+        self._weight_bytes = sum(each.num_bytes for each in packed.tensors)
         large_pages = are_large_pages_worth(self._weight_bytes)
         self._mapped = None if large_pages else mapped  # its engine reads it until it is closed
         self._engine: int | None = lib.open_engine(
-            program_of(plan, assembly, mapped, options, isa=isa, large_pages=large_pages)
+            program_of(packed, mapped, options, isa=isa, large_pages=large_pages)
         )
         if times.are_wanted():
-            self._times = times.Times(self._engine, assembly)
+            self._times = times.Times(self._engine, packed)
         self._sequence_bytes = int(found.tw_sequence_bytes(self._engine))
         self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> np.ndarray:
         tokens, positions, bounds, rows = (
-            each.numpy().astype(np.int32)
+            each.astype(np.int32)
             for each in (batch.tokens, batch.positions, batch.cu_seqlens, batch.logit_rows)
         )
         seats = np.array(batch.seats, dtype=np.int32)
-        logits = torch.empty(len(rows), self.vocab_size)
+        logits = np.empty((len(rows), self.vocab_size), np.float32)
         if len(tokens) <= MAX_TOKENS:
             self._run(tokens, positions, bounds, seats, rows, logits, batch.decodes)
         else:
@@ -89,7 +85,7 @@ class NativeExecutable(HostExecutable):
         bounds: np.ndarray,
         seats: np.ndarray,
         rows: np.ndarray,
-        logits: Tensor,
+        logits: np.ndarray,
         decodes: bool,
     ) -> None:
         """More tokens than the library takes at once, piece by piece."""
@@ -98,7 +94,7 @@ class NativeExecutable(HostExecutable):
             held = [at for at in range(len(seats)) if bounds[at] < last and bounds[at + 1] > first]
             cuts = [max(int(bounds[at]), first) - first for at in held]
             wanted = np.flatnonzero((rows >= first) & (rows < last))
-            part = torch.empty(len(wanted), self.vocab_size)
+            part = np.empty((len(wanted), self.vocab_size), np.float32)
             self._run(
                 np.ascontiguousarray(tokens[first:last]),
                 np.ascontiguousarray(positions[first:last]),
@@ -108,7 +104,7 @@ class NativeExecutable(HostExecutable):
                 part,
                 decodes,
             )
-            logits[torch.from_numpy(wanted)] = part
+            logits[wanted] = part
 
     def _run(
         self,
@@ -117,7 +113,7 @@ class NativeExecutable(HostExecutable):
         bounds: np.ndarray,
         seats: np.ndarray,
         rows: np.ndarray,
-        logits: Tensor,
+        logits: np.ndarray,
         decodes: bool,
     ) -> None:
         step = lib.TwStep(
@@ -130,7 +126,7 @@ class NativeExecutable(HostExecutable):
             bounds=bounds.ctypes.data,
             seats=seats.ctypes.data,
             rows=rows.ctypes.data,
-            logits=logits.data_ptr(),
+            logits=logits.ctypes.data,
         )
         self._complete(step)
         failed = self._library.tw_step(self._opened(), ctypes.byref(step))

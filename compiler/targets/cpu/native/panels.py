@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.formats.ggml_blocks import SuperBlocks
 from tilewright.compiler.targets.cpu.codes import SignedCodes
+from tilewright.compiler.targets.cpu.native.mapping import LANES, whole
 from tilewright.compiler.targets.cpu.native.numerics import (
     BF16,
     FP32,
@@ -19,16 +20,11 @@ from tilewright.compiler.targets.cpu.native.numerics import (
     K_KINDS,
 )
 
-LANES, BLOCK = 16, 32
+BLOCK = 32
 SUPER_BLOCK = 256
 _ALIGNMENT = 64
 _CODE_BITS = {"q80": 8, "bfp8": 8, "q6_k": 6, "q50": 5, "q51": 5, "q5_k": 5}  # 4 of the others
 _OF_POWERS = ("bfp8", "bfp4")
-
-
-def whole(count: int, multiple: int) -> int:
-    """The least multiple that is not below ``count``."""
-    return -(-count // multiple) * multiple
 
 
 def num_panels(num_rows: int, *, paired: bool) -> int:

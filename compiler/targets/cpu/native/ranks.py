@@ -16,21 +16,17 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.errors import ExchangeError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cpu.native import library as lib
-from tilewright.compiler.targets.cpu.native.assemble import MAX_TOKENS, Assembly
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
-from tilewright.compiler.targets.cpu.native.weights import Mapped
+from tilewright.compiler.targets.cpu.native.mapping import Mapped
+from tilewright.compiler.targets.cpu.native.packed import MAX_TOKENS, Packed
 from tilewright.compiler.targets.host import Batch
-from tilewright.compiler.targets.program.instructions import AllReduce, AllReduceAdd, Plan
 from tilewright.compiler.targets.step import Choosing, Open, Seat, Step, StepOutput
-from tilewright.compiler.targets.threads import single_torch_thread
 
 _NEVER = (1 << 63) - 1
 _LEAST_LOOKS, _MOST_LOOKS = 4, 64
@@ -44,23 +40,21 @@ class NativeRank(NativeExecutable):
 
     def __init__(
         self,
-        plan: Plan,
-        assembly: Assembly,
+        packed: Packed,
         mapped: Mapped,
         options: CompileOptions,
         contract: NumericContract,
         **named: Any,
     ) -> None:
-        super().__init__(plan, assembly, mapped, options, contract, **named)
+        super().__init__(packed, mapped, options, contract, **named)
         self._num_threads = options.num_threads or 1
-        kinds = AllReduce | AllReduceAdd
-        self._reductions = [each for each in plan.instructions if isinstance(each, kinds)]
-        self._widths = plan.dealt
+        self._reductions = packed.reductions
+        self._widths = packed.dealt
         self._sockets: Mapping[int, socket.socket] = {}
         self._limit_s = 0.0
         self._wants_rows = True
         self._best: list[np.ndarray] = []
-        self._likeliest = torch.empty(0, 0)
+        self._likeliest = np.empty((0, 0), np.float32)
 
     def join(self, peers: Peers) -> None:
         self._sockets, self._limit_s = peers.connect(), peers.limit_s
@@ -83,7 +77,7 @@ class NativeRank(NativeExecutable):
         refused = self._library.tw_join(self._opened(), ctypes.byref(given))
         assert not refused, "the ranks do not fit the program"
         hops = self._choose_hops(peers)
-        wire = self._reductions[0].wire if self._reductions else "fp32"
+        wire = self._reductions[0][1] if self._reductions else "fp32"
         self.device_detail = f"{self.device_detail}, {peers.size} ranks, {wire} in {hops}"
 
     def told(self, step: Step) -> Step:
@@ -91,10 +85,9 @@ class NativeRank(NativeExecutable):
 
     def step(self, step: Step) -> StepOutput:
         self._wants_rows = step.want_logits if self.follows else self._needs_rows(step)
-        with single_torch_thread():  # awake behind a choice, they take another rank's core
-            return super().step(step)
+        return super().step(step)
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> np.ndarray:
         self._best.clear()
         logits = super().forward(batch)
         if self.follows or self._wants_rows or not len(logits):
@@ -107,7 +100,7 @@ class NativeRank(NativeExecutable):
         self._library.tw_exchanged(self._opened(), ctypes.byref(found))
         return found
 
-    def all_reduce(self, values: Tensor, wire: str) -> None:
+    def all_reduce(self, values: np.ndarray, wire: str) -> None:
         """Make the float32 ``[rows, width]`` the sum over all ranks, in place, as steps do it.
 
         Raises:
@@ -116,7 +109,7 @@ class NativeRank(NativeExecutable):
         rows, width = values.shape
         number = lib.WIRES.index(wire)
         self._check(
-            self._library.tw_all_reduce(self._opened(), values.data_ptr(), rows, width, number)
+            self._library.tw_all_reduce(self._opened(), values.ctypes.data, rows, width, number)
         )
 
     def set_hops(self, two_hops_from: int) -> None:
@@ -158,14 +151,13 @@ class NativeRank(NativeExecutable):
         choosing = opened[seat] if seat in opened else self._sittings[seat].choosing
         return choosing.is_greedy and not choosing.changes_logits
 
-    def _rows_of(self, best: np.ndarray) -> Tensor:
+    def _rows_of(self, best: np.ndarray) -> np.ndarray:
         """Rows in which the likeliest token has its logit and every other one none."""
         if len(self._likeliest) < len(best):
-            self._likeliest = torch.full((len(best), self.vocab_size), -torch.inf)
+            self._likeliest = np.empty((len(best), self.vocab_size), np.float32)
         rows = self._likeliest[: len(best)]
-        at, tokens = torch.arange(len(best)), torch.from_numpy(best["token"].astype(np.int64))
-        rows.fill_(-torch.inf)
-        rows[at, tokens] = torch.from_numpy(best["value"].copy())
+        rows.fill(-np.inf)
+        rows[np.arange(len(best)), best["token"]] = best["value"]
         return rows
 
     def _shared(self, peers: Peers) -> list[bytes]:
@@ -178,7 +170,7 @@ class NativeRank(NativeExecutable):
         """Measure sums in one hop and in two; rank 0's times decide. Says what was chosen."""
         if peers.size == 2 or not self._reductions:
             return "one hop"
-        width, wire = self._reductions[0].x.width, self._reductions[0].wire
+        width, wire = self._reductions[0]
         found = []
         for rows in (1, min(_TRIAL_ROWS, MAX_TOKENS)):
             times = [self._trial(rows, width, wire, hops) for hops in (_NEVER, 0)]
@@ -190,7 +182,7 @@ class NativeRank(NativeExecutable):
 
     def _trial(self, rows: int, width: int, wire: str, two_hops_from: int) -> float:
         self.set_hops(two_hops_from)
-        values, times = torch.zeros(rows, width), []
+        values, times = np.zeros((rows, width), np.float32), []
         for _ in range(_TRIALS):
             began = time.perf_counter()
             self.all_reduce(values, wire)

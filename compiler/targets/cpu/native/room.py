@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native import library as lib
-from tilewright.compiler.targets.cpu.native.panels import LANES, whole
+from tilewright.compiler.targets.cpu.native.mapping import LANES, whole
 
 _WORTH_COPYING, _SPARE = 16 << 20, 1 << 30
 _LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"

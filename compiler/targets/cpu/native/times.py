@@ -10,17 +10,17 @@ import re
 from collections import defaultdict
 
 from tilewright.compiler.targets.cpu.native import library as lib
-from tilewright.compiler.targets.cpu.native.assembly import Assembly
+from tilewright.compiler.targets.cpu.native.packed import Packed
 
 
 class Times:
     """Counts an engine's instructions while it lives; a thread's wait for others is in them."""
 
-    def __init__(self, engine: int, assembly: Assembly) -> None:
-        names = [".".join(wanted.recipe.names[:1]) for wanted in assembly.wanted]
+    def __init__(self, engine: int, packed: Packed) -> None:
+        names = [each.name for each in packed.tensors]
         self._labels = [
             lib.OPS[each.op] + (f" {_common(names[each.weight])}" if each.weight >= 0 else "")
-            for each in assembly.instructions
+            for each in packed.instructions
         ]
         self._spent = (ctypes.c_int64 * len(self._labels))()
         self._num_steps = 0

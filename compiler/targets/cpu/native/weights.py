@@ -1,23 +1,17 @@
-"""A program's weights: what a plan wants, streamed from recipes into one file, and mapped from it.
-
-Where each tensor lies follows from the plan alone; the file adds a header that says for which.
-"""
+"""A program's weights: what a plan wants, streamed from recipes into one file (`mapping`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.errors import CheckpointError, NoRoomError
+from tilewright.compiler.errors import NoRoomError
 from tilewright.compiler.formats import GgmlFileFormat, GgmlFormat, get_format
 from tilewright.compiler.ir.recipe import (
     ReadsParts,
@@ -32,6 +26,13 @@ from tilewright.compiler.ir.recipe import (
 )
 from tilewright.compiler.targets.base import Progress
 from tilewright.compiler.targets.cpu.codes import SignedCodes, signed_codes, stored_codes
+from tilewright.compiler.targets.cpu.native.mapping import (
+    LANES,
+    WEIGHTS,
+    header,
+    offsets_of,
+    whole,
+)
 from tilewright.compiler.targets.cpu.native.numerics import (
     BF16,
     BLOCK_KINDS,
@@ -40,20 +41,14 @@ from tilewright.compiler.targets.cpu.native.numerics import (
     VECTOR,
 )
 from tilewright.compiler.targets.cpu.native.panels import (
-    LANES,
     code_panels,
     num_panels,
     padded,
     panel_bytes,
     super_panels,
     value_panels,
-    whole,
 )
 
-WEIGHTS = "weights.bin"
-_MAGIC, _VERSION = b"TWNATIVE", 1
-_HEADER = struct.Struct("<8sIIQ32s8x")
-_ALIGNMENT = 64
 _CHUNK_VALUES = 1 << 22
 """Values that are read and packed at a time; their temporaries take about 25 bytes each."""
 
@@ -97,43 +92,25 @@ class Wanted:
         return self.num_experts * panels * panel_bytes(self.kind, self.columns)
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
-    """The file's bytes, and where in memory each wanted tensor begins."""
-
-    data: np.ndarray
-    offsets: tuple[int, ...]
-
-    def address(self, index: int) -> int:
-        """The address in memory where a tensor begins."""
-        return int(self.data.ctypes.data) + self.offsets[index]
-
-
-def offsets_of(wanted: Sequence[Wanted]) -> tuple[int, ...]:
-    """Where each tensor lies in the file, and the file's size last."""
-    found, at = [], _HEADER.size
-    for each in wanted:
-        found.append(at)
-        at += whole(each.num_bytes, _ALIGNMENT)
-    return (*found, at)
-
-
 def write_weights(
     wanted: Sequence[Wanted],
     get_weight: Callable[[str], Tensor],
     folder: Path,
     progress: Progress,
+    *,
+    digest: bytes,
 ) -> None:
-    """Stream all tensors into ``folder``.
+    """Stream all tensors into ``folder``, the file that of the program ``digest``.
 
     Raises:
         CheckpointError: for a tensor that is missing, of another shape, or not finite.
         NoRoomError: where the file cannot be written.
     """
-    offsets = offsets_of(wanted)
+    sizes = [each.num_bytes for each in wanted]
+    offsets = offsets_of(sizes)
     try:
         with (folder / WEIGHTS).open("wb") as file:
-            file.write(_header(wanted, offsets[-1]))
+            file.write(header(sizes, digest))
             for done, each in enumerate(wanted):
                 for part in _parts(each, get_weight):
                     file.write(part.numpy().data)
@@ -144,36 +121,6 @@ def write_weights(
             f"{folder}: the packed weights cannot be written ({error.strerror}); "
             "allowed: a folder with room for them (TMPDIR, TILEWRIGHT_CACHE)"
         ) from None
-
-
-def map_weights(wanted: Sequence[Wanted], folder: Path) -> Mapped:
-    """Map what :func:`write_weights` wrote.
-
-    Raises:
-        CheckpointError: for a file that is cut short, of another version, or of another plan.
-    """
-    path, offsets = folder / WEIGHTS, offsets_of(wanted)
-    try:
-        size = path.stat().st_size
-        data = np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(0, np.uint8)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be mapped ({error})") from None
-    if size < _HEADER.size or bytes(data[:8]) != _MAGIC:
-        raise CheckpointError(f"{path}: not the weights of a native program; compile it again")
-    version = _HEADER.unpack(bytes(data[: _HEADER.size]))[1]
-    if version != _VERSION:
-        raise CheckpointError(f"{path}: version {version}; allowed: {_VERSION}; compile it again")
-    if size != offsets[-1]:
-        raise CheckpointError(f"{path}: {size} bytes; allowed: {offsets[-1]}; compile it again")
-    if bytes(data[: _HEADER.size]) != _header(wanted, offsets[-1]):
-        raise CheckpointError(f"{path}: the weights of another program; compile it again")
-    return Mapped(data, offsets[:-1])
-
-
-def _header(wanted: Sequence[Wanted], num_bytes: int) -> bytes:
-    facts = [(w.kind, w.rows, w.columns, w.is_paired, w.recipe.names) for w in wanted]
-    digest = hashlib.sha256(repr(facts).encode()).digest()
-    return _HEADER.pack(_MAGIC, _VERSION, len(wanted), num_bytes, digest)
 
 
 def _parts(wanted: Wanted, get: Callable[[str], Tensor]) -> Iterator[Tensor]:

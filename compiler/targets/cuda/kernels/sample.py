@@ -1,4 +1,4 @@
-"""A token of each row, drawn as `ops.sample` defines it, without a sort: the likeliest have been
+"""A token of each row, drawn as `choosing.draw` defines it, without a sort: the likeliest have been
 chosen before, and rows that are greedy or have no number to choose from stay as they are.
 
 Tokens are ordered by a key, the bits of how far a scaled logit lies below the largest. The key at

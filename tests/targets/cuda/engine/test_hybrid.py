@@ -160,7 +160,8 @@ def test_layers_of_another_form_are_refused() -> None:
 @pytest.mark.slow
 def test_the_file_of_35b_a3b_is_emitted() -> None:
     """Of its real shape, without its weights."""
-    from tilewright.compiler.driver import lower_model, resolve_precision, silent
+    from tilewright.compiler.driver import lower_model, resolve_precision
+    from tilewright.compiler.targets.compiled import silent
     from tilewright.compiler.targets.cuda.engine.parts.plan import Choices
     from tilewright.compiler.targets.cuda.engine.write import engine_text
     from tilewright.compiler.targets.table import get_target

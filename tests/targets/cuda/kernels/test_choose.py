@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tilewright.compiler.ops.choose import Row, choose_tokens
+from tilewright.compiler.choosing.choose import Row, choose_tokens
 from tilewright.compiler.targets.cuda.kernels.choose import choose, num_keys
 from tilewright.compiler.targets.step import GOES_ON, NOT_A_NUMBER, Choosing
 
@@ -49,7 +49,7 @@ def test_zeros_of_both_signs_are_equal(device: torch.device) -> None:
 
 
 def test_rows_without_a_number_to_choose_are_told_apart(device: torch.device) -> None:
-    """As `ops.choose_tokens` does: one NaN is enough, and so is nothing but minus infinity."""
+    """As `choose_tokens` does: one NaN is enough, and so is nothing but minus infinity."""
     logits = torch.full((6, 5000), NAN, device=device)
     logits[1], logits[1, 4500] = -4.0, NAN
     logits[2], logits[2, 7] = -4.0, INF

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.compiler import ops
-from tilewright.compiler.ops.choose import Row, choose_tokens
+from tilewright.compiler.choosing.choose import Row, choose_tokens
 from tilewright.compiler.targets.cuda.choice import Choice, Drawing, drawing_of, make_choice
 from tilewright.compiler.targets.cuda.kernels import sample
 from tilewright.compiler.targets.cuda.seats import SeatTable

@@ -1,21 +1,23 @@
-"""The choice of a row's token, in full: what comes before the draw that `sample` defines.
+"""The choice of a row's token, in full: what comes before the draw that `draw` defines.
 
 The order is: tokens that are not allowed, end tokens that are too early (where any other is
 allowed), bias; repetition, frequency and presence penalties; then temperature, ``min_p``, top-k,
 top-p and the inverse of the cumulative distribution. Targets that choose on a device must make the
-same choices.
+same choices. Imports no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from torch import Tensor
 
-from tilewright.compiler.ops.sample import draw, likeliest
+from tilewright.compiler.choosing.draw import draw
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 _NOTHING = -np.inf
 
@@ -66,17 +68,17 @@ class Row:
 
 
 def choose_tokens(
-    logits: Tensor, rows: Sequence[Row], allowed: Sequence[np.ndarray | None] = ()
+    logits: ArrayLike, rows: Sequence[Row], allowed: Sequence[np.ndarray | None] = ()
 ) -> tuple[list[int], list[bool]]:
     """A token for each of R rows, and whether its logits had a number to choose from.
 
     Args:
-        logits: float32 ``[R, V]`` on the CPU; they are not changed.
+        logits: float32 ``[R, V]``, an array or a tensor on the CPU; they are not changed.
         allowed: by row, None or bool ``[V]``, the tokens that may be chosen. Empty: all of them.
     """
     masks = list(allowed) if allowed else [None] * len(rows)
-    tokens: list[int] = likeliest(logits).tolist()
-    values = logits.numpy()
+    values = np.asarray(logits)
+    tokens: list[int] = values.argmax(-1).tolist()
     is_number = []
     for index, (row, mask) in enumerate(zip(rows, masks, strict=True)):
         choosing = row.choosing

@@ -1,0 +1,141 @@
+"""The target ``cpu-native``. What it needs of a graph it imports when it is given one: a packed
+program is loaded without torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilewright.compiler.ir.state import PER_TOKEN, StateSpec
+from tilewright.compiler.targets.base import (
+    CompileOptions,
+    Executable,
+    Holding,
+    Program,
+    Progress,
+    Stage,
+    Target,
+)
+from tilewright.compiler.targets.contract import NumericContract
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.fx import GraphModule
+
+    from tilewright.compiler.ir.info import NodeInfo
+    from tilewright.compiler.ir.recipe import WeightRecipe
+    from tilewright.compiler.targets.cpu.native.assembly import Assembly
+    from tilewright.compiler.targets.program.instructions import Plan
+
+
+class NativeTarget(Target):
+    """Fusions after what the kernels do in one instruction."""
+
+    name = "cpu-native"
+    is_cached = True
+    wire = "bf16"
+
+    def stages(self) -> tuple[Stage, ...]:
+        from tilewright.compiler.targets.cpu.native.stages import STAGES
+
+        return STAGES
+
+    def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
+        from tilewright.compiler.targets.build_contract import build_contract
+        from tilewright.compiler.targets.cpu.native.numerics import meanings
+
+        return build_contract(graph_module, meanings(exact=options.compute == "exact"))
+
+    def holding(
+        self,
+        recipe: WeightRecipe,
+        facts: NodeInfo,
+        *,
+        compute: str,
+        block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
+    ) -> Holding:
+        """Whole panels of 16 rows, in the format's blocks, bfloat16 or float32."""
+        from tilewright.compiler.targets.cpu.native.numerics import BLOCK_KINDS, VECTOR, held_kind
+        from tilewright.compiler.targets.cpu.native.weights import tensor_bytes
+
+        if facts.tensor_group is None:
+            return Holding("float32", tensor_bytes(recipe, VECTOR))
+        kind = held_kind(recipe)
+        shown = (
+            f"{kind} blocks" if kind in BLOCK_KINDS else {"bf16": "bfloat16"}.get(kind, "float32")
+        )
+        return Holding(shown, tensor_bytes(recipe, kind))
+
+    def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
+        """Keys and values as they are held: bfloat16, blocks of bfp8, or float32."""
+        from tilewright.compiler.targets.cpu.native.numerics import FP32, cache_kind
+
+        held, _ = cache_kind(spec.format, exact=compute == "exact")
+        if spec.kind == PER_TOKEN and held != FP32:
+            return super().state_holding(dataclasses.replace(spec, format=held), compute=compute)
+        return Holding("float32", 4 * math.prod(spec.shape))
+
+    def build(
+        self,
+        graph_module: GraphModule,
+        get_weight: Callable[[str], Tensor],
+        folder: Path,
+        options: CompileOptions,
+        progress: Progress,
+    ) -> None:
+        from tilewright.compiler.targets.cpu.native.assemble import pack
+        from tilewright.compiler.targets.cpu.native.packed import digest_of, write_packed
+        from tilewright.compiler.targets.cpu.native.weights import write_weights
+        from tilewright.compiler.targets.threads import single_torch_thread
+
+        plan, assembly = _assembled(graph_module, options)
+        packed = pack(plan, assembly)
+        write_packed(packed, folder)
+        digest = digest_of(packed)
+        with single_torch_thread():
+            write_weights(list(assembly.wanted), get_weight, folder, progress, digest=digest)
+
+    def check_room(self, graph_module: GraphModule, options: CompileOptions) -> None:
+        from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes
+
+        states = _assembled(graph_module, options)[1].states
+        check_room(states, options.max_batch, options.max_context, memory_bytes())
+
+    def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
+        from tilewright.compiler.devices import describe_cpu
+        from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
+        from tilewright.compiler.targets.cpu.native.mapping import map_weights
+        from tilewright.compiler.targets.cpu.native.packed import digest_of, read_packed
+        from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes
+
+        packed = read_packed(program.folder)
+        check_room(packed.states, options.max_batch, options.max_context, memory_bytes())
+        sizes = [each.num_bytes for each in packed.tensors]
+        mapped = map_weights(sizes, digest_of(packed), program.folder)
+        num_threads = options.num_threads or describe_cpu().num_cores
+        options = dataclasses.replace(options, num_threads=num_threads)
+        kind = NativeExecutable
+        if options.parallel.tensor > 1:
+            from tilewright.compiler.targets.cpu.native.ranks import NativeRank
+
+            kind = NativeRank
+        return kind(packed, mapped, options, program.contract)
+
+
+def _assembled(graph_module: GraphModule, options: CompileOptions) -> tuple[Plan, Assembly]:
+    """The plan of a graph of this target's last stage, and what is assembled of it.
+
+    Raises:
+        CompileError: for an operator that has no kernel here.
+    """
+    from tilewright.compiler.targets.cpu.native.assemble import assemble
+    from tilewright.compiler.targets.program.instructions import Needs
+    from tilewright.compiler.targets.program.plan import make_plan
+
+    needs = Needs(target="cpu", others="cpu --backend onnxruntime", deals_experts=False)
+    plan = make_plan(graph_module, needs)
+    return plan, assemble(plan, exact=options.compute == "exact")
