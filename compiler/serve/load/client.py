@@ -21,6 +21,7 @@ CHAT = "/v1/chat/completions"
 _HEAD = b"data: "
 _DONE = b"data: [DONE]"
 _PATIENCE_SECONDS = 600.0
+_JSON = {"content-type": "application/json"}
 
 
 @dataclass(slots=True)
@@ -122,8 +123,7 @@ class Client:
 
     async def status(self, path: str, data: bytes) -> int:
         """Post bytes that need not be JSON; returns the HTTP status of the answer."""
-        headers = {"content-type": "application/json"}
-        async with self._session.post(self.url + path, data=data, headers=headers) as answer:
+        async with self._session.post(self.url + path, data=data, headers=_JSON) as answer:
             await answer.read()
             return answer.status
 
@@ -149,7 +149,9 @@ class Client:
             return read_metrics(await answer.text())
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        return self._session.post(self.url + path, json={"model": self._model, **body})
+        """By the fast encoder: while 64,000 ids become JSON, no stream is heard."""
+        data = msgspec.json.encode({"model": self._model, **body})
+        return self._session.post(self.url + path, data=data, headers=_JSON)
 
 
 def read_metrics(text: str) -> dict[str, float]:

@@ -40,12 +40,11 @@ async def streams(client: Client, shape: Shape) -> list[Figures]:
 async def intruder(client: Client, shape: Shape) -> list[Figures]:
     """One long prompt into running streams: their longest silence, without it and with it."""
     chooser = random.Random(shape.seed)
-    streams = [
-        asyncio.create_task(client.stream(COMPLETIONS, shape.body(chooser)))
-        for _ in range(shape.concurrency)
-    ]
-    await asyncio.sleep(shape.settle_seconds)
+    # All of them first: what is drawn while streams run is a silence of this process, not theirs.
+    bodies = [shape.body(chooser) for _ in range(shape.concurrency)]
     body = shape.body(chooser, num_input=shape.long_tokens, num_output=2)
+    streams = [asyncio.create_task(client.stream(COMPLETIONS, each)) for each in bodies]
+    await asyncio.sleep(shape.settle_seconds)
     long = await client.stream(COMPLETIONS, body)
     heard = await asyncio.gather(*streams)
     for each in (long, *heard):

@@ -58,6 +58,33 @@ def test_what_is_measured_is_there(server: Server) -> None:
     assert soak["num_requests_running_growth"] == 0 and "engine_process_mb" in soak
 
 
+class _Streaming(Client):
+    """Notes when it is asked, and answers in two chunks."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+        self.events.append("asked")
+        return Heard(times=[0.0, 1.0], count=2)
+
+
+def test_an_intruder_is_made_before_there_is_a_stream_to_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To draw 64,000 ids takes this process tens of milliseconds in which it hears nobody."""
+    events: list[str] = []
+    body = Shape.body
+
+    def drawn(*args: Any, **sizes: Any) -> dict[str, Any]:
+        events.append("drawn")
+        return body(*args, **sizes)
+
+    monkeypatch.setattr(Shape, "body", drawn)
+    asyncio.run(PLANS["intruder"].run(_Streaming(events), SMALL))
+    assert events == ["drawn"] * 5 + ["asked"] * 5
+
+
 class _Forgetful(Client):
     """Answers a request otherwise the third time it is asked."""
 
