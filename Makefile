@@ -98,7 +98,8 @@ PERF_SWEEPS := smollm2-cpu/pareto:pareto smollm2-cpu/sensitivity:sensitivity \
     smollm2-n300/pareto:pareto-n300
 RENDER = "$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS) && for sweep in $(PERF_SWEEPS); do \
     "$(BIN)/tilewright" sweep export results/$${sweep%:*}.jsonl --markdown docs/$${sweep\#*:}.md \
-        || exit $$?; done && "$(BIN)/python" -m bench.peers.tables $(PEERS_DOCUMENTS)
+        || exit $$?; done && "$(BIN)/python" -m bench.peers.tables $(PEERS_DOCUMENTS) \
+    && "$(BIN)/python" -m bench.serving.tables docs/serving.md
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 
 from bench.serving.command import render
 from bench.serving.servers import Contestant, in_turn, llama_cpp, running
+from bench.serving.tables import rendered
 from tilewright.compiler.cli import main
-from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.errors import ConfigError, TilewrightError
+
+ROOT = Path(__file__).parents[3]
 
 HEALTHY = """
 import http.server, sys
@@ -56,6 +60,28 @@ def test_the_table_has_medians_spread_and_ratio() -> None:
     assert "50.0 (30.0 to 60.0)" in line and "22.5 (20.0 to 25.0)" in line and "2.22 x" in line
     nothing = [{**row, "output_tokens_per_second": 0.0} for row in rows]
     assert " x " not in render(nothing).splitlines()[-1], "there is no ratio to nothing"
+
+
+def test_a_document_has_the_last_run(tmp_path: Path) -> None:
+    facts = {"host": "H", "commit": "abc" * 9, "pair": "q | Q", "users": 4}
+    rows = [
+        {**facts, "server": server, "round": 0, "date": date, "output_tokens_per_second": rate}
+        for date, rate in (("2026-01-01T1", 1.0), ("2026-01-02T1", 30.0))
+        for server in ("tilewright", "llama.cpp")
+    ]
+    text = "a\n<!-- servers:begin cpu -->\nold\n<!-- servers:end cpu -->\nb\n"
+    with pytest.raises(ConfigError, match="is missing"):
+        rendered(text, tmp_path)
+    (tmp_path / "cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = rendered(text, tmp_path)
+    assert "30.0 (30.0 to 30.0)" in found and "1.0 (" not in found and "old" not in found
+    assert "1 round in turn" in found and "H (2026-01-02, commit abcabcabca)" in found
+    assert rendered(found, tmp_path) == found
+
+
+def test_the_document_s_table_is_its_rows() -> None:
+    text = (ROOT / "docs/serving.md").read_text("utf-8")
+    assert "servers:begin cpu -->" in text and rendered(text, ROOT / "results/serving") == text
 
 
 def test_what_cannot_be_compared_is_refused(
