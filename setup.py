@@ -1,4 +1,4 @@
-"""Wheels that carry the native CPU kernels: where TILEWRIGHT_WHEEL_KERNELS is set, they are
+"""Wheels that carry the native CPU kernels: where TILEWRIGHT_WHEEL_KERNELS is 1, they are
 compiled into the wheel, which is then one processor's. All else stands in pyproject.toml.
 
 A compiler that fails costs the kernels alone: an installation without them compiles its own, or
@@ -6,17 +6,33 @@ runs ONNX Runtime.
 """
 
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
 
 NATIVE = Path("compiler", "targets", "cpu", "native")
-HAS_KERNELS = bool(os.environ.get("TILEWRIGHT_WHEEL_KERNELS"))
+
+
+def _recipe() -> ModuleType:
+    """The recipe, without the package, which is not installed yet."""
+    spec = importlib.util.spec_from_file_location("recipe", NATIVE / "recipe.py")
+    recipe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    return recipe
+
+
+RECIPE = _recipe()
+try:
+    HAS_KERNELS = RECIPE.switch("TILEWRIGHT_WHEEL_KERNELS", False)
+    COMPILER = (RECIPE.words("CXX") if HAS_KERNELS else []) or ["c++"]
+    _ = RECIPE.words("CXXFLAGS") if HAS_KERNELS else []
+except ValueError as error:
+    sys.exit(f"setup.py: {error}")
 
 
 class BuildWithKernels(build_py):
@@ -27,14 +43,10 @@ class BuildWithKernels(build_py):
         super().run()
         if not HAS_KERNELS:
             return
-        spec = importlib.util.spec_from_file_location("recipe", NATIVE / "recipe.py")
-        recipe = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(recipe)
-        library = Path(self.build_lib, "tilewright", NATIVE, recipe.packaged_name())
+        library = Path(self.build_lib, "tilewright", NATIVE, RECIPE.packaged_name())
         with tempfile.TemporaryDirectory() as folder:
             try:
-                compiler = os.environ.get("CXX", "c++")
-                for command in recipe.commands(compiler, Path(folder), library):
+                for command in RECIPE.commands(COMPILER, Path(folder), library):
                     subprocess.run(command, check=True)
             except (OSError, subprocess.CalledProcessError) as error:
                 print(f"the native CPU kernels are left out: {error}", file=sys.stderr)

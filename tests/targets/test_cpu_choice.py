@@ -10,7 +10,7 @@ import pytest
 
 import tilewright
 from tests.tiny import lowered, precision_of, tiny_model
-from tilewright.compiler.errors import CompileError
+from tilewright.compiler.errors import CompileError, ConfigError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.cpu import choice
@@ -81,3 +81,42 @@ def test_a_library_that_came_with_the_package_needs_no_compiler(
         build.library_path()
     (tmp_path / recipe.packaged_name()).touch()
     assert build.library_path() == tmp_path / recipe.packaged_name()
+
+
+@has_compiler
+def test_a_compiler_may_be_several_words(unbuilt: pytest.MonkeyPatch) -> None:
+    """As ``CXX="ccache g++"``; what ``CXXFLAGS`` says comes before our own flags, and is keyed."""
+    found = build.find_compiler()
+    assert found is not None
+    unbuilt.setenv("CXX", f"env {found[0]}")
+    words = build.find_compiler()
+    assert words is not None and Path(words[0]).name == "env" and words[1:] == found[:1]
+    before = build._key(words)
+    unbuilt.setenv("CXXFLAGS", "-O0 '-DA=a b'")
+    command = recipe.commands(words, Path("objects"), Path("library.so"))[0]
+    assert command[:4] == [*words, "-O0", "-DA=a b"] and command.index("-O2") > 2
+    assert build._key(words) != before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("CXX", "g++ 'x", 'CXX="g[+][+] \'x": No closing quotation; allowed: words of a shell'),
+        ("CXXFLAGS", "-g -ffast-math", "CXXFLAGS: -ffast-math; allowed: flags that keep the order"),
+    ],
+)
+def test_a_variable_that_would_do_harm_is_refused_by_name(
+    name: str, value: str, said: str, unbuilt: pytest.MonkeyPatch
+) -> None:
+    unbuilt.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        choice.choose_backend(silent)
+
+
+def test_a_wheel_asks_for_kernels_with_1_alone() -> None:
+    """The setting is setup.py's; it reads it where nothing is installed yet."""
+    read = recipe.switch
+    assert [read("A", False, {"A": text}) for text in ("", "0", "1")] == [False, False, True]
+    for text in ("yes", "true", " 1"):
+        with pytest.raises(ValueError, match=f"^A='{text}'; allowed: 0 or 1$"):
+            read("A", False, {"A": text})

@@ -29,11 +29,18 @@ def test_the_library_is_clean(sanitizer: str, tmp_path: Path) -> None:
     objects, running = [], []
     for unit in (*recipe.units(), CHECK):
         objects.append(str(tmp_path / f"{unit.stem}.o"))
-        command = [compiler, *recipe.flags_of(unit), *flags, f"-I{recipe.SOURCES}", "-c", str(unit)]
+        command = [
+            *compiler,
+            *recipe.flags_of(unit),
+            *flags,
+            f"-I{recipe.SOURCES}",
+            "-c",
+            str(unit),
+        ]
         running.append(subprocess.Popen([*command, "-o", objects[-1]]))
     assert not any(process.wait() for process in running)
     program = tmp_path / "check"
-    subprocess.run([compiler, "-pthread", *flags, *objects, "-o", str(program)], check=True)
+    subprocess.run([*compiler, "-pthread", *flags, *objects, "-o", str(program)], check=True)
     for given in ([], [str(NUM_PROGRAMS)]):
         said = subprocess.run([program, *given], capture_output=True, text=True, check=False)
         assert said.returncode == 0 and said.stdout == "ok\n", said.stdout + said.stderr

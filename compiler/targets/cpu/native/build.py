@@ -11,21 +11,30 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tilewright.compiler.errors import CompileError, one_line
 from tilewright.compiler.files import cache_dir
 from tilewright.compiler.targets.cpu.native.recipe import commands, digest, packaged_name
+from tilewright.compiler.targets.cpu.native.settings import compiler_words
 
 _COMPILERS = ("g++", "clang++", "c++")
 _MOST_SECONDS = 300
 
 
-def find_compiler() -> str | None:
-    """The C++ compiler that ``CXX`` names, else the first of those usually there."""
-    named = os.environ.get("CXX")
-    found = (shutil.which(each) for each in ((named,) if named else _COMPILERS))
-    return next((each for each in found if each is not None), None)
+def find_compiler() -> list[str] | None:
+    """The C++ compiler that ``CXX`` names, in one word or several (``ccache g++``), else the first
+    of those usually there; None where it is not found.
+
+    Raises:
+        ConfigError: for a ``CXX`` that is no words of a shell.
+    """
+    named = compiler_words("CXX")
+    for first, *others in [named] if named else [[each] for each in _COMPILERS]:
+        if path := shutil.which(first):
+            return [path, *others]
+    return None
 
 
 @functools.cache
@@ -41,9 +50,11 @@ def library_path() -> Path:
         return packaged
     compiler = find_compiler()
     if compiler is None:
+        named = os.environ.get("CXX")
+        sought = f" (CXX={named[:80]!r} is not found)" if named else ""
         raise CompileError(
-            "backend native: no C++ compiler; allowed: --backend onnxruntime, or g++ or clang++ of "
-            "C++20 (CXX=path)"
+            f"backend native: no C++ compiler{sought}; allowed: --backend onnxruntime, or g++ or "
+            "clang++ of C++20 (CXX=path)"
         )
     named = os.environ.get("TILEWRIGHT_NATIVE")
     folder = Path(named) if named else cache_dir() / "native"
@@ -63,7 +74,7 @@ def library_path() -> Path:
     return path
 
 
-def compile_library(compiler: str, folder: Path) -> Path:
+def compile_library(compiler: Sequence[str], folder: Path) -> Path:
     """Compile all units, side by side, and link them in ``folder``.
 
     Raises:
@@ -99,7 +110,8 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
         )
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: Sequence[str]) -> str:
     """What the library depends on: the sources, the compiler, the flags."""
-    said = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    return digest(said + compiler.encode())[:32]
+    said = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
+    named = " ".join((*compiler, *compiler_words("CXXFLAGS")))
+    return digest(said + named.encode())[:32]

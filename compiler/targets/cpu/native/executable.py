@@ -15,6 +15,7 @@ from tilewright.compiler.targets.cpu.native import times
 from tilewright.compiler.targets.cpu.native.mapping import Mapped
 from tilewright.compiler.targets.cpu.native.packed import MAX_TOKENS, Packed, program_of
 from tilewright.compiler.targets.cpu.native.room import are_large_pages_worth
+from tilewright.compiler.targets.cpu.native.settings import prints_times
 from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.step import Snapshot
 
@@ -58,7 +59,7 @@ class NativeExecutable(HostExecutable):
         self._engine: int | None = lib.open_engine(
             program_of(packed, mapped, options, isa=isa, large_pages=large_pages)
         )
-        if times.are_wanted():
+        if prints_times():
             self._times = times.Times(self._engine, packed)
         self._sequence_bytes = int(found.tw_sequence_bytes(self._engine))
         self._snapshots: dict[Snapshot, tuple[int, np.ndarray]] = {}

@@ -159,7 +159,11 @@ def read_packed(folder: Path) -> Packed:
     instructions = _structures(lib.TwInstruction, file.instructions) if is_whole else ()
     is_whole &= all(
         0 <= each.kind < len(lib.STATES) and 0 <= each.cache < len(lib.CACHES) for each in states
-    ) and all(0 <= each.op < len(lib.OPS) for each in instructions)
+    ) and all(
+        0 <= each.op < len(lib.OPS)
+        and (lib.OPS[each.op] != "all_reduce" or 0 <= each.function < len(lib.WIRES))
+        for each in instructions
+    )
     if not is_whole:
         raise CheckpointError(f"{path}: not a native program; compile it again")
     return Packed(file.tensors, instructions, states, file.widths, file.logits, file.dealt)

@@ -1,4 +1,5 @@
-"""How the library of kernels is compiled: units, flags, commands, and what tells one from another.
+"""How the library of kernels is compiled: units, flags, commands, what tells one from another, and
+what the environment says of it.
 
 Nothing of the package is imported: setup.py reads this file too, for wheels that carry the library.
 """
@@ -6,7 +7,10 @@ Nothing of the package is imported: setup.py reads this file too, for wheels tha
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "source"
@@ -19,6 +23,10 @@ _ISA_FLAGS = {
     "isa_avx2": ("-march=x86-64-v3",),
     "isa_neon": ("-march=armv8.2-a+dotprod+fp16",),
 }
+_LOOSE = (
+    *("-Ofast", "-ffast-math", "-funsafe-math-optimizations", "-fassociative-math"),
+    *("-freciprocal-math", "-ffinite-math-only", "-fno-signed-zeros"),
+)
 ARM = ("aarch64", "arm64")
 _OF_MACHINES = {
     **dict.fromkeys(("x86_64", "AMD64"), ("isa_avx512", "isa_avx2")),
@@ -42,14 +50,51 @@ def flags_of(unit: Path) -> tuple[str, ...]:
     return (*_FLAGS, level, *_ISA_FLAGS.get(unit.stem, ()))
 
 
-def commands(compiler: str, folder: Path, library: Path) -> list[list[str]]:
-    """The commands that compile each unit into ``folder``, in any order, and the one that links."""
+def switch(name: str, default: bool, environ: Mapping[str, str] = os.environ) -> bool:
+    """What a variable of the environment that is 1 or 0 says; without it, or empty: ``default``.
+
+    Raises:
+        ValueError: for any other value, in one line.
+    """
+    text = environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ValueError(f"{name}={text[:80]!r}; allowed: 0 or 1")
+    return default if not text else text == "1"
+
+
+def words(name: str, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The words of a variable such as ``CXX`` or ``CXXFLAGS``, split as a shell does.
+
+    Raises:
+        ValueError: for quotes that do not end, or flags with which sums have other bits on one
+            instruction set than on another, in one line.
+    """
+    text = environ.get(name, "")
+    try:
+        found = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text[:80]!r}: {error}; allowed: words of a shell") from None
+    for each in found:
+        if each in _LOOSE:
+            raise ValueError(f"{name}: {each}; allowed: flags that keep the order of sums")
+    return found
+
+
+def commands(compiler: Sequence[str], folder: Path, library: Path) -> list[list[str]]:
+    """The commands that compile each unit into ``folder``, in any order, and the one that links.
+
+    ``compiler``: its words. What ``CXXFLAGS`` says comes before our own flags, which win.
+
+    Raises:
+        ValueError: as :func:`words`.
+    """
+    given = [*compiler, *words("CXXFLAGS")]
     objects = [(unit, str(folder / f"{unit.stem}.o")) for unit in units()]
     compiling = [
-        [compiler, *flags_of(unit), "-c", str(unit), "-o", target] for unit, target in objects
+        [*given, *flags_of(unit), "-c", str(unit), "-o", target] for unit, target in objects
     ]
     names = [target for _, target in objects]
-    return [*compiling, [compiler, "-shared", "-pthread", *names, "-o", str(library)]]
+    return [*compiling, [*given, "-shared", "-pthread", *names, "-o", str(library)]]
 
 
 def digest(compiler: bytes = b"") -> str:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native import library as lib
 from tilewright.compiler.targets.cpu.native.mapping import LANES, whole
+from tilewright.compiler.targets.cpu.native.settings import uses_large_pages
 
 _WORTH_COPYING, _SPARE = 16 << 20, 1 << 30
 _LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
@@ -34,7 +35,7 @@ def are_large_pages_worth(num_bytes: int) -> bool:
     fast: the system gives such pages, and has the room; fewer bytes stay in a processor's caches.
     ``TILEWRIGHT_LARGE_PAGES=0`` leaves them in the file's pages, which processes share.
     """
-    if num_bytes < _WORTH_COPYING or os.environ.get("TILEWRIGHT_LARGE_PAGES") == "0":
+    if not uses_large_pages() or num_bytes < _WORTH_COPYING:
         return False
     try:
         with open(_LARGE_PAGES, encoding="ascii") as file:

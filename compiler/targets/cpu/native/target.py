@@ -101,7 +101,9 @@ class NativeTarget(Target):
 
     def check_room(self, graph_module: GraphModule, options: CompileOptions) -> None:
         from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes
+        from tilewright.compiler.targets.cpu.native.settings import check_settings
 
+        check_settings()
         states = _assembled(graph_module, options)[1].states
         check_room(states, options.max_batch, options.max_context, memory_bytes())
 
@@ -111,7 +113,9 @@ class NativeTarget(Target):
         from tilewright.compiler.targets.cpu.native.mapping import map_weights
         from tilewright.compiler.targets.cpu.native.packed import digest_of, read_packed
         from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes
+        from tilewright.compiler.targets.cpu.native.settings import check_settings
 
+        check_settings()
         packed = read_packed(program.folder)
         check_room(packed.states, options.max_batch, options.max_context, memory_bytes())
         sizes = [each.num_bytes for each in packed.tensors]

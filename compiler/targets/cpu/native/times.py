@@ -5,7 +5,6 @@ for them; knows the library's counters and the names of weights.
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 from collections import defaultdict
 
@@ -40,11 +39,6 @@ class Times:
             each_step = sum(spent) / max(1, self._num_steps) / 1000
             lines.append(f"{each_step:10.1f}  {len(spent):4d} x {label}")
         return "\n".join(lines)
-
-
-def are_wanted() -> bool:
-    """Whether ``TILEWRIGHT_NATIVE_TIMES=1`` asks for the table when an engine is closed."""
-    return os.environ.get("TILEWRIGHT_NATIVE_TIMES") == "1"
 
 
 def _common(name: str) -> str:
