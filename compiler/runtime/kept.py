@@ -15,9 +15,12 @@ from tilewright.compiler.targets.step import Seat
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The tokens that a kept seat has read, and the salt of those who may know of them."""
+    """The tokens that a kept seat has read, the most positions that it has had, and the salt of
+    those who may know of them.
+    """
 
     tokens: tuple[int, ...]
+    reached: int
     salt: str
     num_bytes: int
 
@@ -40,11 +43,11 @@ class KeptSeats:
         """Seats, the least recently used first."""
         return iter(self._kept.items())
 
-    def keep(self, seat: Seat, tokens: tuple[int, ...], salt: str) -> list[Seat]:
+    def keep(self, seat: Seat, tokens: tuple[int, ...], salt: str, *, reached: int) -> list[Seat]:
         """The sequence on a seat, which has read ``tokens``, has ended. Returns the seats that
         are kept no more, so that all fit: the least recently used, perhaps this very one.
         """
-        kept = Kept(tokens, salt, self._size_of(len(tokens)))
+        kept = Kept(tokens, reached, salt, self._size_of(len(tokens)))
         self._kept[seat] = kept
         self._num_bytes += kept.num_bytes
         left = []

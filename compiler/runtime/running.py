@@ -59,6 +59,7 @@ class Running:
     Attributes:
         left: tokens of the prompt that no step has taken yet.
         computed: positions that launched steps have computed, or were found in a cache.
+        reached: the most positions that what was found had had; see `Capabilities.can_cut`.
         asked: tokens of the answer that launched steps choose, or that are known.
         wanted: tokens of the answer, if it does not end before.
         room: positions that the seat's pages hold.
@@ -74,6 +75,7 @@ class Running:
     wanted: int
     room: int
     computed: int = 0
+    reached: int = 0
     asked: int = 0
     replay: deque[int] = field(default_factory=deque)
     pages: list[int] = field(default_factory=list)

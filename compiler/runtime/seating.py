@@ -40,6 +40,7 @@ class Found:
             the seat is continued as it is.
         junction: positions that are there but of no use, for want of the state behind them; 0
             where there are none.
+        reached: the most positions that the seat's state has had; see `Capabilities.can_cut`.
     """
 
     length: int = 0
@@ -47,6 +48,7 @@ class Found:
     seat: Seat | None = None
     snapshot: Snapshot | None = None
     junction: int = 0
+    reached: int = 0
 
 
 NOTHING = Found()
@@ -198,6 +200,7 @@ class Seating(ABC):
             wanted=request.sampling.max_tokens,
             room=self.capabilities.max_context,
             computed=found.length,
+            reached=found.reached,
             asked=len(request.output),
             replay=deque(request.output),
         )
@@ -213,7 +216,7 @@ class Seating(ABC):
     def _follower(self, leader: Running, request: Request, seat: Seat) -> Running:
         """Another choice: its prompt is the leader's, whose last piece is in the next step."""
         length = len(request.prompt)
-        running = self._begin(request, seat, Found(length))
+        running = self._begin(request, seat, Found(length, reached=max(leader.reached, length)))
         running.saves.clear()
         running.asked = 1
         return running

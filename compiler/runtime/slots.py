@@ -36,42 +36,55 @@ class SlotSeating(Seating):
             return NOTHING
         best = NOTHING
         usable = request.prompt[:-1]  # the last token is always computed
-        for seat, tokens, is_kept in self._holders(request.cache_salt):
+        for seat, tokens, reached, is_kept in self._holders(request.cache_salt):
             if tokens[: best.length + 1] != usable[: best.length + 1]:
                 continue
             common = common_length(tokens, usable)
             if common <= best.length:
                 continue
-            found = self._use_of(request, seat, common, is_whole=is_kept and common == len(tokens))
+            is_whole = is_kept and common == len(tokens)
+            found = self._use_of(request, seat, common, reached, is_whole=is_whole)
             if found.length > best.length or (not best.length and found.junction > best.junction):
                 best = found
         return best
 
-    def _holders(self, salt: str) -> Iterator[tuple[Seat, tuple[int, ...], bool]]:
-        """Seats that hold tokens which may be shared, the most recently used first; whether they
-        are kept.
+    def _holders(self, salt: str) -> Iterator[tuple[Seat, tuple[int, ...], int, bool]]:
+        """Seats that hold tokens which may be shared, the most recently used first; the most
+        positions that they have had, and whether they are kept.
         """
         for seat, kept in reversed(list(self.kept)):
             if kept.salt == salt:
-                yield seat, kept.tokens, True
+                yield seat, kept.tokens, kept.reached, True
         for each in self.seated.values():
             if not each.request.is_private and each.request.cache_salt == salt:
-                yield each.seat, each.request.prompt[: each.computed], False
+                tokens, reached = each.request.prompt[: each.computed], self._reached(each)
+                yield each.seat, tokens, reached, False
 
-    def _use_of(self, request: Request, seat: Seat, common: int, *, is_whole: bool) -> Found:
+    def _use_of(
+        self, request: Request, seat: Seat, common: int, reached: int, *, is_whole: bool
+    ) -> Found:
         """What a prompt has of a seat with which it shares so many positions."""
+        can_cut = self.capabilities.can_cut
         if is_whole or not self._has_state:
-            return Found(common, seat=seat)
+            is_held = is_whole or can_cut(reached, common)
+            return Found(common, seat=seat, reached=reached) if is_held else NOTHING
         found = self.snapshots.find(request.page_keys, common // self.grain)
         junction = common // self.grain * self.grain
-        if found is None:
+        if found is None or not can_cut(reached, found[0] * self.grain):
             return Found(junction=junction)
         length = found[0] * self.grain
         junction = junction if junction > length else 0
-        return Found(length, seat=seat, snapshot=found[1], junction=junction)
+        return Found(length, seat=seat, snapshot=found[1], junction=junction, reached=reached)
+
+    @staticmethod
+    def _reached(running: Running) -> int:
+        """The most positions that the state of a running sequence's seat has had."""
+        return max(running.reached, running.computed)
 
     def shared_with(self, request: Request, other: Running) -> int:
         common = common_length(request.prompt[:-1], other.request.prompt)
+        if not self.capabilities.can_cut(len(other.request.prompt), common):
+            return 0
         if not self._has_state:
             return common
         return 0 if self.snapshots.is_empty else common // self.grain * self.grain
@@ -130,11 +143,13 @@ class SlotSeating(Seating):
         request, seat = running.request, running.seat
         known = (*request.prompt, *request.output)[: running.computed]
         may_keep &= self.policy.reuses and not request.is_private and len(known) > 0
+        may_keep &= self.capabilities.can_cut(running.computed, len(known))
         # what was computed behind a cancellation is not known, and state cannot be cut back
         if not may_keep or (self._has_state and running.computed > len(known)):
             self._give_seat(seat)
             return
-        for left in self.kept.keep(seat, known, request.cache_salt):
+        reached = self._reached(running)
+        for left in self.kept.keep(seat, known, request.cache_salt, reached=reached):
             self._give_seat(left)
 
     def note(self, running: Running) -> None:

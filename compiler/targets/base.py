@@ -44,6 +44,9 @@ class Capabilities:
         num_pages: of the pool. num_snapshots: of per-sequence state; 0 where there is no such
             state, or none can be kept.
         has_sequence_state: whether sequences keep state that cannot be cut back to a position.
+        num_held: of a longer sequence, some layers hold no more than so many last positions, since
+            no token sees more; 0: all positions are held. reach_back: how far a sequence that has
+            been longer than that can be cut back.
         cell: the smallest piece of a prompt that is worth reading the weights for.
         max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
         runs_ahead: a step may be given before the last one's tokens have been read.
@@ -62,6 +65,8 @@ class Capabilities:
     num_pages: int = 0
     num_snapshots: int = 0
     has_sequence_state: bool = False
+    num_held: int = 0
+    reach_back: int = 0
     cell: int = 128
     max_prompts: int = 1
     max_step_tokens: int = 8192
@@ -70,6 +75,12 @@ class Capabilities:
     far: int = 0
     late_choice: bool = True
     invariant: str = "none"
+
+    def can_cut(self, reached: int, position: int) -> bool:
+        """Whether the state of a seat that has had ``reached`` positions still has what tokens from
+        ``position`` on see.
+        """
+        return not self.num_held or reached <= max(self.num_held, position + self.reach_back)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,6 +153,42 @@ def test_long_contexts_have_the_same_bits_on_any_number_of_threads(
     assert all(torch.equal(each, found[0]) for each in found)
 
 
+@pytest.mark.parametrize("windows", [(64, 64), (64, 0)], ids=str)
+def test_what_windows_have_passed_is_given_back(windows: tuple[int, int]) -> None:
+    """A sequence of a hundred windows holds the last of them, and what it may be cut back; layers
+    without a window hold all. The results are the reference's, and behind a copy the same bits.
+    """
+    sizes = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
+    model = tiny_model(
+        std=0.2, model_type="gemma3_text", windows=windows, max_positions=8192, **sizes
+    )
+    tokens, count = random_tokens(6500), 6400
+    made = {"max_context": 8192, "max_batch": 2, "num_threads": 2}
+    executable = compiled(model, "cpu-native", precision=precision_of("fp32"), **made)
+    expected = prefill(compiled(model, precision=precision_of("fp32"), **made), tokens[:1300])
+    assert_near(prefill(executable, tokens[:1300], [1200, 50])[-1:], expected[-1:], EXACT)
+    seat, other = take_seat(executable), take_seat(executable)
+    before = _resident()
+    step(executable, [(seat, tokens[:count], 0)])
+    held = sum(2 * 4 * 64 * 4 * (each + 1024 if each else count) for each in windows)
+    assert held <= executable.memory().state < 1.01 * held
+    assert 0.8 * held < _resident() - before < held + (3 << 20)
+    executable.step(Step(edits=(Copy(seat, other, count - 500),)))
+    again = step(executable, [(other, tokens[count - 500 : count + 1], count - 500)])
+    assert torch.equal(step(executable, [(seat, tokens[count : count + 1], count)])[-1], again[-1])
+    with pytest.raises(AssertionError, match="does not fit"):
+        step(executable, [(seat, tokens[:2], count - 2000)])
+    assert executable.capabilities.can_cut(count, count - 500)
+    assert not executable.capabilities.can_cut(count, count - 2000)
+    step(executable, [(seat, tokens[:1300], 0)])
+    executable.close()
+
+
+def _resident() -> int:
+    """Bytes of this process that lie in memory."""
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * 4096
+
+
 def test_what_a_seat_held_before_weighs_nothing() -> None:
     """Not even where it was no number: here one token alone makes values that overflow."""
     model = tiny_model(std=0.2, num_layers=1)
@@ -288,6 +324,8 @@ def test_a_cache_larger_than_memory_is_refused_with_what_fits() -> None:
     check_room(states, 8, 64, 11 * seat)
     with pytest.raises(CompileError, match="allowed: a machine with more memory"):
         check_room(states, 1, 64, seat - 1)
+    windowed = [64] * len(states)  # 1,088 positions of them are held, however many there are
+    check_room(states, 1, 100_000, kept_bytes(states) + 1088 * position_bytes(states), windowed)
 
 
 @pytest.mark.parametrize("precision", ["bfp4", "bf16"])

@@ -14,7 +14,11 @@ from tilewright.compiler.targets.cpu.native import library as lib
 from tilewright.compiler.targets.cpu.native import times
 from tilewright.compiler.targets.cpu.native.mapping import Mapped
 from tilewright.compiler.targets.cpu.native.packed import MAX_TOKENS, Packed, program_of
-from tilewright.compiler.targets.cpu.native.room import are_large_pages_worth
+from tilewright.compiler.targets.cpu.native.room import (
+    are_large_pages_worth,
+    reach_back,
+    windows_of,
+)
 from tilewright.compiler.targets.cpu.native.settings import prints_times
 from tilewright.compiler.targets.host import Batch, HostExecutable
 from tilewright.compiler.targets.step import Snapshot
@@ -40,11 +44,14 @@ class NativeExecutable(HostExecutable):
         self.contract = contract
         self.vocab_size = packed.vocab_size
         has_own = packed.has_sequence_state
+        num_held, back = reach_back(windows_of(packed, options.max_context))
         self.capabilities = Capabilities(
             max_seats=options.max_batch,
             max_context=options.max_context,
             num_snapshots=_NUM_SNAPSHOTS if has_own else 0,
             has_sequence_state=has_own,
+            num_held=num_held,
+            reach_back=back,
             invariant="rows",
         )
         found = lib.library()

@@ -6,7 +6,9 @@ It knows sizes alone.
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Protocol
 
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native import library as lib
@@ -18,6 +20,9 @@ _LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 _POSITIONS = 64
 """A cache's positions are whole such chunks (source/caches.h)."""
+
+_REACH_BACK = 1024
+"""Positions that a layer holds before its window, so that sequences can be cut back (caches.h)."""
 
 
 def memory_bytes() -> int:
@@ -48,19 +53,33 @@ def are_large_pages_worth(num_bytes: int) -> bool:
 
 
 def check_room(
-    states: Sequence[lib.TwState], max_seats: int, max_context: int, memory: int
+    states: Sequence[lib.TwState],
+    max_seats: int,
+    max_context: int,
+    memory: int,
+    windows: Sequence[int] = (),
 ) -> None:
-    """Refuse caches that are larger than the memory when all of them are full.
+    """Refuse caches that are larger than the memory when all of them are full; ``windows``: of the
+    states, the last positions that are seen, 0 for all of them.
 
     Raises:
         CompileError: with the sequences, and the positions, that would fit.
     """
-    kept, position = kept_bytes(states), position_bytes(states)
-    seat = kept + whole(max_context, _POSITIONS) * position
+    windows = windows or [0] * len(states)
+
+    def seat_of(num_positions: int) -> int:
+        own = zip(states, windows, strict=True)
+        return kept_bytes(states) + sum(
+            position_bytes([state]) * min(num_positions, held_positions(window) or num_positions)
+            for state, window in own
+        )
+
+    seat = seat_of(whole(max_context, _POSITIONS))
     if seat * max_seats <= memory:
         return
-    room = memory // max_seats - kept
-    positions = room // position // _POSITIONS * _POSITIONS if position and room > 0 else 0
+    chunks = range(_POSITIONS, max_context + 1, _POSITIONS)
+    fitting = bisect_right(chunks, memory // max_seats, key=seat_of)
+    positions = chunks[fitting - 1] if fitting else 0
     allowed = []
     if memory // seat:
         allowed.append(f"up to {memory // seat} sequences (--max-seats, max_batch)")
@@ -71,6 +90,36 @@ def check_room(
         f"{seat * max_seats / 1e9:,.1f} GB, and the machine has {memory / 1e9:,.1f} GB; "
         f"allowed: {', or '.join(allowed) or 'a machine with more memory'}"
     )
+
+
+class _Program(Protocol):
+    """Instructions, and the states that they name by number."""
+
+    @property
+    def instructions(self) -> Sequence[lib.TwInstruction]: ...
+    @property
+    def states(self) -> Sequence[lib.TwState]: ...
+
+
+def windows_of(program: _Program, max_context: int) -> list[int]:
+    """Of each state, the last positions that are seen of it; 0: all that a context has."""
+    attends = [each for each in program.instructions if lib.OPS[each.op] == "attend"]
+    own = {each.state: each.window for each in attends if 0 < each.window < max_context}
+    return [own.get(state, 0) for state in range(len(program.states))]
+
+
+def reach_back(windows: Sequence[int]) -> tuple[int, int]:
+    """Positions that the layers of the smallest window hold, and how far a longer sequence can be
+    cut back; 0 where all layers see all positions. An answer that is cancelled may have had a few
+    more positions than are known of it.
+    """
+    held = [held_positions(each) for each in windows if each]
+    return (min(held), _REACH_BACK - _POSITIONS) if held else (0, 0)
+
+
+def held_positions(window: int) -> int:
+    """Positions that a layer holds of a sequence (and up to 2 MB besides), 0 for all of them."""
+    return window + _REACH_BACK if window else 0
 
 
 def position_bytes(states: Sequence[lib.TwState]) -> int:

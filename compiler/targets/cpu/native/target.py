@@ -100,24 +100,34 @@ class NativeTarget(Target):
             write_weights(list(assembly.wanted), get_weight, folder, progress, digest=digest)
 
     def check_room(self, graph_module: GraphModule, options: CompileOptions) -> None:
-        from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes
+        from tilewright.compiler.targets.cpu.native.room import (
+            check_room,
+            memory_bytes,
+            windows_of,
+        )
         from tilewright.compiler.targets.cpu.native.settings import check_settings
 
         check_settings()
-        states = _assembled(graph_module, options)[1].states
-        check_room(states, options.max_batch, options.max_context, memory_bytes())
+        assembly = _assembled(graph_module, options)[1]
+        limits = options.max_batch, options.max_context, memory_bytes()
+        check_room(assembly.states, *limits, windows_of(assembly, options.max_context))
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         from tilewright.compiler.devices import describe_cpu
         from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
         from tilewright.compiler.targets.cpu.native.mapping import map_weights
         from tilewright.compiler.targets.cpu.native.packed import digest_of, read_packed
-        from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes
+        from tilewright.compiler.targets.cpu.native.room import (
+            check_room,
+            memory_bytes,
+            windows_of,
+        )
         from tilewright.compiler.targets.cpu.native.settings import check_settings
 
         check_settings()
         packed = read_packed(program.folder)
-        check_room(packed.states, options.max_batch, options.max_context, memory_bytes())
+        limits = options.max_batch, options.max_context, memory_bytes()
+        check_room(packed.states, *limits, windows_of(packed, options.max_context))
         sizes = [each.num_bytes for each in packed.tensors]
         mapped = map_weights(sizes, digest_of(packed), program.folder)
         num_threads = options.num_threads or describe_cpu().num_cores

@@ -264,7 +264,7 @@ struct Rows {
 
     void attend(int32_t at, const Partial& partial) {
         const uint8_t* keys = worker.engine.cache_of(layer.each.state, worker.step.seats[work.block.sequence], work.head, 0);
-        const HeadCache cache{keys, keys + layer.layout.chunk_bytes, worker.engine.cache_step, layer.layout.chunk_bytes,
+        const HeadCache cache{keys, keys + layer.layout.chunk_bytes, layer.layout.step, layer.layout.chunk_bytes,
                               (int32_t)dim, !layer.layout.is_float(), layer.layout.is_blocks() ? scratch.unpacked : nullptr};
         const Queries queries{(int32_t)count, scratch.q, scratch.begins, scratch.ends, layer.each.scale, layer.each.soft_cap};
         worker.kernels().attend(cache, queries, at, at + kSegment, partial);

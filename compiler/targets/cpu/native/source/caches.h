@@ -1,6 +1,7 @@
 // Keys and values of sequences, in the order in which attention reads them: seat by seat, of a seat
 // 64 positions after another, of these layer by layer, and of a layer its heads, keys then values.
-// So what a seat takes grows from its beginning, and large pages are filled.
+// So what a seat takes grows from its beginning, and large pages are filled. Layers of another window
+// lie behind, in the same order, so that what they do not see any more can be given back.
 //
 // Of 64 positions, bfloat16: keys [4][dim / 2][16][2], values [32][dim][2]; a pair is two
 // neighbouring channels of a key, or one channel of two neighbouring positions. float: keys
@@ -15,10 +16,11 @@ namespace tw {
 
 constexpr int kPositions = 64;   // a cache's positions are whole such chunks
 constexpr int kSegment = 512;    // positions that are attended to on their own, then merged
+constexpr int kReachBack = 1024; // positions that a sequence whose caches were given back can be cut back
 
 struct CacheLayout {
     int64_t dim = 0, chunk_bytes = 0;  // of 64 positions of a head's keys, or of its values
-    int64_t offset = 0;                // among all that a seat has of 64 positions
+    int64_t offset = 0, step = 0;      // where a seat has the first 64 positions; from these to the next
     int32_t cache = TW_CACHE_FP32;
 
     explicit CacheLayout(const TwState& state) {

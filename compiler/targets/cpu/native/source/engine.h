@@ -56,6 +56,13 @@ struct alignas(64) Pieces {
     }
 };
 
+// Layers of one window. `given_back`: of seats, the positions before it that are held no more.
+struct CacheGroup {
+    int32_t window = 0;                      // 0: every position is seen
+    int64_t step = 0, offset = 0;            // of 64 positions; of the group in a seat
+    std::vector<int32_t> given_back;
+};
+
 struct Engine {
     const Kernels* kernels;
     TwProgram program;
@@ -66,7 +73,8 @@ struct Engine {
     std::vector<int64_t> widths;             // of buffers, rounded to whole lanes
     std::vector<Memory> buffers;
     std::vector<CacheLayout> layouts;
-    int64_t cache_step = 0, seat_bytes = 0;  // of 64 positions of all layers; of all positions
+    std::vector<CacheGroup> groups;
+    int64_t seat_bytes = 0;                  // of all positions
     Memory cache;
     std::vector<int64_t> kept_offsets;       // of states, in bytes of what a seat keeps
     int64_t kept_bytes = 0;                  // of a seat
@@ -97,7 +105,7 @@ struct Engine {
     // The keys of a head in 64 positions; its values follow.
     uint8_t* cache_of(int state, int64_t seat, int64_t head, int64_t position) const {
         const CacheLayout& layout = layouts[state];
-        return cache.data() + seat * seat_bytes + position / kPositions * cache_step + layout.offset + 2 * head * layout.chunk_bytes;
+        return cache.data() + seat * seat_bytes + layout.offset + position / kPositions * layout.step + 2 * head * layout.chunk_bytes;
     }
     float* kept_of(int state, int seat) const { return (float*)(kept.data() + seat * kept_bytes + kept_offsets[state]); }
 };
@@ -154,6 +162,9 @@ struct Worker {
 constexpr int kQueryTokens = 16;  // of a prompt, that attend as one block
 constexpr int kShares = 4;        // of a thread: attention of a larger part is split; 4 times the threads are slots
 constexpr int kRegions = 4;  // at most, of an instruction
+
+// After a step: what lies so far before a seat's end that no token will see it.
+void give_back(Engine& engine, int32_t seat, int32_t end);
 
 void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& following);
 void run_attend(Worker& worker, const TwInstruction& each, int32_t index);

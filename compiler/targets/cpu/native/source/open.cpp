@@ -82,6 +82,22 @@ const Kernels* choose(int32_t isa) {
 
 constexpr double kMostState = 0x1p46;  // bytes; sums of more might not fit their integers
 
+// How many positions a state's reader sees; 0: all.
+int32_t window_of(const Engine& engine, size_t state) {
+    int32_t most = -1;
+    for (const TwInstruction& each : engine.instructions)
+        if (each.op == TW_ATTEND && each.state == (int32_t)state)
+            most = each.window > 0 && most != 0 ? std::max(most, each.window) : 0;
+    return most < engine.program.max_context ? std::max(most, 0) : 0;
+}
+
+CacheGroup& group_of(Engine& engine, int32_t window) {
+    for (CacheGroup& each : engine.groups)
+        if (each.window == window) return each;
+    engine.groups.push_back({window, 0, 0, std::vector<int32_t>(engine.program.max_seats)});
+    return engine.groups.back();
+}
+
 void place_caches(Engine& engine) {
     const double num_chunks = (double)rounded(engine.program.max_context, kPositions) / kPositions;
     double wanted = 0;
@@ -90,12 +106,21 @@ void place_caches(Engine& engine) {
         wanted += (of_seat + 8192) * engine.program.max_seats;
     }
     if (wanted > kMostState) throw std::bad_alloc();
-    for (const TwState& state : engine.states) {
-        engine.layouts.emplace_back(state);
-        engine.layouts.back().offset = engine.cache_step;
-        engine.cache_step += 2 * state.num_heads * engine.layouts.back().chunk_bytes;
+    for (size_t i = 0; i < engine.states.size(); i++) {
+        CacheGroup& group = group_of(engine, window_of(engine, i));
+        engine.layouts.emplace_back(engine.states[i]);
+        engine.layouts[i].offset = group.step;
+        group.step += 2 * engine.states[i].num_heads * engine.layouts[i].chunk_bytes;
     }
-    engine.seat_bytes = rounded((int64_t)num_chunks * engine.cache_step, 4096);
+    for (CacheGroup& group : engine.groups) {
+        group.offset = engine.seat_bytes;
+        engine.seat_bytes += rounded((int64_t)num_chunks * group.step, 4096);
+    }
+    for (size_t i = 0; i < engine.states.size(); i++) {
+        const CacheGroup& group = group_of(engine, window_of(engine, i));
+        engine.layouts[i].offset += group.offset;
+        engine.layouts[i].step = group.step;
+    }
     engine.cache = Memory(engine.seat_bytes * engine.program.max_seats);
     if (engine.program.large_pages) engine.cache.use_large_pages();
     for (const TwState& state : engine.states) {

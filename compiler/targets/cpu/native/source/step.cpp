@@ -102,6 +102,13 @@ void run_step(void* given, int thread) {
 // Whether the step gives its logits to another rank, or the best of them alone.
 bool has_others(const Engine& engine, const TwStep& step) { return engine.exchange && (engine.exchange->rank || step.best); }
 
+// Whether a seat still has all that a token sees; a sequence that begins sees nothing.
+bool is_held(const Engine& engine, int32_t seat, int32_t position) {
+    for (const CacheGroup& each : engine.groups)
+        if (position && std::max(position + 1 - each.window, 0) < each.given_back[seat]) return false;
+    return true;
+}
+
 bool fits(const Engine& engine, const TwStep& step) {
     const TwProgram& program = engine.program;
     if (step.num_tokens < 1 || step.num_tokens > program.max_tokens || step.num_sequences < 1) return false;
@@ -116,12 +123,33 @@ bool fits(const Engine& engine, const TwStep& step) {
     const int32_t table = engine.instructions[0].op == TW_EMBED ? engine.tensors[engine.instructions[0].weight].rows : 0;
     for (int32_t i = 0; i < step.num_tokens; i++)
         if (step.tokens[i] < 0 || step.tokens[i] >= table || step.positions[i] < 0 || step.positions[i] >= program.max_context) return false;
+    for (int32_t i = 0; i < step.num_sequences; i++)
+        if (!is_held(engine, step.seats[i], step.positions[step.bounds[i]])) return false;
     for (int32_t i = 0; i < step.num_rows; i++)
         if (step.rows[i] < 0 || step.rows[i] >= step.num_tokens) return false;
     return true;
 }
 
+void forget_given_back(Engine& engine, int32_t seat) {
+    for (CacheGroup& each : engine.groups) each.given_back[seat] = 0;
+}
+
 }  // namespace
+
+void give_back(Engine& engine, int32_t seat, int32_t end) {
+    const int64_t page = engine.program.large_pages ? 2 << 20 : 4096, least = std::max<int64_t>(page, 1 << 16);
+    for (CacheGroup& each : engine.groups) {
+        if (!each.window || end - kReachBack <= each.window) continue;
+        const int32_t last = (end - kReachBack - each.window) / kPositions * kPositions;
+        const int64_t base = (int64_t)engine.cache.data() + seat * engine.seat_bytes + each.offset;
+        const int64_t begin = std::max(rounded(base, page), (base + each.given_back[seat] / kPositions * each.step) / page * page);
+        const int64_t behind = (base + last / kPositions * each.step) / page * page;
+        if (behind - begin < least) continue;
+        engine.cache.release(begin - (int64_t)engine.cache.data(), behind - begin);
+        each.given_back[seat] = last;
+    }
+}
+
 }  // namespace tw
 
 using tw::Engine;
@@ -131,10 +159,13 @@ extern "C" {
 int32_t tw_step(void* engine, const TwStep* step) {
     Engine& own = *(Engine*)engine;
     if (!tw::fits(own, *step)) return 1;
+    for (int32_t i = 0; i < step->num_sequences; i++)
+        if (!step->positions[step->bounds[i]]) tw::forget_given_back(own, step->seats[i]);
     for (auto& each : own.counters) each.store(0, std::memory_order_relaxed);
     tw::Context context{own, *step, 0};
     own.pool->run(tw::run_step, &context);
     own.turns = context.turns;
+    for (int32_t i = 0; i < step->num_sequences; i++) tw::give_back(own, step->seats[i], step->positions[step->bounds[i + 1] - 1] + 1);
     return own.exchange && own.exchange->failed >= 0 ? 2 : 0;
 }
 
@@ -143,18 +174,30 @@ void tw_times(void* engine, int64_t* times) { ((Engine*)engine)->times = times; 
 void tw_clear(void* engine, int32_t seat) {
     Engine& own = *(Engine*)engine;
     if (own.seat_bytes) own.cache.release(seat * own.seat_bytes, own.seat_bytes);
+    tw::forget_given_back(own, seat);
     if (own.kept_bytes) own.kept.release(seat * own.kept_bytes, own.kept_bytes);
 }
 
 void tw_copy(void* engine, int32_t source, int32_t target, int32_t num_positions) {
     Engine& own = *(Engine*)engine;
-    const int64_t num_bytes = tw::rounded(num_positions, tw::kPositions) / tw::kPositions * own.cache_step;
-    if (num_bytes) std::memcpy(own.cache.data() + target * own.seat_bytes, own.cache.data() + source * own.seat_bytes, num_bytes);
+    for (tw::CacheGroup& each : own.groups) {
+        const int64_t first = each.given_back[source] / tw::kPositions * each.step;
+        const int64_t end = tw::rounded(num_positions, tw::kPositions) / tw::kPositions * each.step;
+        each.given_back[target] = num_positions ? each.given_back[source] : 0;
+        if (first >= end) continue;
+        uint8_t* to = own.cache.data() + each.offset + first;
+        std::memcpy(to + target * own.seat_bytes, to + source * own.seat_bytes, end - first);
+    }
     if (own.kept_bytes) tw_load(engine, target, own.kept.data() + source * own.kept_bytes);
 }
 
 int64_t tw_seat_bytes(void* engine, int32_t num_positions) {
-    return ((Engine*)engine)->cache_step / tw::kPositions * num_positions;
+    int64_t found = 0;
+    for (const tw::CacheGroup& each : ((Engine*)engine)->groups) {
+        const int64_t most = each.window ? each.window + (int64_t)tw::kReachBack : num_positions;
+        found += each.step / tw::kPositions * std::min<int64_t>(num_positions, most);
+    }
+    return found;
 }
 
 int64_t tw_sequence_bytes(void* engine) { return ((Engine*)engine)->kept_bytes; }
