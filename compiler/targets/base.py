@@ -44,9 +44,8 @@ class Capabilities:
         num_pages: of the pool. num_snapshots: of per-sequence state; 0 where there is no such
             state, or none can be kept.
         has_sequence_state: whether sequences keep state that cannot be cut back to a position.
-        num_held: of a longer sequence, some layers hold no more than so many last positions, since
-            no token sees more; 0: all positions are held. reach_back: how far a sequence that has
-            been longer than that can be cut back.
+        num_held: so many last positions of a longer sequence are all that some layers hold; 0: all
+            positions are held. reach_back: how far a longer one can be cut back.
         cell: the smallest piece of a prompt that is worth reading the weights for.
         max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
         runs_ahead: a step may be given before the last one's tokens have been read.
@@ -77,9 +76,7 @@ class Capabilities:
     invariant: str = "none"
 
     def can_cut(self, reached: int, position: int) -> bool:
-        """Whether the state of a seat that has had ``reached`` positions still has what tokens from
-        ``position`` on see.
-        """
+        """Whether a seat that has had ``reached`` positions has what is seen from ``position``."""
         return not self.num_held or reached <= max(self.num_held, position + self.reach_back)
 
 
