@@ -44,8 +44,8 @@ class Capabilities:
         num_pages: of the pool. num_snapshots: of per-sequence state; 0 where there is no such
             state, or none can be kept.
         has_sequence_state: whether sequences keep state that cannot be cut back to a position.
-        num_held: so many last positions of a longer sequence are all that some layers hold; 0: all
-            positions are held. reach_back: how far a longer one can be cut back.
+        num_held: positions that some layers hold of a longer sequence, its last; 0: all of them.
+        reach_back: how far a sequence that was longer than ``num_held`` can be cut back.
         cell: the smallest piece of a prompt that is worth reading the weights for.
         max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
         runs_ahead: a step may be given before the last one's tokens have been read.
@@ -178,9 +178,8 @@ class Executable(ABC):
         """Close every seat and forget every page, for a runtime that begins anew."""
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Make now what a first step of each kind would make, while nobody is seated.
-
-        Afterwards no step takes longer for being the first of its kind.
+        """Make now, while nobody is seated, what a first step of each kind would make: no later
+        step takes longer for being the first of its kind.
         """
 
     @abstractmethod
