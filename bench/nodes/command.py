@@ -35,7 +35,7 @@ class _Arguments:
         "free, or gigabits a second (root)", default=(_FREE,), metavar="RATE"
     )
     threads: int = option("of a node", default=2, type=integer(1, 64))
-    wire: str = option("of partial sums", default="bf16", choices=("f32", "bf16", "q80"))
+    wire: str = option("of partial sums", default="q80", choices=("f32", "bf16", "q80"))
     prompt_tokens: int = option(
         "each a letter, of shapes' files", default=64, type=integer(1, 4000)
     )
@@ -52,6 +52,7 @@ class Row:
     nodes: int
     threads: int
     link: str
+    wire: str
     prompt_rate: float
     decode_rate: float
     sent_kb: float
@@ -92,7 +93,7 @@ def _run(given: _Arguments, model: Path, count: int, link: str) -> Row:
             workers = [f"{address(node)}:{_PORT}" for node in range(1, count)]
             command += ["--workers", *workers] if workers else []
             said = _output([*inside(0), *PYTHON, *command], token)
-    return _row(said, model.stem, count, given.threads, link)
+    return _row(said, model.stem, count, given, link)
 
 
 @contextlib.contextmanager
@@ -130,11 +131,11 @@ def _rate(link: str) -> float:
     return found
 
 
-def _row(said: str, model: str, nodes: int, threads: int, link: str) -> Row:
+def _row(said: str, model: str, nodes: int, given: _Arguments, link: str) -> Row:
     """The figures in what ``tilewright nodes`` prints behind its text."""
     lines = [line.split() for line in said.splitlines()]
     rates = [float(line[1]) for line in lines if line[:1] == ["tokens/s:"]]
     sent = [float(line[1]) for line in lines if line[:1] == ["sent:"] and line[2:] == ["kB/tok"]]
     waited = [float(line[1]) for line in lines if line[:1] == ["time:"] and line[2:] == ["ms/tok"]]
     figures = rates[-2], rates[-1], sent[-1] if sent else 0.0, waited[-1] if waited else 0.0
-    return Row(model, nodes, threads, link, *figures)
+    return Row(model, nodes, given.threads, link, given.wire, *figures)

@@ -29,6 +29,7 @@ from tilewright.compiler.commands.parallel import numbers
 from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.environment import now
 from tilewright.compiler.errors import ConfigError
+from tilewright.models import quantised_types
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.source import Source
@@ -61,8 +62,10 @@ class _Arguments(PathArguments):
     host: str = option("the address that a worker listens on", default="127.0.0.1")
     nthreads: int | None = option("threads of each node", "--nthreads", type=integer(1, 1024))
     max_seq_len: int = option("positions", default=4096, type=integer(1, 1 << 24))
-    buffer_float_type: str = option(
-        "how partial sums travel between nodes", default="bf16", choices=tuple(_WIRES)
+    buffer_float_type: str | None = option(
+        "how partial sums travel between nodes (default: q80 of a model in blocks, else bf16; f32 "
+        "with --compute exact)",
+        choices=tuple(_WIRES),
     )
     shares: tuple[int, ...] | None = option(
         "what each node holds, in proportion, as 2,1,1", type=numbers, metavar="LIST"
@@ -214,11 +217,18 @@ def _choices(given: _Arguments) -> ModelOptions:
     if choices.target not in ("cpu", "cpu-native"):
         raise ConfigError(f"nodes on target {choices.target}; allowed: --target cpu")
     num_nodes = len(given.workers) + 1 if given.workers else given.nodes or 1
-    wire = "fp32" if choices.compute == "exact" else _WIRES[given.buffer_float_type]
+    wire = _wire(choices, given.buffer_float_type)
     parallel = Parallel(tensor=num_nodes, wire=wire, shares=given.shares or ())
     parallel.check()
     grouping = Grouping(parallel, workers=read_workers(given.workers))
     return replace(choices, target="cpu-native", is_auto=False, grouping=grouping)
+
+
+def _wire(choices: ModelOptions, named: str | None) -> str:
+    """The format of partial sums: that of the rounding which products of blocks do anyway."""
+    if choices.compute == "exact":
+        return "fp32"
+    return _WIRES[named or ("q80" if quantised_types(choices.path) else "bf16")]
 
 
 def _run(

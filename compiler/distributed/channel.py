@@ -240,8 +240,11 @@ class Listener:
                 self.address.path.unlink()
 
 
-def call(address: Address, rank: int, token: bytes, *, seconds: float) -> socket.socket:
-    """Connect to a listener as ``rank``; tries again while nobody listens there.
+def call(
+    address: Address, rank: int, token: bytes, *, seconds: float, other: str = "rank 0"
+) -> socket.socket:
+    """Connect to a listener as ``rank``; tries again while nobody listens there. ``other`` is who
+    listens, to whoever reads that it did not.
 
     Raises:
         ConfigError: where nobody answers in time, or the other end has another token.
@@ -259,12 +262,12 @@ def call(address: Address, rank: int, token: bytes, *, seconds: float) -> socket
         except (OSError, ChannelClosedError):
             connection.close()
             raise ConfigError(
-                f"rank 0 at {address} hung up on rank {rank}; allowed: the same TILEWRIGHT_TOKEN "
+                f"{other} at {address} hung up on rank {rank}; allowed: the same TILEWRIGHT_TOKEN "
                 "on all machines, and each rank once"
             ) from None
         return _prepared(connection)
     raise ConfigError(
-        f"rank 0 at {address} did not answer rank {rank} within {seconds:g} s ({reason})"
+        f"{other} at {address} did not answer rank {rank} within {seconds:g} s ({reason})"
     )
 
 

@@ -20,7 +20,7 @@ def check_equal(facts: Sequence[Mapping[str, str]]) -> None:
     first = facts[0]
     for rank, found in enumerate(facts):
         for name in {**first, **found}:
-            ours, theirs = first.get(name, "nothing"), found.get(name, "nothing")
+            ours, theirs = first.get(name) or "nothing", found.get(name) or "nothing"
             if ours != theirs:
                 raise ConfigError(
                     f"rank 0 has {name} {_short(ours)} and rank {rank} {_short(theirs)}; allowed: "

@@ -120,7 +120,8 @@ def call_workers(place: Place, workers: Sequence[Address]) -> dict[int, Child]:
         ConfigError: for one that does not answer.
     """
     for rank, worker in enumerate(workers, start=1):
-        channel = Channel(call(worker, 0, place.token, seconds=_WORKER_SECONDS))
+        other = f"rank {rank}, a worker"
+        channel = Channel(call(worker, 0, place.token, seconds=_WORKER_SECONDS, other=other))
         host = place.address.host or channel.connection.getsockname()[0]
         address = str(Address(host, place.address.port))
         channel.send(0, 0, msgspec.json.encode((rank, place.size, address)))

@@ -50,7 +50,8 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
             with start(place, follow) as child:
                 ended = child.wait()
             if ended is not None and ended.code:
-                print(f"tilewright: {ended.last or ended.how}", file=sys.stderr, flush=True)
+                said = (ended.last or ended.how).removeprefix("tilewright: ")
+                print(f"tilewright: {said}", file=sys.stderr, flush=True)
     finally:
         listener.close()
 

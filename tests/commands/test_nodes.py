@@ -14,6 +14,9 @@ from tests.commands.conftest import Refused, Run
 from tests.dllama_files import model_bytes, random_weights, tokenizer_bytes, tokens
 from tests.serve.conftest import free_port
 from tilewright.compiler.child import PYTHON
+from tilewright.compiler.commands import nodes
+from tilewright.compiler.commands.arguments import ModelOptions
+from tilewright.compiler.distributed import launch
 from tilewright.compiler.targets.cpu.native import build
 
 pytestmark = pytest.mark.skipif(build.find_compiler() is None, reason="no C++ compiler")
@@ -99,11 +102,38 @@ def test_a_worker_follows_whoever_knows_the_token(
     asked = command(model, "--steps", "20", "--prompt", PROMPT)
     alone = text(run("nodes", *asked))
     monkeypatch.setenv("TILEWRIGHT_TOKEN", "another")
-    assert "TILEWRIGHT_TOKEN" in refused(*asked, "--workers", worker, verb="nodes")
+    said = refused(*asked, "--workers", worker, verb="nodes")
+    assert f"rank 1, a worker at tcp:{worker} hung up" in said and "TILEWRIGHT_TOKEN" in said
     monkeypatch.setenv("TILEWRIGHT_TOKEN", TOKEN)
+    with monkeypatch.context() as changed:
+        changed.setenv("TILEWRIGHT_CUDA_TRIALS", "x")  # as another version's sources differ
+        said = refused(*asked, "--workers", worker, verb="nodes")
+        assert "rank 0 has TILEWRIGHT_CUDA_TRIALS x and rank 1 nothing; allowed: the same" in said
     said = run("nodes", *asked, "--workers", worker, "--shares", "3,1")
     assert text(said) == alone
     assert re.search(r"sent: [\d.]+ kB/tok", said)
+
+
+def test_a_worker_that_is_not_there_is_named(
+    model: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_WORKER_SECONDS", 0.2)
+    monkeypatch.setenv("TILEWRIGHT_TOKEN", TOKEN)
+    where = f"127.0.0.1:{free_port()}"
+    asked = command(model, "--steps", "20", "--prompt", PROMPT, "--workers", where)
+    said = refused(*asked, verb="nodes")
+    assert f"rank 1, a worker at tcp:{where} did not answer rank 0 within 0.2 s (Connec" in said
+
+
+def test_sums_of_blocks_travel_in_blocks(smollm2_path: Path) -> None:
+    for compute, path, named, wire in (
+        ("fast", smollm2_path, None, "q80"),
+        ("fast", smollm2_path, "bf16", "bf16"),
+        ("fast", smollm2_path.parent, None, "bf16"),
+        ("exact", smollm2_path, "q80", "fp32"),
+    ):
+        options = ModelOptions(path, "cpu", compute, precision=None, dump_dir=None)
+        assert nodes._wire(options, named) == wire
 
 
 def test_what_cannot_be_run_is_said_in_one_line(

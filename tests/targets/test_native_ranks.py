@@ -139,6 +139,18 @@ def test_sums_have_the_references_bits_in_one_hop_and_in_two(
         assert all(torch.equal(each, expected[0]) for each in sums)
 
 
+@pytest.mark.parametrize(("seconds", "said"), [(1.2, "two hops"), (1.3, "one hop")])
+def test_half_of_the_bytes_are_worth_a_quarter_of_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, said: str
+) -> None:
+    def trial(own: NativeRank, rows: int, width: int, wire: str, two_hops_from: int) -> float:
+        return 1.0 if two_hops_from else seconds
+
+    monkeypatch.setattr(NativeRank, "_trial", trial)
+    with nodes(tmp_path, 4) as executable:
+        assert executable.device_detail.endswith(f", 4 ranks, fp32 in {said}")
+
+
 def test_a_greedy_step_sends_no_logits(tmp_path: Path) -> None:
     sent = []
     for asked in ({}, {"temperature": 1.0}):
