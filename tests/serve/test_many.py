@@ -64,6 +64,12 @@ def memory(server: Server) -> int:
     return found[-1]
 
 
+def computed_seconds(server: Server) -> float:
+    """What the front has computed so far, which other work on the machine does not stretch."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @pytest.mark.slow
 def test_ten_thousand_idle_connections_cost_memory_alone(tmp_path: Path) -> None:
     with served(tmp_path / "log") as server:
@@ -74,9 +80,9 @@ def test_ten_thousand_idle_connections_cost_memory_alone(tmp_path: Path) -> None
                 for _ in range(IDLE):
                     clients.enter_context(connect(server))
                 held.append(memory(server))
-                began = time.monotonic()
+                before_s = computed_seconds(server)
                 assert server.ask("GET", "/health")[0] == 200
-                assert time.monotonic() - began < 1
+                assert computed_seconds(server) - before_s < 1
                 assert (held[-1] - before) / IDLE < MAX_CONNECTION
             server.wait_until(lambda: len(os.listdir(f"/proc/{server.process.pid}/fd")) < 100)
         assert held[1] <= 1.02 * held[0], "the second time they cost no more"
