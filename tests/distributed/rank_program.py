@@ -16,6 +16,8 @@ from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import TilewrightError
 
 LOADING, LIMIT, STAYS = 60.0, 3.0, 90.0
+_STEPS = ("capture", "prompt", "decode")
+"""Phases that a follower may be in while rank 0 goes on."""
 group.LOADING_SECONDS = launch.LOADING_SECONDS = LOADING  # type: ignore[misc, attr-defined]
 
 
@@ -62,7 +64,7 @@ def lead() -> None:
     executable.step(Step(edits=opened, prompts=(Chunk(seat, 0, (1, 2), chooses=True),)))
     started = time.monotonic()
     # long enough for a rank that stays in the middle of a step to be hit and noticed
-    while time.monotonic() - started < (STAYS if sys.argv[2] in ("prompt", "decode") else 1.0):
+    while time.monotonic() - started < (STAYS if sys.argv[2] in _STEPS else 1.0):
         executable.step(Step(decode=(seat,)))
         if own.length(seat) > 60:
             executable.step(Step(edits=(Open(seat, Choosing(), keeps=2),)))

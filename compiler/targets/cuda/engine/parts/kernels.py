@@ -278,8 +278,9 @@ def attend_prompt_kernel(
 
 
 @jit
-def page_of(pages, position, stop, PAGE: tl.constexpr):
-    """Where the page of a position begins; nothing is read from ``stop`` on."""
+def page_of(pages, position, stop, KEYS: tl.constexpr, PAGE: tl.constexpr):
+    """Where the page of a position below ``stop`` begins; of several pages, each key's."""
+    position += tl.arange(0, KEYS) if KEYS > PAGE else 0
     return tl.load(pages + position // PAGE, mask=position < stop, other=0)
 
 
@@ -288,11 +289,10 @@ def remembered(
     layer, page, first, stop, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     KEYS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values ``[KEYS, E]`` of a layer and head from position ``first``, of ``page``, on;
-    zeros from ``stop``.
-    """
+    """Keys, values ``[KEYS, E]`` of a head from ``first``, of ``page``, on; zeros from ``stop``."""
     at, d = tl.arange(0, KEYS)[:, None], tl.arange(0, E)[None, :]
     aligned = page // 16 * 16  # which it is; said so that loads are wide
+    aligned = aligned[:, None] - at // PAGE * PAGE * D if KEYS > PAGE else aligned
     here = layer + aligned + (first % PAGE) * D + at * D + d
     real = (first + at < stop) & (d < D)
     keys = tl.load(here, mask=real, other=0.0)
@@ -337,9 +337,9 @@ def attend_token_kernel(
     layer = cache + layer_offset + group * PAGE * D
     each = tl.cdiv(tl.cdiv(position, KEYS), SPLITS) * KEYS
     begins, stop = split * each, tl.minimum((split + 1) * each, position)
-    page = page_of(pages, begins, stop, PAGE)
+    page = page_of(pages, begins, stop, KEYS, PAGE)
     k, v = remembered(layer, page, begins, stop, G, D, E, KEYS, PAGE)
-    page = page_of(pages, begins + KEYS, stop, PAGE)
+    page = page_of(pages, begins + KEYS, stop, KEYS, PAGE)
     begin(CHAINED)
     d, head, one = tl.arange(0, E)[None, :], tl.arange(0, R)[:, None], tl.arange(0, 1)[:, None]
     is_head = head < H // G
@@ -359,7 +359,7 @@ def attend_token_kernel(
     sums = tl.zeros([R, E], tl.float32) + own_v.to(tl.float32) * is_own
     for first in tl.range(begins + KEYS, stop, KEYS, num_stages=1):
         next_k, next_v = remembered(layer, page, first, stop, G, D, E, KEYS, PAGE)
-        page = page_of(pages, first + KEYS, stop, PAGE)
+        page = page_of(pages, first + KEYS, stop, KEYS, PAGE)
         peak, total, sums = attended(peak, total, sums, q, k, v, KEYS, scale, KEYS)
         begins, k, v = first, next_k, next_v
     peak, total, sums = attended(peak, total, sums, q, k, v, stop - begins, scale, KEYS)

@@ -186,10 +186,10 @@ class CudaKernels(Executor):
             (len(qkv), s.num_kv_heads, splits),
             *(out, parts, qkv, self.pages.base, table, batch.seats, batch.positions, self.turns),
             *(self._layer_offset(each), table.shape[1], s.scale),
-            **self._heads(SPLITS=splits, KEYS=min(CHOICES.keys, PAGE), PAGE=PAGE),
+            **self._heads(SPLITS=splits, KEYS=CHOICES.keys, PAGE=PAGE),
             R=power(s.num_heads // s.num_kv_heads),
             INTERLEAVED=s.interleaved,
-            num_warps=8 if s.head_dim > 128 else 4,
+            num_warps=8 if s.head_dim > 128 or CHOICES.keys > PAGE else 4,
         )
         if splits > 1:
             del sizes["G"]

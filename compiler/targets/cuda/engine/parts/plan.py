@@ -82,7 +82,7 @@ class Choices:
         outputs, one_outputs: of a program of a product of few rows, and of one with a single row.
         columns, parts, warps: that it takes at once, in how many parts, with how many warps.
         whole: columns of x up to which it takes all at once.
-        keys: cached positions that decode attention takes at once.
+        keys: cached positions that decode attention takes at once, also of several pages.
         queries: tokens of a prompt that a program attends for, fewer where there are few.
         prompts: sizes in tokens of the graphs for prompts; longer ones are launched one by one.
         batches: numbers of requests of the graphs for decode; others are captured when first used.
