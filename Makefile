@@ -55,7 +55,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo perf perf-tables perf-check perf-boards peers compare compare-serve docs test lint format
-.PHONY: test-gpu sanitize-gpu test-slow test-page check-ttnn clean
+.PHONY: sanitize-cpu test-gpu sanitize-gpu test-slow test-page check-ttnn clean
 
 help:
 	@echo "make demo      compile the default model and answer a prompt, with figures"
@@ -69,6 +69,7 @@ help:
 	@echo "make compare-serve  load our server and llama.cpp's in turn"
 	@echo "make docs      the documentation as a site, in site/"
 	@echo "make test-gpu  all tests that need CUDA devices"
+	@echo "make sanitize-cpu  the native CPU library under the compiler's sanitizers, a selection"
 	@echo "make sanitize-gpu  the CUDA C++ kernels under compute-sanitizer, at small sizes"
 	@echo "make test-slow  all slow tests, and the long campaign of the fuzz tests"
 	@echo "make test-page the chat page in a headless Chromium, which has to be installed"
@@ -155,6 +156,11 @@ docs: $(WITH_DOCS) $(TYPED)
 
 test-gpu: $(WITH_TEST)
 	"$(BIN)/python" -m pytest --quiet -m 'gpu or multigpu' $(ARGS)
+
+# A minute of two cores; all of it is in test-slow. What the compiler cannot do is skipped, and said.
+sanitize-cpu: $(WITH_TEST)
+	"$(BIN)/python" -m pytest --quiet -rs -m slow -k selection \
+	    tests/targets/test_native_sanitizers.py $(ARGS)
 
 # SANITIZER=path: compute-sanitizer of a CUDA toolkit; TOOLS=racecheck: one of its tools.
 sanitize-gpu: $(WITH_TEST)
