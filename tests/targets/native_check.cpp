@@ -105,7 +105,7 @@ void fuzz(int count, int seed) {
     for (int i = 0; i < count; i++) {
         state = 1;
         const int kind = i % TW_VECTOR;
-        Model model(kind, kind == TW_BF16 ? TW_AS_BF16 : kind == TW_FP32 ? TW_AS_FP32 : TW_AS_INT8, i % TW_NUM_CACHES);
+        Model model(kind, kind == TW_BF16 ? TW_AS_BF16 : kind <= TW_FP16 ? TW_AS_FP32 : TW_AS_INT8, i % TW_NUM_CACHES);
         state = (uint32_t)(seed + i) * 2654435761u;
         for (int same = 0; same < 20; same++) {
             Model changed = model;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +14,16 @@ from tilewright.compiler.driver import weight_source
 from tilewright.compiler.precision import PrecisionConfig
 from tilewright.compiler.targets.base import CompileOptions, Executable
 from tilewright.compiler.targets.cpu.native import library
-from tilewright.compiler.targets.cpu.native.assemble import assemble, pack
+from tilewright.compiler.targets.cpu.native.assemble import assemble, pack, rounded_products
 from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
 from tilewright.compiler.targets.cpu.native.mapping import Mapped, map_weights
 from tilewright.compiler.targets.cpu.native.packed import Packed, digest_of, write_packed
 from tilewright.compiler.targets.cpu.native.target import NativeTarget
 from tilewright.compiler.targets.cpu.native.weights import write_weights
+from tilewright.compiler.targets.host import Batch
 from tilewright.compiler.targets.program.instructions import Needs, Plan
 from tilewright.compiler.targets.program.plan import make_plan
+from tilewright.compiler.targets.step import Seat
 
 WIDER = {"kv_cache": "bf16", "embedding": "bf16"}
 HELD: list[tuple[str, str, dict[str, str]]] = [
@@ -47,16 +49,23 @@ def native(
     target = NativeTarget()
     graph_module = lowered(model, target="cpu-native", precision=precision)[0]
     plan = make_plan(graph_module, Needs(target="cpu", others="reference"))
-    packed = written(plan, weight_source(model), folder, exact=compute == "exact")
+    exact = compute == "exact"
+    rounded = () if exact else rounded_products(graph_module)
+    packed = written(plan, weight_source(model), folder, exact=exact, rounded=rounded)
     contract = target.contract(graph_module, options)
     return NativeExecutable(packed, mapped_of(packed, folder), options, contract, isa=isa)
 
 
 def written(
-    plan: Plan, source: Callable[[str], torch.Tensor], folder: Path, *, exact: bool = False
+    plan: Plan,
+    source: Callable[[str], torch.Tensor],
+    folder: Path,
+    *,
+    exact: bool = False,
+    rounded: Collection[str] = (),
 ) -> Packed:
     """The program of a plan; its weights, and itself, stand in the folder."""
-    assembly = assemble(plan, exact=exact)
+    assembly = assemble(plan, exact=exact, rounded=rounded)
     packed = pack(plan, assembly)
     write_packed(packed, folder)
     wanted, digest = list(assembly.wanted), digest_of(packed)
@@ -105,3 +114,42 @@ def check_rows_alone(many: Executable, count: int, seed: int) -> None:
         leave_seat(many, seat)
     at = seed % count
     assert torch.equal(prefill(many, [*prompts[at], 7], [len(prompts[at])])[-1], together[at])
+
+
+def check_every_batch(many: NativeExecutable, vocab_size: int) -> None:
+    """A row has the bits that it has alone among 1 to 64 rows, decoding or in a prompt of so many
+    tokens, and behind a prompt that was cut at any odd place.
+    """
+    most, prompt = 64, random_tokens(64, vocab_size=vocab_size)
+    lengths = [1 + 5 * at % 23 for at in range(most)]
+    for at, length in enumerate(lengths):
+        forward(many, prompt[-length:], [0], seats=(at,))
+    alone = [forward(many, [7], [length], (at,), decodes=True) for at, length in enumerate(lengths)]
+    for count in range(1, most + 1):
+        chosen = [(at * 37 + count) % most for at in range(count)]
+        starts, seats = [lengths[at] for at in chosen], tuple(chosen)
+        together = forward(many, [7] * count, starts, seats, decodes=True)
+        assert torch.equal(together, torch.cat([alone[at] for at in chosen])), count
+    whole = forward(many, prompt, [0])
+    assert torch.equal(whole[:1], forward(many, prompt[:1], [0]))
+    for count in range(1, most):
+        first = forward(many, prompt[:count], [0])
+        rest = forward(many, prompt[count:], [count])
+        assert torch.equal(torch.cat((first, rest)), whole), count
+
+
+def forward(
+    executable: NativeExecutable,
+    tokens: list[int],
+    starts: list[int],
+    seats: tuple[int, ...] = (0,),
+    *,
+    decodes: bool = False,
+) -> torch.Tensor:
+    """The logits of all tokens, as many of each seat, behind what seats hold at ``starts``."""
+    each = len(tokens) // len(seats)
+    positions = torch.tensor([start + at for start in starts for at in range(each)])
+    bounds = torch.arange(len(seats) + 1) * each
+    rows = torch.arange(len(tokens))
+    batch = Batch(torch.tensor(tokens), positions, bounds, rows, tuple(map(Seat, seats)), decodes)
+    return executable.forward(batch)

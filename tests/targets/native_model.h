@@ -49,6 +49,8 @@ struct Model {
             for (int64_t i = 0; i < size.total; i++) panel[i] = (uint8_t)(number() >> 24);
             if (kind == TW_FP32)
                 for (int64_t i = 0; i < size.codes / 4; i++) ((float*)panel)[i] = ((float)(number() >> 8) * 0x1p-24f - 0.5f) / 4;
+            if (kind == TW_FP16)  // some are smaller than the smallest normal number
+                for (int64_t i = 0; i < size.codes / 2; i++) ((uint16_t*)panel)[i] &= 0xb3ff;
             if (kind == TW_BF16)
                 for (int64_t i = 0; i < size.codes / 2; i++) {  // some have other upper bytes; a table has so many that it is not packed
                     const bool other = number() >> 8 < (rows == kVocab ? 1u << 21 : 1u << 16);

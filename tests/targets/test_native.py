@@ -61,6 +61,7 @@ FAST = [
         for fidelity in ("lofi", "hifi4")
     ),
     ("bf16", "hifi4"),
+    ("fp16", "hifi4"),
     ("q41", "lofi"),
 ]
 

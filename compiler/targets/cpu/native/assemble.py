@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
+from torch.fx import GraphModule
+
 from tilewright.compiler.errors import CompileError
+from tilewright.compiler.ir.info import info
+from tilewright.compiler.precision import ALWAYS_HIGH
 from tilewright.compiler.targets.cpu.native import library as lib
 from tilewright.compiler.targets.cpu.native.assemble_mixers import MIXERS
 from tilewright.compiler.targets.cpu.native.assembly import Assembly, arithmetics_of, place_of
-from tilewright.compiler.targets.cpu.native.numerics import cache_kind, held_kind
+from tilewright.compiler.targets.cpu.native.numerics import ROUNDED, cache_kind, held_kind
 from tilewright.compiler.targets.cpu.native.packed import Packed, PackedTensor
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -18,6 +22,8 @@ from tilewright.compiler.targets.program.instructions import (
     Attend,
     Elementwise,
     Embed,
+    ExpertLinear,
+    ExpertSum,
     Gather,
     Instruction,
     Linear,
@@ -31,20 +37,52 @@ from tilewright.compiler.targets.program.instructions import (
 )
 
 
-def assemble(plan: Plan, *, exact: bool) -> Assembly:
+def assemble(plan: Plan, *, exact: bool, rounded: Collection[str] = ()) -> Assembly:
     """What the library is to run for a plan.
+
+    ``rounded``: the names of the products around which values become bfloat16 (see
+    :func:`_roundings`).
 
     Raises:
         CompileError: for a number that is divided by values.
     """
     assembly = Assembly(exact)
-    for each in plan.instructions:
+    for each, flags in zip(plan.instructions, _roundings(plan, rounded), strict=True):
+        first = len(assembly.instructions)
         (_MAKERS | MIXERS)[type(each)](assembly, each)
+        for made in assembly.instructions[first:]:
+            made.flags |= flags
     if plan.dealt:  # a buffer behind the plan's, for the logits of all ranks
         whole, own = Place(len(plan.buffers), plan.vocab_size), plan.instructions[-1]
         assert not isinstance(own, Route)
         assembly.append("gather_logits", whole, x=place_of(own.out))
     return assembly
+
+
+def rounded_products(graph_module: GraphModule) -> set[str]:
+    """The names of a graph's products around which ``activation`` asks for bfloat16."""
+    facts = [info(node) for node in graph_module.graph.nodes]
+    return {each.fqn for each in facts if each.formats and each.formats.in0 == ROUNDED}
+
+
+def _roundings(plan: Plan, rounded: Collection[str]) -> list[int]:
+    """The flags of each instruction that round what it writes.
+
+    A product rounds its result, its sum with the residual, and what it norms for itself; whatever
+    else makes values does so as the next product that reads them. Logits stay float, and so do a
+    router's and the gates' of linear attention, which decide more than they cost.
+    """
+    flags, rounds = list[int](), False
+    logits = _widths(plan)[1]
+    for each in reversed(plan.instructions):
+        kept = False
+        if isinstance(each, Linear | ExpertLinear | ExpertSum):
+            rounds = each.fqn in rounded
+            kept = each.group in ALWAYS_HIGH
+        out = None if isinstance(each, Route) else each.out
+        own = kept or out is None or out.buffer == logits
+        flags.append(rounds * (lib.NORM_ROUNDED | (0 if own else lib.ROUNDED)))
+    return flags[::-1]
 
 
 def pack(plan: Plan, assembly: Assembly) -> Packed:

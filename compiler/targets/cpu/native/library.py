@@ -21,7 +21,7 @@ from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.cpu.native.build import library_path
 from tilewright.compiler.targets.cpu.native.recipe import ARM
 
-VERSION = 6
+VERSION = 7
 _ERROR_BYTES = 512
 
 ISA_NAMES = (
@@ -35,15 +35,15 @@ OPS = (
     *("all_reduce", "gather_logits"),
 )
 KINDS = (
-    *("fp32", "bf16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k", "q6_k"),
-    "vector",
+    *("fp32", "bf16", "fp16", "q80", "q40", "bfp8", "bfp4", "q41", "q50", "q51", "q4_k", "q5_k"),
+    *("q6_k", "vector"),
 )
 ARITHMETICS = ("fp32", "bf16", "int8")
 FUNCTIONS = ("add", "mul", "div", "tanh", "gelu", "gelu_tanh")
 WIRES = ("fp32", "bf16", "q80")
 STATES = ("keys_values", "window", "matrix")
 CACHES = ("fp32", "bf16", "bfp8")
-RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE = 1, 2, 4, 8
+RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE, ROUNDED, NORM_ROUNDED = 1, 2, 4, 8, 16, 32
 """Flags of an instruction."""
 
 

@@ -8,12 +8,20 @@ from tilewright.compiler.formats import FIDELITIES, get_format
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.contract import EMULATED, HONOURED, NOT_HONOURED, Meaning, Meanings
 
-FP32, BF16, VECTOR = "fp32", "bf16", "vector"
+FP32, BF16, FP16, VECTOR = "fp32", "bf16", "fp16", "vector"
 K_KINDS = ("q4_k", "q5_k", "q6_k")
 BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS)
 """Formats that kernels read in blocks, as they are; blocks of ``K_KINDS`` come from a file."""
 
+SCALES_OF_16 = ("bfp8", "bfp4", "q6_k")
+"""Of other blocks a scale is for 32; int8 activations have one for as many values as the weight."""
+
+INT8_IN_16 = "int8 activations, a scale for 16"
+
 HAVE_MINIMUMS = ("q41", "q51", "q4_k", "q5_k")
+
+ROUNDED = "bf16"
+"""The ``activation`` that values between products are rounded to."""
 
 AS_FP32, AS_BF16, AS_INT8 = "fp32", "bf16", "int8"
 _EXACT_IN_BF16 = ("bf16", "bfp8", "bfp4", "bfp2")
@@ -21,19 +29,21 @@ _CACHES = {"fp32": (FP32, 0), "bf16": (BF16, 0), "bfp8": ("bfp8", 7), "bfp4": (B
 
 
 def held_kind(recipe: WeightRecipe) -> str:
-    """How a weight is held: in its own blocks, in bfloat16 where that has all of its format's
-    values, else in float32; every kind is exact.
+    """How a weight is held: in its own blocks, in float16, in bfloat16 where that has all of its
+    format's values, else in float32; every kind is exact.
     """
     assert recipe.format is not None
     if recipe.format in BLOCK_KINDS and recipe.block_axis == "in":
         return recipe.format
+    if recipe.format == FP16:
+        return FP16
     return BF16 if recipe.format in _EXACT_IN_BF16 and not recipe.is_stored else FP32
 
 
 def arithmetic(kind: str, fidelity: str, *, exact: bool) -> str:
     """The operands of products with a weight of this kind; sums are fp32."""
     asked = FIDELITIES[fidelity]
-    if exact or kind == FP32 or asked.fp32_outputs:
+    if exact or kind in (FP32, FP16) or asked.fp32_outputs:
         return AS_FP32
     if kind in BLOCK_KINDS and asked.num_phases < 3:
         return AS_INT8
@@ -63,7 +73,7 @@ def meanings(*, exact: bool) -> Meanings:
         kind = held_kind(WeightRecipe((), (1, 1), format_name, axis))
         found = arithmetic(kind, asked, exact=exact)
         if found == AS_INT8:
-            return Meaning(EMULATED, "int8 activations")
+            return Meaning(EMULATED, INT8_IN_16 if kind in SCALES_OF_16 else "int8 activations")
         if found == AS_BF16:
             return Meaning(EMULATED, "bf16 x bf16, fp32 sums")
         return Meaning(NOT_HONOURED, "fp32")
@@ -79,10 +89,15 @@ def meanings(*, exact: bool) -> Meanings:
             return Meaning(EMULATED, f"{name} values in {held}")
         return Meaning(HONOURED if held == name else NOT_HONOURED, held)
 
+    def activation(name: str) -> Meaning:
+        if name == ROUNDED and not exact:
+            return Meaning(HONOURED, name)
+        return Meaning(NOT_HONOURED, "fp32 between products")
+
     return Meanings(
         weight=weight,
         fidelity=fidelity,
         attention=attention,
         kv_cache=kv_cache,
-        activation=lambda name: Meaning(NOT_HONOURED, "fp32 between products"),
+        activation=activation,
     )

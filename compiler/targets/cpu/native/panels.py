@@ -15,6 +15,7 @@ from tilewright.compiler.targets.cpu.codes import SignedCodes
 from tilewright.compiler.targets.cpu.native.mapping import LANES, whole
 from tilewright.compiler.targets.cpu.native.numerics import (
     BF16,
+    FP16,
     FP32,
     HAVE_MINIMUMS,
     K_KINDS,
@@ -37,7 +38,7 @@ def num_panels(num_rows: int, *, paired: bool) -> int:
 def panel_bytes(kind: str, num_columns: int) -> int:
     """Bytes of one panel of a kind."""
     wide = whole(num_columns, BLOCK)
-    if kind in (FP32, BF16):
+    if kind in (FP32, BF16, FP16):
         return wide * LANES * (4 if kind == FP32 else 2)
     return whole(wide * 2 * _CODE_BITS.get(kind, 4) + _scale_bytes(kind, wide), _ALIGNMENT)
 
@@ -58,10 +59,12 @@ def padded(values: Tensor, missing: tuple[int, ...]) -> Tensor:
 
 
 def value_panels(values: Tensor, kind: str) -> Tensor:
-    """uint8 ``[panels, bytes]`` of float rows ``[16 panels, in]`` in float32 or bfloat16."""
+    """uint8 ``[panels, bytes]`` of float rows ``[16 panels, in]`` in float32, bfloat16 or
+    float16.
+    """
     wide = padded(values, (0, whole(values.shape[1], BLOCK) - values.shape[1]))
-    inner = 1 if kind == FP32 else 2
-    held = wide.float() if kind == FP32 else wide.bfloat16()
+    inner = 2 if kind == BF16 else 1
+    held = wide.to({FP32: torch.float32, BF16: torch.bfloat16, FP16: torch.float16}[kind])
     lanes = held.view(-1, LANES, wide.shape[1] // inner, inner).transpose(1, 2).contiguous()
     return lanes.view(torch.uint8).view(lanes.shape[0], -1)
 

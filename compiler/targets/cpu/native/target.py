@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.program.instructions import Plan
 
 
+_SHOWN = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
 class NativeTarget(Target):
     """Fusions after what the kernels do in one instruction."""
 
@@ -58,16 +61,14 @@ class NativeTarget(Target):
         compute: str,
         block: Sequence[tuple[WeightRecipe, NodeInfo]] = (),
     ) -> Holding:
-        """Whole panels of 16 rows, in the format's blocks, bfloat16 or float32."""
+        """Whole panels of 16 rows, in the format's blocks, bfloat16, float16 or float32."""
         from tilewright.compiler.targets.cpu.native.numerics import BLOCK_KINDS, VECTOR, held_kind
         from tilewright.compiler.targets.cpu.native.weights import tensor_bytes
 
         if facts.tensor_group is None:
             return Holding("float32", tensor_bytes(recipe, VECTOR))
         kind = held_kind(recipe)
-        shown = (
-            f"{kind} blocks" if kind in BLOCK_KINDS else {"bf16": "bfloat16"}.get(kind, "float32")
-        )
+        shown = f"{kind} blocks" if kind in BLOCK_KINDS else _SHOWN[kind]
         return Holding(shown, tensor_bytes(recipe, kind))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
@@ -146,10 +147,11 @@ def _assembled(graph_module: GraphModule, options: CompileOptions) -> tuple[Plan
     Raises:
         CompileError: for an operator that has no kernel here.
     """
-    from tilewright.compiler.targets.cpu.native.assemble import assemble
+    from tilewright.compiler.targets.cpu.native.assemble import assemble, rounded_products
     from tilewright.compiler.targets.program.instructions import Needs
     from tilewright.compiler.targets.program.plan import make_plan
 
     needs = Needs(target="cpu", others="cpu --backend onnxruntime", deals_experts=False)
-    plan = make_plan(graph_module, needs)
-    return plan, assemble(plan, exact=options.compute == "exact")
+    plan, exact = make_plan(graph_module, needs), options.compute == "exact"
+    rounded = () if exact else rounded_products(graph_module)
+    return plan, assemble(plan, exact=exact, rounded=rounded)

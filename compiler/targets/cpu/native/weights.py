@@ -36,6 +36,7 @@ from tilewright.compiler.targets.cpu.native.mapping import (
 from tilewright.compiler.targets.cpu.native.numerics import (
     BF16,
     BLOCK_KINDS,
+    FP16,
     FP32,
     K_KINDS,
     VECTOR,
@@ -216,7 +217,7 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
         return SignedCodes(codes, scales, number_format.block), encoded.minimums.float()
 
     def read(first: int, last: int, count: int) -> Tensor:
-        if kind in (FP32, BF16):
+        if kind in (FP32, BF16, FP16):
             dense = dense_of(first, last)
             values = dense if recipe.block_axis == "out" else values_of(dense, recipe)
             return value_panels(padded(values, (0, 0, 0, count - len(values))), kind)

@@ -95,6 +95,7 @@ void take_query(const Worker& worker, const Layer& layer, int64_t token, int64_t
     for (int64_t d = head_dim; d < layer.dim; d++) x[d] = 0.0f;
     std::memcpy(x, worker.at(layer.each.x, token) + query * head_dim, head_dim * 4);
     angles.turn(x, token);
+    if (layer.each.flags & TW_ROUNDED) worker.kernels().round_bf16(x, head_dim);
     if (layer.layout.is_float()) std::memcpy(to, x, layer.dim * 4);
     else worker.kernels().halves(x, layer.dim, (uint16_t*)to);
 }
@@ -111,6 +112,7 @@ void take_key_value(const Worker& worker, const Layer& layer, int64_t token, int
     const bool is_last = token + 1 == step.bounds[sequence + 1];
     std::memcpy(x, qkv + (layer.num_heads + head) * head_dim, head_dim * 4);
     angles.turn(x, token);
+    if (layer.each.flags & TW_ROUNDED) worker.kernels().round_bf16(x, head_dim);
     int8_t* codes = (int8_t*)(x + layer.dim);
     uint8_t* exponents = (uint8_t*)codes + layer.dim;
     if (bits) worker.kernels().round_blocks(x, head_dim, bits);
@@ -278,6 +280,7 @@ struct Rows {
         for (int64_t row = 0; row < count; row++) {
             float* out = worker.at(layer.each.out, token(row)) + query(row) * layer.state.head_dim;
             worker.kernels().divide(scratch.all + row * dim, scratch.all_sum[row], layer.state.head_dim, out);
+            if (layer.each.flags & TW_ROUNDED) worker.kernels().round_bf16(out, layer.state.head_dim);
         }
     }
 };

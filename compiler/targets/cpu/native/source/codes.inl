@@ -180,6 +180,10 @@ template <class Make> inline void by_kind(int kind, Make make) {
     }
 }
 
+inline void fp16_to_fp32(const uint8_t* panel, int64_t wide, float* out) {
+    for (int64_t k = 0; k < wide; k++) store(out + k * 16, float16s(panel + k * 32));
+}
+
 struct ToFp32 {
     const uint8_t* panel;
     int64_t columns;
@@ -190,6 +194,7 @@ struct ToFp32 {
 inline void to_fp32(int kind, const uint8_t* panel, int64_t columns, float* out) {
     if (kind == kPacked) return packed_to_fp32(panel, columns, out);
     if (kind == TW_BF16) return bf16_to_fp32(panel, rounded(columns, kBlock), out);
+    if (kind == TW_FP16) return fp16_to_fp32(panel, rounded(columns, kBlock), out);
     by_kind(kind, ToFp32{panel, columns, out});
 }
 

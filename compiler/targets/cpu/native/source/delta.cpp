@@ -61,7 +61,9 @@ struct Head {
             float* normed = scratch.out + i * stride;
             worker.kernels().norm(normed, worker.vector(each.norm), each.eps, value_dim, normed);
             const float* gate = worker.at(each.gate, first + i) + index * value_dim;
-            worker.kernels().swiglu(gate, normed, value_dim, worker.at(each.out, first + i) + index * value_dim);
+            float* out = worker.at(each.out, first + i) + index * value_dim;
+            worker.kernels().swiglu(gate, normed, value_dim, out);
+            if (each.flags & TW_ROUNDED) worker.kernels().round_bf16(out, value_dim);
         }
     }
 };
@@ -84,6 +86,8 @@ void run_convolve(Worker& worker, const TwInstruction& each) {
         const Convolution given{worker.at(each.x, first) + at, worker.vector(each.weight) + at, worker.at(each.out, first) + at, window,
                                 worker.stride(each.x), channels, worker.stride(each.out), stride, num_tokens, state.head_dim + 1};
         worker.kernels().convolve(given, count);
+        for (int64_t row = 0; each.flags & TW_ROUNDED && row < num_tokens; row++)
+            worker.kernels().round_bf16(worker.at(each.out, first + row) + at, count);
     });
 }
 

@@ -82,22 +82,22 @@ struct Rows {
 void prepare_token(Worker& worker, const TwInstruction& each, const Rows& rows, const Prepared& to, int32_t arithmetic, int64_t token) {
     const int32_t* slots = worker.engine.routing.slots.data() + token * rows.top_k;
     const float* x = worker.at(each.x, token);
-    if (rows.single) return prepare(worker.kernels(), x, rows.columns, nullptr, 0.0f, to, arithmetic, 0, nullptr);
-    prepare(worker.kernels(), x, rows.columns, nullptr, 0.0f, to, arithmetic, slots[0], nullptr);
+    if (rows.single) return prepare(worker.kernels(), x, rows.columns, nullptr, 0.0f, false, to, arithmetic, 0, nullptr);
+    prepare(worker.kernels(), x, rows.columns, nullptr, 0.0f, false, to, arithmetic, slots[0], nullptr);
     for (int32_t i = 1; i < rows.top_k; i++) {
         if (rows.own) {
-            prepare(worker.kernels(), x + i * rows.columns, rows.columns, nullptr, 0.0f, to, arithmetic, slots[i], nullptr);
+            prepare(worker.kernels(), x + i * rows.columns, rows.columns, nullptr, 0.0f, false, to, arithmetic, slots[i], nullptr);
             continue;
         }
         std::memcpy(to.values + slots[i] * to.row_bytes, to.values + slots[0] * to.row_bytes, to.row_bytes);
         if (arithmetic != TW_AS_INT8) continue;
-        std::memcpy(to.scales + slots[i] * to.num_blocks, to.scales + slots[0] * to.num_blocks, to.num_blocks * 4);
+        std::memcpy(to.scales + slots[i] * to.num_blocks * 2, to.scales + slots[0] * to.num_blocks * 2, to.num_blocks * 8);
         std::memcpy(to.sums + slots[i] * to.num_blocks * 2, to.sums + slots[0] * to.num_blocks * 2, to.num_blocks * 8);
     }
 }
 
 Operand rows_of(const Prepared& rows, int64_t slot) {
-    return {rows.values + slot * rows.row_bytes, rows.row_bytes, rows.scales + slot * rows.num_blocks,
+    return {rows.values + slot * rows.row_bytes, rows.row_bytes, rows.scales + slot * rows.num_blocks * 2,
             rows.sums + slot * rows.num_blocks * 2, rows.num_blocks};
 }
 
@@ -146,6 +146,7 @@ struct Product {
 Result result_of(const TwInstruction& each, float* out, int64_t pair, int64_t width) {
     Result result{};
     result.swiglu = each.flags & TW_PAIRED;
+    result.rounds = each.flags & TW_ROUNDED;
     const int64_t first = result.swiglu ? pair * kLanes : pair * 2 * kLanes;
     result.first = out;
     result.second = out + kLanes;
@@ -186,7 +187,9 @@ void share_sums(Worker& worker, const Product& product) {
                 worker.kernels().sigmoid_gate(worker.at(each.y, token) + first, worker.at(each.gate, token), count, true, shared);
                 for (int64_t i = 0; i < count; i++) sum[i] += shared[i];
             }
+            if (each.flags & TW_ROUNDED) worker.kernels().round_bf16(sum, count);
             for (int64_t i = 0; i < count; i++) out[i] = each.flags & TW_RESIDUAL ? out[i] + sum[i] : sum[i];
+            if (each.flags & TW_ROUNDED) worker.kernels().round_bf16(out, count);
         }
     });
 }
@@ -219,7 +222,7 @@ void run_experts(Worker& worker, const TwInstruction& each) {
     const int32_t arithmetic = each.arithmetic[worker.step.decodes ? 1 : 0];
     const Rows rows(weight, each, worker.num_rows);
     const Scratch scratch(worker.scratch(), rows);
-    const Prepared prepared(rows.few() ? scratch.rows : worker.engine.operand.data(), rows.num_slots, rows.wide, arithmetic);
+    const Prepared prepared(rows.few() ? scratch.rows : worker.engine.operand.data(), rows.num_slots, rows.wide, arithmetic, weight.kind);
     auto prepare = [&](int64_t token) { prepare_token(worker, each, rows, prepared, arithmetic, token); };
     if (rows.few()) {
         for (int64_t token = 0; token < rows.num_tokens; token++) prepare(token);

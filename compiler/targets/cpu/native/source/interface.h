@@ -9,7 +9,7 @@
 #pragma GCC visibility push(default)
 extern "C" {
 
-enum { TW_VERSION = 6 };
+enum { TW_VERSION = 7 };
 
 enum TwOp : int32_t {
     TW_EMBED, TW_LINEAR, TW_ATTEND, TW_GATHER, TW_SWIGLU, TW_NORM_HEADS, TW_NORM, TW_ELEMENTWISE,
@@ -17,12 +17,15 @@ enum TwOp : int32_t {
     TW_ALL_REDUCE, TW_GATHER_LOGITS, TW_NUM_OPS
 };
 
-enum TwFlag : int32_t { TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8 };
+// ROUNDED: what it writes becomes bfloat16, kept in float; NORM_ROUNDED: what a product norms for itself.
+enum TwFlag : int32_t {
+    TW_RESIDUAL = 1, TW_PAIRED = 2, TW_INTERLEAVED = 4, TW_RENORMALISE = 8, TW_ROUNDED = 16, TW_NORM_ROUNDED = 32
+};
 
 // How weights are held: see panels.h. FP32 is also what norms, biases and constants are.
 enum TwKind : int32_t {
-    TW_FP32, TW_BF16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_Q50, TW_Q51, TW_Q4_K, TW_Q5_K, TW_Q6_K,
-    TW_VECTOR, TW_NUM_KINDS
+    TW_FP32, TW_BF16, TW_FP16, TW_Q80, TW_Q40, TW_BFP8, TW_BFP4, TW_Q41, TW_Q50, TW_Q51, TW_Q4_K, TW_Q5_K,
+    TW_Q6_K, TW_VECTOR, TW_NUM_KINDS
 };
 
 // The arithmetic of a product: operands, sums in fp32 in any case.

@@ -11,7 +11,7 @@ namespace tw {
 struct Operand {
     const void* values;   // int8, bfloat16 or float, `columns` of them, whole blocks
     int64_t row_bytes;
-    const float* scales;  // of int8: one a block of 32
+    const float* scales;  // of int8: one a block of 16; of weights in blocks of 32 two neighbours are equal
     const int32_t* sums;  // of int8: one a block of 16
     int64_t num_blocks;   // of 32
 };
@@ -23,7 +23,7 @@ struct Result {
     int64_t stride;       // floats from row to row
     int32_t num_first, num_second;  // lanes that are written
     const float* bias;    // of the rows of the first panel, then of the second; or null
-    bool adds, swiglu;
+    bool adds, swiglu, rounds;
     const int64_t* offsets;  // of rows, in floats, where they do not follow each other; or null
 };
 
@@ -78,8 +78,9 @@ struct DeltaHead {
 
 struct Kernels {
     int32_t isa, tile;    // rows that products take best at a time
-    void (*quantise)(const float* x, int64_t columns, int8_t* q, float* scales, int32_t* sums);
+    void (*quantise)(const float* x, int64_t columns, int32_t length, int8_t* q, float* scales, int32_t* sums);
     void (*to_bf16)(const float* x, int64_t count, uint16_t* out);
+    void (*round_bf16)(float* x, int64_t count);
     void (*norm)(const float* x, const float* weight, float eps, int64_t count, float* out);
     void (*product_int8)(const PanelPair&, const Operand&, int64_t num_rows, const Result&);
     void (*product_bf16)(const PanelPair&, const Operand&, int64_t num_rows, const Result&, void* scratch);

@@ -20,6 +20,7 @@ Result result_of(Worker& worker, const TwInstruction& each, int64_t pair) {
     result.bias = each.bias >= 0 ? worker.vector(each.bias) + pair * 2 * kLanes : nullptr;
     result.adds = each.flags & TW_RESIDUAL;
     result.swiglu = swiglu;
+    result.rounds = each.flags & TW_ROUNDED;
     return result;
 }
 
@@ -67,10 +68,10 @@ void run_linear(Worker& worker, const TwInstruction& each, const TwInstruction& 
     uint8_t* own = worker.scratch();
     uint8_t* normed = own + rounded(kFewRows * wide * 4, 64) + rounded(kFewRows * wide, 64);
     uint8_t* scratch = normed + rounded(wide * 4, 64);
-    Prepared rows(few ? own : worker.engine.operand.data(), num_rows, wide, arithmetic);
+    Prepared rows(few ? own : worker.engine.operand.data(), num_rows, wide, arithmetic, weight.kind);
     const float* norm = each.norm >= 0 ? worker.vector(each.norm) : nullptr;
     auto make = [&](int64_t row) {
-        prepare(kernels, worker.at(each.x, row), each.x.width, norm, each.eps, rows, arithmetic, row, (float*)normed);
+        prepare(kernels, worker.at(each.x, row), each.x.width, norm, each.eps, each.flags & TW_NORM_ROUNDED, rows, arithmetic, row, (float*)normed);
     };
     if (few) {
         for (int64_t row = 0; row < num_rows; row++) make(row);

@@ -58,7 +58,7 @@ template <class Make> inline void by_lanes(int64_t count, Make make) {
 }
 
 inline vf load_some(const float* p, int count);
-inline void store_some(float* p, vf x, int count, bool adds);
+inline void store_some(float* p, vf x, int count, bool adds, bool rounds = false);
 
 void norm(const float* x, const float* weight, float eps, int64_t count, float* out) {
     vf squares = zeros();
@@ -73,26 +73,33 @@ void norm(const float* x, const float* weight, float eps, int64_t count, float* 
     });
 }
 
-// int8 in blocks of 32: scale = largest magnitude / 127, halves to even. What is not finite makes
-// its block's scale so.
-void quantise(const float* x, int64_t columns, int8_t* q, float* scales, int32_t* sums) {
+// The largest of magnitudes of floats, which have their order as integers, and NaN is the largest.
+inline float most_of(vi magnitudes) {
+    int32_t lanes[16], largest = 0;
+    istore(lanes, magnitudes);
+    for (int i = 0; i < 16; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    float most;
+    __builtin_memcpy(&most, &largest, 4);
+    return most;
+}
+
+// int8 in blocks of 16, or of 32 (`length`): scale = largest magnitude / 127, halves to even. What is
+// not finite makes its block's scale so. A scale for every 16 is written.
+void quantise(const float* x, int64_t columns, int32_t length, int8_t* q, float* scales, int32_t* sums) {
     const vi magnitude = ispread(0x7fffffff);
     for (int64_t block = 0; block * kBlock < columns; block++) {
         const float* from = x + block * kBlock;
         int64_t left_over = columns - block * kBlock;
         vf v[2] = {load_some(from, (int)(left_over < 16 ? left_over : 16)), zeros()};
         if (left_over > 16) v[1] = load_some(from + 16, (int)(left_over < 32 ? left_over - 16 : 16));
-        // as integers, magnitudes of floats have their order, and NaN is the largest
-        vf most = of_bits(imax(iand(bits(v[0]), magnitude), iand(bits(v[1]), magnitude)));
-        int32_t lanes[16], largest = 0;
-        istore(lanes, bits(most));
-        for (int i = 0; i < 16; i++) largest = lanes[i] > largest ? lanes[i] : largest;
-        float amax;
-        __builtin_memcpy(&amax, &largest, 4);
-        scales[block] = amax / 127.0f;
-        vf inverse = spread(amax > 0.0f ? 127.0f / amax : 0.0f);
+        const vi first = iand(bits(v[0]), magnitude), second = iand(bits(v[1]), magnitude);
+        float most[2];
+        most[0] = most_of(length == kBlock ? imax(first, second) : first);
+        most[1] = length == kBlock ? most[0] : most_of(second);
         for (int half = 0; half < 2; half++) {
             int8_t* to = q + block * kBlock + half * 16;
+            scales[2 * block + half] = most[half] / 127.0f;
+            vf inverse = spread(most[half] > 0.0f ? 127.0f / most[half] : 0.0f);
             store_bytes(to, nearest(mul(v[half], inverse)));
             int32_t sum = 0;
             for (int i = 0; i < 16; i++) sum += to[i];
@@ -104,6 +111,12 @@ void quantise(const float* x, int64_t columns, int8_t* q, float* scales, int32_t
 inline vi rounded_to_bf16(vf x) {  // in the lower halves; to nearest, halves to even
     vi u = bits(x);
     return right<16>(iadd(iadd(u, ispread(0x7fff)), iand(right<16>(u), ispread(1))));
+}
+
+inline vf as_bf16(vf x) { return of_bits(left<16>(rounded_to_bf16(x))); }
+
+void round_bf16(float* x, int64_t count) {
+    by_lanes(count, [=](int64_t at, int lanes) { store_some(x + at, load_some(x + at, lanes), lanes, false, true); });
 }
 
 // Up to whole blocks of 32, the rest zeros.

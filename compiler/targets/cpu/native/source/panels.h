@@ -3,6 +3,7 @@
 // Every kind but a vector begins with codes and, of block formats, ends with scales, panel by panel:
 //   FP32  [columns][16] float
 //   BF16  [columns / 2][16][2] bfloat16: two neighbours of a row are a pair
+//   FP16  [columns][16] float16
 //   codes of 8 bits  [columns / 4][16][4] uint8, code + 128
 //   codes of 4 bits  [columns / 8][16][4] uint8: of 8 columns the first four in the low halves, the
 //              next four in the high ones
@@ -86,7 +87,7 @@ struct PanelSize {
 constexpr PanelSize panel_size(int kind, int64_t columns) {
     const int64_t wide = rounded(columns, kBlock);
     if (kind == TW_FP32) return {wide * 64, wide * 64};
-    if (kind == TW_BF16) return {wide * 32, wide * 32};
+    if (kind == TW_BF16 || kind == TW_FP16) return {wide * 32, wide * 32};
     if (kind == kPacked) {
         const int64_t codes = kPackedHead + wide / kBlock * kPackedBlock;
         return {codes, codes + most_exceptions(wide) * (int64_t)sizeof(Exception)};

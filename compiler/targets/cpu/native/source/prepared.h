@@ -11,30 +11,33 @@ struct Prepared {
     float* scales;
     int32_t* sums;
     int64_t row_bytes, num_blocks;
+    int32_t length;  // of int8: values that share a scale, as many as of the weight do
 
-    Prepared(uint8_t* memory, int64_t num_rows, int64_t wide, int32_t arithmetic) {
+    Prepared(uint8_t* memory, int64_t num_rows, int64_t wide, int32_t arithmetic, int32_t kind) {
         int64_t widths[] = {4, 2, 1};
         row_bytes = wide * widths[arithmetic];
         num_blocks = wide / kBlock;
+        length = scale_length(kind);
         values = memory;
         uint8_t* next = memory + rounded(num_rows * row_bytes, 64);
         scales = (float*)next;
-        next += rounded(num_rows * num_blocks * 4, 64);
+        next += rounded(num_rows * num_blocks * 8, 64);
         sums = (int32_t*)next;
     }
 };
 
 // Row `row` of what a product reads: normed where there is a `norm` (into `normed`), then as its
-// arithmetic wants it.
-inline void prepare(const Kernels& kernels, const float* x, int64_t width, const float* norm, float eps, const Prepared& to, int32_t arithmetic, int64_t row, float* normed) {
+// arithmetic wants it. `rounds`: what is normed becomes bfloat16 first.
+inline void prepare(const Kernels& kernels, const float* x, int64_t width, const float* norm, float eps, bool rounds, const Prepared& to, int32_t arithmetic, int64_t row, float* normed) {
     const int64_t wide = to.num_blocks * kBlock;
     if (norm) {
         kernels.norm(x, norm, eps, width, normed);
+        if (rounds) kernels.round_bf16(normed, width);
         x = normed;
     }
     uint8_t* values = to.values + row * to.row_bytes;
     if (arithmetic == TW_AS_INT8) {
-        kernels.quantise(x, width, (int8_t*)values, to.scales + row * to.num_blocks, to.sums + row * to.num_blocks * 2);
+        kernels.quantise(x, width, to.length, (int8_t*)values, to.scales + row * to.num_blocks * 2, to.sums + row * to.num_blocks * 2);
     } else if (arithmetic == TW_AS_BF16) {
         kernels.to_bf16(x, width, (uint16_t*)values);
     } else {

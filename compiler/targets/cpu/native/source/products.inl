@@ -23,14 +23,13 @@ inline vf load_some(const float* p, int count) {
     return load(whole);
 }
 
-inline void store_some(float* p, vf x, int count, bool adds) {
-    if (count >= kLanes) {
-        store(p, adds ? add(load(p), x) : x);
-        return;
-    }
+inline void store_some(float* p, vf x, int count, bool adds, bool rounds) {
+    if (adds) x = add(load_some(p, count), x);
+    if (rounds) x = as_bf16(x);
+    if (count >= kLanes) return store(p, x);
     float whole[kLanes];
     store(whole, x);
-    for (int i = 0; i < count; i++) p[i] = adds ? p[i] + whole[i] : whole[i];
+    for (int i = 0; i < count; i++) p[i] = whole[i];
 }
 
 template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t row) {
@@ -40,12 +39,16 @@ template <int M> inline void finish(Tile<M>& tile, const Result& result, int64_t
             first = add(first, load(result.bias));
             second = add(second, load(result.bias + kLanes));
         }
+        if (result.rounds) {
+            first = as_bf16(first);
+            second = as_bf16(second);
+        }
         int64_t at = result.offsets ? result.offsets[row + m] : (row + m) * result.stride;
         if (result.swiglu) {
-            store_some(result.first + at, silu_times(first, second), result.num_first, result.adds);
+            store_some(result.first + at, silu_times(first, second), result.num_first, result.adds, result.rounds);
         } else {
-            store_some(result.first + at, first, result.num_first, result.adds);
-            if (result.num_second) store_some(result.second + at, second, result.num_second, result.adds);
+            store_some(result.first + at, first, result.num_first, result.adds, result.rounds);
+            if (result.num_second) store_some(result.second + at, second, result.num_second, result.adds, result.rounds);
         }
     }
 }
@@ -82,7 +85,7 @@ template <int KIND, int M> struct Int8Tile {
         scales[1] = pair.second + behind;
         for (int m = 0; m < M; m++) {
             rows[m] = (const int32_t*)((const uint8_t*)x.values + (row + m) * x.row_bytes);
-            own[m] = x.scales + (row + m) * num_blocks;
+            own[m] = x.scales + (row + m) * num_blocks * 2;
             sums[m] = x.sums + (row + m) * num_blocks * 2;
         }
     }
@@ -132,7 +135,7 @@ TW_UNROLL
                     value = fma(to_float(dot[m][half]), scale, mul(least, spread((float)sum(m, block, PART))));
                 else
                     value = mul(to_float(dot[m][half]), scale);
-                tile.at[m][half] = fma(value, spread(own[m][block]), tile.at[m][half]);
+                tile.at[m][half] = fma(value, spread(own[m][2 * block + PART]), tile.at[m][half]);
             }
         }
     }
@@ -205,10 +208,15 @@ TW_UNROLL
     }
 }
 
-template <int M>
+template <int KIND> inline vf column_of(const uint8_t* p) {
+    if constexpr (KIND == TW_FP16) return float16s(p);
+    return load((const float*)p);
+}
+
+template <int M, int KIND = TW_FP32>
 inline void tile_fp32(const Columns& w, const float* x, int64_t x_row, Tile<M>& tile) {
     for (int64_t k = 0; k < w.count; k++) {
-        vf w0 = load((const float*)(w.first + k * w.step)), w1 = load((const float*)(w.second + k * w.step));
+        vf w0 = column_of<KIND>(w.first + k * w.step), w1 = column_of<KIND>(w.second + k * w.step);
 TW_UNROLL
         for (int m = 0; m < M; m++) {
             vf one = spread(x[m * x_row + k]);
@@ -343,7 +351,25 @@ struct MakeFp32 {
     }
 };
 
+// Widened in registers, a block at a time.
+struct MakeFp16 {
+    const PanelPair& pair;
+    const Operand& x;
+    const Result& result;
+    template <int M> void rows(int64_t row) {
+        const float* own = (const float*)((const uint8_t*)x.values + row * x.row_bytes);
+        Tile<M> tile;
+        clear(tile);
+        for (int64_t block = 0; block < x.num_blocks; block++) {
+            if (!row) fetch(pair, block * 1024, 1024);
+            tile_fp32<M, TW_FP16>({pair.first + block * 1024, pair.second + block * 1024, 32, kBlock}, own + block * kBlock, x.row_bytes / 4, tile);
+        }
+        finish(tile, result, row);
+    }
+};
+
 void product_fp32(const PanelPair& pair, const Operand& x, int64_t num_rows, const Result& result, void* scratch) {
+    if (pair.kind == TW_FP16 && num_rows <= kFewTiles * kTile) return by_tiles(num_rows, MakeFp16{pair, x, result});
     const int64_t wide = x.num_blocks * kBlock;
     Columns w{pair.first, pair.second, 64, wide};
     if (pair.kind != TW_FP32) {

@@ -22,6 +22,7 @@ void run_embed(Worker& worker, const TwInstruction& each) {
         }
         float* out = worker.at(each.out, row);
         for (int64_t k = 0; k < each.out.width; k++) out[k] = values[k * kLanes + token % kLanes];
+        if (each.flags & TW_ROUNDED) worker.kernels().round_bf16(out, each.out.width);
     });
 }
 
@@ -55,6 +56,7 @@ void run_rows(Worker& worker, const TwInstruction& each) {
             case TW_NORM_HEADS: norm_heads(worker, each, row); break;
             default: kernels.function(each.function, x, y, each.number, width, out);
         }
+        if (each.flags & TW_ROUNDED) kernels.round_bf16(out, width);
     });
 }
 
