@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from tests.targets.test_conformance import EXACT, assert_near
@@ -148,8 +149,7 @@ def forward(
 ) -> torch.Tensor:
     """The logits of all tokens, as many of each seat, behind what seats hold at ``starts``."""
     each = len(tokens) // len(seats)
-    positions = torch.tensor([start + at for start in starts for at in range(each)])
-    bounds = torch.arange(len(seats) + 1) * each
-    rows = torch.arange(len(tokens))
-    batch = Batch(torch.tensor(tokens), positions, bounds, rows, tuple(map(Seat, seats)), decodes)
-    return executable.forward(batch)
+    positions = np.array([start + at for start in starts for at in range(each)])
+    bounds, rows = np.arange(len(seats) + 1) * each, np.arange(len(tokens))
+    batch = Batch(np.array(tokens), positions, bounds, rows, tuple(map(Seat, seats)), decodes)
+    return torch.as_tensor(executable.forward(batch)).clone()

@@ -66,7 +66,7 @@ def promised(executable: Executable) -> Executable:
     assert isinstance(executable, ReferenceExecutable)
     runner, forward = Promised(executable.graph_module), executable.forward
 
-    def phased(batch: Batch) -> Tensor:
+    def phased(batch: Batch) -> np.ndarray:
         runner.decodes = batch.decodes
         return forward(batch)
 
