@@ -159,7 +159,7 @@ test-gpu: $(WITH_TEST)
 
 # A minute of two cores; all of it is in test-slow. What the compiler cannot do is skipped, and said.
 sanitize-cpu: $(WITH_TEST)
-	"$(BIN)/python" -m pytest --quiet -rs -m slow -k selection \
+	"$(BIN)/python" -m pytest --quiet -rs -m slow -k 'selection and address' \
 	    tests/targets/test_native_sanitizers.py $(ARGS)
 
 # SANITIZER=path: compute-sanitizer of a CUDA toolkit; TOOLS=racecheck: one of its tools.
