@@ -384,7 +384,8 @@ def test_more_threads_than_cores_are_allowed_and_said() -> None:
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     build.library_path.cache_clear()
-    with pytest.raises(CompileError, match=r"no C\+\+ compiler; allowed: --backend onnxruntime"):
+    said = r"no C\+\+ compiler \(CXX='no-such-compiler' is not found\); allowed: --backend onn"
+    with pytest.raises(CompileError, match=said):
         build.library_path()
     build.library_path.cache_clear()
 
