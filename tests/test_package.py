@@ -73,7 +73,7 @@ def test_licence_is_apache_2() -> None:
 def test_ci_runs_the_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
-    assert script.read_text(encoding="utf-8").rstrip().endswith("make test")
+    assert "make test" in script.read_text(encoding="utf-8").splitlines()
 
 
 @needs_make

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.compiler import ops
 from tilewright.compiler.choosing.choose import Row, choose_tokens
+from tilewright.compiler.choosing.draw import uniform
 from tilewright.compiler.targets.cuda.choice import Choice, Drawing, drawing_of, make_choice
 from tilewright.compiler.targets.cuda.kernels import sample
 from tilewright.compiler.targets.cuda.seats import SeatTable
@@ -211,4 +211,4 @@ def test_random_numbers_are_the_operators() -> None:
     choice = choice_of(rows, [position for _, position in pairs], 2)
     choice.apply(torch.zeros(len(pairs), 2), Drawing(False, False))
     numbers = choice.scratch.numbers[:, sample._RANDOM.value].tolist()
-    assert numbers == [ops.uniform(seed, position) for seed, position in pairs]
+    assert numbers == [uniform(seed, position) for seed, position in pairs]
