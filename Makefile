@@ -95,8 +95,8 @@ test: $(WITH_TEST) $(TYPED)
 PERF_RESULTS := results/cpu.jsonl
 PERF_DOCUMENTS := README.md docs/figures.md
 PEERS_DOCUMENTS := README.md docs/figures.md docs/cpu.md
-PERF_SWEEPS := smollm2-cpu/pareto:pareto smollm2-cpu/sensitivity:sensitivity \
-    smollm2-n300/pareto:pareto-n300
+PERF_SWEEPS := smollm2-cpu-native/pareto:pareto smollm2-cpu/pareto:pareto-onnxruntime \
+    smollm2-cpu/sensitivity:sensitivity smollm2-n300/pareto:pareto-n300
 RENDER = "$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS) && for sweep in $(PERF_SWEEPS); do \
     "$(BIN)/tilewright" sweep export results/$${sweep%:*}.jsonl --markdown docs/$${sweep\#*:}.md \
         || exit $$?; done && "$(BIN)/python" -m bench.peers.tables $(PEERS_DOCUMENTS) \

@@ -93,7 +93,8 @@ def test_links_fit_the_folder_of_the_document(
 @pytest.mark.parametrize(
     ("recorded", "document"),
     [
-        ("smollm2-cpu/pareto.jsonl", "pareto.md"),
+        ("smollm2-cpu-native/pareto.jsonl", "pareto.md"),
+        ("smollm2-cpu/pareto.jsonl", "pareto-onnxruntime.md"),
         ("smollm2-cpu/sensitivity.jsonl", "sensitivity.md"),
         ("smollm2-n300/pareto.jsonl", "pareto-n300.md"),
     ],
