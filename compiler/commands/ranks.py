@@ -74,6 +74,9 @@ def compile_ranks(
         compiled = run(job.options, leader.check)
         meet(compiled.executable, Peers(leader, ranks.token, parallel.peer_limit))
         executable = ShardedExecutable(compiled.executable, ranks)
+    except hello.RanksDifferError:
+        ranks.close()  # others say the same, perhaps first, which is no failure of theirs
+        raise
     except BaseException:
         failure = leader.failure
         ranks.close()
@@ -92,7 +95,7 @@ def compare(group: Leader | Follower, facts: Mapping[str, str], options: Compile
     """Refuse ranks that differ in what must be equal; all ranks call it.
 
     Raises:
-        ConfigError: naming what differs, on every rank.
+        RanksDifferError: naming what differs, on every rank.
     """
     own = {
         hello.CODE: sources_digest(),

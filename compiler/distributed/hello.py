@@ -11,18 +11,22 @@ FOLDER = "compiled folder"
 MESH, TORCH, KERNELS, TRIALS = "mesh", "torch", "kernels", "TILEWRIGHT_CUDA_TRIALS"
 
 
+class RanksDifferError(ConfigError):
+    """Ranks that were asked to work together are not of one kind; each of them notices it."""
+
+
 def check_equal(facts: Sequence[Mapping[str, str]]) -> None:
     """Refuse ranks that differ; ``facts`` are those of each rank, in order.
 
     Raises:
-        ConfigError: naming the fact, both ranks and what each of them has.
+        RanksDifferError: naming the fact, both ranks and what each of them has.
     """
     first = facts[0]
     for rank, found in enumerate(facts):
         for name in {**first, **found}:
             ours, theirs = first.get(name) or "nothing", found.get(name) or "nothing"
             if ours != theirs:
-                raise ConfigError(
+                raise RanksDifferError(
                     f"rank 0 has {name} {_short(ours)} and rank {rank} {_short(theirs)}; allowed: "
                     "the same on all ranks"
                 )

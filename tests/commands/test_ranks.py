@@ -20,12 +20,13 @@ import torch
 from tests.test_child import gone
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.cli import main
-from tilewright.compiler.commands import arguments
+from tilewright.compiler.commands import arguments, ranks
 from tilewright.compiler.commands.arguments import ModelOptions, read_model_options
 from tilewright.compiler.commands.following import is_follower
 from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
+from tilewright.compiler.distributed.hello import RanksDifferError
 from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.errors import ConfigError, RankError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cpu import choice
 from tilewright.compiler.targets.cuda.device import open_device
@@ -168,6 +169,29 @@ def test_devices_are_those_of_the_target_that_a_folder_is_for(
     with pytest.raises(ConfigError, match="2 ranks of target t3k: a board deals a model over"):
         read("t3k", tensor_parallel=2)
     assert read('broken"').target == "cpu", "what is wrong is said when it is opened"
+
+
+def test_ranks_that_differ_are_refused_though_another_said_so_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leader = SimpleNamespace(failure=None, tell=lambda *said: None, closed=0)
+
+    def all_gather(data: bytes) -> list[bytes]:
+        leader.failure = RankError("rank 1 failed: it differs")  # which rank 0 hears meanwhile
+        return [data, b'{"code": "another"}']
+
+    def close() -> None:
+        leader.closed += 1
+
+    leader.all_gather = all_gather
+    group = SimpleNamespace(leader=leader, token=b"", close=close)
+    monkeypatch.setattr(ranks, "_gather", lambda grouping, target: group)
+    options = CompileOptions(parallel=Parallel(tensor=2))
+    job = ranks.Job("m.gguf", "cpu", None, options, use_cache=False)
+    grouping = Grouping(parallel=options.parallel)
+    with pytest.raises(RanksDifferError, match=r"rank 0 has code .* and rank 1 another") as caught:
+        ranks.compile_ranks(job, grouping, {}, lambda options, check: pytest.fail("went on"))
+    assert caught.value.exit_code == 2 and leader.closed == 1
 
 
 def test_one_rank_runs_on_the_device_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
