@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tilewright.compiler.devices import check_ranks
 from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.errors import CompileError, ConfigError, NoRoomError, allowed
@@ -299,9 +300,8 @@ class Target(ABC):
         return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
 
     def settled(self, options: CompileOptions) -> Parallel:
-        """The group that is asked for, with this target's ``wire`` where none is named; exact
-        arithmetic sends fp32.
-        """
+        """The group asked for, ``wire`` ours by default, fp32 if exact (ConfigError: no ranks)."""
+        check_ranks(self.name, options.parallel.tensor)
         own = "fp32" if options.compute == "exact" else self.wire
         return replace(options.parallel, wire=options.parallel.wire or own)
 

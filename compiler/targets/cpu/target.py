@@ -9,8 +9,6 @@ from pathlib import Path
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.devices import check_ranks
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.ir.info import NodeInfo
 from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.ir.state import StateSpec
@@ -49,15 +47,6 @@ class CpuTarget(Target):
             fuse(fuse_experts, merge_parallel_linears, fuse_swiglu_packed, fuse_add_rms_norm),
             lower(fuse_rope_attention),
         )
-
-    def settled(self, options: CompileOptions) -> Parallel:
-        """See `Target`; one session runs the whole model, and no ranks are.
-
-        Raises:
-            ConfigError: for a group of ranks.
-        """
-        check_ranks(self.name, options.parallel.tensor)
-        return super().settled(options)
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, meanings(options.compute == "exact"))

@@ -12,9 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.devices import check_ranks
 from tilewright.compiler.distributed.mesh import Mesh
-from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.errors import (
     CheckpointError,
     CompileError,
@@ -112,15 +110,6 @@ class BoardTarget(Target):
             fuse(merge_qkv),
             lower(fuse_rope_attention, gather_before_norm),
         )
-
-    def settled(self, options: CompileOptions) -> Parallel:
-        """See `Target`; the mesh is the board's, and no ranks are.
-
-        Raises:
-            ConfigError: for a group of ranks.
-        """
-        check_ranks(self.name, options.parallel.tensor)
-        return super().settled(options)
 
     def contract(self, graph_module: GraphModule, options: CompileOptions) -> NumericContract:
         return build_contract(graph_module, _MEANINGS)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.ir.info import NodeInfo
     from tilewright.compiler.ir.recipe import WeightRecipe
     from tilewright.compiler.targets.cpu.native.assembly import Assembly
+    from tilewright.compiler.targets.cpu.native.packed import Packed
     from tilewright.compiler.targets.program.instructions import Plan
 
 
@@ -101,34 +102,16 @@ class NativeTarget(Target):
             write_weights(list(assembly.wanted), get_weight, folder, progress, digest=digest)
 
     def check_room(self, graph_module: GraphModule, options: CompileOptions) -> None:
-        from tilewright.compiler.targets.cpu.native.room import (
-            check_room,
-            memory_bytes,
-            windows_of,
-        )
-        from tilewright.compiler.targets.cpu.native.settings import check_settings
-
-        check_settings()
-        assembly = _assembled(graph_module, options)[1]
-        limits = options.max_batch, options.max_context, memory_bytes()
-        check_room(assembly.states, *limits, windows_of(assembly, options.max_context))
+        _check(_assembled(graph_module, options)[1], options)
 
     def load(self, program: Program, options: CompileOptions, progress: Progress) -> Executable:
         from tilewright.compiler.devices import describe_cpu
         from tilewright.compiler.targets.cpu.native.executable import NativeExecutable
         from tilewright.compiler.targets.cpu.native.mapping import map_weights
         from tilewright.compiler.targets.cpu.native.packed import digest_of, read_packed
-        from tilewright.compiler.targets.cpu.native.room import (
-            check_room,
-            memory_bytes,
-            windows_of,
-        )
-        from tilewright.compiler.targets.cpu.native.settings import check_settings
 
-        check_settings()
         packed = read_packed(program.folder)
-        limits = options.max_batch, options.max_context, memory_bytes()
-        check_room(packed.states, *limits, windows_of(packed, options.max_context))
+        _check(packed, options)
         sizes = [each.num_bytes for each in packed.tensors]
         mapped = map_weights(sizes, digest_of(packed), program.folder)
         num_threads = options.num_threads or describe_cpu().num_cores
@@ -139,6 +122,16 @@ class NativeTarget(Target):
 
             kind = NativeRank
         return kind(packed, mapped, options, program.contract)
+
+
+def _check(program: Assembly | Packed, options: CompileOptions) -> None:
+    """Refuse odd settings of the environment, and caches that the memory has no room for."""
+    from tilewright.compiler.targets.cpu.native.room import check_room, memory_bytes, windows_of
+    from tilewright.compiler.targets.cpu.native.settings import check_settings
+
+    check_settings()
+    limits = options.max_batch, options.max_context, memory_bytes()
+    check_room(program.states, *limits, windows_of(program, options.max_context))
 
 
 def _assembled(graph_module: GraphModule, options: CompileOptions) -> tuple[Plan, Assembly]:
