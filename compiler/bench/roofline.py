@@ -94,8 +94,8 @@ def state_shares(
     count: Callable[[int | None], int] = lambda layer: 1,
 ) -> Iterator[Share]:
     """One share a piece of one sequence's state at so many positions (a mean may be broken): keys
-    and values are read, those of a layer with a window no further than that; what is rewritten in
-    place is read and written.
+    and values are read, those of a layer with a window no further than that, and held as far as the
+    target holds them; what is rewritten in place is read and written.
 
     ``count``: how many layers a layer of the graph stands for.
     """
@@ -106,8 +106,10 @@ def state_shares(
         held = target.state_holding(spec, compute=compute)
         size, kinds = count(info(node).layer) * held.num_bytes, (held.kind,)
         if spec.kind == PER_TOKEN:
-            read = min(context, spec.window) if spec.window else context
-            yield Share(CACHE, (spec.format,), kinds, 0, size * context, size * read)
+            read = min(context, spec.window or context)
+            reach = None if not spec.window else target.reach_back
+            kept = context if reach is None else min(context, spec.window + reach)
+            yield Share(CACHE, (spec.format,), kinds, 0, size * kept, size * read)
         else:
             yield Share(MEMORY, (spec.format,), kinds, 0, size, 2 * size)
 

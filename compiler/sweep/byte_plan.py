@@ -33,8 +33,8 @@ class BytePlan:
     """What ``batch`` sequences of ``context`` positions take, by group, in bytes; a step reads all
     of their state, and writes again what does not grow.
 
-    ``position_bytes``: of the keys and values of one position; ``memory_bytes``: of what a sequence
-    keeps besides.
+    ``position_bytes``: of the keys and values of one position, in all layers (one with a window may
+    hold fewer positions); ``memory_bytes``: of what a sequence keeps besides.
     """
 
     shares: tuple[Share, ...]
@@ -65,16 +65,16 @@ def byte_plan(
     count, graph = outline.count, outline.graph
     weights = weight_shares(graph, target, num_tokens=batch, compute=compute, count=count)
     states = list(state_shares(graph, target, context=context, compute=compute, count=count))
+    position = state_shares(graph, target, context=1, compute=compute, count=count)
     parts = [each for each in weights if not each.is_constant]
     parts += [replace(e, held=batch * e.held, moved=batch * e.moved) for e in states]
     memory = sum(each.held for each in states if each.group == MEMORY)
-    kept = sum(each.held for each in states if each.group != MEMORY)
     return BytePlan(
         shares=tuple(
             _joined(name, [part for part in parts if part.group == name])
             for name in dict.fromkeys(part.group for part in parts)
         ),
-        position_bytes=round(kept / context),
+        position_bytes=round(sum(each.held for each in position if each.group != MEMORY)),
         memory_bytes=int(memory),
     )
 

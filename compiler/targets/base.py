@@ -250,11 +250,12 @@ class Emission:
 class Target(ABC):
     """A kind of device: which passes prepare a graph for it, and how that becomes an executable.
 
-    ``is_cached``: whether building a program is so much more work than loading it that the cache
-    keeps programs of this target. ``is_emulated``: whether its executables have a device's numbers
-    without the device, so that their speed says nothing of it. ``emits``: the kinds that a model
-    can be written as for it; a program, which :meth:`load` runs, and those of :meth:`emit`.
-    ``wire``: the format in which partial sums travel between its ranks.
+    ``is_cached``: whether the cache keeps its programs, which cost far more to build than to load.
+    ``is_emulated``: whether its executables have a device's numbers without the device, so that
+    their speed says nothing of it. ``emits``: the kinds that a model can be written as for it; a
+    program, which :meth:`load` runs, and those of :meth:`emit`. ``wire``: the format of partial
+    sums between its ranks. ``reach_back``: positions that a layer with a window holds before it;
+    None where it holds all of a context.
     """
 
     name: str
@@ -262,6 +263,7 @@ class Target(ABC):
     is_emulated: bool = False
     emits: tuple[str, ...] = ("program",)
     wire: str = "fp32"
+    reach_back: int | None = None
 
     @abstractmethod
     def stages(self) -> tuple[Stage, ...]:
@@ -294,9 +296,7 @@ class Target(ABC):
         return Holding(recipe.format, get_format(recipe.format).nbytes(recipe.shape, axis=axis))
 
     def state_holding(self, spec: StateSpec, *, compute: str) -> Holding:
-        """What is held of one piece of state, for one position or for one sequence as its kind
-        says: here, its format as packed.
-        """
+        """What one piece of state takes, of a position or a sequence: here, as its format packs."""
         return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
 
     def settled(self, options: CompileOptions) -> Parallel:

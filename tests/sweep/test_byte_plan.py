@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.tiny import tiny_model
 from tilewright.compiler.artifacts.cache import ProgramCache
 from tilewright.compiler.bench.roofline import weight_bytes
 from tilewright.compiler.driver import compile_model, resolve_precision
@@ -116,6 +117,21 @@ def test_layers_that_differ_are_lowered_each_and_the_others_once() -> None:
     rule = "precision_cfg = {}, layer_cfg = {1: {experts_ff2: fp32}}"
     changed = resolve_precision(model, load_precision(rule))
     assert lower_outline(model, changed, get_target("cpu")).counts[1] == 1
+
+
+def test_a_layer_with_a_window_is_told_as_it_is_held() -> None:
+    """The native cpu target gives back what lies 1,024 positions and more before a window."""
+    model: Any = tiny_model(model_type="gemma3_text", windows=(64, 0), max_positions=8192)
+    precision = resolve_precision(model, load_precision("bf16"))
+    told = {}
+    for target in ("cpu-native", "cuda"):
+        chosen = get_target(target)
+        plan = byte_plan(model, precision, chosen, batch=1, context=6400, compute="fast")
+        told[target] = {share.group: share for share in plan.shares}["kv_cache"]
+        layer = plan.position_bytes / 2
+        assert told[target].moved == layer * (64 + 6400)
+        held = 64 + 1024 if target == "cpu-native" else 6400
+        assert told[target].held == layer * (held + 6400)
 
 
 def test_a_large_model_is_told_at_once() -> None:

@@ -21,7 +21,7 @@ _LARGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 _POSITIONS = 64
 """A cache's positions are whole such chunks (source/caches.h)."""
 
-_REACH_BACK = 1024
+REACH_BACK = 1024
 """Positions that a layer holds before its window, so that sequences can be cut back (caches.h)."""
 
 
@@ -114,12 +114,12 @@ def reach_back(windows: Sequence[int]) -> tuple[int, int]:
     more positions than are known of it.
     """
     held = [held_positions(each) for each in windows if each]
-    return (min(held), _REACH_BACK - _POSITIONS) if held else (0, 0)
+    return (min(held), REACH_BACK - _POSITIONS) if held else (0, 0)
 
 
 def held_positions(window: int) -> int:
     """Positions that a layer holds of a sequence (and up to 2 MB besides), 0 for all of them."""
-    return window + _REACH_BACK if window else 0
+    return window + REACH_BACK if window else 0
 
 
 def position_bytes(states: Sequence[lib.TwState]) -> int:

@@ -21,6 +21,7 @@ from tilewright.compiler.targets.base import (
     Target,
 )
 from tilewright.compiler.targets.contract import NumericContract
+from tilewright.compiler.targets.cpu.native.room import REACH_BACK
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,6 +43,7 @@ class NativeTarget(Target):
     name = "cpu-native"
     is_cached = True
     wire = "bf16"
+    reach_back = REACH_BACK
 
     def stages(self) -> tuple[Stage, ...]:
         from tilewright.compiler.targets.cpu.native.stages import STAGES
