@@ -1,17 +1,21 @@
 """Network namespaces on one bridge, whose links have a rate: each is a machine to what runs there.
 
-Needs root, `ip` and `tc`. Made anew each time, and taken away.
+Needs root, `ip` and `tc`. Made anew each time, and taken away; what a run left that was killed is
+taken away by the next.
 """
 
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from tilewright.compiler.errors import ConfigError
 
 _NAME, _NET = "twn", "10.213.77"
+_NAMESPACES, _LINKS = Path("/run/netns"), Path("/sys/class/net")
 
 
 def address(node: int) -> str:
@@ -31,15 +35,22 @@ def machines(count: int, gigabits: float) -> Iterator[None]:
     Raises:
         ConfigError: where this user may not make them, or the kernel cannot.
     """
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         _make(count, gigabits)
         yield
     finally:
-        _remove(count)
+        _remove()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(number: int, frame: object) -> None:
+    """End as an exception does, through what takes the machines away."""
+    raise SystemExit(128 + number)
 
 
 def _make(count: int, gigabits: float) -> None:
-    _remove(count)
+    _remove()
     _do(f"ip link add {_NAME}br type bridge")
     _do(f"ip link set {_NAME}br up")
     limit = f"tbf rate {int(gigabits * 1000)}mbit burst 256kb latency 100ms"
@@ -56,11 +67,11 @@ def _make(count: int, gigabits: float) -> None:
         _do(f"ip netns exec {_NAME}{node} tc qdisc add dev {there} root {limit}")
 
 
-def _remove(count: int) -> None:
-    for node in range(count):
-        _try(f"ip netns del {_NAME}{node}")
-        _try(f"ip link del {_NAME}h{node}")
-    _try(f"ip link del {_NAME}br")
+def _remove() -> None:
+    """Take all machines away, those of a larger run that was killed too."""
+    for kind, folder in (("netns", _NAMESPACES), ("link", _LINKS)):
+        for found in sorted(folder.glob(f"{_NAME}*")):
+            _try(f"ip {kind} del {found.name}")
 
 
 def _try(command: str) -> None:
