@@ -127,47 +127,52 @@ struct Wide {
 constexpr int MOST_DEPTH = 12;
 
 // How shared memory is filled: `depth` places of a step's x and weights each, of which a barrier
-// counts the bytes. The last warp to leave a place asks for what comes there next, so nobody waits
-// for a free place.
+// counts the bytes. A warp alone reads its row tile, so it asks for its next one itself, as soon as
+// it has read all of one; the last warp to leave a place asks for the x that comes there next. So
+// nobody waits for a free place, and nobody asks for others' tiles one by one while they wait.
 template <int F, int MT, int G> struct Ring {
   static constexpr u32 WARPS = 4 * G, X_HALF = MT * 8 * CHUNK_BYTES, X_BYTES = 2 * X_HALF;
   static constexpr u32 W_BYTES = WARPS * step_bytes<F>;
-  const u8 *weight, *x;  // a lane's row tile; the tokens' x
+  static constexpr int ARRIVALS = WARPS + 1;  // at a place's barrier: for each tile, and for x
+  const u8 *weight, *x;  // the warp's row tile; the tokens' x
   size_t x_chunk;
-  u32 lane, num_steps, depth, x_ring, w_ring, full, left;
+  u32 lane, num_steps, depth, x_ring, codes, full, left;  // codes: the warp's place in a step's
 
   __device__ __forceinline__ void fetch_weights(u32 step, u32 slot) const {
-    if (lane == 0) arrive_for(full + 8 * slot, X_BYTES + W_BYTES);
-    __syncwarp();
-    if (lane < WARPS)
-      copy_bulk(w_ring + slot * W_BYTES + lane * step_bytes<F>,
-                weight + (size_t)step * step_bytes<F>, step_bytes<F>, full + 8 * slot);
-  }
-  __device__ __forceinline__ void fetch_x(u32 step, u32 slot) const {
-    if (lane < 2)  // a half of the step each
-      copy_bulk(x_ring + slot * X_BYTES + lane * X_HALF, x + (2 * step + lane) * x_chunk, X_HALF,
+    if (lane == 0) {
+      arrive_for(full + 8 * slot, step_bytes<F>);
+      copy_bulk(codes + slot * W_BYTES, weight + (size_t)step * step_bytes<F>, step_bytes<F>,
                 full + 8 * slot);
+    }
   }
-  // The first warp asks for as many steps as there are places. Weights never change: they are asked
-  // for before x is there.
-  __device__ __forceinline__ void begin() const {
+  __device__ __forceinline__ void fetch_x(u32 step, u32 slot) const {  // by one lane
+    const u32 to = x_ring + slot * X_BYTES;
+    const u8 *from = x + 2 * step * x_chunk;
+    arrive_for(full + 8 * slot, X_BYTES);
+    copy_bulk(to, from, X_HALF, full + 8 * slot);
+    copy_bulk(to + X_HALF, from + x_chunk, X_HALF, full + 8 * slot);
+  }
+  // Weights never change: they are asked for before x is there, as many steps as there are places.
+  __device__ __forceinline__ void begin(bool is_first) const {
     const u32 ahead = min(depth, num_steps);
     for (u32 i = 0; i < ahead; ++i) fetch_weights(i, i);
-    wait_for_inputs();
-    for (u32 i = 0; i < ahead; ++i) fetch_x(i, i);
+    if (is_first) {
+      wait_for_inputs();
+      if (lane == 0)
+        for (u32 i = 0; i < ahead; ++i) fetch_x(i, i);
+    }
     __syncwarp();
   }
-  // A warp has read all of a step's place.
-  __device__ __forceinline__ void leave(u32 step, u32 slot) const {
+  // A warp has all of a step's tile in registers.
+  __device__ __forceinline__ void leave_weights(u32 step, u32 slot) const {
     __syncwarp();
+    if (step + depth < num_steps) fetch_weights(step + depth, slot);
+  }
+  // The products that read a step's x are over, for a warp.
+  __device__ __forceinline__ void leave_x(u32 step, u32 slot) const {
     const u32 next = step + depth;
-    if (next >= num_steps) return;
-    u32 before = 0;
-    if (lane == 0) before = count_here(left + 4 * slot);
-    before = __shfl_sync(~0u, before, 0);
-    if ((before & (WARPS - 1)) != WARPS - 1) return;
-    fetch_weights(next, slot);
-    fetch_x(next, slot);
+    if (next < num_steps && lane == 0 && (count_here(left + 4 * slot) & (WARPS - 1)) == WARPS - 1)
+      fetch_x(next, slot);
     __syncwarp();
   }
 };
@@ -266,17 +271,18 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   R ring;
   ring.lane = lane, ring.num_steps = ends - begins, ring.depth = depth;
   ring.x_ring = ((shared_address(memory) + 1023) & ~1023u) + part * depth * R::X_BYTES;
-  ring.w_ring = ring.x_ring + (RINGS - part) * depth * R::X_BYTES + part * depth * R::W_BYTES;
+  ring.codes = ring.x_ring + (RINGS - part) * depth * R::X_BYTES + part * depth * R::W_BYTES +
+               warp * step_bytes<F>;
   ring.full = shared_address(full + part * MOST_DEPTH);
   ring.left = shared_address(left + part * MOST_DEPTH);
-  const size_t own = min((int)(blockIdx.y * R::WARPS + lane), p.num_tiles - 1);
+  const size_t own = min((int)tile, p.num_tiles - 1);
   ring.weight = p.weight + (own * p.num_steps + begins) * step_bytes<F>;
   ring.x_chunk = (size_t)p.x_stride * CHUNK_BYTES;
   ring.x = (const u8 *)p.x + 2 * begins * ring.x_chunk + blockIdx.x * (TOKENS * CHUNK_BYTES);
   if (threadIdx.x == 0) {
     for (u32 i = 0; i < RINGS * MOST_DEPTH; i += MOST_DEPTH)
       for (u32 j = 0; j < depth; ++j) {
-        make_barrier(shared_address(full + i + j), 1);
+        make_barrier(shared_address(full + i + j), R::ARRIVALS);
         left[i + j] = 0;
       }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -284,16 +290,15 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   }
   release_dependents();
   __syncthreads();
-  if (warp == 0) ring.begin();
+  ring.begin(warp == 0);
   float acc[MT][4] = {}, total[MT][4] = {};
   u32 a[2][4], b[2][4];  // of one quarter, while the other's are multiplied
   Codes<F> codes;
-  const u32 codes_at = ring.w_ring + warp * step_bytes<F>;
-  u32 slot = 0, parity = 0, step = 0;
+  u32 slot = 0, before = 0, parity = 0, step = 0;
   auto begin = [&]() {
     wait_turn(ring.full + 8 * slot, parity);
     __syncwarp();
-    const u32 from = codes_at + slot * R::W_BYTES;
+    const u32 from = ring.codes + slot * R::W_BYTES;
     codes.exponents = read4(from + pieces<F> * 512 + lane * 4);
     codes.read(from + lane * 16, 0);
   };
@@ -306,23 +311,25 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
     while (step < last) {
       const u64 x = operand_at(ring.x_ring + slot * R::X_BYTES), second = x + (R::X_HALF >> 4);
       multiply_quarter<MT>(acc, a, x);
+      group_wait<1>();  // the step before is over, and its fragments' registers are free
       codes.decode(b, 1);
       multiply_quarter<MT>(acc, b, x + 4);
-      if (F == BFP8) codes.read(codes_at + slot * R::W_BYTES + lane * 16, 1);
-      group_wait<1>();  // whose fragments' registers are free
+      if (step) ring.leave_x(step - 1, before);
+      if (F == BFP8) codes.read(ring.codes + slot * R::W_BYTES + lane * 16, 1);
+      group_wait<1>();
       codes.decode(a, 2);
       multiply_quarter<MT>(acc, a, second);
       group_wait<1>();
       codes.decode(b, 3);
       multiply_quarter<MT>(acc, b, second + 4);
-      const u32 was = slot;
+      ring.leave_weights(step, slot);
+      before = slot;
       if (++slot == depth) slot = 0, parity ^= 1;
       if (++step < ring.num_steps) begin();
       group_wait<1>();
       codes.decode(a, 0);
-      group_wait<0>();
-      ring.leave(step - 1, was);
     }
+    group_wait<0>();
 #pragma unroll
     for (int m = 0; m < MT; ++m)
 #pragma unroll
