@@ -4,7 +4,9 @@
 // position and the table's width alone. A block walks over `each_block` neighbouring splits of one
 // row and key/value head; the blocks of a group are a cluster, whose first block receives the
 // splits' sums and combines them in order; groups, where there are several, are combined in order
-// by the last to arrive. So a row has the same bits however many blocks share its splits.
+// by the last to arrive. Where a block has a whole group it may walk over others too, so that a
+// long table costs short rows no blocks. So a row has the same bits however many blocks share its
+// splits.
 //
 // Four warps of a block take 16 positions each of every page. Of 256 channels eight warps do, two
 // of them the same positions and half the channels each. Compiled by NVRTC.
@@ -219,7 +221,9 @@ __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *
   }
 }
 
-template <int F, int D, int NH> __device__ __forceinline__ void attend(const Attend &p) {
+// The part of a `group`; whether the row has splits in groups to come.
+template <int F, int D, int NH>
+__device__ __forceinline__ bool attend(const Attend &p, int group) {
   using S = Shape<F, D>;
   extern __shared__ __align__(128) u8 memory[];
   Shared<F, D, NH> &s = *(Shared<F, D, NH> *)memory;
@@ -231,12 +235,10 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
   const int part = PARTS<D> == 1 ? 0 : (threadIdx.x >> 5) % PARTS<D>;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int first_channel = part * CHANNELS<D>;
-  // Groups come last: those that rows of short contexts leave empty wait for no block that works.
+  // Groups come last: no block that works waits for those that rows of short contexts leave empty.
   const int b = blockIdx.y, kv_head = blockIdx.z % p.num_kv_heads;
-  const int block = blockIdx.z / p.num_kv_heads * p.num_joined + blockIdx.x;
+  const int block = group * p.num_joined + blockIdx.x;
   const bool is_joined = p.num_joined > 1, is_first = blockIdx.x == 0;
-  release_dependents();
-  if (!p.early) wait_for_inputs();
   const i64 slot = read_long(p.slots + b);
   const int position = (int)read_long(p.positions + b);
   if (is_joined) {
@@ -248,11 +250,11 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
   u16 *out = p.out + (i64)b * p.out_stride + kv_head * num_heads * D;
   if (plan.split >= plan.used) {
     if (is_joined) cluster_wait();
-    if (position >= 0 || block > 0) return;
+    if (position >= 0 || block > 0) return false;
     if (p.early) wait_for_inputs();
     for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>)
       *(uint2 *)(out + i * 4) = make_uint2(0, 0);
-    return;
+    return false;
   }
   // Everything up to the wait was written long before: the pages of earlier positions.
   const u8 *table = (const u8 *)(p.tables + slot * p.table_width);
@@ -354,16 +356,35 @@ template <int F, int D, int NH> __device__ __forceinline__ void attend(const Att
     combine_warps<F, D, NH>(s, warp_sums, sums, split % GROUP, num_heads, is_first);
     __syncthreads();
   }
-  if (!is_first) return;
+  const bool more = plan.in_group < plan.used;
+  if (!is_first) return more;
   if (beyond > 0) wait_bytes(&s.received);
   const i64 place = (i64)b * p.num_kv_heads + kv_head;
   if (combine_splits<F, D, NH>(p, s, sums, plan, num_heads, out, place))
     combine_groups<D>(p, plan.used, num_heads, out, place);
+  return more;
+}
+
+// A block's other groups; only blocks without a cluster have several. Apart from the first, which
+// would keep what it works out in fewer registers.
+template <int F, int D, int NH> __device__ __noinline__ void attend_more(const Attend &p) {
+  const int num_begun = gridDim.z / p.num_kv_heads;
+  for (int group = blockIdx.z / p.num_kv_heads + num_begun; group < p.num_groups;
+       group += num_begun) {
+    __syncthreads();  // nobody reads what the last part left
+    if (!attend<F, D, NH>(p, group)) return;
+  }
+}
+template <int F, int D, int NH> __device__ __forceinline__ void attend_all(const Attend &p) {
+  release_dependents();
+  if (!p.early) wait_for_inputs();
+  const int num_begun = gridDim.z / p.num_kv_heads, group = blockIdx.z / p.num_kv_heads;
+  if (attend<F, D, NH>(p, group) && group + num_begun < p.num_groups) attend_more<F, D, NH>(p);
 }
 
 #define KERNEL(name, F, D, NH)                                                                     \
   extern "C" __global__ void __launch_bounds__(THREADS<D>, (NH == 1 ? 4 : 2) / PARTS<D>)           \
-  attend_##name##_##D##_##NH(const Attend p) { attend<F, D, NH>(p); }
+  attend_##name##_##D##_##NH(const __grid_constant__ Attend p) { attend_all<F, D, NH>(p); }
 #define ATTEND(D, NH) KERNEL(bf16, BF16, D, NH) KERNEL(bfp8, BFP8, D, NH)
 
 ATTEND(64, 1)

@@ -32,6 +32,13 @@ ENOUGH_BLOCKS = 512
 where a block has twice the threads.
 """
 
+MOST_BLOCKS = 2048
+"""Blocks of a launch of many rows over a long table, about: beyond, a block walks over several
+groups, most of which rows that are short do not have; of `WALKED_PAGES` pages at most.
+"""
+
+WALKED_PAGES = 64
+
 MAX_GROUPS = 16
 """Groups of splits that a row's pages are cut into, at most."""
 
@@ -66,12 +73,14 @@ SOURCE = nvrtc.Source(
 @dataclass(frozen=True, slots=True)
 class Share:
     """How a launch shares out the splits of a row: groups of up to eight splits, blocks of a group,
-    splits of a block. The first is a property of the table, and so are the bits of a row.
+    splits of a block, and of how many groups there are blocks, which walk over the others. The
+    first is a property of the table, and so are the bits of a row.
     """
 
     num_groups: int
     num_joined: int
     each_block: int
+    num_begun: int = 1
 
 
 def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int = 128) -> Share:
@@ -85,7 +94,11 @@ def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int
     num_joined = splits
     while num_joined > 1 and num_rows * num_kv_heads * num_groups * num_joined > enough:
         num_joined //= 2
-    return Share(num_groups, num_joined, splits // num_joined)
+    num_begun = num_groups
+    if num_joined == 1:
+        wanted = -(-MOST_BLOCKS // (_num_parts(head_dim) * num_rows * num_kv_heads))
+        num_begun = min(num_groups, max(wanted, -(-num_pages // WALKED_PAGES)))
+    return Share(num_groups, num_joined, splits // num_joined, num_begun)
 
 
 def _splits_of_one_group(num_pages: int) -> int:
@@ -153,7 +166,7 @@ def attend_decode(
         short_pages=SHORT_PAGES,
         scale=scale * LOG2_E,
     )
-    _launch(pages, arguments, num_rows)
+    _launch(pages, arguments, num_rows, share.num_begun)
 
 
 def _page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, int]:
@@ -174,15 +187,16 @@ def _rotation(inv_freq: torch.Tensor, interleaved: bool) -> dict[str, int]:
     }
 
 
-def _launch(pages: KVPages, arguments: _Attend, num_rows: int) -> None:
-    """The kernel of these pages and so many heads, over the blocks that ``arguments`` speak of."""
+def _launch(pages: KVPages, arguments: _Attend, num_rows: int, num_begun: int) -> None:
+    """The kernel of these pages and so many heads, with blocks for so many groups."""
     kind = "bf16" if pages.exponents is None else "bfp8"
     heads, joined = arguments.group_heads, arguments.num_joined
+    assert joined == 1 or num_begun == arguments.num_groups
     nvrtc.launch(
         SOURCE,
         f"attend_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
         at=nvrtc.Launch(
-            blocks=(joined, num_rows, pages.num_kv_heads * arguments.num_groups),
+            blocks=(joined, num_rows, pages.num_kv_heads * num_begun),
             num_threads=32 * _WARPS * _num_parts(pages.head_dim),
             shared=_shared_bytes(pages.head_dim, heads, joined * arguments.each_block),
             cluster=(joined, 1, 1),

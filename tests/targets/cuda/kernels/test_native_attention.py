@@ -201,7 +201,11 @@ def test_large(
         assert torch.equal(got, step.run(early=True))
     groups = choose_share(1, heads[1], 130).num_groups
     for num_joined in (1, 2, 4, 8):
-        assert torch.equal(got, step.run(share=Share(groups, num_joined, 8 // num_joined)))
+        share = Share(groups, num_joined, 8 // num_joined, groups)
+        assert torch.equal(got, step.run(share=share))
+    for num_begun in {1, 2, groups - 1}:
+        share = Share(groups, 1, 8, num_begun)
+        assert torch.equal(got, step.run(share=share)) and torch.equal(got, step.run(share=share))
 
 
 @pytest.mark.gpu
@@ -256,6 +260,10 @@ def test_chained_in_a_graph(
             assert torch.equal(out.cpu(), wanted[i % 2])
 
 
+LARGE = (8, 34), (32, 34), (64, 34), (256, 34), (256, 64), (256, 128), (256, 1024)
+"""Rows and pages of a table."""
+
+
 def test_groups_do_not_depend_on_the_batch() -> None:
     for num_kv_heads in (1, 2, 4, 8, 16):
         for num_pages in (1, 2, 3, 7, 8, 9, 32, 33, 130, 2048):
@@ -265,8 +273,13 @@ def test_groups_do_not_depend_on_the_batch() -> None:
                 splits = share.num_joined * share.each_block
                 assert share.num_joined in (1, 2, 4, 8)
                 assert splits == 8 or (share.num_groups == 1 and splits >= num_pages)
+                assert share.num_begun == share.num_groups or share.num_joined == 1
+                walked = -(-share.num_groups // share.num_begun)
+                assert share.num_begun >= 1 and (walked == 1 or num_pages <= 64 * share.num_begun)
     assert choose_share(1, 8, 8) == Share(1, 8, 1)
     assert choose_share(64, 8, 8) == Share(1, 1, 8)
+    begun = [choose_share(rows, 8, pages).num_begun for rows, pages in LARGE]
+    assert begun == [12, 8, 4, 1, 1, 2, 12]
     assert (choose_share(64, 2, 20, 128), choose_share(64, 2, 20, 256)) == (
         Share(1, 4, 2),
         Share(1, 2, 4),
