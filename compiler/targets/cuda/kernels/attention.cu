@@ -4,9 +4,8 @@
 // position and the table's width alone. A block walks over `each_block` neighbouring splits of one
 // row and key/value head; the blocks of a group are a cluster, whose first block receives the
 // splits' sums and combines them in order; groups, where there are several, are combined in order
-// by the last to arrive. Where a block has a whole group it may walk over others too, so that a
-// long table costs short rows no blocks. So a row has the same bits however many blocks share its
-// splits.
+// by the last to arrive. Where a block has a whole group it may walk over others too: a long table
+// costs short rows no blocks. So a row has the same bits however many blocks share its splits.
 //
 // Four warps of a block take 16 positions each of every page. Of 256 channels eight warps do, two
 // of them the same positions and half the channels each. Compiled by NVRTC.
@@ -221,8 +220,8 @@ __device__ __forceinline__ void combine_warps(Shared<F, D, NH> &s, const float *
   }
 }
 
-// The part of a `group`; whether the row has splits in groups to come.
-template <int F, int D, int NH>
+// The part of a `group`, or ALONE all of a block; whether the row has splits in later groups.
+template <int F, int D, int NH, bool ALONE>
 __device__ __forceinline__ bool attend(const Attend &p, int group) {
   using S = Shape<F, D>;
   extern __shared__ __align__(128) u8 memory[];
@@ -237,8 +236,10 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   const int first_channel = part * CHANNELS<D>;
   // Groups come last: no block that works waits for those that rows of short contexts leave empty.
   const int b = blockIdx.y, kv_head = blockIdx.z % p.num_kv_heads;
-  const int block = group * p.num_joined + blockIdx.x;
+  const int block = (ALONE ? blockIdx.z / p.num_kv_heads : group) * p.num_joined + blockIdx.x;
   const bool is_joined = p.num_joined > 1, is_first = blockIdx.x == 0;
+  if (ALONE) release_dependents();
+  if (ALONE && !p.early) wait_for_inputs();
   const i64 slot = read_long(p.slots + b);
   const int position = (int)read_long(p.positions + b);
   if (is_joined) {
@@ -367,31 +368,32 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
 
 // A block's other groups; only blocks without a cluster have several. Apart from the first, which
 // would keep what it works out in fewer registers.
-template <int F, int D, int NH> __device__ __noinline__ void attend_more(const Attend &p) {
+template <int F, int D, int NH> __device__ __noinline__ void walk_on(const Attend &p) {
   const int num_begun = gridDim.z / p.num_kv_heads;
   for (int group = blockIdx.z / p.num_kv_heads + num_begun; group < p.num_groups;
        group += num_begun) {
     __syncthreads();  // nobody reads what the last part left
-    if (!attend<F, D, NH>(p, group)) return;
+    if (!attend<F, D, NH, false>(p, group)) return;
   }
 }
-template <int F, int D, int NH> __device__ __forceinline__ void attend_all(const Attend &p) {
+template <int F, int D, int NH> __device__ __forceinline__ void walk(const Attend &p) {
   release_dependents();
   if (!p.early) wait_for_inputs();
   const int num_begun = gridDim.z / p.num_kv_heads, group = blockIdx.z / p.num_kv_heads;
-  if (attend<F, D, NH>(p, group) && group + num_begun < p.num_groups) attend_more<F, D, NH>(p);
+  if (attend<F, D, NH, false>(p, group) && group + num_begun < p.num_groups) walk_on<F, D, NH>(p);
 }
 
-#define KERNEL(name, F, D, NH)                                                                     \
+// A kernel that can walk has a stack, and a row alone takes 0.3 us longer in it: so there are two.
+#define KERNEL(kind, F, D, NH, parameter, body)                                                    \
   extern "C" __global__ void __launch_bounds__(THREADS<D>, (NH == 1 ? 4 : 2) / PARTS<D>)           \
-  attend_##name##_##D##_##NH(const __grid_constant__ Attend p) { attend_all<F, D, NH>(p); }
-#define ATTEND(D, NH) KERNEL(bf16, BF16, D, NH) KERNEL(bfp8, BFP8, D, NH)
+  kind##_##D##_##NH(parameter Attend p) { body; }
+#define KERNELS(name, F, D, NH)                                                                    \
+  KERNEL(attend_##name, F, D, NH, const, (attend<F, D, NH, true>(p, 0)))                           \
+  KERNEL(walk_##name, F, D, NH, const __grid_constant__, (walk<F, D, NH>(p)))
+#define ATTEND(D, NH) KERNELS(bf16, BF16, D, NH) KERNELS(bfp8, BFP8, D, NH)
+#define ALL(D) ATTEND(D, 1) ATTEND(D, 2)
 
-ATTEND(64, 1)
-ATTEND(64, 2)
-ATTEND(96, 1)
-ATTEND(96, 2)
-ATTEND(128, 1)
-ATTEND(128, 2)
-ATTEND(256, 1)
-ATTEND(256, 2)
+ALL(64)
+ALL(96)
+ALL(128)
+ALL(256)

@@ -64,7 +64,13 @@ class _Attend(ctypes.Structure):
 
 SOURCE = nvrtc.Source(
     Path(__file__).with_name("attention.cu"),
-    tuple(f"attend_{kind}_{d}_{n}" for kind in ("bf16", "bfp8") for d in HEAD_DIMS for n in (1, 2)),
+    tuple(
+        f"{way}_{kind}_{d}_{n}"
+        for way in ("attend", "walk")
+        for kind in ("bf16", "bfp8")
+        for d in HEAD_DIMS
+        for n in (1, 2)
+    ),
     headers=("primitives.cuh", "attention_primitives.cuh", "attention_pages.cuh"),
     structures=(("Attend", _Attend),),
 )
@@ -189,12 +195,13 @@ def _rotation(inv_freq: torch.Tensor, interleaved: bool) -> dict[str, int]:
 
 def _launch(pages: KVPages, arguments: _Attend, num_rows: int, num_begun: int) -> None:
     """The kernel of these pages and so many heads, with blocks for so many groups."""
+    way = "attend" if num_begun == arguments.num_groups else "walk"
     kind = "bf16" if pages.exponents is None else "bfp8"
     heads, joined = arguments.group_heads, arguments.num_joined
-    assert joined == 1 or num_begun == arguments.num_groups
+    assert joined == 1 or way == "attend"
     nvrtc.launch(
         SOURCE,
-        f"attend_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
+        f"{way}_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
         at=nvrtc.Launch(
             blocks=(joined, num_rows, pages.num_kv_heads * num_begun),
             num_threads=32 * _WARPS * _num_parts(pages.head_dim),

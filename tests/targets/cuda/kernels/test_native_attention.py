@@ -287,12 +287,14 @@ def test_groups_do_not_depend_on_the_batch() -> None:
 
 
 def test_every_kernel_is_asked_for() -> None:
-    kinds = re.search(r"^#define ATTEND\(D, NH\)(.*)", _source(), re.M)
-    assert kinds
+    eights = re.findall(r"ATTEND\(D, (\d)\)", _source())
+    kinds = re.findall(r"KERNELS\((\w+), [A-Z]", _source().split("#define ATTEND")[1])
     made = [
-        f"attend_{kind}_{head_dim}_{eights}"
-        for kind in re.findall(r"KERNEL\((\w+),", kinds[1])
-        for head_dim, eights in re.findall(r"^ATTEND\((\d+), (\d)\)", _source(), re.M)
+        f"{way}_{kind}_{head_dim}_{count}"
+        for way in re.findall(r"KERNEL\((\w+)_##name", _source())
+        for kind in kinds
+        for head_dim in re.findall(r"^ALL\((\d+)\)", _source(), re.M)
+        for count in eights
     ]
     assert sorted(made) == sorted(native_attention.SOURCE.names)
 
