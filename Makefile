@@ -94,13 +94,12 @@ test: $(WITH_TEST) $(TYPED)
 # ARGS='--backend native' measures the other backend, whose rows stand beside these.
 PERF_RESULTS := results/cpu.jsonl
 PERF_DOCUMENTS := README.md docs/figures.md
-PEERS_DOCUMENTS := README.md docs/figures.md docs/cpu.md
+BLOCK_DOCUMENTS := README.md docs/figures.md docs/cpu.md docs/serving.md
 PERF_SWEEPS := smollm2-cpu-native/pareto:pareto smollm2-cpu/pareto:pareto-onnxruntime \
     smollm2-cpu/sensitivity:sensitivity smollm2-n300/pareto:pareto-n300
 RENDER = "$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS) && for sweep in $(PERF_SWEEPS); do \
     "$(BIN)/tilewright" sweep export results/$${sweep%:*}.jsonl --markdown docs/$${sweep\#*:}.md \
-        || exit $$?; done && "$(BIN)/python" -m bench.peers.tables $(PEERS_DOCUMENTS) \
-    && "$(BIN)/python" -m bench.serving.tables docs/serving.md
+        || exit $$?; done && "$(BIN)/python" -m bench.blocks $(BLOCK_DOCUMENTS)
 PERF_PRECISIONS := bf16 accuracy performance all-bfp8 all-bfp4 all-q80 all-q40
 PERF_CASES := ci-1 token-matching ci-32 long-context-2k
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.batch.command import VOCABULARY, shrunk_rows
+from bench.batch.made import RowOptions
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.cli import main as tilewright
 from tilewright.compiler.commands.arguments import (
@@ -20,8 +20,6 @@ from tilewright.compiler.commands.arguments import (
     ModelArguments,
     Parser,
     add_options,
-    integer,
-    option,
     values_of,
 )
 from tilewright.compiler.errors import TilewrightError
@@ -31,15 +29,6 @@ from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.sampling import MAX_LOGPROBS, SamplingParams
 
 _MODEL = ("model", "target", "precision", "compute")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    rows: int = option("of make-batch", default=50, type=integer(1, 1 << 20))
-    seed: int = option("of make-batch", default=0, type=integer(0, 1 << 31))
-    shrink: int = option("divide all lengths", default=1, type=integer(1, 64))
-    vocabulary: int = option("ids of prompts are below", default=VOCABULARY, type=integer(2))
-    seats: int = option("rows at a time", default=16, type=integer(1, 1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +50,14 @@ def main(argv: list[str]) -> int:
         prog="tilewright batch-answers",
         description="Compare a batch's greedy answers with those of one row at a time.",
     )
-    add_options(parser, ModelArguments, _Options, without=("backend", "dump"))
+    add_options(parser, ModelArguments, RowOptions, without=("backend", "dump"))
     arguments = parser.parse_args(list(argv))
-    options = _Options(**values_of(_Options, arguments))
+    options = RowOptions(**values_of(RowOptions, arguments))
     words: list[str] = []
     for name in _MODEL:
         if getattr(arguments, name) is not None:
             words += [f"--{name}", getattr(arguments, name)]
-    rows = shrunk_rows(
-        options.rows,
-        seed=options.seed,
-        shrink=options.shrink,
-        vocabulary=options.vocabulary,
-    )
+    rows = options.made()
     batched = _batched(rows, words, options.seats)
     partings, total = _compare(rows, batched, arguments)
     print(render(partings, len(rows), total), end="")

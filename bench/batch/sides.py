@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from bench.in_turn import answer_of
 from bench.serving.servers import llama_cpp, running
-from tilewright.compiler.child import PYTHON
 from tilewright.compiler.errors import TilewrightError
 
 Bodies = Sequence[dict[str, Any]]
@@ -37,14 +36,9 @@ def ours(rows: Path, model: str, precision: str, sizes: Sizes) -> dict[str, floa
     Raises:
         TilewrightError: where it fails, or a row does.
     """
-    command = [*PYTHON, "-m", "tilewright.compiler.cli", "batch", str(rows), "--model", model]
-    command += ["--precision", precision, "--threads", str(sizes.threads), "--json"]
-    command += ["--max-seats", str(sizes.seats), "--max-context", str(sizes.context)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise TilewrightError(f"tilewright batch: {done.stderr.strip()[-300:]}")
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    words = ["batch", str(rows), "--model", model, "--precision", precision]
+    words += ["--threads", str(sizes.threads), "--max-seats", str(sizes.seats)]
+    return answer_of(*words, "--max-context", str(sizes.context))
 
 
 def theirs(bodies: Bodies, binary: Path, model: Path, sizes: Sizes) -> dict[str, float]:

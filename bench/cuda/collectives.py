@@ -17,10 +17,12 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from bench.in_turn import median_and_range
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.commands.console import err, note
 from tilewright.compiler.errors import TilewrightError
+from tilewright.compiler.json_lines import append_lines
 
 _SECONDS = 140.0
 PING = "ping"
@@ -120,8 +122,8 @@ def _serve(ends: list[Connection], asked: _Asked) -> Iterable[Figure]:
 
 def _kept(figure: Figure, asked: _Asked) -> Figure:
     if asked.results is not None:
-        with asked.results.open("a") as file:
-            file.write(json.dumps({**asdict(figure), "median": figure.median}) + "\n")
+        line = json.dumps({**asdict(figure), "median": figure.median})
+        append_lines(asked.results, line.encode() + b"\n")
     return figure
 
 
@@ -133,17 +135,10 @@ def _table(figures: Sequence[Figure]) -> Table:
     names = (f"{size // 1024} KB" if size >= 1024 else f"{size} bytes" for size in sizes)
     titles = ("us an exchange", *names)
     cells = [
-        (method, *(_cell(found.get(size, ())) for size in sizes))
+        (method, *(median_and_range(found.get(size, ()), 2) for size in sizes))
         for method, found in rows.items()
         if method != PING
     ]
     crossing = [statistics.median(each) for each in rows.get(PING, {}).values()]
     notes = [f"one crossing: {each:.2f} us" for each in crossing]
     return Table.of(titles, cells, *notes)
-
-
-def _cell(times: Sequence[float]) -> str:
-    """The median, and the least and the most."""
-    if not times:
-        return ""
-    return f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -167,22 +166,18 @@ def _show(hits: _Found, fives: _Found, divergences: dict[tuple[str, str], list[f
             "kl": mean_and_error(kls),
             "top1 - bf16, points": _less(right, others),
             "top5 - bf16, points": _less(fives[name, way], fives[base]),
-            "kl - bf16": _mean([a - b for a, b in zip(kls, divergences[base], strict=True)]),
+            "kl - bf16": mean_and_error(
+                [a - b for a, b in zip(kls, divergences[base], strict=True)]
+            ),
             "lost, won, p": [paired.b, paired.c, paired.p],
         }
         print(json.dumps(row), flush=True)
 
 
-def _less(ours: list[bool], theirs: list[bool]) -> tuple[float, ...]:
+def _less(ours: list[bool], theirs: list[bool]) -> tuple[float | None, ...]:
     """The difference of two shares in points, and its standard error over the positions."""
-    found = _mean([float(a) - float(b) for a, b in zip(ours, theirs, strict=True)])
-    return tuple(100 * each for each in found)
-
-
-def _mean(found: list[float]) -> tuple[float, float]:
-    mean = sum(found) / len(found)
-    spread = sum((each - mean) ** 2 for each in found) / (len(found) - 1)
-    return mean, math.sqrt(spread / len(found))
+    points = [100 * (float(a) - float(b)) for a, b in zip(ours, theirs, strict=True)]
+    return mean_and_error(points)
 
 
 if __name__ == "__main__":

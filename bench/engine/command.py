@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import tempfile
 import time
@@ -20,6 +19,7 @@ import torch
 
 from bench.engine.compiled import CASES, Asked, command
 from bench.engine.measure import measure
+from bench.in_turn import with_checkout
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import option, parse
 from tilewright.compiler.errors import ConfigError, one_line
@@ -216,13 +216,9 @@ class _Measured:
 
 def _in_child(asked: Asked, seconds: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each case and what a child measured of it, or why it did not."""
-    # the checkout, which has this room, behind where the package is found: its own folder of that
-    # name is only the package's face
-    paths = [os.environ.get("PYTHONPATH", ""), str(Path(__file__).resolve().parents[2])]
-    environment = {"PYTHONPATH": os.pathsep.join(each for each in paths if each)}
     given, missing = [*PYTHON, *command(asked)], [*CASES]
     with Child(
-        given, timeout_s=seconds, environment=environment, has_pipes=True, what="the cases"
+        given, timeout_s=seconds, environment=with_checkout(), has_pipes=True, what="the cases"
     ) as child:
         while line := child.read_line():
             case, found = json.loads(line)

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.in_turn import TILEWRIGHT
 from bench.nodes.files import SHAPES, write_files
 from bench.nodes.links import address, inside, machines
-from tilewright.compiler.child import PYTHON, Child
+from tilewright.compiler.child import Child
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.json_lines import append_lines
 
 _PORT, _SECONDS = 9999, 900.0
 _FREE = "free"
@@ -77,22 +79,21 @@ def _show(row: Row, path: str | None) -> None:
     rates = f"{row.prompt_rate:>10.1f} {row.decode_rate:>10.1f}"
     print(f"{row.link:>8} {row.nodes:>5} {rates} {row.sent_kb:>6.1f} {row.exchange_ms:>6.2f}")
     if path is not None:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(row)) + "\n")
+        append_lines(path, json.dumps(asdict(row)).encode() + b"\n")
 
 
 def _run(given: _Arguments, model: Path, count: int, link: str) -> Row:
-    command = ["-m", "tilewright.compiler.cli", "nodes", "--model", str(model)]
+    command = [*TILEWRIGHT, "nodes", "--model", str(model)]
     command += ["--nthreads", str(given.threads), "--steps", str(given.steps)]
     command += ["--buffer-float-type", given.wire, "--prompt", "a" * given.prompt_tokens]
     token = {"TILEWRIGHT_TOKEN": secrets.token_hex(16)}
     if link == _FREE:
-        said = _output([*PYTHON, *command, "--nodes", str(count)], token)
+        said = _output([*command, "--nodes", str(count)], token)
     else:
         with machines(count, _rate(link)), _workers(count, token, model):
             workers = [f"{address(node)}:{_PORT}" for node in range(1, count)]
             command += ["--workers", *workers] if workers else []
-            said = _output([*inside(0), *PYTHON, *command], token)
+            said = _output([*inside(0), *command], token)
     return _row(said, model.stem, count, given, link)
 
 
@@ -100,9 +101,9 @@ def _run(given: _Arguments, model: Path, count: int, link: str) -> Row:
 def _workers(count: int, token: dict[str, str], model: Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for node in range(1, count):
-            command = ["-m", "tilewright.compiler.cli", "nodes", "worker", "--model", str(model)]
+            command = [*inside(node), *TILEWRIGHT, "nodes", "worker", "--model", str(model)]
             command += ["--host", address(node), "--port", str(_PORT)]
-            stack.enter_context(Child([*inside(node), *PYTHON, *command], environment=token))
+            stack.enter_context(Child(command, environment=token))
         time.sleep(0.5)
         yield
 

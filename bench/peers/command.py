@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.in_turn import with_checkout
 from bench.peers import PEERS
 from bench.peers.options import CompareOptions, read_options
 from bench.peers.records import write_part
@@ -27,7 +27,6 @@ _FOUR_BITS = ("Q4_0", "Q4_1")
 _OPENVINO_KINDS = ("Q4_0", "Q4_1", "Q8_0", "F16")
 _ONNX_WEIGHTS = "int4"
 _BACKENDS = dict(zip(CPU_BACKENDS, OURS, strict=True))
-_ROOT = Path(__file__).resolve().parents[2]
 _WORKER = "bench.peers.tilewright_worker"
 
 
@@ -123,8 +122,7 @@ class _Starts:
         except Exception as error:  # libraries of peers raise what they like
             raise WorkerError(one_line(error)) from None
         command = (*PYTHON, "-m", _WORKER, json.dumps(settings))
-        search = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {"PYTHONPATH": search, "OMP_NUM_THREADS": str(self._options.num_threads)}
+        environment = {**with_checkout(), "OMP_NUM_THREADS": str(self._options.num_threads)}
         return Worker(command, environment=environment, timeout_s=self._options.timeout)
 
     def _files(self, engine: str, weights: str) -> dict[str, Any]:

@@ -1,51 +1,45 @@
-"""The tables of ``tilewright compare`` in documents, rendered from its records as they are.
-
-A document says where: between ``<!-- peers:begin NAME PART -->`` and the same with ``end`` stands
-the table of a part of ``results/NAME.json``, or for the part ``ratios`` what all its parts say of
-ours beside each peer. `make perf-tables` runs this module; nothing is measured.
-"""
+"""The tables of a record of ``tilewright compare``: of its rates, and of ours beside each peer."""
 
 from __future__ import annotations
 
-import re
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bench.peers.records import read_parts
 from tilewright.compiler.bench import stats
-from tilewright.compiler.bench.display import span
+from tilewright.compiler.bench.display import decimal, megabytes, span, with_spread
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.errors import ConfigError, allowed
 
-_BLOCK = re.compile(
-    r"(<!-- peers:begin ([\w-]+) ([\w-]+) -->\n).*?(<!-- peers:end \2 \3 -->)",
-    re.DOTALL | re.ASCII,
-)
 _RATIOS = "ratios"
 _TITLES = {"prefill": "prefill {}", "decode": "decode"}
 _Record = dict[str, Any]
 
 
-def peers_table(record: _Record) -> str:
-    """The Markdown table of a record, each of ours with its ratios to its peers, and its source."""
+def rates_table(record: _Record, *, is_full: bool = False) -> Table:
+    """The rates of a record, each of ours with its ratios to its peers; a full one has the weights'
+    bytes and the spread of every figure too.
+    """
     measures = [each["name"] for each in record["measures"]]
     peers = list(dict.fromkeys(each["peer"].split()[0] for each in record["ratios"]))
     busy = [name for name in measures if "-busy" in name]
-    columns = ("engine", "weights", *map(_title, measures), "of read rate")
+    columns = ("engine", "weights", *("MB",) * is_full, *map(_title, measures), "of read rate")
     columns += ("kept beside them",) * bool(busy)
     columns += tuple(f"of {name}'s, in this order" for name in peers)
     rows = []
     for each in record["contestants"]:
         if each["rates"]:
             kept = (_kept(each["rates"], busy),) * bool(busy)
-            rows.append((*_rates(each, measures), *kept, *_ratios(each, measures, peers, record)))
-    return f"{Table.of(columns, rows).markdown()}\n{_source(record)}\n"
+            found = _medians(record, f"{each['engine']} {each['weights']}", is_full=is_full)
+            rates = _rates(each, measures, is_full=is_full)
+            rows.append((*rates, *kept, *_ratios(found, measures, peers)))
+    return Table.of(columns, rows)
 
 
-def _source(record: _Record) -> str:
+def source_of(record: _Record) -> str:
+    """Where a record's figures come from, and how far apart its rounds lie."""
     readings = [each / 1e9 for each in record["bandwidth"]["readings"]]
     spreads = [
         stats.spread(each["repeats"]) for each in record["ratios"] if len(each["repeats"]) > 1
@@ -59,7 +53,7 @@ def _source(record: _Record) -> str:
         f"{record['model']}, {record['num_threads']} threads of {record['device']}; medians of "
         f"{rounds} in turn, tokens/s, all users together; ratios round by round{spread}; memory "
         f"read at {min(readings):.1f} to {max(readings):.1f} GB/s "
-        f"({record['timestamp'][:10]}, commit {record['commit'][:10]})."
+        f"({record['timestamp'][:10]}, commit {(record['commit'] or 'no checkout')[:10]})."
     )
 
 
@@ -73,17 +67,23 @@ def _title(measure: str) -> str:
     return f"{title}, {rest[0].removeprefix('x')} users" if rest else title
 
 
-def _rates(each: _Record, measures: Sequence[str]) -> list[str]:
+def _rates(each: _Record, measures: Sequence[str], *, is_full: bool) -> list[str]:
     share = each["bandwidth_share"]
-    rates = [_rate(each["rates"].get(measure)) for measure in measures]
+    rates = [_rate(each["rates"].get(measure), is_full=is_full) for measure in measures]
     read = "" if share is None else f"{100 * share:.0f} %"
-    return [each["engine"], each["weights"], *rates, read]
+    size = [megabytes(each["weight_bytes"], grouped=True)] if is_full else []
+    return [each["engine"], each["weights"], *size, *rates, read]
 
 
-def _rate(rate: _Record | None) -> str:
+def _rate(rate: _Record | None, *, is_full: bool) -> str:
     if rate is None:
         return ""
-    return f"{rate['median']:,.0f}" if rate["median"] >= 100 else f"{rate['median']:.1f}"
+    text = decimal(rate["median"], 0 if rate["median"] >= 100 else 1, grouped=True)
+    return _with_spread(text, rate["repeats"]) if is_full else text
+
+
+def _with_spread(text: str, repeats: Sequence[float]) -> str:
+    return with_spread(text, stats.spread(repeats) if len(repeats) > 1 else None, 0)
 
 
 def _kept(rates: Mapping[str, _Record], busy: Sequence[str]) -> str:
@@ -98,22 +98,22 @@ def _kept(rates: Mapping[str, _Record], busy: Sequence[str]) -> str:
 
 
 def _ratios(
-    each: _Record, measures: Sequence[str], peers: Sequence[str], record: _Record
+    found: Mapping[tuple[str, str], str], measures: Sequence[str], peers: Sequence[str]
 ) -> list[str]:
-    found = _medians(record, f"{each['engine']} {each['weights']}")
     return [
-        ", ".join(f"{found[peer, name]:.2f}" for name in measures if (peer, name) in found)
-        for peer in peers
+        ", ".join(found[peer, name] for name in measures if (peer, name) in found) for peer in peers
     ]
 
 
-def _medians(record: _Record, ours: str) -> dict[tuple[str, str], float]:
+def _medians(record: _Record, ours: str, *, is_full: bool = False) -> dict[tuple[str, str], str]:
     """The median ratio of one of ours, by peer and measure."""
-    return {
-        (each["peer"].split()[0], each["measure"]): statistics.median(each["repeats"])
-        for each in record["ratios"]
-        if each["ours"] == ours
-    }
+    found = {}
+    for each in record["ratios"]:
+        if each["ours"] == ours:
+            text = f"{statistics.median(each['repeats']):.2f}"
+            text = _with_spread(text, each["repeats"]) if is_full else text
+            found[each["peer"].split()[0], each["measure"]] = text
+    return found
 
 
 def ratios_table(parts: Mapping[str, _Record]) -> str:
@@ -130,12 +130,12 @@ def ratios_table(parts: Mapping[str, _Record]) -> str:
     keys = dict.fromkeys(key for medians in found.values() for key in medians)
     columns = ("model", "weights", *(f"{_title(name)}, of {peer}'s" for peer, name in keys))
     rows = [
-        (*key, *(f"{medians[each]:.2f} x" if each in medians else "" for each in keys))
+        (*key, *(f"{medians[each]} x" if each in medians else "" for each in keys))
         for key, medians in found.items()
         if medians
     ]
     return f"{Table.of(columns, rows).markdown()}\n" + "\n".join(
-        f"{_source(each)}  " if each is not chosen[-1] else _source(each) for each in chosen
+        f"{source_of(each)}  " if each is not chosen[-1] else source_of(each) for each in chosen
     )
 
 
@@ -144,33 +144,18 @@ def _is_of_backends(record: _Record) -> bool:
     return len(engines) > 1
 
 
-def rendered(text: str, results: Path) -> str:
-    """A document with its blocks made anew.
+def peers_block(results: Path, name: str, part: str = "") -> str:
+    """The Markdown of a part of the record ``name``.
 
     Raises:
-        ConfigError: for a block whose record, or whose part of it, is missing.
+        ConfigError: for a record, or a part of it, that is missing.
     """
-
-    def block(found: re.Match[str]) -> str:
-        path, part = results / f"{found[2]}.json", found[3]
-        if not path.is_file():
-            raise ConfigError(f"{path} is missing; allowed: a record of tilewright compare --json")
-        parts = read_parts(path)
-        if part not in (*parts, _RATIOS):
-            raise ConfigError(f"{path}: no part {part!r}; {allowed((*parts, _RATIOS), part)}")
-        table = ratios_table(parts) if part == _RATIOS else peers_table(parts[part])
-        return f"{found[1]}\n{table.rstrip()}\n\n{found[4]}"
-
-    return _BLOCK.sub(block, text)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Render the blocks of the documents named, from ``results/`` here."""
-    for name in argv:
-        path = Path(name)
-        path.write_text(rendered(path.read_text(encoding="utf-8"), Path("results")), "utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    path = results / f"{name}.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing; allowed: a record of tilewright compare --json")
+    parts = read_parts(path)
+    if part not in (*parts, _RATIOS):
+        raise ConfigError(f"{path}: no part {part!r}; {allowed((*parts, _RATIOS), part)}")
+    if part == _RATIOS:
+        return ratios_table(parts)
+    return f"{rates_table(parts[part]).markdown()}\n{source_of(parts[part])}"

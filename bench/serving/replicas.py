@@ -6,7 +6,6 @@ Each is loaded by as many users a replica; on CPUs, one engine with all threads 
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import random
 import statistics
@@ -20,15 +19,12 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
 
+from bench.in_turn import TILEWRIGHT, InTurn, keeper, median_and_range
 from bench.serving.servers import Contestant, in_turn, running
-from tilewright.compiler.bench.display import decimal, span
+from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.arguments import integer, option, parse
-from tilewright.compiler.devices import describe_cpu
-from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import TilewrightError
-from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.serve.load.client import COMPLETIONS, Heard, at_most, connected
 from tilewright.compiler.serve.load.figures import summary
 from tilewright.compiler.serve.load.shape import Shape
@@ -37,7 +33,7 @@ _WARM_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
+class _Options(InTurn):
     model: str = option("as of tilewright serve", default="smollm2", metavar="PATH")
     target: str = option("of every server", default="cpu")
     precision: str = option("of every server", default="auto", metavar="NAME")
@@ -46,13 +42,10 @@ class _Options:
     answers: int = option("of each user, in a round", default=3, type=integer(1, 1000))
     input_tokens: int = option("of each prompt", default=128, type=integer(1, 1 << 20))
     output_tokens: int = option("of each answer", default=128, type=integer(1, 1 << 20))
-    threads: int | None = option("CPU threads (default: all cores)", type=integer(1, 1024))
     styles: tuple[str, ...] = option(
         "how answers are asked for: stream, whole", default=("stream",), choices=("stream", "whole")
     )
     clients: int = option("processes that the users are dealt to", default=1, type=integer(1, 64))
-    rounds: int = option("in turn", default=3, type=integer(1, 1000))
-    results: str | None = option("add every row to a file of JSON lines", metavar="FILE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +60,16 @@ def main(argv: list[str]) -> int:
     """Measure and print the medians; returns the exit code."""
     text = "Load replicas behind one server and one engine alone, in turn."
     options = parse(_Options, argv, prog="tilewright compare-replicas", description=text)
-    if options.results is not None:
-        check_writable(Path(options.results))
-    rows: list[dict[str, Any]] = []
+    keep, rows = keeper(options.results), list[dict[str, Any]]()
     places = _places(options)
     by_name = {each.contestant.name: each for each in places}
-    facts, host = environment(), describe_cpu().model_name
     with tempfile.TemporaryDirectory() as logs:
         for number, contestant in in_turn([each.contestant for each in places], options.rounds):
             found = _one(options, by_name[contestant.name], Path(logs))
             for row in found:
                 row |= {"server": contestant.name, "round": number, "model": options.model}
-                row |= {"commit": facts.commit, "date": facts.timestamp, "host": host}
+                keep(row)
             rows += found
-            if options.results is not None:
-                with Path(options.results).open("a", encoding="utf-8") as file:
-                    file.writelines(json.dumps(row) + "\n" for row in found)
     print(render(rows), end="")
     return 0
 
@@ -94,14 +81,14 @@ def _places(options: _Options) -> list[_Place]:
     sizes = ["--max-context", str(context), "--no-prefix-cache"]
 
     def serve(name: str, seats: int, *more: str) -> Contestant:
-        command = [*PYTHON, "-m", "tilewright.compiler.cli", "serve", options.model]
+        command = [*TILEWRIGHT, "serve", options.model]
         command += ["--target", options.target, "--precision", options.precision, *sizes]
         return Contestant(name, (*command, "--max-seats", str(seats), *more))
 
     if options.target == "cuda":
         both = serve(f"{count} replicas", users, "--replicas", str(count))
         return [_Place(serve("one", users), users), _Place(both, count * users)]
-    threads = options.threads or describe_cpu().num_cores
+    threads = options.num_threads
     share = max(1, threads // count)
     cores = ("--replicas", str(count), "--threads", str(threads))
     return [
@@ -202,12 +189,11 @@ def render(rows: Sequence[dict[str, Any]]) -> str:
             rates = [row["output_tokens_per_second"] for row in own]
             middle = statistics.median(rates)
             first = first or middle
-            ends = span(min(rates), max(rates), joint=" to ", grouped=True)
             times = [
                 decimal(statistics.median(row[each] for row in own), grouped=True)
                 for each in ("ttft_ms_p50", "tpot_ms_p50")
             ]
-            cells = [f"{decimal(middle, grouped=True)} ({ends})", *times]
+            cells = [median_and_range(rates), *times]
             lines.append([style, name, str(own[0]["users"]), *cells, f"{middle / first:.2f} x"])
     times_of = ["TTFT p50 (ms)", "TPOT p50 (ms)"]
     heads = ["answers", "server", "users", "output t/s", *times_of, "of the first"]

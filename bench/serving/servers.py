@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.compiler.child import PYTHON, Child
+from bench.in_turn import TILEWRIGHT
+from tilewright.compiler.child import Child
 from tilewright.compiler.errors import ConfigError, TilewrightError
 from tilewright.compiler.serve.health import is_healthy
 
@@ -28,8 +29,7 @@ def ours(model: str, precision: str, *, users: int, context: int, threads: int) 
     """`tilewright serve` with a seat for each user."""
     options = ("--precision", precision, "--threads", str(threads))
     seats = ("--max-seats", str(users), "--max-context", str(context))
-    module = ("-m", "tilewright.compiler.cli", "serve", model)
-    return Contestant("tilewright", (*PYTHON, *module, *options, *seats))
+    return Contestant("tilewright", (*TILEWRIGHT, "serve", model, *options, *seats))
 
 
 def llama_cpp(binary: Path, model: Path, *, users: int, context: int, threads: int) -> Contestant:

@@ -1,28 +1,63 @@
-"""The table of ``tilewright compare-serve`` in documents, rendered from its rows as they are.
-
-Between ``<!-- servers:begin NAME -->`` and the same with ``end`` stands what the last run in
-``results/serving/NAME.jsonl`` found. `make perf-tables` runs this module; nothing is measured.
-"""
+"""The table of ``tilewright compare-serve``, of its rows."""
 
 from __future__ import annotations
 
 import json
-import re
-import sys
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.serving.command import render
+from bench.in_turn import median_and_range
+from tilewright.compiler.bench.display import cell_text
+from tilewright.compiler.bench.table import Table
 from tilewright.compiler.errors import ConfigError
 
-_BLOCK = re.compile(
-    r"(<!-- servers:begin ([\w-]+) -->\n).*?(<!-- servers:end \2 -->)", re.DOTALL | re.ASCII
-)
+_FIGURES = {
+    "output_tokens_per_second": "output t/s",
+    "ttft_ms_p50": "TTFT p50 (ms)",
+    "tpot_ms_p50": "TPOT p50 (ms)",
+    "later_ttft_ms_p50": "later turns' TTFT p50 (ms)",
+    "cached_percent_of_shareable": "cached of shareable (%)",
+    "cached_percent_of_prompts": "cached of all prompts (%)",
+}
 
 
-def servers_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The Markdown table of the last run among rows, and where it comes from."""
+def render(rows: Sequence[dict[str, Any]]) -> str:
+    """Medians over rounds with their spread, and each of ours over llama.cpp's, as Markdown."""
+    keys = list(dict.fromkeys((row["pair"], row["users"]) for row in rows))
+    lines = []
+    for pair, users in keys:
+        for name, title in _FIGURES.items():
+            found = {
+                server: [row[name] for row in rows if _is_of(row, server, pair, users, name)]
+                for server in ("tilewright", "llama.cpp", "tilewright run")
+            }
+            if not found["tilewright"] or not found["llama.cpp"]:
+                continue
+            ours, theirs = (statistics.median(found[each]) for each in ("tilewright", "llama.cpp"))
+            ratio = f"{ours / theirs:.2f} x" if theirs else ""
+            cells = [median_and_range(found[server]) for server in found]
+            lines.append([cell_text(pair), str(users), title, *cells, ratio])
+    heads = ["ours / theirs", "users", "figure", "tilewright", "llama.cpp", "run", "ratio"]
+    return Table.of(heads, lines).markdown()
+
+
+def _is_of(row: dict[str, Any], server: str, pair: str, users: int, name: str) -> bool:
+    return (row["server"], row["pair"], row["users"]) == (server, pair, users) and name in row
+
+
+def servers_block(results: Path, name: str) -> str:
+    """The Markdown of the last run in ``serving/NAME.jsonl``, and where it comes from.
+
+    Raises:
+        ConfigError: where there are no rows.
+    """
+    path = results / "serving" / f"{name}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not lines:
+        raise ConfigError(f"{path} is missing; allowed: rows of tilewright compare-serve --results")
+    rows = [json.loads(line) for line in lines]
     last = rows[-1]
     run = [row for row in rows if row["date"] == last["date"]]
     rounds = 1 + max(row["round"] for row in run)
@@ -31,35 +66,4 @@ def servers_table(rows: Sequence[dict[str, Any]]) -> str:
         f"{rounds} round{'s' * (rounds > 1)} in turn, medians (lowest to highest); {last['host']} "
         f"({last['date'][:10]}, commit {commit})."
     )
-    return f"{render(run)}\n{source}\n"
-
-
-def rendered(text: str, results: Path) -> str:
-    """A document with its blocks made anew.
-
-    Raises:
-        ConfigError: for a block whose rows are missing.
-    """
-
-    def block(found: re.Match[str]) -> str:
-        path = results / f"{found[2]}.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        if not lines:
-            raise ConfigError(
-                f"{path} is missing; allowed: rows of tilewright compare-serve --results"
-            )
-        return f"{found[1]}\n{servers_table([json.loads(line) for line in lines])}\n{found[3]}"
-
-    return _BLOCK.sub(block, text)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Render the blocks of the documents named, from ``results/serving/`` here."""
-    for name in argv:
-        path = Path(name)
-        path.write_text(rendered(path.read_text("utf-8"), Path("results", "serving")), "utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    return f"{render(run)}\n{source}"

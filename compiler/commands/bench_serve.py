@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.commands.arguments import integer, option, parse, real
 from tilewright.compiler.errors import ConfigError, TilewrightError, allowed
+from tilewright.compiler.json_lines import append_lines
 
 if TYPE_CHECKING:
     from tilewright.compiler.serve.load.figures import Figures
@@ -57,8 +58,7 @@ def main(argv: list[str]) -> int:
     for row in rows:
         line = json.dumps({**asdict(options), "results": None, **row})
         if options.results is not None:
-            with options.results.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
+            append_lines(options.results, line.encode() + b"\n")
         if options.as_json:
             print(line)
         else:

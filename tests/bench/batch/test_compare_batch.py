@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from bench.batch.answers import Parting, first_parting, render
-from bench.batch.command import OURS, THEIRS, shrunk_rows
+from bench.batch.command import OURS, THEIRS
 from bench.batch.command import render as render_sides
+from bench.batch.made import RowOptions
 from bench.batch.sides import Sizes, theirs
 from tests.commands.conftest import Run
 from tilewright.compiler.runtime.request import Request
@@ -38,7 +39,7 @@ def test_every_row_is_asked_of_llama_cpp_to_its_length(tmp_path: Path) -> None:
     server = tmp_path / "llama-server"
     server.write_text(_SERVER.format(python=sys.executable))
     server.chmod(0o755)
-    bodies = [row["body"] for row in shrunk_rows(11, seed=0, shrink=8)]
+    bodies = [row["body"] for row in RowOptions(rows=11, shrink=8).made()]
     sizes = Sizes(seats=3, context=100, threads=1)
     found = theirs(bodies, server, tmp_path / "m.gguf", sizes)
     assert found["rows"] == 11
@@ -88,9 +89,9 @@ def test_a_batchs_answers_are_compared_with_those_alone(tiny_gguf: Path, run: Ru
 
 
 def test_shrunk_rows_keep_at_least_a_token() -> None:
-    for row in shrunk_rows(50, seed=0, shrink=64):
+    for row in RowOptions(rows=50, shrink=64).made():
         assert row["body"]["prompt"] and row["body"]["max_tokens"] >= 1
-    assert json.dumps(shrunk_rows(2, seed=0, shrink=2))
+    assert json.dumps(RowOptions(rows=2, shrink=2).made())
 
 
 @pytest.mark.slow

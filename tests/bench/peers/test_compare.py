@@ -139,7 +139,8 @@ def test_missing_peers_are_said_and_ours_is_measured(
     printed = capsys.readouterr().out
     for peer in PEERS.values():
         assert f"not installed: pip install {peer.package}" in printed
-    assert "memory read by 1 threads" in printed and "Traceback" not in printed
+    assert "1 threads of" in printed and "memory read at 1.0 to" in printed
+    assert "Traceback" not in printed
     (record,) = read_parts(output).values()
     ours, *peers = record["contestants"]
     assert ours["failure"] is None and ours["step_bytes"] > 0 and ours["bandwidth_share"] > 0

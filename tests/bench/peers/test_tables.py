@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.blocks import rendered
 from bench.peers.records import write_part
-from bench.peers.tables import peers_table, rendered
+from bench.peers.tables import rates_table
 from tilewright.compiler.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -65,7 +66,7 @@ def test_what_is_kept_beside_other_processes_is_said() -> None:
         "measures": [{"name": name} for name in rates],
         "contestants": [{"engine": "e", "weights": "w", "bandwidth_share": None, "rates": each}],
     }
-    head, _, row = table_cells(peers_table(record))
+    head, _, row = table_cells(rates_table(record).markdown())
     assert head[2:] == ["decode", "decode beside 1 process", "of read rate", "kept beside them"]
     assert row[-1] == "60 %"
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving.command import render
+from bench.blocks import rendered
 from bench.serving.servers import Contestant, in_turn, llama_cpp, running
-from bench.serving.tables import rendered
+from bench.serving.tables import render
 from tilewright.compiler.cli import main
 from tilewright.compiler.errors import ConfigError, TilewrightError
 
@@ -72,7 +72,8 @@ def test_a_document_has_the_last_run(tmp_path: Path) -> None:
     text = "a\n<!-- servers:begin cpu -->\nold\n<!-- servers:end cpu -->\nb\n"
     with pytest.raises(ConfigError, match="is missing"):
         rendered(text, tmp_path)
-    (tmp_path / "cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "serving").mkdir()
+    (tmp_path / "serving/cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = rendered(text, tmp_path)
     assert "30.0 (30.0 to 30.0)" in found and "1.0 (" not in found and "old" not in found
     assert "1 round in turn" in found and "H (2026-01-02, commit abcabcabca)" in found
@@ -81,7 +82,7 @@ def test_a_document_has_the_last_run(tmp_path: Path) -> None:
 
 def test_the_document_s_table_is_its_rows() -> None:
     text = (ROOT / "docs/serving.md").read_text("utf-8")
-    assert "servers:begin cpu -->" in text and rendered(text, ROOT / "results/serving") == text
+    assert "servers:begin cpu -->" in text and rendered(text, ROOT / "results") == text
 
 
 def test_what_cannot_be_compared_is_refused(
