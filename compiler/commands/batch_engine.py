@@ -104,7 +104,6 @@ def _made(
     grammars = grammars_of(folder, source.tokenizer.eos_ids, executable.vocab_size)
     policy = Policy(
         step_ms=0.0,
-        gathers=min(options.gather, executable.capabilities.max_seats),
         step_tokens=options.engine["step_tokens"],
         reuses=not options.engine["no_prefix_cache"],
         host_bytes=int(options.engine["host_cache"] * 1e9),

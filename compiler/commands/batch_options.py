@@ -116,13 +116,6 @@ class BatchOptions:
         group="engine",
         type=integer(1, 4096),
     )
-    gather: int = option(
-        "rows that begin together: a free seat waits until there are so many",
-        default=1,
-        group="engine",
-        type=integer(1, 4096),
-        metavar="N",
-    )
     engine_kind: str = option(
         "local: in this process; ray: Ray Data spreads rows over actors, here or over a cluster",
         "--engine",

@@ -32,8 +32,6 @@ class Policy:
             are there from the beginning and nobody listens.
         cache_replies: whether full pages of an answer are shared too. What finds them reads what
             the kernels of decode have written, which is equal to a prompt's up to rounding.
-        gathers: seats that must be free before anybody who waits gets one, while others run: their
-            prompts then are computed together, and each waits for the last of them.
         host_bytes: host memory for the state of preempted requests, and as much for that of kept
             seats; what does not fit is computed again.
     """
@@ -44,12 +42,7 @@ class Policy:
     reuses: bool = True
     prompts_first: bool = False
     cache_replies: bool = False
-    gathers: int = 1
     host_bytes: int = HOST_CACHE_BYTES
-
-    def waits(self, num_free: int, num_waiting: int) -> bool:
-        """Whether those who wait do so until more seats are free, while others run."""
-        return num_free < min(self.gathers, num_waiting)
 
 
 @dataclass(slots=True, eq=False)

@@ -130,8 +130,7 @@ class Scheduler:
         Of the steps before, one at most has not been read; and between two calls one is read, if
         any was under way: who loses a seat comes back knowing all that was chosen for it.
         """
-        num_free = self.capabilities.max_seats - len(self.seating.seated)
-        if self.line and not (self.seating.seated and self.policy.waits(num_free, len(self.line))):
+        if self.line:
             self._admit()
         decoding = self._decode_rows()
         chunks = self._chunks(len(decoding))

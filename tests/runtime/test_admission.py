@@ -15,9 +15,7 @@ from tilewright.compiler.runtime.running import Policy, Running
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.runtime.scheduler import HOLD_SECONDS, Scheduler
 from tilewright.compiler.runtime.waiting import WaitingLine
-from tilewright.compiler.targets.base import Capabilities, CompileOptions
-from tilewright.compiler.targets.contract import NumericContract
-from tilewright.compiler.targets.null import NullExecutable
+from tilewright.compiler.targets.base import Capabilities
 from tilewright.compiler.targets.step import Seat
 
 
@@ -148,25 +146,3 @@ def test_a_short_prompt_passes_a_long_one_that_gets_every_second_piece() -> None
         running.left -= count
         order.append(running.request.request_id)
     assert order == [0, 1, 0, 1, 0, 1]
-
-
-def test_seats_that_are_gathered_are_given_together_and_at_the_end_at_once() -> None:
-    executable = NullExecutable(
-        50, CompileOptions(max_batch=5, max_context=64), NumericContract((), ())
-    )
-    loop = EngineLoop(executable, policy=Policy(gathers=3, reuses=False))
-    made = [asked(number, wanted=3 + number % 4) for number in range(17)]
-    for request in made:
-        loop.add(request)
-    known: set[int] = set()
-    groups, waiting = [], len(made)
-    while loop.has_work():
-        loop.step()
-        fresh = {each.request.request_id for each in loop.scheduler.running} - known
-        known |= fresh
-        if fresh:
-            groups.append(len(fresh))
-            assert len(fresh) >= min(3, waiting)
-            waiting -= len(fresh)
-    assert groups[0] == 5 and sum(groups) == 17
-    assert [len(request.output) for request in made] == [3 + n % 4 for n in range(17)]
