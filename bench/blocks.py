@@ -2,7 +2,8 @@
 
 A document says where: ``<!-- peers:begin NAME PART -->`` and the same with ``end`` hold the table
 of a part of ``results/NAME.json``, or for the part ``ratios`` what all its parts say of ours beside
-each peer; ``<!-- servers:begin NAME -->`` that of the last run in ``results/serving/NAME.jsonl``.
+each peer; ``<!-- servers:begin NAME -->`` that of the last run in ``results/serving/NAME.jsonl``;
+``<!-- nodes:begin NAME -->`` that of all runs in ``results/parallel/NAME.jsonl``.
 `make perf-tables` runs this module; nothing is measured.
 """
 
@@ -13,10 +14,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from bench.nodes.tables import nodes_block
 from bench.peers.tables import peers_block
 from bench.serving.tables import servers_block
 
-_KINDS: Mapping[str, Callable[..., str]] = {"peers": peers_block, "servers": servers_block}
+_KINDS: Mapping[str, Callable[..., str]] = {
+    "peers": peers_block,
+    "servers": servers_block,
+    "nodes": nodes_block,
+}
 _BLOCK = re.compile(
     rf"(<!-- ({'|'.join(_KINDS)}):begin ([\w-]+(?: [\w-]+)?) -->\n).*?(<!-- \2:end \3 -->)",
     re.DOTALL | re.ASCII,

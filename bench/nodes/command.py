@@ -6,9 +6,9 @@ Processes of one machine share its memory bus, and are not machines: see docs/pa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
+import shlex
 import subprocess
 import tempfile
 import time
@@ -16,16 +16,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.in_turn import TILEWRIGHT
+from bench.in_turn import TILEWRIGHT, keeper
 from bench.nodes.files import SHAPES, write_files
 from bench.nodes.links import address, inside, machines
+from bench.nodes.tables import FREE, Row
 from tilewright.compiler.child import Child
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError
-from tilewright.compiler.json_lines import append_lines
 
 _PORT, _SECONDS = 9999, 900.0
-_FREE = "free"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,67 +33,64 @@ class _Arguments:
     model: str | None = option("a model instead of a shape", metavar="PATH")
     nodes: tuple[int, ...] = option("how many", default=(1, 2, 4), type=integer(1, 16))
     links: tuple[str, ...] = option(
-        "free, or gigabits a second (root)", default=(_FREE,), metavar="RATE"
+        "free, or gigabits a second (root)", default=(FREE,), metavar="RATE"
     )
     threads: int = option("of a node", default=2, type=integer(1, 64))
-    wire: str = option("of partial sums", default="q80", choices=("f32", "bf16", "q80"))
+    wires: tuple[str, ...] = option(
+        "of partial sums, in turn", default=("q80",), choices=("f32", "bf16", "q80")
+    )
     prompt_tokens: int = option(
         "each a letter, of shapes' files", default=64, type=integer(1, 4000)
     )
     steps: int = option("tokens of prompt and answer", default=160, type=integer(1, 4000))
-    repeats: int = option("of each", default=1, type=integer(1, 100))
-    json: str | None = option("a file that rows are added to", "--json", metavar="FILE")
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One run: tokens a second, and of each predicted token what rank 0 sent and waited."""
-
-    model: str
-    nodes: int
-    threads: int
-    link: str
-    wire: str
-    prompt_rate: float
-    decode_rate: float
-    sent_kb: float
-    exchange_ms: float
+    repeats: int = option("rounds, each of all others once", default=1, type=integer(1, 100))
+    results: Path | None = option(
+        "add every run to a file of JSON lines", metavar="FILE", type=Path
+    )
 
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright bench-nodes`` with the arguments behind it; returns the exit code."""
     words = "Measure a model over CPU nodes."
     given = parse(_Arguments, argv, prog="tilewright bench-nodes", description=words)
+    keep = keeper(given.results)
     with tempfile.TemporaryDirectory(prefix="tilewright-nodes-") as folder:
         model = Path(given.model) if given.model else write_files(given.shape, Path(folder))
-        print(f"{'link':>8} {'nodes':>5} {'prompt t/s':>10} {'decode t/s':>10} kB/tok ms/tok")
+        print(f"{'link':>8} {'nodes':>5} wire prompt t/s decode t/s kB/tok ms/tok")
         for link in given.links:
-            for count in given.nodes:
-                for _ in range(given.repeats):
-                    _show(_run(given, model, count, link), given.json)
+            for _ in range(given.repeats):
+                for count in given.nodes:
+                    for wire in given.wires if count > 1 else ("",):
+                        row = _run(given, model, (count, wire), link)
+                        _show(row)
+                        keep(asdict(row))
     return 0
 
 
-def _show(row: Row, path: str | None) -> None:
+def _show(row: Row) -> None:
+    begin = f"{row.link:>8} {row.nodes:>5} {row.wire:>4}"
     rates = f"{row.prompt_rate:>10.1f} {row.decode_rate:>10.1f}"
-    print(f"{row.link:>8} {row.nodes:>5} {rates} {row.sent_kb:>6.1f} {row.exchange_ms:>6.2f}")
-    if path is not None:
-        append_lines(path, json.dumps(asdict(row)).encode() + b"\n")
+    print(f"{begin} {rates} {row.sent_kb:>6.1f} {row.exchange_ms:>6.2f}")
 
 
-def _run(given: _Arguments, model: Path, count: int, link: str) -> Row:
-    command = [*TILEWRIGHT, "nodes", "--model", str(model)]
-    command += ["--nthreads", str(given.threads), "--steps", str(given.steps)]
-    command += ["--buffer-float-type", given.wire, "--prompt", "a" * given.prompt_tokens]
+def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Row:
+    count, wire = kind
+    options = ["--nthreads", str(given.threads), "--steps", str(given.steps)]
+    options += ["--buffer-float-type", wire] if wire else []
+    options += ["--nodes", str(count)] if link == FREE else []
+    command = [*TILEWRIGHT, "nodes", "--model", str(model), *options]
+    command += ["--prompt", "a" * given.prompt_tokens]
     token = {"TILEWRIGHT_TOKEN": secrets.token_hex(16)}
-    if link == _FREE:
-        said = _output([*command, "--nodes", str(count)], token)
+    if link == FREE:
+        said = _output(command, token)
     else:
         with machines(count, _rate(link)), _workers(count, token, model):
             workers = [f"{address(node)}:{_PORT}" for node in range(1, count)]
             command += ["--workers", *workers] if workers else []
             said = _output([*inside(0), *command], token)
-    return _row(said, model.stem, count, given, link)
+    shown = shlex.join(["tilewright", "nodes", "--model", model.name, *options])
+    kinds = (model.stem, count, given.threads, link, wire)
+    return Row(*kinds, *_figures(said), given.prompt_tokens, shown)
 
 
 @contextlib.contextmanager
@@ -132,11 +128,10 @@ def _rate(link: str) -> float:
     return found
 
 
-def _row(said: str, model: str, nodes: int, given: _Arguments, link: str) -> Row:
-    """The figures in what ``tilewright nodes`` prints behind its text."""
+def _figures(said: str) -> tuple[float, float, float, float]:
+    """Tokens a second of prompt and answer, kB and ms in exchanges a token, as ``nodes`` prints."""
     lines = [line.split() for line in said.splitlines()]
     rates = [float(line[1]) for line in lines if line[:1] == ["tokens/s:"]]
     sent = [float(line[1]) for line in lines if line[:1] == ["sent:"] and line[2:] == ["kB/tok"]]
     waited = [float(line[1]) for line in lines if line[:1] == ["time:"] and line[2:] == ["ms/tok"]]
-    figures = rates[-2], rates[-1], sent[-1] if sent else 0.0, waited[-1] if waited else 0.0
-    return Row(model, nodes, given.threads, link, given.wire, *figures)
+    return rates[-2], rates[-1], sent[-1] if sent else 0.0, waited[-1] if waited else 0.0

@@ -1,0 +1,78 @@
+"""The table of ``tilewright bench-nodes``, of its rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.in_turn import median_and_range
+from tilewright.compiler.bench.table import Table
+from tilewright.compiler.errors import ConfigError
+
+FREE = "free"
+_KIND = ("model", "nodes", "threads", "link", "wire")
+"""What runs that are repeats of each other have in common."""
+_HEADS = (
+    *("shape", "nodes x threads", "link", "wire", "prompt t/s", "decode t/s"),
+    *("sent a token", "in exchanges a token", "runs"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One run: tokens a second, and of each predicted token what rank 0 sent and waited."""
+
+    model: str
+    nodes: int
+    threads: int
+    link: str
+    wire: str
+    prompt_rate: float
+    decode_rate: float
+    sent_kb: float
+    exchange_ms: float
+    prompt_tokens: int
+    command: str
+
+
+def nodes_block(results: Path, name: str) -> str:
+    """The Markdown of all runs in ``parallel/NAME.jsonl``, in medians, and where they come from.
+
+    Raises:
+        ConfigError: where there are no rows.
+    """
+    path = results / "parallel" / f"{name}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not lines:
+        raise ConfigError(f"{path} is missing; allowed: rows of tilewright bench-nodes --results")
+    rows = [json.loads(line) for line in lines]
+    kinds = dict.fromkeys(tuple(row[key] for key in _KIND) for row in rows)
+    cells = [
+        _cells([row for row in rows if tuple(row[key] for key in _KIND) == kind]) for kind in kinds
+    ]
+    commits = dict.fromkeys((row["commit"] or "no checkout")[:10] for row in rows)
+    dates = dict.fromkeys(row["date"][:10] for row in rows)
+    hosts = dict.fromkeys(row["host"] for row in rows)
+    source = f"{', '.join(hosts)}; {', '.join(dates)}; commit {', '.join(commits)}"
+    table = Table.of(list(_HEADS), cells).markdown()
+    return f"{table}\nMedians (lowest to highest); {source}.\n"
+
+
+def _cells(runs: Sequence[dict[str, Any]]) -> list[str]:
+    def middle(key: str) -> float:
+        return statistics.median(run[key] for run in runs)
+
+    first = runs[0]
+    shape = first["model"].removeprefix("dllama_model_").replace("_", " ")
+    link = FREE if first["link"] == FREE else f"{first['link']} Gbit/s"
+    decode = median_and_range([run["decode_rate"] for run in runs])
+    exchanged = ["", ""]
+    if first["nodes"] > 1:
+        exchanged = [f"{middle('sent_kb'):.0f} kB", f"{middle('exchange_ms'):.1f} ms"]
+    ranks = f"{first['nodes']} x {first['threads']}"
+    rates = [f"{middle('prompt_rate'):.0f}", decode]
+    return [shape, ranks, link, first["wire"], *rates, *exchanged, str(len(runs))]

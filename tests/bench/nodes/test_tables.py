@@ -1,0 +1,75 @@
+"""What bench-nodes prints and keeps, and the table that documents make of its rows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from bench.blocks import rendered
+from bench.nodes import command
+from bench.nodes.tables import Row
+from tilewright.compiler.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+FACTS = {"commit": "abc" * 9, "date": "2026-01-01T1", "host": "H"}
+SAID = """text
+Evaluation
+   nBatches: 512
+    nTokens: 63
+   tokens/s: 200.00 (5.00 ms/tok)
+Prediction
+    nTokens: 97
+   tokens/s: 40.00 (25.00 ms/tok)
+Exchange
+       sent: 69.9 kB/tok
+       time: 1.85 ms/tok
+"""
+
+
+def test_kinds_are_run_in_turn_and_every_run_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[list[str]] = []
+
+    def output(words: list[str], token: dict[str, str]) -> str:
+        said.append(words)
+        return SAID if "--buffer-float-type" in words else SAID.partition("Exchange")[0]
+
+    monkeypatch.setattr(command, "_output", output)
+    kept = tmp_path / "rows.jsonl"
+    asked = ["--model", "m_q40.m", "--nodes", "1", "2", "--wires", "q80", "bf16"]
+    assert command.main([*asked, "--repeats", "2", "--results", str(kept)]) == 0
+    rows = [json.loads(line) for line in kept.read_text().splitlines()]
+    assert [row["wire"] for row in rows] == ["", "q80", "bf16"] * 2
+    names = ("prompt_rate", "decode_rate", "sent_kb", "exchange_ms")
+    assert [rows[1][name] for name in names] == [200, 40, 69.9, 1.85]
+    assert [rows[0][name] for name in names] == [200, 40, 0, 0]
+    assert "--buffer-float-type q80 --nodes 2" in rows[1]["command"] and rows[1]["commit"]
+    assert len(said) == 6 and capsys.readouterr().out.count("\n") == 7
+
+
+def test_the_table_has_medians_and_the_spread_of_decode(tmp_path: Path) -> None:
+    first = Row("dllama_model_8b_q40", 4, 1, "1", "q80", 9.0, 2.0, 421.4, 80.0, 64, "")
+    rows = [first, replace(first, decode_rate=3.0), replace(first, decode_rate=7.0)]
+    rows.append(replace(first, nodes=1, link="free", wire="", sent_kb=0.0, exchange_ms=0.0))
+    text = "a\n<!-- nodes:begin cpu -->\nold\n<!-- nodes:end cpu -->\nb\n"
+    with pytest.raises(ConfigError, match="is missing"):
+        rendered(text, tmp_path)
+    kept = tmp_path / "parallel" / "cpu.jsonl"
+    kept.parent.mkdir()
+    kept.write_text("".join(json.dumps({**asdict(row), **FACTS}) + "\n" for row in rows))
+    found = rendered(text, tmp_path)
+    lines = [" ".join(line.split()) for line in found.splitlines()]
+    four = "| 8b q40 | 4 x 1 | 1 Gbit/s | q80 | 9 | 3.0 (2.0 to 7.0) | 421 kB | 80.0 ms | 3 |"
+    alone = "| 8b q40 | 1 x 1 | free | | 9 | 2.0 (2.0 to 2.0) | | | 1 |"
+    assert four in lines and alone in lines
+    assert "H; 2026-01-01; commit abcabcabca." in found and "old" not in found
+    assert rendered(found, tmp_path) == found
+
+
+def test_the_document_s_table_is_its_rows() -> None:
+    text = (ROOT / "docs/parallel.md").read_text("utf-8")
+    assert rendered(text, ROOT / "results") == text
