@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import secrets
 import shlex
 import subprocess
@@ -56,7 +57,7 @@ def main(argv: list[str]) -> int:
     keep = keeper(given.results)
     with tempfile.TemporaryDirectory(prefix="tilewright-nodes-") as folder:
         model = Path(given.model) if given.model else write_files(given.shape, Path(folder))
-        print(f"{'link':>8} {'nodes':>5} wire prompt t/s decode t/s kB/tok ms/tok")
+        print(f"{'link':>8} {'nodes':>5} wire prompt t/s decode t/s kB/tok ms/tok others")
         for link in given.links:
             for _ in range(given.repeats):
                 for count in given.nodes:
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
 def _show(row: Row) -> None:
     begin = f"{row.link:>8} {row.nodes:>5} {row.wire:>4}"
     rates = f"{row.prompt_rate:>10.1f} {row.decode_rate:>10.1f}"
-    print(f"{begin} {rates} {row.sent_kb:>6.1f} {row.exchange_ms:>6.2f}")
+    print(f"{begin} {rates} {row.sent_kb:>6.1f} {row.exchange_ms:>6.2f} {row.others:>6.1%}")
 
 
 def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Row:
@@ -81,6 +82,7 @@ def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Ro
     command = [*TILEWRIGHT, "nodes", "--model", str(model), *options]
     command += ["--prompt", "a" * given.prompt_tokens]
     token = {"TILEWRIGHT_TOKEN": secrets.token_hex(16)}
+    began, busy, own = time.monotonic(), _busy_seconds(), _own_seconds()
     if link == FREE:
         said = _output(command, token)
     else:
@@ -90,7 +92,9 @@ def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Ro
             said = _output([*inside(0), *command], token)
     shown = shlex.join(["tilewright", "nodes", "--model", model.name, *options])
     kinds = (model.stem, count, given.threads, link, wire)
-    return Row(*kinds, *_figures(said), given.prompt_tokens, shown)
+    others = _busy_seconds() - busy - (_own_seconds() - own)
+    others /= (time.monotonic() - began) * (os.cpu_count() or 1)
+    return Row(*kinds, *_figures(said), given.prompt_tokens, shown, round(max(others, 0.0), 3))
 
 
 @contextlib.contextmanager
@@ -126,6 +130,19 @@ def _rate(link: str) -> float:
     if not 0.001 <= found <= 100:
         raise ConfigError(f"--links {link}; allowed: free, or gigabits a second, 0.001 to 100")
     return found
+
+
+def _busy_seconds() -> float:
+    """What all cores of the machine have computed so far, in user and in system time."""
+    fields = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=8)[1:8]
+    user, nice, system, _, _, interrupts, soft = (int(field) for field in fields)
+    return (user + nice + system + interrupts + soft) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """What processes of runs that have ended computed, with all that they started."""
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
 
 
 def _figures(said: str) -> tuple[float, float, float, float]:

@@ -14,6 +14,8 @@ from tilewright.compiler.bench.table import Table
 from tilewright.compiler.errors import ConfigError
 
 FREE = "free"
+_QUIET = 0.1
+"""The share of the machine's cores from which on others have disturbed a run."""
 _KIND = ("model", "nodes", "threads", "link", "wire")
 """What runs that are repeats of each other have in common."""
 _HEADS = (
@@ -24,7 +26,9 @@ _HEADS = (
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run: tokens a second, and of each predicted token what rank 0 sent and waited."""
+    """One run: tokens a second, and of each predicted token what rank 0 sent and waited; the share
+    of the machine's cores that others took meanwhile.
+    """
 
     model: str
     nodes: int
@@ -37,10 +41,12 @@ class Row:
     exchange_ms: float
     prompt_tokens: int
     command: str
+    others: float
 
 
 def nodes_block(results: Path, name: str) -> str:
-    """The Markdown of all runs in ``parallel/NAME.jsonl``, in medians, and where they come from.
+    """The Markdown of ``parallel/NAME.jsonl``: medians of the undisturbed runs, and where they come
+    from.
 
     Raises:
         ConfigError: where there are no rows.
@@ -49,7 +55,8 @@ def nodes_block(results: Path, name: str) -> str:
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     if not lines:
         raise ConfigError(f"{path} is missing; allowed: rows of tilewright bench-nodes --results")
-    rows = [json.loads(line) for line in lines]
+    kept = [json.loads(line) for line in lines]
+    rows = [row for row in kept if row["others"] < _QUIET]
     kinds = dict.fromkeys(tuple(row[key] for key in _KIND) for row in rows)
     cells = [
         _cells([row for row in rows if tuple(row[key] for key in _KIND) == kind]) for kind in kinds
@@ -59,7 +66,8 @@ def nodes_block(results: Path, name: str) -> str:
     hosts = dict.fromkeys(row["host"] for row in rows)
     source = f"{', '.join(hosts)}; {', '.join(dates)}; commit {', '.join(commits)}"
     table = Table.of(list(_HEADS), cells).markdown()
-    return f"{table}\nMedians (lowest to highest); {source}.\n"
+    left = f"{len(kept) - len(rows)} runs in which others took a tenth of the cores are left out"
+    return f"{table}\nMedians (lowest to highest); {source}; {left}.\n"
 
 
 def _cells(runs: Sequence[dict[str, Any]]) -> list[str]:

@@ -48,13 +48,15 @@ def test_kinds_are_run_in_turn_and_every_run_is_kept(
     assert [rows[1][name] for name in names] == [200, 40, 69.9, 1.85]
     assert [rows[0][name] for name in names] == [200, 40, 0, 0]
     assert "--buffer-float-type q80 --nodes 2" in rows[1]["command"] and rows[1]["commit"]
+    assert all(0 <= row["others"] <= 1 for row in rows)
     assert len(said) == 6 and capsys.readouterr().out.count("\n") == 7
 
 
 def test_the_table_has_medians_and_the_spread_of_decode(tmp_path: Path) -> None:
-    first = Row("dllama_model_8b_q40", 4, 1, "1", "q80", 9.0, 2.0, 421.4, 80.0, 64, "")
+    first = Row("dllama_model_8b_q40", 4, 1, "1", "q80", 9.0, 2.0, 421.4, 80.0, 64, "", 0.02)
     rows = [first, replace(first, decode_rate=3.0), replace(first, decode_rate=7.0)]
     rows.append(replace(first, nodes=1, link="free", wire="", sent_kb=0.0, exchange_ms=0.0))
+    rows.append(replace(first, decode_rate=1.0, others=0.1))
     text = "a\n<!-- nodes:begin cpu -->\nold\n<!-- nodes:end cpu -->\nb\n"
     with pytest.raises(ConfigError, match="is missing"):
         rendered(text, tmp_path)
@@ -66,7 +68,7 @@ def test_the_table_has_medians_and_the_spread_of_decode(tmp_path: Path) -> None:
     four = "| 8b q40 | 4 x 1 | 1 Gbit/s | q80 | 9 | 3.0 (2.0 to 7.0) | 421 kB | 80.0 ms | 3 |"
     alone = "| 8b q40 | 1 x 1 | free | | 9 | 2.0 (2.0 to 2.0) | | | 1 |"
     assert four in lines and alone in lines
-    assert "H; 2026-01-01; commit abcabcabca." in found and "old" not in found
+    assert "commit abcabcabca; 1 runs in which others" in found and "old" not in found
     assert rendered(found, tmp_path) == found
 
 
