@@ -16,7 +16,7 @@ from tilewright.compiler.devices import describe_cpu
 BUFFER_BYTES = 1 << 30
 _READ_PASSES = 3
 READ_BYTES = 4 << 30
-"""Of the buffer a GPU adds up: far beyond its caches."""
+"""The size of the buffer that a GPU adds up: far beyond its caches."""
 PRODUCT_SIZE = 8192
 _CPU_PRODUCT_SIZE = 1024
 _WARM_UP = 3

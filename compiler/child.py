@@ -131,7 +131,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Its process id, which is also the id of its group."""
+        """The id of its process, which is also that of its process group."""
         return self._process.pid
 
     def poll(self) -> Ended | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _LONGEST_NAME = 80
-"""Of what was given, how much is compared with what is allowed."""
+"""The number of characters of a given value that are compared with what is allowed."""
 
 
 class TilewrightError(Exception):

@@ -79,7 +79,7 @@ def trace(module: TraceableModel) -> fx.GraphModule:
 
 @contextmanager
 def _without_stacks() -> Iterator[None]:
-    """No node learns what called it: nobody asks, and it takes a tenth of the time."""
+    """Keep nodes from learning what called them: nobody asks, and it takes a tenth of the time."""
     config: Any = torch.fx.config
     before = getattr(config, _STACKS, False)
     setattr(config, _STACKS, True)

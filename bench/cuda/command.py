@@ -234,7 +234,9 @@ def _figure(found: Figures, value: float | None) -> str:
 
 
 def _share(found: Figures) -> str:
-    """Of the limit, the value's; of what is to be small, the limit's of the value."""
+    """The share of its limit that a value reaches; of a value that is to be small, the limit's of
+    it.
+    """
     if not found.limit:
         return "-"
     share = found.value / found.limit

@@ -52,7 +52,7 @@ _PIECES = {
 _ALONG = ("shared_ff1_3", "shared_ff2")
 """Groups of products that may run along with others, in one launch."""
 _SPLIT_K = "splitk"
-"""In the name of what adds up the pieces of the product before it."""
+"""What stands in the name of a kernel that adds up the pieces of the product before it."""
 _MAX_NAME = 48
 _FIGURES = ("launches", "own (us)", "of step", "durations (us)")
 _PARTS = ("part", *_FIGURES, "read (MB)", "TB/s", "of reads")

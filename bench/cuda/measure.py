@@ -55,7 +55,7 @@ from tilewright.compiler.targets.compiled import Compiled
 SUMS = (all_reduce.overload, all_reduce_add.overload)
 _LONG_PROMPT = 16384
 _LONG_REPEATS = 3
-"""Of prompts that long, and of starts: at most so many repeats."""
+"""The most repeats of a prompt that long, and of a start."""
 _START_SECONDS = 300
 _START_PROMPT = "Why is the sky blue?"
 _DEMO = Path(__file__).resolve().parents[2] / "demo" / "simple_text_demo.py"

@@ -139,7 +139,7 @@ ROWS: tuple[BenchRow, ...] = (
     BenchRow("8b-decode-64k", _8B, "bf16", DECODE_SHARE, 70, prompt_length=65536),
     BenchRow("8b-start", _8B, "bf16", START, 15),
 )
-"""In the order of measuring. The start is the last: then its kernels are in the cache."""
+"""The rows in the order of measuring. The start is last, for then its kernels are in the cache."""
 
 
 LARGE_ROWS: tuple[BenchRow, ...] = (

@@ -29,7 +29,7 @@ KEYS_US = 3.0
 """The exchange of the best keys, and what counts a step's exchanges."""
 
 CROSSING_US = 0.75
-"""From a GPU's store until another reads it."""
+"""The microseconds from a GPU's store until another GPU reads it."""
 
 _COUNTS = (2, 4, 8)
 
@@ -62,7 +62,7 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """A step on one GPU."""
+        """The seconds of a step on one GPU."""
         return self.rows / self.tokens_per_s
 
     @property
@@ -103,7 +103,7 @@ def pays_from(load: Load, count: int) -> float:
 
 
 def tokens_per_s(load: Load, count: int) -> float:
-    """Of all rows together, on so many GPUs."""
+    """The tokens a second of all rows together, on so many GPUs."""
     return load.rows / step_seconds(load, count)
 
 

@@ -152,7 +152,9 @@ class _Measured:
         return {"create_s": created, "create_again_s": again, "cases": self._cases(engine)}
 
     def _eager(self) -> dict[str, Any]:
-        """With a cache, and the reference as it stands, which is slow: once."""
+        """The cases in eager torch with a cache, and once by the reference as it stands, which is
+        slow.
+        """
         cached = Engine(TorchExecutor(self.tensors, self.settings, self.device), self.settings)
         plain = self._cases(self.reference, repeats=1)
         return {"with a cache": self._cases(cached), "reference": plain}

@@ -38,7 +38,7 @@ together, the last another.
 """
 
 ROWS = 8
-"""Of a compiled decode step: as many as the cases have requests at a time."""
+"""The rows of a compiled decode step: as many as the cases have requests at a time."""
 
 EAGER = "eager"
 """The mode that traces, but compiles nothing: for tests."""

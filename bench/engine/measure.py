@@ -15,7 +15,7 @@ from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of
 
 
 def waits(device: torch.device) -> Callable[[], object]:
-    """What returns when a device has ended."""
+    """A function that returns when a device has ended its work."""
     return partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
 
 

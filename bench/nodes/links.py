@@ -19,7 +19,7 @@ _NAMESPACES, _LINKS = Path("/run/netns"), Path("/sys/class/net")
 
 
 def address(node: int) -> str:
-    """The address of a node's machine."""
+    """The IPv4 address of the machine that a node runs on."""
     return f"{_NET}.{node + 1}"
 
 

@@ -54,11 +54,11 @@ class _Clock(openvino_genai.StreamerBase):  # type: ignore[misc]
         self._started = 0.0
 
     def start(self) -> None:
-        """Times count from here."""
+        """Let the times of tokens count from now on."""
         self._started = time.perf_counter()
 
     def write(self, token: int | Sequence[int]) -> openvino_genai.StreamingStatus:
-        """A token, or several at once."""
+        """Note a token, or several that come at once."""
         now = time.perf_counter() - self._started
         found = [token] if isinstance(token, int) else list(token)
         self.tokens += found
@@ -66,4 +66,4 @@ class _Clock(openvino_genai.StreamerBase):  # type: ignore[misc]
         return openvino_genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: every token was noted as it came."""

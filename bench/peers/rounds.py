@@ -154,7 +154,7 @@ class Contestant:
     def _generate(
         self, measure: Measure, prompt: Sequence[int], num_tokens: int
     ) -> Generated | None:
-        """None of several users where the engine serves one."""
+        """Generate, or give None where several users are asked of an engine that serves one."""
         assert self.worker is not None
         if measure.num_users == 1:
             return self.worker.generate(prompt, num_tokens)
@@ -250,7 +250,7 @@ def measure_all(
 
 @contextmanager
 def spinning(num_processes: int) -> Iterator[None]:
-    """So many other processes compute while the block runs, on whichever cores they are given."""
+    """Keep so many other processes computing while the block runs, on whichever cores they get."""
     with ExitStack() as stack:
         for _ in range(num_processes):
             stack.enter_context(Child((*PYTHON, "-S", "-c", _SPINS), what="a busy process"))

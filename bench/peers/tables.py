@@ -39,7 +39,7 @@ def rates_table(record: _Record, *, is_full: bool = False) -> Table:
 
 
 def source_of(record: _Record) -> str:
-    """Where a record's figures come from, and how far apart its rounds lie."""
+    """Say in a line where a record's figures come from, and how far apart its rounds lie."""
     readings = [each / 1e9 for each in record["bandwidth"]["readings"]]
     spreads = [
         stats.spread(each["repeats"]) for each in record["ratios"] if len(each["repeats"]) > 1
@@ -58,7 +58,7 @@ def source_of(record: _Record) -> str:
 
 
 def _title(measure: str) -> str:
-    """As ``prefill 512``, ``decode``, ``decode, 8 users`` or ``decode beside 1 process``."""
+    """A measure's title: ``prefill 512``, ``decode, 8 users`` or ``decode beside 1 process``."""
     kind, length, *rest = measure.split("-")
     title = _TITLES[kind].format(length)
     if rest and rest[0].startswith("busy"):

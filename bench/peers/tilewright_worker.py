@@ -74,7 +74,7 @@ class Tilewright:
     def generate_together(
         self, tokens: Sequence[int], num_tokens: int, num_users: int
     ) -> Generated:
-        """As ``generate``, for so many users of one prompt at a time."""
+        """Do what ``generate`` does for so many users of one prompt at a time."""
         from tilewright.compiler.bench.timing import OFFLINE
         from tilewright.compiler.runtime.loop import EngineLoop
         from tilewright.compiler.runtime.request import Request, SamplingParams

@@ -58,12 +58,12 @@ class Engine(Protocol):
 
 
 class ServesMany(Engine, Protocol):
-    """An engine of several users at a time."""
+    """An engine that serves several users at a time."""
 
     def generate_together(
         self, tokens: Sequence[int], num_tokens: int, num_users: int
     ) -> Generated:
-        """As ``generate``, for so many users of one prompt at a time; a time is the last user's."""
+        """Do what ``generate`` does for so many users; a token's time is the last user's."""
 
 
 def cache_name(source: Path, *parts: str) -> str:

@@ -99,7 +99,7 @@ class TargetRun(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return self.target if self.compute == "fast" else f"{self.target}:{self.compute}"
 
     def hits(self, expected: Sequence[int]) -> list[bool]:
-        """Where the guess is what a reference expects."""
+        """Whether the guess is what a reference expects, for every position."""
         return [one == other for one, other in zip(self.guesses, expected, strict=True)]
 
 

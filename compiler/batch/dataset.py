@@ -27,7 +27,7 @@ _ERROR = msgspec.json.Decoder(_Ended)
 
 
 class DataSet(Protocol):
-    """Rows by their number from 0.
+    """The rows of a data set, each known by its number from 0.
 
     Attributes:
         name: what it is, for people.
@@ -64,7 +64,7 @@ class DataSet(Protocol):
 
 
 def file_hash(path: Path) -> str:
-    """SHA-256 of a file.
+    """The SHA-256 of a file's bytes, as hexadecimal digits.
 
     Raises:
         ConfigError: where it cannot be read.

@@ -106,7 +106,7 @@ class BatchEngine:
 
     @property
     def num_steps(self) -> int:
-        """Steps so far that decoded."""
+        """The number of steps so far in which rows decoded."""
         found = self._service.loop.tallies.found
         kinds = (found.get(f"{STEP}/{kind}") for kind in ("decode", "mixed"))
         return sum(sum(tally.counts) for tally in kinds if tally is not None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tilewright.compiler.batch.engine import Ended
 
 _TAIL = 0.05
-"""Of the rows, how many the tail has: the last to end."""
+"""The share of the rows that are the tail: those that end last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ class Meter:
 
     @property
     def seconds(self) -> float:
-        """From the beginning to the last row's end."""
+        """The seconds from the beginning to the last row's end."""
         return max(self._ended - self.began, 1e-9)
 
     @property
     def mean_batch(self) -> float:
-        """Rows that decoded in a step."""
+        """The mean number of rows that decoded in a step."""
         return _ratio(self._marks[-1].num_decoded, self._marks[-1].num_steps) if self._marks else 0
 
     @property

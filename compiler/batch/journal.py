@@ -63,7 +63,7 @@ class Journal:
 
     @classmethod
     def create(cls, path: Path, facts: Mapping[str, str]) -> Self:
-        """Begin a batch.
+        """Begin the journal of a new batch.
 
         Raises:
             ConfigError: where there is a journal already, or it cannot be written.
@@ -158,7 +158,7 @@ class Journal:
 
     @property
     def num_failed(self) -> int:
-        """Rows that were not answered."""
+        """The number of rows that could not be answered."""
         return self._num_failed
 
     def add(self, records: Iterable[Record]) -> None:
@@ -199,7 +199,7 @@ class Journal:
             yield _RECORD.decode(os.pread(self._handle, length, start))
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file and give back its lock."""
         os.close(self._handle)
 
     def _note(self, record: Record, start: int, length: int) -> None:

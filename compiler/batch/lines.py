@@ -34,11 +34,11 @@ class Lines:
         return len(self._starts)
 
     def size(self, index: int) -> int:
-        """Bytes of a line."""
+        """The number of bytes of a line."""
         return self._ends[index] - self._starts[index]
 
     def place(self, index: int) -> str:
-        """Where a line is, as ``data.jsonl:12``."""
+        """The place of a line, as messages name it: ``data.jsonl:12``."""
         return f"{self.path}:{self._numbers[index]}"
 
     def __getitem__(self, index: int) -> bytes:

@@ -28,18 +28,18 @@ class MadeRows:
 
     @property
     def content_hash(self) -> str:
-        """All that they are made of."""
+        """A text that names all that the rows are made of, in place of a hash."""
         return f"{self.input_len} {self.output_len} {self.vocabulary} {self.seed}"
 
     def __len__(self) -> int:
         return self.count
 
     def length(self, row: int) -> int:
-        """The same of every row."""
+        """The tokens that a row may take, which are as many for every row."""
         return self.output_len
 
     def item(self, row: int) -> Item:
-        """A completion of random ids."""
+        """Make the request of a row: a completion of random token ids."""
         draw = random.Random(f"{self.seed} {row}")
         prompt = [draw.randrange(self.vocabulary) for _ in range(self.input_len)]
         return Item(row, False, encode({"prompt": prompt, "max_tokens": self.output_len}))
@@ -49,7 +49,7 @@ class MadeRows:
         write_json(path, map(_line, records), is_list=path.suffix == ".json")
 
     def num_failed(self, path: Path) -> int:
-        """The objects with an ``error``."""
+        """The number of answers that have an ``error``."""
         return count_errors(lines_of(path), path)
 
 

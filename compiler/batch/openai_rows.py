@@ -74,7 +74,7 @@ class OpenAiRows:
         return self._lengths[row]
 
     def item(self, row: int) -> Item:
-        """The request of a line.
+        """Read the request that stands in a row's line.
 
         Raises:
             ApiError: 400 for a line that is none, or whose id an earlier line has.
@@ -101,7 +101,7 @@ class OpenAiRows:
         write_json(path, map(self._line, records))
 
     def num_failed(self, path: Path) -> int:
-        """The lines with an error."""
+        """The number of lines with an error."""
         lines = Lines(path)
         return count_errors((lines[row] for row in range(len(lines))), path)
 

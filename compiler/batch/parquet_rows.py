@@ -45,7 +45,7 @@ class ParquetRows:
         return len(self._prompts)
 
     def length(self, row: int) -> int:
-        """That of all rows."""
+        """The tokens that a row may take, which are as many for every row."""
         return self._asking.max_tokens
 
     def item(self, row: int) -> Item:
@@ -75,7 +75,7 @@ class ParquetRows:
                 writer.write_table(self._joined(part, found, fields).cast(schema))
 
     def num_failed(self, path: Path) -> int:
-        """The rows whose ``error`` is not null."""
+        """The number of rows whose ``error`` is not null."""
         try:
             (errors,) = _library().ParquetFile(path).read(columns=["error"])
         except ConfigError:

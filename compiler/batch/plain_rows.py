@@ -37,7 +37,7 @@ TRIPLE = ("prompt", "prompt_len", "output_len")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asking:
-    """How plain rows are asked.
+    """How rows of plain texts become requests, and where their answers go.
 
     Attributes:
         prompt_column: of the prompts: texts, token ids, or the messages of a chat.
@@ -106,11 +106,11 @@ class Rows(Sequence[Any]):
         return bytes(self._raws[index])
 
     def size(self, index: int) -> int:
-        """Bytes of an element."""
+        """The number of bytes of an element."""
         return len(memoryview(self._raws[index]))
 
     def place(self, index: int) -> str:
-        """Where an element is."""
+        """The place of an element, as messages name it."""
         return f"{self._path}: row {index + 1}"
 
 

@@ -38,7 +38,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return self.status == OK
 
     def said(self) -> dict[str, Any]:
-        """The body, decoded."""
+        """The body of the answer as a value of JSON."""
         found: dict[str, Any] = msgspec.json.decode(self.body)
         return found
 

@@ -23,7 +23,7 @@ from tilewright.compiler.files import open_regular
 
 MAX_FILE_BYTES = 16 * 2**20
 MAX_TEXT_BYTES = 2**20
-"""Of a user's text for accuracy: a thousand times what is read of it at the least."""
+"""The most bytes of a user's text for accuracy: a thousand times what is read of it at least."""
 
 
 @dataclass(frozen=True, slots=True)

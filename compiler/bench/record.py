@@ -384,7 +384,7 @@ def check_choices(values: dict[str, Any]) -> None:
 
 
 def check_plain(name: str, value: str) -> None:
-    """These names become table cells, so what would break a table is refused at the source.
+    """Refuse a name that would break a table, whose cell it becomes.
 
     Raises:
         ConfigError: for a name that is no plain text.

@@ -84,7 +84,7 @@ def text_tokens(encode: Callable[[str], list[int]], text: str) -> list[int]:
 
 
 def text_hash(tokens: Sequence[int]) -> str:
-    """Identity of the ids of a text."""
+    """A hash that stands for the token ids of a text."""
     return hashlib.sha256(np.asarray(tokens, dtype=np.int64).tobytes()).hexdigest()
 
 
@@ -113,7 +113,7 @@ def build_reference(
 
 
 def reference_path(model: str, folder: Path = _FOLDER) -> Path:
-    """Where the versioned reference of a model lies, if there is one."""
+    """The path of a model's versioned reference, whether there is one or not."""
     return folder / f"{_slug(model)}.json"
 
 
@@ -124,7 +124,7 @@ def save_reference(reference: Reference, path: Path) -> None:
 
 
 def reference_bytes(reference: Reference) -> bytes:
-    """A reference as its file holds it."""
+    """The bytes of the file that a reference is kept in."""
     body = {"id": reference.id, **dataclasses.asdict(reference)}
     return (json.dumps(body, separators=(",", ":")) + "\n").encode()
 

@@ -160,7 +160,7 @@ def _machine_text(result: Result, home: _Machine) -> str:
 
 
 def _current(results: list[Result]) -> list[Result]:
-    """Without what a newer result replaced.
+    """Leave out what a newer result has replaced.
 
     That is a measurement of the same case again, but also every result of an older checkpoint of
     the name, or of an older definition of a configuration: such results keep their names, so they
@@ -176,7 +176,7 @@ def _current(results: list[Result]) -> list[Result]:
 def _keep(
     results: list[Result], place: Callable[[Result], object], identity: Callable[[Result], object]
 ) -> list[Result]:
-    """Those whose identity is that of the newest result of their place."""
+    """Keep the results whose identity is that of the newest result of their place."""
     newest: dict[object, Result] = {}
     for result in results:
         if (key := place(result)) not in newest or result.when >= newest[key].when:

@@ -329,7 +329,7 @@ def read_model_options(
 def _of_folder(
     arguments: ModelArguments | argparse.Namespace, path: Path, grouping: Grouping
 ) -> ModelOptions:
-    """Of a compiled folder, whose own target says which devices there may be."""
+    """The options for a compiled folder, whose own target says which devices there may be."""
     refuse_given(
         arguments,
         ("target", "backend", "precision", "compute", "dump"),

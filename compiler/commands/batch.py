@@ -202,7 +202,7 @@ def _end(
 
 
 def _exit_code(options: BatchOptions, num_failed: int, num_rows: int) -> int:
-    """That of a batch that is complete: it says how many of its rows were not answered."""
+    """Say how many rows of a complete batch were not answered; returns its exit code."""
     if not num_failed:
         return 0
     where = "" if options.output is None else f"; their lines in {options.output} say why"

@@ -129,7 +129,7 @@ class BatchOptions:
 
     @property
     def seats(self) -> int:
-        """Rows that run at a time."""
+        """The number of rows that run at a time."""
         return self.max_seats or _SEATS.get(self.model.target.split("-")[0], 8)
 
     @property

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     import numpy
 
 _BATCHES = 4
-"""That an actor is given at the least, so that none waits long for another at the end."""
+"""The fewest batches that an actor is given, so that none waits long for another at the end."""
 
 _SEATS_FULL = 8
-"""That a batch fills at the most: with each, seats run empty once."""
+"""How many times over a batch fills the seats at the most: with each, seats run empty once."""
 
 
 class Actor:

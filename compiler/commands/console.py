@@ -148,4 +148,4 @@ REPEAT_COLUMNS: Columns[tuple[int, Repeat]] = {
     "prefill (t/s)": lambda each: _number(each[1].prefill_tps),
     "decode (t/s/u)": lambda each: _number(each[1].decode_tsu),
 }
-"""Of a repeat and its number."""
+"""What each column of a table of repeats says of a repeat and its number."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from tilewright.models import LoadedModel
 
 _WEIGHTS = {"q40": "Q4_0", "f32": "F32"}
-"""As dllama's own file names have them, and as ggml calls them."""
+"""The types as dllama's own file names have them, and as ggml calls them."""
 _USUAL_WEIGHTS = "q40"
 _RUN_AS = {"q40": "stored", "f32": "accuracy"}
 """The configuration that is proposed for each: in that one q40 weights stay as they are."""

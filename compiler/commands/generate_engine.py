@@ -31,7 +31,7 @@ _LEAST = 150.0
 """Seconds that the reference, and candidates up to the first correct one, have in any case."""
 
 _REPEATS = {"cuda": 5, "cpu": 1}
-"""Of every case, of a candidate; the reference is slow, and the time is theirs."""
+"""How often a candidate runs every case; the slow reference runs it once at most."""
 
 _DEVICES = ("auto", "cuda", "cpu")
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tilewright.models.tokenizer.tokenizer import Tokenizer
 
 _SHOWN_CHARACTERS = 160
-"""Of each answer of a batch; a single user's is streamed whole."""
+"""The characters shown of each answer of a batch; a single user's is streamed whole."""
 
 _CONTRACT: Columns[ContractEntry] = {
     "field": lambda entry: entry.field,

@@ -57,7 +57,7 @@ ENCODERS: dict[str, BlockEncoder] = {
     "q51": partial(encode_from_minimum, most=31),
     "q80": encode_q80,
 }
-"""By the name of the format."""
+"""The encoder of each format, by the format's name."""
 
 
 def encode_rows(

@@ -93,7 +93,7 @@ def rows_read(node: Node, recipe: WeightRecipe, num_tokens: int) -> float:
 
 
 def _experts_of_a_token(node: Node) -> int:
-    """Of a node that chooses or is told them; 0 of others."""
+    """The experts of a token at a node that chooses them or is told them; 0 of other nodes."""
     if node.target is ops.experts.overload:
         return int(node.args[5])  # type: ignore[arg-type]
     for argument in node.all_input_nodes:

@@ -29,7 +29,7 @@ STRUCTURAL = {
 """What may stand beside our own op set once models are matched: adds and changes of shape."""
 
 ELEMENTWISE = {aten.mul.Tensor, aten.div.Tensor, aten.tanh.default}
-"""And plain arithmetic: scaled embeddings, gates of other activations, capped logits."""
+"""Plain arithmetic that is allowed besides: scaled embeddings, other gates, capped logits."""
 
 STATEFUL = (ops.attention, ops.causal_conv1d, ops.gated_delta_rule)
 """What models call and `insert_state` gives its state."""
@@ -83,7 +83,7 @@ def head_of(graph_module: GraphModule) -> tuple[Node | None, list[Node]]:
 
 
 def verify_matched(graph_module: GraphModule) -> None:
-    """Only our op set and structural nodes are left."""
+    """Check that only our op set and structural nodes are left in a graph."""
     left = [
         str(node.target)
         for node in graph_module.graph.nodes

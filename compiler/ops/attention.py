@@ -170,7 +170,9 @@ def _rope_step_cost(
     num_heads: int,
     *_: object,
 ) -> Cost:
-    """The same bound for flat projections; keys and values in ``q`` attend to nothing."""
+    """The cost of `rope_attention_step`, as of attention; keys and values in ``q`` attend to
+    nothing.
+    """
     attending = q.shape[0] * num_heads * kv_cache.shape[-1]
     flops = 4.0 * attending * kv_cache.shape[2]
     return Cost(flops, q.numel() + kv_cache[0].numel(), attending)

@@ -75,7 +75,9 @@ def _causal_conv1d(graph_module: GraphModule, node: Node, where: _Where, ctx: Pa
 def _gated_delta_rule(
     graph_module: GraphModule, node: Node, where: _Where, ctx: PassContext
 ) -> None:
-    """Its state is fp32 whatever is asked for: in bfloat16 a model falls into loops."""
+    """Insert a delta rule's state, in fp32 whatever is asked for: in bfloat16 a model falls into
+    loops.
+    """
     key_dim = node.args[-1]
     assert isinstance(key_dim, int)
     num_heads, value_dim = node.meta["val"].shape[-2:]

@@ -46,7 +46,7 @@ def shard(graph_module: GraphModule, ctx: PassContext) -> int:
 
 
 def _told(weights: Mapping[Node, Placement]) -> Iterator[tuple[str, str, str]]:
-    """Of each matrix: its group, the dealt axis, and the size of each share."""
+    """Say of each matrix its group, the dealt axis, and the size of each share."""
     for weight, placement in weights.items():
         group = info(weight).tensor_group
         names = {0: "out", 1: "in"} if weight.meta["val"].dim() == 2 else _EXPERT_AXES
@@ -85,7 +85,7 @@ class _Dealer:
             assert self.weights.setdefault(weight, placement) == placement, f"{weight}: two places"
 
     def place(self, argument: Any) -> Placement:
-        """Where an operand lies; numbers lie whole."""
+        """The placement of an operand; a number lies whole on every rank."""
         return self.places[argument] if isinstance(argument, Node) else WHOLE
 
     def make_whole(self, node: Node, source: Node) -> None:

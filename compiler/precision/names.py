@@ -117,7 +117,7 @@ GLOBAL_GROUPS = ("lm_head", "embedding", "li_lm_head")
 
 MIXED = "mixed"
 STORED = "stored"
-"""Of a weight: as the checkpoint has it, whatever format that is of each tensor."""
+"""The format of a weight that stays as the checkpoint has it, whatever that is of each tensor."""
 
 BLOCK_AXES = ("in", "out")
 

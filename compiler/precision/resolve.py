@@ -258,7 +258,7 @@ def _index_overrides(scopes: Iterable[Fragment], num_layers: int) -> list[dict[s
 def _effective(
     table: Mapping[str, _Set], overrides: Iterable[Mapping[str, _Set]], in_layers: Layers
 ) -> list[dict[str, _Set]]:
-    """Of each layer's settings those that reach a module in it."""
+    """The settings of each layer that reach a module in it."""
     found = []
     for layer, override in enumerate(overrides):
         reached = reached_keys(in_layers.get(layer, ()), table.keys() | override.keys())

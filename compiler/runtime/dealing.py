@@ -23,9 +23,9 @@ _TURNS = 2
 faster in all, and a first token later.
 """
 _WHOLE = 1.2
-"""Times as long as pieces beside rows may take, a pass of both may."""
+"""How many times as long as pieces beside rows a pass of both may take."""
 _SLACK = 1.25
-"""Of what the first piece's context costs, so that another's may be longer."""
+"""How many times as much as the first piece's context another's may cost."""
 
 
 class PromptDealer:

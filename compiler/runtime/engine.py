@@ -131,7 +131,7 @@ class Engine:
 
     @contextmanager
     def _undone_by_failure(self) -> Iterator[None]:
-        """Where what is done inside raises, every live request is computed anew as it was."""
+        """Compute every live request anew, as it was, where what is done inside raises."""
         before = {each: replace(old) for each, old in self._live.items()}
         try:
             yield

@@ -73,7 +73,7 @@ class KeptSeats:
         return self.take(seat)
 
     def forget(self) -> list[Seat]:
-        """No seat is kept any more; returns those that were."""
+        """Keep no seat any more; returns those that were kept."""
         seats = list(self._kept)
         self._kept.clear()
         self._num_bytes = 0

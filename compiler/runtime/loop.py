@@ -340,7 +340,9 @@ class EngineLoop:
 
 
 def _to_blame(plan: Plan, seated: Sequence[Running]) -> tuple[Request, ...]:
-    """Those of a step, the newest of its prompts first, and before its other rows."""
+    """The requests of a step, the newest of its prompts first, and all prompts before its other
+    rows.
+    """
     of_prompts = {chunk.seat for chunk in plan.step.prompts}
     involved = of_prompts.union(plan.step.decode)
     found = [each for each in seated if each.seat in involved]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_BYTES = 256 << 10
-"""Of a schema, an expression or a grammar."""
+"""The most bytes of a schema, an expression or a grammar."""
 
 _MAX_LARK_LINES = 4096
 _STACK_BYTES = 256 << 20  # the library recurses as deep as rules follow each other

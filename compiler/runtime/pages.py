@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 _DIGEST_BYTES = 16
 _PROCESS_KEY = secrets.token_bytes(16)
-"""So that nobody outside can make two prompts meet in one key."""
+"""A secret of this process, so that nobody outside can make two prompts meet in one key."""
 
 
 def pages_of(num_positions: int, page_size: int) -> int:
@@ -55,7 +55,7 @@ class PagePool:
 
     @property
     def num_held(self) -> int:
-        """Pages that somebody holds."""
+        """The number of pages that some request holds."""
         return self.num_pages - self.num_available
 
     def take(self, count: int) -> list[int]:

@@ -72,7 +72,7 @@ class SamplingParams:
             _check(f"logit_bias of token {token}", bias, -100.0, 100.0)
 
     def choosing(self) -> Choosing:
-        """What an executable is told of it."""
+        """The part of the parameters that an executable is told of."""
         return Choosing(
             temperature=self.temperature,
             top_k=self.top_k,

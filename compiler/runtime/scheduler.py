@@ -157,7 +157,7 @@ class Scheduler:
         return Plan(step, rows, prompts, self._dealer.weigh(step.prompts), echoes)
 
     def _advance(self, decoding: list[Running]) -> tuple[dict[Seat, int], dict[Seat, Running]]:
-        """Those who decode read a token each: what is forced on whom, and who gets one."""
+        """Let those who decode read a token each: what is forced on whom, and who gets one."""
         forced: dict[Seat, int] = {}
         is_same = decoding == self._decoding
         if not is_same:
@@ -211,7 +211,7 @@ class Scheduler:
         self.finish(request, CANCELLED)
 
     def evacuate(self) -> None:
-        """Nothing is on the executable any more: all that ran waits again, and is replayed."""
+        """Take everything off the executable: all that ran waits again, and is replayed."""
         for running in self.running:
             self.seating.leave(running, may_keep=False)
             self._put_back(running)

@@ -179,7 +179,7 @@ class Seating(ABC):
         self.edits.clear()
 
     def size_of(self, num_positions: int) -> int:
-        """Bytes of the state of one sequence."""
+        """The bytes of state that one sequence takes."""
         return self._state_bytes(num_positions, 1)
 
     def _open(self, seat: Seat, request: Request, keeps: int = 0) -> None:

@@ -108,7 +108,7 @@ class Choice:
         return self._kept(found)
 
     def _push_plain(self, tokens: Sequence[int]) -> Piece:
-        """As `push`, for most tokens of most answers."""
+        """Do what `push` does, for most tokens of most answers."""
         self.tokens += tokens
         said: Sequence[int] = tokens
         ends = self.sampling.end_tokens

@@ -111,7 +111,7 @@ class EngineClient:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that no engine has begun."""
+        """The number of requests that no engine has begun."""
         return self._desk.num_waiting
 
     @property

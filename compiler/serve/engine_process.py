@@ -46,16 +46,16 @@ class Listener(Protocol):
         """It is up, and has left in ``folder`` what its front needs; what this raises ends it."""
 
     def began(self, engine: int) -> None:
-        """It takes requests from now on."""
+        """Hear that the engine takes requests from now on."""
 
     def hear(self, engine: int, message: Answer) -> None:
-        """It says something of a request."""
+        """Hear what the engine says of a request."""
 
     def lost(self, engine: int, said: str) -> None:
-        """Its process has ended, with all it held; another may follow."""
+        """Hear that the engine's process has ended, with all it held; another may follow."""
 
     def gone(self, engine: int, said: str) -> None:
-        """There will be no other; ``said`` begins with the exit code that this is worth."""
+        """Hear that no other engine follows; ``said`` begins with the exit code for that."""
 
 
 class EngineProcess:

@@ -13,7 +13,7 @@ _TYPES |= {500: "server_error", 503: "service_unavailable_error"}
 
 
 class ApiError(Exception):
-    """Ends a request with an error body.
+    """An error that ends a request with a status and a body.
 
     Attributes:
         param: the field of the request that is wrong, as ``messages[3].role``.

@@ -65,7 +65,7 @@ class Metrics:
         self.registry.register(self._counts)
 
     def of(self, engine: int) -> EngineMetrics:
-        """Those of one engine."""
+        """The metrics of one engine."""
         return self._engines[engine]
 
     def refuse(self, code: str) -> None:
@@ -231,7 +231,7 @@ class _Histograms(Collector):
         self._children: list[tuple[tuple[str, ...], _Counted]] = []
 
     def child(self, labels: Mapping[str, str]) -> _Counted:
-        """A new one of these labels."""
+        """Make a new metric of these labels."""
         made = _Counted(self._bounds)
         self._children.append((tuple(labels.values()), made))
         return made
@@ -259,7 +259,7 @@ class _EngineProcesses(Collector):
         self._sources = [ProcessCollector("engine", pid, registry=None) for pid in pids]
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: there may be no process yet."""
+        """Describe nothing in advance: there may be no process yet."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
@@ -288,7 +288,7 @@ class _EngineCounts(Collector):
         self.engines: Sequence[EngineState] = ()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing in advance: names depend on what was counted."""
+        """Describe nothing in advance: names depend on what was counted."""
         return ()
 
     def collect(self) -> Iterable[Metric]:

@@ -20,7 +20,7 @@ from tilewright.compiler.serve.texts import TextCoder
 from tilewright.compiler.serve.tools.asked import ToolsAsked
 
 _CHARACTERS_A_TOKEN = 256
-"""No vocabulary has tokens so long: a text longer than this for each position cannot fit."""
+"""The longest token of any vocabulary: a text longer than this for each position cannot fit."""
 
 _SEED_BITS = 63
 

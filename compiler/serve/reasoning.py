@@ -103,7 +103,7 @@ class ReasoningSplitter:
         return Piece() if self._close is None else Piece(self._thought(self._close.flush()))
 
     def _thought(self, text: str) -> str:
-        """Without white space at both ends: what may be the last of it is held back."""
+        """Strip white space at both ends of a thought: what may be the last of it is held back."""
         whole = self._space + text
         if self._at_start:
             whole = whole.lstrip()

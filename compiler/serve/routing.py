@@ -46,8 +46,8 @@ class _Known:
         return len(keys)
 
     def note(self, keys: Sequence[bytes], most: int) -> None:
-        """These pages are here from now on; beyond ``most`` the oldest are forgotten, of a prompt
-        the last page first: without it the others are still of use.
+        """Note that these pages are here from now on; beyond ``most`` the oldest are forgotten, and
+        of a prompt the last page first: without it the others are still of use.
         """
         for key in reversed(keys):
             self.keys[key] = None
@@ -79,7 +79,7 @@ class Router:
         return [known.load for known in self._known]
 
     def engine_of(self, request_id: int) -> int | None:
-        """Where a request is; None where it is nowhere."""
+        """The number of the engine that has a request; None where none has it."""
         placed = self._placed.get(request_id)
         return placed.engine if placed is not None else None
 
@@ -134,7 +134,7 @@ class Router:
         return least if is_busy else holder
 
     def advance(self, request_id: int, count: int) -> None:
-        """So many tokens of an answer have come: its prompt has been read."""
+        """Note that so many tokens of an answer have come: its prompt has been read."""
         placed = self._placed.get(request_id)
         if placed is not None:
             count = min(count, placed.answer_left)
@@ -159,6 +159,8 @@ class Router:
         return lost
 
     def forget(self) -> None:
-        """No engine shares what it has computed with requests that come from now on."""
+        """Forget what every engine has computed: none shares it with requests that come from now
+        on.
+        """
         for known in self._known:
             known.keys.clear()

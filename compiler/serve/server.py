@@ -125,7 +125,9 @@ async def _first(signals: asyncio.Queue[int], ended: asyncio.Future[str]) -> str
 
 
 async def _drain(front: Front, signals: asyncio.Queue[int]) -> None:
-    """No new requests; those there are may finish in the time given, or until a second signal."""
+    """Take no new requests, and let those there are finish, for the time given or to a second
+    signal.
+    """
     front.is_draining = True
     loop = asyncio.get_running_loop()
     deadline = loop.time() + front.settings.drain_timeout

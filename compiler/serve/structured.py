@@ -17,7 +17,7 @@ from tilewright.compiler.serve.requests import Common, ResponseFormat, Structure
 from tilewright.compiler.serve.texts import TextCoder
 
 SECONDS = 5.0
-"""That a grammar may take to compile."""
+"""The seconds that a grammar may take to compile."""
 
 _NUM_THREADS = 2
 _ANY_OBJECT = '{"type": "object"}'

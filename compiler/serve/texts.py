@@ -13,7 +13,7 @@ class Decoder(Protocol):
         """Take more token ids and return the text that they make certain."""
 
     def push_all(self, ids: Iterable[int]) -> str:
-        """As `push` of each of ``ids`` in turn, joined."""
+        """Push each of ``ids`` in turn; returns the joined text."""
 
     def flush(self) -> str:
         """Return the text that was held back, now that no more ids come."""

@@ -96,7 +96,7 @@ class Ticket:
     _heard_at: float = 0.0
 
     def put(self, index: int, message: Answer) -> None:
-        """Called by the desk for each message."""
+        """Take a message; the desk calls this for each."""
         if isinstance(message, Finished):
             self._finished[index] = message
         self._found.append((index, message))

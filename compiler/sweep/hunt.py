@@ -125,7 +125,7 @@ class _Hunt:
         return [*observations(ours), *scaled]
 
     def _here(self, found: Sequence[SweptRow]) -> list[SweptRow]:
-        """Of this model on this target: another sweep may hold more."""
+        """The rows of this model on this target: another sweep may hold more."""
         return [row for row in found if row.cell.place == self.base.cell.place]
 
     def _path(self) -> list[Choices]:
@@ -207,7 +207,7 @@ class _Hunt:
         return next((row for row in found if row.accuracy is not None), None)
 
     def _row(self, precision: PrecisionConfig) -> SweptRow:
-        """Of a configuration that the search cannot do without."""
+        """The measurements of a configuration that the search cannot do without."""
         row = self._find(precision)
         if row is not None:
             return row
@@ -294,7 +294,7 @@ def _group_reason(choices: Choices, group: str) -> str:
 
 
 def _about_sensitivities(known: Journal) -> str:
-    """Where what was not measured by the search comes from."""
+    """Say where what was not measured by the search comes from."""
     planned = known.state.planned
     return (
         f"Sensitivities and equal accuracies were taken from {known.path.name} "

@@ -122,7 +122,7 @@ class CellState:
 
     @property
     def why(self) -> str:
-        """Its status, and the reason for that."""
+        """The cell's status and the reason for it."""
         return f"{self.status}: {self.reason}"
 
     def other_code(self, now: Environment) -> str:

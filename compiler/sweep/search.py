@@ -83,7 +83,7 @@ def groups_without_shares(parts: Sequence[Part], sensitivity: Sensitivity) -> li
 
 
 def _shares(parts: Sequence[Part], sensitivity: Sensitivity) -> dict[Part, float]:
-    """Of its group's loss, by single layers where they were measured; else equal ones."""
+    """Each part's share of its group's loss, by single layers where measured; else equal ones."""
     unmeasured = groups_without_shares(parts, sensitivity)
     found: dict[Part, float] = {}
     for group in dict.fromkeys(part.group for part in parts):
@@ -141,7 +141,7 @@ def plan_path(options: Mapping[Part, Sequence[Option]], price: Price) -> list[Ch
 
 
 def _hull(options: Sequence[Option], price: Price) -> list[Option]:
-    """From the one that saves most to the most accurate; each step a worse bargain."""
+    """The options from the one that saves most to the most accurate, each step a worse bargain."""
     by_saving = sorted(options, key=lambda o: (-o.saved(price), o.kl_lost, -o.bytes_saved))
     hull: list[Option] = []
     for option in by_saving:

@@ -90,7 +90,7 @@ class Search:
         ]
 
     def lowered(self, name: str, choices: Mapping[Part, Level]) -> PrecisionConfig:
-        """The base with parts at other levels."""
+        """Make the base configuration with parts at other levels."""
         return assign(
             self.base,
             choices,

@@ -67,7 +67,7 @@ class Lowered:
 
     @property
     def kl_per_mb(self) -> float | None:
-        """Nats lost for 10^6 bytes saved."""
+        """The nats of KL lost for every 10^6 bytes saved."""
         return self.kl_lost / self.bytes_saved * 1e6 if self.bytes_saved > 0 else None
 
     @property
@@ -174,7 +174,7 @@ def _error(accuracy: Accuracy) -> float:
 
 
 def _bytes_saved(base: SweptRow, row: SweptRow) -> int:
-    """Of both as measured, or of both as estimated."""
+    """The bytes saved: of both rows as measured, or of both as estimated."""
     before, after = base.measured_bytes, row.measured_bytes
     if before is None or after is None:
         before, after = base.cell.weight_bytes, row.cell.weight_bytes

@@ -54,7 +54,7 @@ class SweptRow:
 
     @property
     def accuracy(self) -> Accuracy | None:
-        """On the text that is not a special one; else on the first there is."""
+        """The accuracy on the text that is not a special one; else on the first there is."""
         return self.accuracies.get(None) or next(iter(self.accuracies.values()), None)
 
     @property
@@ -159,7 +159,7 @@ def point(row: SweptRow) -> Point | None:
 
 
 def _speed_error(row: SweptRow) -> float | None:
-    """Of a predicted speed, the share of it that it may be off by; infinite if none is said."""
+    """The share of a predicted speed that it may be off by; infinite if none is said."""
     found = row.speed_result
     if found is None or found.kind != "predicted":
         return None

@@ -308,7 +308,7 @@ class VirtualRanks(HostExecutable):
         return {rank.load_state(seat, snapshot) for rank in self.ranks}.pop()
 
     def memory(self) -> MemoryUse:
-        """Of all ranks together."""
+        """The memory that all ranks take together."""
         uses = [rank.memory() for rank in self.ranks]
         return MemoryUse(sum(use.weights for use in uses), sum(use.state for use in uses))
 

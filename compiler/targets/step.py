@@ -200,7 +200,7 @@ class Chunk:
 
     @property
     def end(self) -> int:
-        """The position behind the last token."""
+        """The position behind the last token of the chunk."""
         return self.start + len(self.tokens)
 
 

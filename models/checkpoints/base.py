@@ -156,7 +156,7 @@ def outer_rows(rows: Rows) -> slice | None:
 
 
 def inner_part(values: Tensor, rows: Rows, columns: slice | None) -> Tensor:
-    """Of values whose first axis is cut, the rows of the second one and the columns."""
+    """The rows of the second axis, and the columns, of values whose first axis is cut."""
     if isinstance(rows, tuple):
         values = values[:, rows[1]]
     if columns is not None:

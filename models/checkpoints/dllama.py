@@ -132,7 +132,7 @@ class DllamaCheckpoint:
         return self._map[at + low : at + high]
 
     def _place(self, at: int) -> dict[str, tuple[int, DllamaTensor]]:
-        """Where each tensor begins; the file must end exactly after the last one."""
+        """The offset at which each tensor begins; the file must end exactly after the last one."""
         placed: dict[str, tuple[int, DllamaTensor]] = {}
         size = len(self._map)
         for tensor in tensors(self.header):
@@ -185,7 +185,7 @@ def config_of(header: DllamaHeader, path: Path) -> ModelConfig:
 
 
 def _file_rows(tensor: DllamaTensor) -> npt.NDArray[np.int64] | None:
-    """Which row of the file each Hugging Face row is; None where they agree."""
+    """The row of the file that each Hugging Face row is; None where they agree."""
     if not tensor.num_heads:
         return None
     file_rows = np.arange(tensor.shape[0], dtype=np.int64).reshape(tensor.num_heads, -1, 2)

@@ -298,7 +298,7 @@ class GGUFCheckpoint:
         return tuple(factors.tolist())
 
     def _file_rows(self, name: str, tensor: GGUFTensor) -> Order | None:
-        """Which row of the file each Hugging Face row is; None where they agree.
+        """The row of the file that each Hugging Face row is; None where they agree.
 
         Where GGUF has rotation pairs adjacent (2i, 2i + 1 within a head), Hugging Face has them
         half a head apart (i, i + D / 2); the converter moves weights and biases alike.

@@ -141,7 +141,7 @@ def _to_json(
 
 
 def _plain(value: object) -> object:
-    """Only JSON's own types reach the template, so it finds no methods that do things."""
+    """Let only JSON's own types reach the template, which then finds no methods that do things."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):

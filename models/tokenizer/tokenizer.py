@@ -233,7 +233,7 @@ class StreamDecoder:
         return self.push_all((index,))
 
     def push_all(self, ids: Iterable[int]) -> str:
-        """As :meth:`push` of each of ``ids`` in turn, joined."""
+        """Push each of ``ids`` in turn; returns the joined text."""
         tokenizer, skipped, found = self._tokenizer, self._skipped, []
         known = tokenizer.known_bytes
         for index in ids:

@@ -30,7 +30,7 @@ _BACK = Binding("escape,q", "app.pop_screen", "back", key_display="q")
 
 
 class LinesTable(DataTable[Text]):
-    """Its Enter key is named in the footer."""
+    """The table of lines; its Enter key is named in the footer."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "select_cursor", "log", key_display="Enter")
@@ -65,7 +65,7 @@ class SweepScreen(Screen[None]):
         self._texts: dict[str, str] = {}
 
     def compose(self) -> ComposeResult:
-        """The widgets, from top to bottom."""
+        """Lay out the widgets, from top to bottom."""
         yield Static(id="head", markup=False)
         yield LinesTable(cursor_type="row", cell_padding=0, zebra_stripes=True)
         yield Static(id="detail", markup=False)
@@ -101,7 +101,7 @@ class SweepScreen(Screen[None]):
         self._put("head", f"{first}, {order}\n{second}")  # the table may have given the order up
 
     def table(self) -> Listing:
-        """What is to be shown now."""
+        """The table that is to be shown now."""
         make = tables.cells if self.shows_cells else tables.configurations
         table = make(self.journal.state, is_held=self.is_held)
         if self.sort not in [None, *(column.key for column in table.columns)]:
@@ -202,7 +202,7 @@ class SweepScreen(Screen[None]):
         self.app.push_screen(TextScreen("The front: speed against top-1", text))
 
     def on_data_table_row_selected(self) -> None:
-        """The log of the line's newest cell."""
+        """Open the log of the newest cell of a line."""
         line = self.current()
         if line is None:
             return
@@ -255,7 +255,7 @@ class TextScreen(Screen[None]):
         self._text: str | None = None
 
     def compose(self) -> ComposeResult:
-        """The widgets, from top to bottom."""
+        """Lay out the widgets, from top to bottom."""
         yield Static(plain_line(self._title), id="head", markup=False)
         with ScrollableContainer(id="place"):
             yield Static(id="text", markup=False)

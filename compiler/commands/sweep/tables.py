@@ -126,7 +126,7 @@ def _short_case(value: str) -> str:
 
 
 def _num_digits(ids: Sequence[str]) -> int:
-    """Of an id, so that all differ."""
+    """The number of digits of an id that are shown, so that all differ."""
     num_digits = _MIN_DIGITS
     while len({each[:num_digits] for each in ids}) < len(ids):
         num_digits += 1

@@ -149,7 +149,7 @@ class Client:
             return read_metrics(await answer.text())
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """By the fast encoder: while 64,000 ids become JSON, no stream is heard."""
+        """Post a body by the fast encoder: while 64,000 ids become JSON, no stream is heard."""
         data = msgspec.json.encode({"model": self._model, **body})
         return self._session.post(self.url + path, data=data, headers=_JSON)
 

@@ -46,7 +46,7 @@ class Shape:
         }
 
     def words(self, chooser: random.Random, count: int) -> str:
-        """So many words of a letter or two: about a token each in most vocabularies."""
+        """Make so many words of a letter or two: about a token each in most vocabularies."""
         return " ".join(chooser.choice(_WORDS) for _ in range(count))
 
 

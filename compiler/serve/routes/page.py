@@ -14,7 +14,7 @@ PAGE = {
     "/page.js": ("page.js", "text/javascript"),
     "/markdown.js": ("markdown.js", "text/javascript"),
 }
-"""By path: the file, and its kind. Whoever has no key may read them."""
+"""The file and its kind by path. Whoever has no key may read them."""
 _CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -101,7 +101,7 @@ def schema_route(routes: list[Route]) -> Route:
     """The route that tells of ``routes`` and of itself."""
 
     async def answer(request: web.Request) -> web.Response:
-        """This document."""
+        """Answer with this document."""
         return json_response(body)
 
     route: Route = ("GET", "/openapi.json", answer)

@@ -11,7 +11,7 @@ from tilewright.compiler.serve.tools.phi4 import PHI4
 from tilewright.compiler.serve.tools.qwen3_coder import QWEN3_CODER
 
 FORMATS = {each.name: each for each in (QWEN3_CODER, HERMES, MISTRAL, PHI4, LLAMA3_JSON, GEMMA)}
-"""By name; of two whose marks a template has, the first one is meant."""
+"""The formats by name; of two whose marks a template has, the first one is meant."""
 
 
 def format_of(template: str) -> ToolFormat | None:

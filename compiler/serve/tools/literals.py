@@ -54,11 +54,11 @@ class _Reader:
         self.text, self.at = text, 0
 
     def blank(self) -> None:
-        """Go behind white space."""
+        """Move on behind white space."""
         self.at = self._match(_BLANK).end()
 
     def value(self, depth: int) -> Any:
-        """The value that begins here."""
+        """Read the value that begins here."""
         if depth > _MAX_DEPTH:
             raise _NoLiteralError
         self.blank()

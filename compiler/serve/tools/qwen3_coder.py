@@ -134,7 +134,7 @@ class _Region:
             found.append(Called(name))
 
     def _leave_name(self, there: str, found: list[Event]) -> None:
-        """The same within a name; ``there`` is what comes from the character that no name has."""
+        """Leave the region within a name; ``there`` begins with a character that no name has."""
         if self.is_call:  # the tag goes back: of a region without calls it was never taken
             tag = _FUNCTION if self._state is _State.NAME else _PARAMETER
             there = tag + self._held[:-1] + there

@@ -134,7 +134,7 @@ class SlotStates:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the state of one sequence."""
+        """The bytes of state that one sequence takes."""
         return sum(self._sizes)
 
     def bindings(self, first: int, last: int) -> list[Binding]:
@@ -154,7 +154,7 @@ class SlotStates:
             self._pages.clear(offset + slot * size, size)
 
     def read(self, slot: int) -> list[np.ndarray]:
-        """A copy of all pieces of a slot."""
+        """Copy all pieces of a slot."""
         return [view.copy() for view in self._views(slot)]
 
     def write(self, slot: int, pieces: Sequence[np.ndarray]) -> None:

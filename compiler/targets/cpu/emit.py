@@ -35,7 +35,7 @@ HEAD_DIM_MULTIPLE = 16
 """What GroupQueryAttention asks of head sizes when it rotates inside."""
 
 PAIRS_MULTIPLE = 8
-"""And of the pairs that turn."""
+"""What GroupQueryAttention asks of the number of pairs that turn."""
 
 aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from tilewright.compiler.ir.info import info
 from tilewright.compiler.targets.cpu.emitter import CONTRIB, Emitter
 
 _UNIT_EPS = 1e-6
-"""Beside the sum of squares of a query or key, as in the op's reference."""
+"""What is added to the sum of squares of a query or key, as in the op's reference."""
 
 
 def _emit_first_positions(emitter: Emitter, result: str) -> None:
@@ -150,4 +150,4 @@ DELTA_EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {
     ops.causal_conv1d_step.overload: _emit_convolution,
     ops.gated_delta_rule_step.overload: _emit_delta_rule,
 }
-"""By operator."""
+"""What emits each operator."""

@@ -85,7 +85,7 @@ def _emit_sigmoid_gate(emitter: Emitter, node: Node) -> None:
 
 
 def _emit_reshape(emitter: Emitter, node: Node) -> None:
-    """Of what a token has: windows and tokens stay."""
+    """Emit a reshape of what a token has: the axes of windows and tokens stay."""
     x = node.args[0]
     assert isinstance(x, Node)
     emitter.reshape(x.name, [int(size) for size in node.meta["val"].shape[1:]], node.name)
@@ -98,7 +98,7 @@ def _emit_tanh(emitter: Emitter, node: Node) -> None:
 
 
 def _arithmetic(op_type: str) -> Callable[[Emitter, Node], None]:
-    """Of two values, or of a value and a number."""
+    """What emits an operator on two values, or on a value and a number."""
 
     def emit(emitter: Emitter, node: Node) -> None:
         names = []
@@ -128,4 +128,4 @@ ELEMENTWISE_EMITTERS: dict[Any, Callable[[Emitter, Node], None]] = {
     aten.mul.Tensor: _arithmetic("Mul"),
     aten.div.Tensor: _arithmetic("Div"),
 }
-"""By operator."""
+"""What emits each operator."""

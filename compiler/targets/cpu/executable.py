@@ -133,7 +133,7 @@ class CpuExecutable(HostExecutable):
         return logits
 
     def _idle_states(self, first: int, rows: list[int | None]) -> dict[int, list[np.ndarray]]:
-        """By slot, what the sequences of a window's dummy rows keep that does not grow."""
+        """What the sequences of a window's dummy rows keep that does not grow, by slot."""
         if not self._states.specs:
             return {}
         idle = (first + at for at, row in enumerate(rows) if row is None)

@@ -193,7 +193,7 @@ class WeightFile:
             yield values_of(rows, recipe)
 
     def _code_rows(self, recipe: WeightRecipe, scales: list[np.ndarray]) -> Iterator[np.ndarray]:
-        """Its codes, the same way; the scales of their blocks are added to ``scales``."""
+        """Read the codes of rows; the scales of their blocks are added to ``scales``."""
         assert recipe.format is not None
         for signed in self._signed_rows(recipe):
             codes, of_rows = block_codes(signed, recipe.format)
@@ -201,7 +201,7 @@ class WeightFile:
             yield codes
 
     def _signed_rows(self, recipe: WeightRecipe) -> Iterator[SignedCodes]:
-        """Its codes around zero, the same way: those of the checkpoint where they are stored."""
+        """Read the codes of rows around zero: those of the checkpoint where they are stored."""
         assert recipe.format is not None
         if not recipe.is_stored:
             for rows in self._dense_rows(recipe):

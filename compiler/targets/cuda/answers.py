@@ -70,7 +70,7 @@ class Answers:
             self._ends[seat] = frozenset(end_tokens)
 
     def close(self, seat: Seat) -> None:
-        """Forget a seat."""
+        """Forget a seat, whose answer has ended."""
         self._ends.pop(seat, None)
 
     def forget(self) -> None:
@@ -165,7 +165,7 @@ class Answers:
         return logits if self.group is None else self.group.whole(logits)
 
     def _ends_of(self, seats: tuple[Seat, ...]) -> Ends:
-        """By row, the end tokens of seats that have more than the device looks for."""
+        """The end tokens, by row, of seats that have more of them than the device looks for."""
         return {row: self._ends[each] for row, each in enumerate(seats) if each in self._ends}
 
     def _checked(self, read: Callable[[], Chosen]) -> Callable[[], Chosen]:

@@ -63,7 +63,7 @@ class _Pass:
 
     @property
     def riding(self) -> slice:
-        """The rows of those that ride along."""
+        """The rows of the sequences that ride along with a prompt."""
         return slice(self.num_tokens, self.num_tokens + self.width)
 
     def upload(

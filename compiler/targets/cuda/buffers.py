@@ -24,7 +24,7 @@ class Buffers:
         self._part = slice(None)
 
     def alias(self, place: Place, source: Place) -> None:
-        """``place`` is ``source`` in this step."""
+        """Let ``place`` be the values of ``source`` in this step."""
         self._aliases[place] = source
 
     def part(self, rows: slice) -> Buffers:

@@ -27,7 +27,9 @@ from tilewright.compiler.targets.step import Seat
 
 _PROMPTS = (16, 32, 64, 128, 256, 512)
 _LONG_PROMPTS = (768, 1024, 1536, 2048)
-"""Of plans with mixers: a prompt is a thousand launches, longer for the host than for the GPU."""
+"""The sizes captured of plans with mixers: a prompt is a thousand launches, which keep the host
+busy longer than the GPU.
+"""
 
 
 def prompt_buckets(plan: Plan) -> tuple[int, ...]:

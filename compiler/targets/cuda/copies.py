@@ -57,7 +57,7 @@ class Copy:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
+        """The bytes that the copy takes on the device."""
         values = self.values.untyped_storage().nbytes()
         return values + (0 if self.scales is None else self.scales.nbytes)
 
@@ -125,7 +125,7 @@ class Copies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the device."""
+        """The bytes that all copies take on the device."""
         return sum(each.num_bytes for each in self._copies.values())
 
     def said(self) -> tuple[str, ...]:
@@ -161,7 +161,9 @@ class Copies:
 
 
 def _dense(held: HeldWeight) -> Tensor:
-    """As `Products` dequantises it for one product, so that the library's bits are the same."""
+    """Dequantise a weight as `Products` does for one product, so that the library's bits are the
+    same.
+    """
     shape = held.num_rows, padded(held.num_columns)
     values = torch.empty(shape, dtype=torch.bfloat16, device=held.data.device)
     values = values[:, : held.num_columns]

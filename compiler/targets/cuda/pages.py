@@ -63,7 +63,7 @@ def pages_of(num_positions: int) -> int:
 
 
 def page_bytes(state: StateSpec, kind: str) -> int:
-    """Bytes of one page of a layer."""
+    """The bytes of one page of a layer."""
     _, num_kv_heads, head_dim = state.shape
     rows = 2 * num_kv_heads * PAGE
     if kind == "bfp8":

@@ -32,7 +32,7 @@ _PATTERN = 0x5EED0000
 
 
 def check_no_multicast() -> None:
-    """To be asked before a library for several GPUs is opened.
+    """Refuse to open a library for several GPUs that might use the switches of NVLink.
 
     Raises:
         CompileError: where the environment lets it use the switches of NVLink.

@@ -32,7 +32,7 @@ class Rows:
         return cls(words[0], words[1], words[2], words)
 
     def part(self, rows: slice) -> Self:
-        """Some of the rows."""
+        """Take some of the rows."""
         return type(self)(self.tokens[rows], self.positions[rows], self.slots[rows])
 
     def upload(self, tokens: Sequence[int], first: int, slot: int) -> None:

@@ -54,7 +54,7 @@ class SeatTable:
 
     @property
     def num_ends(self) -> int:
-        """End tokens that a seat has room for."""
+        """The number of end tokens that a seat has room for."""
         return self.parameters.end_tokens.shape[1]
 
     def open(self, opened: Mapping[Seat, Choosing]) -> None:
@@ -153,6 +153,6 @@ def _staging(device: torch.device) -> _Staging:
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as a signed integer."""
+    """Read the same 64 bits as a signed integer."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >> 63 else seed

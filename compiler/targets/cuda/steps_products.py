@@ -180,7 +180,9 @@ class Products:
         norm: tuple[Tensor, float] | None,
         decodes: bool,
     ) -> None:
-        """As many rows at a time as the kernels take; the weight is read for each of them."""
+        """Launch a product for as many rows at a time as the kernels take, reading the weight each
+        time.
+        """
         num_rows, most = len(x), native.most_tokens(held)
         if norm is not None and (num_rows > 1 or not native.takes_norm(held.num_columns)):
             x, norm = self._norm(x, norm, decodes), None

@@ -172,7 +172,7 @@ MIXERS: dict[Any, Callable[[Lowering, Node], None]] = {
     ops.causal_conv1d_step.overload: _convolve,
     ops.delta_rule_norm_step.overload: _delta_rule,
 }
-"""By op."""
+"""What plans each op."""
 
 
 def recipe_of(node: Any) -> WeightRecipe:

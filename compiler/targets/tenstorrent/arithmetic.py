@@ -141,11 +141,11 @@ def ring_sum(parts: Sequence[Tensor], format_: str) -> Tensor:
 
 
 def _edges(columns: int, count: int) -> list[int]:
-    """Where the shares of a ring begin: whole tiles, the last ones maybe empty."""
+    """The positions at which the shares of a ring begin: whole tiles, the last ones maybe empty."""
     share = -(-columns // (count * TILE)) * TILE
     return [min(share * rank, columns) for rank in range(1, count)]
 
 
 def _round(x: Tensor) -> Tensor:
-    """To bfloat16, as a packer does."""
+    """Round to bfloat16, as a packer does."""
     return packed(x.contiguous(), "bf16")

@@ -114,7 +114,7 @@ class Lines:
         return "L1" if memory.buffer == L1 else "DRAM"
 
     def _open(self) -> str:
-        """Where values lie that are cut over nothing."""
+        """The places of values that are cut over nothing."""
         return "L1" if self.is_decode else "DRAM"
 
     def _at(self, value: Value, place: str) -> str:

@@ -98,5 +98,5 @@ class EmulatedExecutable(HostExecutable):
 
 
 def emulation_device() -> torch.device:
-    """Where boards are emulated: a GPU where there is one."""
+    """The device on which boards are emulated: a GPU where there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

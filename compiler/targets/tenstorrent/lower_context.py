@@ -115,7 +115,7 @@ class LoweringContext:
         )
 
     def place_of(self, weight: Any) -> Placement:
-        """Where a weight, or a state, lies."""
+        """The placement of a weight or a state on the mesh."""
         return self.places.weights.get(as_node(weight), WHOLE)
 
 
@@ -135,6 +135,6 @@ def whose(node: Node) -> tuple[str, int | None]:
 
 
 def share_of(placement: Placement, axis: int, size: int) -> int:
-    """Of ``size`` positions along an axis, those that a chip has."""
+    """The number of positions that a chip has of ``size`` along an axis."""
     dealt = placement.along(axis)
     return size if dealt is None else dealt.split.size

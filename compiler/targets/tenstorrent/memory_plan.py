@@ -108,7 +108,9 @@ def _what_fits(program: DeviceProgram, plan: MemoryPlan, limit: int) -> str:
 
 
 def _on_a_core(value: Value) -> int:
-    """Of a value cut over cores; interleaved values lie a tile at a time on all of them."""
+    """The bytes on a core of a value cut over cores; interleaved values lie a tile at a time on
+    all.
+    """
     rows, columns = value.tiles
     cores = value.memory.cores or 64
     return -(-rows * columns // cores) * tile_bytes(value.format)

@@ -104,7 +104,7 @@ def _embedding(places: Places, node: Node) -> Placement:
 
 
 def _like(places: Places, node: Node) -> Placement:
-    """As what it reads first; a norm's weight lies as its columns do."""
+    """Place a value as what it reads first; a norm's weight lies as its columns do."""
     found = places.read(node.args[0])
     if node.target is ops.rms_norm.overload:
         places.weights[as_node(node.args[1])] = found

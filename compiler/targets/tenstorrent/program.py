@@ -63,7 +63,7 @@ class Value:
 
     @property
     def split(self) -> Split | None:
-        """How that axis deals them."""
+        """How the columns are dealt over that axis; None where every chip has all of them."""
         return self.placement.split(1)
 
     @property
@@ -78,7 +78,7 @@ class Value:
 
     @property
     def num_bytes(self) -> int:
-        """On one chip, in whole tiles."""
+        """The bytes on one chip, in whole tiles."""
         return tile_bytes(self.format) * self.tiles[0] * self.tiles[1]
 
 
@@ -107,7 +107,7 @@ class Weight:
 
     @property
     def in_split(self) -> Split | None:
-        """How its rows are dealt."""
+        """How the rows of the weight are dealt over the mesh."""
         return self.placement.split(0)
 
     @property
@@ -117,7 +117,7 @@ class Weight:
 
     @property
     def out_split(self) -> Split | None:
-        """How its columns are dealt."""
+        """How the columns of the weight are dealt over the mesh."""
         return self.placement.split(1)
 
     @property
@@ -130,7 +130,7 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """On one chip, in whole tiles."""
+        """The bytes on one chip, in whole tiles."""
         return tile_bytes(self.format) * self.tiles[0] * self.tiles[1]
 
 

@@ -85,4 +85,4 @@ MIXERS: dict[type[Instruction], Callable[[Assembly, Any], None]] = {
     Convolve: _convolve,
     DeltaRule: _delta_rule,
 }
-"""By instruction."""
+"""What assembles each instruction."""

@@ -48,7 +48,7 @@ RESIDUAL, PAIRED, INTERLEAVED, RENORMALISE, ROUNDED, NORM_ROUNDED = 1, 2, 4, 8, 
 
 
 class TwPlace(Structure):
-    """Columns of a buffer; buffer -1: none."""
+    """Columns of a buffer; buffer -1 stands for no place."""
 
     _fields_ = (("buffer", c_int32), ("first", c_int32), ("width", c_int32))
 
@@ -188,7 +188,7 @@ class TwStep(Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, built where it was not.
+    """Load the library, which is built now where it was not.
 
     Raises:
         CompileError: where it cannot be built, loaded, or is of another version.

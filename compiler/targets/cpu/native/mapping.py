@@ -40,7 +40,7 @@ def whole(count: int, multiple: int) -> int:
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Where tensors of so many bytes lie in the file, and the file's size last."""
+    """The offsets at which tensors of so many bytes lie in the file, and the file's size last."""
     found, at = [], _HEADER.size
     for each in sizes:
         found.append(at)

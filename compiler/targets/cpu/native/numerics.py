@@ -14,7 +14,9 @@ BLOCK_KINDS = ("q80", "q40", "q41", "q50", "q51", "bfp8", "bfp4", *K_KINDS)
 """Formats that kernels read in blocks, as they are; blocks of ``K_KINDS`` come from a file."""
 
 SCALES_OF_16 = ("bfp8", "bfp4", "q6_k")
-"""Of other blocks a scale is for 32; int8 activations have one for as many values as the weight."""
+"""The formats with a scale for 16 values; other blocks have one for 32. Int8 activations have a
+scale for as many values as the weight that they are multiplied with.
+"""
 
 INT8_IN_16 = "int8 activations, a scale for 16"
 

@@ -43,7 +43,7 @@ class PackedTensor(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A program for the library.
+    """A program that the library can run, with all but its weights.
 
     ``widths``: of all buffers; ``logits`` is the number of the one that the logits are given in.
     ``dealt``: of ranks' logits, the columns of each; empty where every rank has all of them.

@@ -102,7 +102,7 @@ class _Program(Protocol):
 
 
 def windows_of(program: _Program, max_context: int) -> list[int]:
-    """Of each state, the last positions that are seen of it; 0: all that a context has."""
+    """The last positions that are seen of each state; 0: all that a context has."""
     attends = [each for each in program.instructions if lib.OPS[each.op] == "attend"]
     own = {each.state: each.window for each in attends if 0 < each.window < max_context}
     return [own.get(state, 0) for state in range(len(program.states))]

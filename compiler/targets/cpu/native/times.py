@@ -26,7 +26,7 @@ class Times:
         lib.library().tw_times(engine, self._spent)
 
     def count_step(self) -> None:
-        """One more step was run."""
+        """Count one more step."""
         self._num_steps += 1
 
     def text(self) -> str:

@@ -234,7 +234,7 @@ def _reader(wanted: Wanted, get: Callable[[str], Tensor]) -> Callable[[int, int,
 def _super_reader(
     wanted: Wanted, get: Callable[[str], Tensor]
 ) -> Callable[[int, int, int], Tensor]:
-    """As :func:`_reader`, of a weight in a file's blocks of 256."""
+    """A reader of a weight in a file's blocks of 256, as :func:`_reader` gives others."""
     found, kind = get_format(wanted.kind), wanted.kind
     assert isinstance(found, GgmlFileFormat) and isinstance(get, ReadsStored)
 

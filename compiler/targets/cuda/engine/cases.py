@@ -86,7 +86,7 @@ class Trace:
         return [logits for _, call in self._calls if (logits := call(engine)) is not None]
 
     def seconds(self, engine: Any, wait: Callable[[], object]) -> float:
-        """Of all calls; ``wait`` returns when the device has ended."""
+        """The seconds of all calls; ``wait`` returns when the device has ended."""
         wait()
         begun = time.perf_counter()
         self.run(engine)
@@ -94,7 +94,7 @@ class Trace:
         return time.perf_counter() - begun
 
     def decode_seconds(self, engine: Any, wait: Callable[[], object]) -> float:
-        """Of the decode steps among the calls."""
+        """The seconds of the decode steps among the calls."""
         total = 0.0
         for decodes, calls in groupby(self._calls, lambda each: each[0] == "decode"):
             wait()

@@ -58,7 +58,7 @@ def engine_plan(plan: typed.Plan) -> parts.Plan:
 
 
 def _made(steps: Iterable[parts.Instruction | None]) -> list[parts.Instruction]:
-    """Without those that a later one stands for."""
+    """The instructions without those that a later one stands for."""
     return [step for step in steps if step is not None]
 
 
@@ -90,7 +90,7 @@ class _Writer:
         self._mixers = MixerWriter(self._name, self._out, self._norm)
 
     def instruction(self, each: typed.Instruction) -> parts.Instruction | None:
-        """None: a later instruction's stands for it as well."""
+        """Translate an instruction; None where a later one's stands for it as well."""
         if isinstance(each, typed.Embed):
             return parts.Embed(self._out(each.out, "x"), _one_name(each.table))
         if isinstance(each, typed.Linear) and each.bias is None:
@@ -122,7 +122,7 @@ class _Writer:
         )
 
     def _norm(self, recipe: WeightRecipe) -> str:
-        """Of the stream, or of the heads of q and k."""
+        """The name of a norm's weight: of the stream's, or of that of the heads of q and k."""
         return _one_name(recipe, self.offset)
 
     def _out(self, place: typed.Place, name: str) -> str:
