@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import inspect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 from tilewright.compiler import __version__
 from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import HybridPlan
+from tilewright.compiler.targets.cuda.engine.parts.native_plan import NativeChoices
+from tilewright.compiler.targets.cuda.engine.parts.native_source import sources
 from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Plan
 
-_PARTS = __name__.rpartition(".")[0] + ".parts"
+_PARTS = Path(__file__).with_name("parts")
 _SECTIONS = {
     "plan": "Instructions",
+    "native_plan": "Choices of kernels in CUDA C++",
     "mixer_plan": "Instructions of experts and of linear attention",
     "generated": "The plan of this engine, made from the typed program",
     "settings": "Configuration",
@@ -35,16 +37,36 @@ _SECTIONS = {
     "cuda_source": "Kernels of products of few rows",
     "cuda_products": "Products of few rows",
     "mixer_kernels": "Kernels of mixers",
+    "native_source": "Kernels in CUDA C++",
+    "native_cuda": "Kernels in CUDA C++ on a device",
     "pages": "Memory of requests on a GPU",
     "launches": "What an instruction launches",
+    "../../kernels/native_attention": "How attention is shared out",
+    "native_attend": "Attention in CUDA C++",
     "cuda_steps": "On a GPU",
     "mixer_cuda": "Mixers on a GPU",
+    "../../kernels/native_experts": "What kernels of experts are handed",
+    "native_experts": "Experts in CUDA C++",
     "engine": "The engine",
     "reference": "The reference",
     "hybrid_reference": "The reference with experts and linear attention",
+    "native_family": "On a GPU with kernels in CUDA C++",
     "family": "The model",
     "self_test": "The check",
 }
+_NATIVE = {
+    "native_plan": (),
+    "native_source": (),
+    "native_cuda": (),
+    "../../kernels/native_attention": (
+        *("_Attend", "choose_share", "_num_parts", "_shared_bytes", "_WARPS", "SHORT_PAGES"),
+    ),
+    "native_attend": (),
+    "../../kernels/native_experts": ("_Experts", "_Route", "_Weight"),
+    "native_experts": (),
+    "native_family": (),
+}
+"""Sections of files with `NativeChoices` alone; what is taken of modules that are no parts."""
 _PRODUCTS = {"triton": "TritonProducts", "cuda": "CudaProducts"}
 _ROOTS = ("create_engine", "Engine", "main", "PLAN", "CHOICES", "FAMILY")
 _HEADER = '''"""An engine for {title}.
@@ -71,11 +93,22 @@ from __future__ import annotations
 
 def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) -> str:
     """A whole engine.py. ``title``: what it is an engine for; ``num_layers``: of that model."""
-    modules = {name: import_module(f"{_PARTS}.{name}") for name in _SECTIONS}
-    bodies = {name: _body(module) for name, module in modules.items()}
+    texts = {name: (_PARTS / f"{name}.py").read_text(encoding="utf-8") for name in _SECTIONS}
+    if not isinstance(choices, NativeChoices):
+        texts = {name: text for name, text in texts.items() if name not in _NATIVE}
+    bodies = {name: _body(text) for name, text in texts.items()}
+    for name, taken in _NATIVE.items():
+        if taken and name in bodies:
+            kept = _reached([each.text for each in bodies[name]], taken)
+            bodies[name] = [each for each in bodies[name] if each.text in kept]
     made = f"PLAN = {_literal(plan)}", f"CHOICES = {_literal(choices)}"
     bodies["generated"] = [_Piece(made[0], 1), _Piece(made[1], 1)]
     family = "HYBRID" if isinstance(plan, HybridPlan) else "LLAMA"
+    if isinstance(choices, NativeChoices):
+        bodies["native_source"] = [_Piece(_sources_text(choices.native), 1)]
+        bases = ", ".join(_bases(family, choices.native))
+        bodies["native_family"][0] = _with_bases(bodies["native_family"][0], bases)
+        family = f"on_native({family})"
     bodies["family"][-1] = _Piece(f"FAMILY = {family}", 1)
     products = f"FEW_ROWS = {_PRODUCTS[choices.products]}()"
     bodies["launches"] = [
@@ -84,13 +117,13 @@ def engine_text(plan: Plan, choices: Choices, *, title: str, num_layers: int) ->
     ]
     kept = _reached([each.text for body in bodies.values() for each in body])
     sections = []
-    for name, heading in _SECTIONS.items():
+    for name in bodies:
         body = [each for each in bodies[name] if each.text in kept]
         if not body:
             continue
-        note = "" if name == "generated" else _comment(modules[name])
-        sections.append(f"# {'-' * 98}\n# {heading}{note}{_joined(body)}")
-    imports = _imports(modules.values(), "\n".join(sections))
+        note = "" if name == "generated" else _comment(texts[name])
+        sections.append(f"# {'-' * 98}\n# {_SECTIONS[name]}{note}{_joined(body)}")
+    imports = _imports(texts.values(), "\n".join(sections))
     ending = 'if __name__ == "__main__":\n    sys.exit(main())\n'
     first, *others = sections
     header = _HEADER.format(title=title, version=__version__, layers=num_layers)
@@ -106,9 +139,26 @@ class _Piece:
     gap: int
 
 
-def _body(module: ModuleType) -> list[_Piece]:
+def _sources_text(native: tuple[str, ...]) -> str:
+    """The sources of some choices as a constant."""
+    found = (f'    "{name}": r"""\n{text}""",\n' for name, text in sources(native).items())
+    return f"SOURCES = {{\n{''.join(found)}}}"
+
+
+def _bases(family: str, native: tuple[str, ...]) -> tuple[str, ...]:
+    """What an executor with the kernels of some choices is made of."""
+    known = {"attention": "NativeAttention", "experts": "NativeExperts"}
+    last = "HybridCudaExecutor" if family == "HYBRID" else "CudaExecutor"
+    return (*(each for name, each in known.items() if name in native), last)
+
+
+def _with_bases(piece: _Piece, bases: str) -> _Piece:
+    """A class with other bases."""
+    return _Piece(re.sub(r"\(.*\)", f"({bases})", piece.text, count=1), piece.gap)
+
+
+def _body(source: str) -> list[_Piece]:
     """The definitions of a part as they stand."""
-    source = inspect.getsource(module)
     lines, found = source.splitlines(), list[_Piece]()
     nodes = ast.parse(source).body
     for index, node in enumerate(nodes):
@@ -142,14 +192,14 @@ def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
-def _reached(texts: Iterable[str]) -> set[str]:
+def _reached(texts: Iterable[str], roots: Iterable[str] = _ROOTS) -> set[str]:
     """The definitions that the roots use, directly or not."""
     by_name: dict[str, list[str]] = {}
     for text in texts:
         for name in _defined(ast.parse(text).body):
             by_name.setdefault(name, []).append(text)
     kept: set[str] = set()
-    waiting = [text for root in _ROOTS for text in by_name[root]]
+    waiting = [text for root in roots for text in by_name[root]]
     while waiting:
         text = waiting.pop()
         if text not in kept:
@@ -179,18 +229,18 @@ def _read(text: str) -> set[str]:
     return {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
 
 
-def _comment(module: ModuleType) -> str:
+def _comment(source: str) -> str:
     """What a part's docstring says, as a comment under its heading."""
-    said = inspect.getdoc(module) or ""
+    said = ast.get_docstring(ast.parse(source)) or ""
     return "\n" + "\n".join(f"# {line}".rstrip() for line in said.splitlines())
 
 
-def _imports(modules: Iterable[ModuleType], text: str) -> str:
+def _imports(sources: Iterable[str], text: str) -> str:
     """The imports of the parts that the text uses, standard ones first."""
     used = {each.id for each in ast.walk(ast.parse(text)) if isinstance(each, ast.Name)}
     plain, members = set(), dict[str, set[str]]()
-    for module in modules:
-        for node in ast.parse(inspect.getsource(module)).body:
+    for source in sources:
+        for node in ast.parse(source).body:
             if isinstance(node, ast.Import):
                 plain |= {_import_line(each) for each in node.names if _bound(each) in used}
             elif isinstance(node, ast.ImportFrom) and not str(node.module).startswith("tilewright"):

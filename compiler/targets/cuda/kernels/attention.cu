@@ -12,15 +12,31 @@
 
 #include "attention_pages.cuh"
 
+// A page is named by its number, or in generated engines by its first element's place behind
+// `values`; these have a table of cosines and sines in place of frequencies.
+#ifdef GENERATED
+typedef i64 Page;
+typedef u16 Turn;
+#else
+typedef u32 Page;
+typedef float Turn;
+#endif
+template <int D> __device__ __forceinline__ i64 first_row(Page page, u32 page_rows) {
+  return sizeof(Page) == 8 ? (i64)page / D : (i64)page * page_rows;
+}
+__device__ __forceinline__ void read_page(Page &page, const Page *table, int at, bool wanted) {
+  read<sizeof(Page) / 4>((u32 *)&page, (const u8 *)table + (i64)at * sizeof(Page), wanted);
+}
+
 constexpr int PAGE = 64, WARPS = 4, GROUP = 8;  // WARPS: with positions of their own
 template <int D> constexpr int THREADS = WARPS * 32 * PARTS<D>;
 
 struct Attend {
-  const float *qkv;          // [B, (H + 2 G) D]
+  const Value *qkv;          // [B, (H + 2 G) D]
   u16 *out;                  // bf16 [B, out_stride]
   const i64 *positions, *slots;
-  const int *tables;         // [S, table_width]
-  const float *inv_freq;     // [half]
+  const Page *tables;        // [S, table_width]
+  const Turn *inv_freq;      // [half], or of each position cosines [half] and sines
   u8 *values, *exponents;    // [P, 2, G, PAGE, D], [P, 2, G, PAGE, D / 16]
   float *partial, *peaks, *totals;  // of groups: [B, G, groups, R, D], [B, G, groups, R]
   u32 *arrived;              // [B, G], zeros between launches
@@ -60,7 +76,7 @@ __device__ __forceinline__ float2 cos_sin(float angle) {
 
 // Rotate the new token: q into `s.q`, and where the block `stores`, its key and value.
 template <int F, int D, int NH>
-__device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, const float *token,
+__device__ __forceinline__ void enter(const Attend &p, Shared<F, D, NH> &s, const Value *token,
                                       int num_heads, int g, bool stores, i64 row) {
   using S = Shape<F, D>;
   constexpr int ROUNDS = (NH * 8 + 2 + WARPS - 1) / WARPS, C = CHANNELS<D>;
@@ -258,28 +274,28 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
     return false;
   }
   // Everything up to the wait was written long before: the pages of earlier positions.
-  const u8 *table = (const u8 *)(p.tables + slot * p.table_width);
+  const Page *table = p.tables + slot * p.table_width;
   const u32 page_rows = 2 * p.num_kv_heads * PAGE, to_values = p.num_kv_heads * PAGE;
   const int key_row = kv_head * PAGE + warp * 16 + g, value_row = to_values + key_row - g + 2 * t;
-  u32 number, next_number = 0, newest_number = 0;
-  read<1>(&number, table + (i64)plan.first * 4, true);
-  read<1>(&next_number, table + (i64)(plan.first + 1) * 4, plan.first + 1 < plan.stop);
+  Page number, next_number = 0, newest_number = 0;
+  read_page(number, table, plan.first, true);
+  read_page(next_number, table, plan.first + 1, plan.first + 1 < plan.stop);
   const bool stores = plan.last_split == plan.used;
-  read<1>(&newest_number, table + (i64)plan.newest * 4, stores);
+  read_page(newest_number, table, plan.newest, stores);
   // Rows of a lane that the page holds: below `position`, and inside the window.
   const int oldest = p.window > 0 ? position - p.window : -1;
   Keys<F, D> keys;
   Values<F, D> values;
   auto ask_keys = [&](int page) {
     const int at = page * PAGE + warp * 16 + g;
-    const i64 row = (i64)number * page_rows + key_row;
+    const i64 row = first_row<D>(number, page_rows) + key_row;
     read_keys<F, D>(keys, p.values + row * S::ROW + (first_channel + t * 8) * S::BYTES,
                     p.exponents + row * S::BLOCKS + first_channel / 16,
                     at < position && at > oldest, at + 8 < position && at + 8 > oldest);
   };
   auto ask_values = [&](int page) {
     const int at = page * PAGE + warp * 16 + 2 * t;
-    const i64 row = (i64)number * page_rows + value_row;
+    const i64 row = first_row<D>(number, page_rows) + value_row;
     u32 wanted = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -298,7 +314,12 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
     float2 turn = make_float2(1.0f, 0.0f);
     if (c < 2 * p.half) {
       const int i = p.interleaved ? c >> 1 : second ? c - p.half : c;
+#ifdef GENERATED
+      const Turn *turns = p.inv_freq + (i64)position * (2 * p.half);
+      turn = make_float2(value_of(turns[i]), value_of(turns[p.half + i]));
+#else
       turn = cos_sin((float)position * p.inv_freq[i]);
+#endif
     }
     s.cos[c] = turn.x;
     s.sin[c] = second ? turn.y : -turn.y;
@@ -311,7 +332,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   if (p.early) wait_for_inputs();
   const int width = (num_heads + 2) * p.num_kv_heads * D;
   enter<F, D, NH>(p, s, p.qkv + (i64)b * width, num_heads, kv_head, stores,
-                  (i64)newest_number * page_rows + kv_head * PAGE + position % PAGE);
+                  first_row<D>(newest_number, page_rows) + kv_head * PAGE + position % PAGE);
   if (is_joined) cluster_wait();  // the first block is there to be sent to
   int page = plan.first;
   for (int split = plan.split; split < plan.last_split; ++split) {
@@ -335,7 +356,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
       if (PARTS<D> > 1) leave_scores<NH>(scores, pair_scores + part * NH * 32, lane);
       if (next < plan.stop) {
         number = next_number;
-        read<1>(&next_number, table + (i64)(next + 1) * 4, next + 1 < plan.stop);
+        read_page(next_number, table, next + 1, next + 1 < plan.stop);
         ask_keys(next);
       }
       if (PARTS<D> > 1) take_scores<NH>(scores, pair_scores + (1 - part) * NH * 32, warp, lane);

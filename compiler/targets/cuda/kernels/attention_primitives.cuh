@@ -85,6 +85,13 @@ __device__ __forceinline__ float4 read_floats(const float *from) {
                : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(from) : "memory");
   return v;
 }
+__device__ __forceinline__ float4 read_floats(const u16 *from) {  // of four bfloat16
+  u32 low, high;
+  asm volatile("ld.global.cg.v2.u32 {%0, %1}, [%2];" : "=r"(low), "=r"(high) : "l"(from)
+               : "memory");
+  return make_float4(__uint_as_float(low << 16), __uint_as_float(low & 0xFFFF0000u),
+                     __uint_as_float(high << 16), __uint_as_float(high & 0xFFFF0000u));
+}
 __device__ __forceinline__ float read_float(const float *from) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");

@@ -92,18 +92,19 @@ template <int F, int DEPTH> __device__ __forceinline__ void expert_sum(const Exp
   for (int i = threadIdx.x; i < p.num_tokens * 16; i += SUM_WARPS * 32) {
     const int token = i >> 4, row = blockIdx.x * 16 + (i & 15);
     if (row >= p.own.num_rows) continue;
-    float *out = (float *)p.out + (size_t)token * p.out_stride + row, shared = 0.0f, gate = 0.0f;
-    const float before = p.residual ? *out : 0.0f;
+    Value *out = (Value *)p.out + (size_t)token * p.out_stride + row;
+    float shared = 0.0f, gate = 0.0f;
+    const float before = p.residual ? value_of(*out) : 0.0f;
     if (p.gate) {
       shared = p.shared.data ? products[(num_pairs + token) * 16 + (i & 15)]
-                             : p.given[(size_t)token * p.given_stride + row];
-      gate = p.gate[(size_t)token * p.gate_stride];
+                             : value_of(p.given[(size_t)token * p.given_stride + row]);
+      gate = value_of(p.gate[(size_t)token * p.gate_stride]);
     }
     float total = 0.0f;
     for (int k = 0; k < p.top_k; ++k)
       total += weights[token * p.top_k + k] * products[(token * p.top_k + k) * 16 + (i & 15)];
     if (p.gate) total += __fdividef(shared, 1.0f + __expf(-gate));
-    *out = before + total;
+    *out = to_value(before + total);
   }
 }
 

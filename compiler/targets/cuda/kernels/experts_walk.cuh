@@ -24,8 +24,8 @@ struct Experts {
   const int *tiles;      // [1 + N]: how many there are, then the expert of each
   const short *pairs;    // [N, 8]: -1 where a tile has no more
   const float *weights;  // [B, K] of a sum
-  const float *given;    // fp32 [B, given_stride]: the shared expert's, where it is made elsewhere
-  const float *gate;     // fp32 [B, gate_stride] of the shared expert in a sum, or null
+  const Value *given;    // [B, given_stride]: the shared expert's, where it is made elsewhere
+  const Value *gate;     // [B, gate_stride] of the shared expert in a sum, or null
   int num_tokens, top_k, reciprocal;  // 65536 / K, rounded up
   int most_tiles, x_stride, x_each, out_stride, out_each;  // each: from a token's pair to the next
   int shared_x_stride, shared_out_stride, given_stride, gate_stride, residual, epilogue;
@@ -93,6 +93,11 @@ __device__ __forceinline__ void walk(const Table &table, u32 ring, int first, in
       const int rows_before = at.is_shared ? 0 : table.expert(at.tile) * of.num_row_tiles;
       const Source<F> unit(of.data, of.num_steps, rows_before + at.row_tile, 0, lane);
       weights.a = unit.a, weights.b = unit.b;
+#ifdef GENERATED  // gates lie before ups, not in turns of eight
+      const size_t row = (size_t)of.num_steps * (STEP * 2);
+      if (p.epilogue == SWIGLU)
+        weights.a -= at.row_tile * 8 * row, weights.b = weights.a + of.num_rows * row;
+#endif
       weight_left = of.num_steps;
     }
     weights.fetch(to + slot * STAGE, to4 + slot * STAGE);

@@ -76,6 +76,16 @@ __device__ __forceinline__ u32 pack2(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
 }
+// A value that kernels hand each other: float32, and bfloat16 in generated engines (GENERATED).
+#ifdef GENERATED
+typedef u16 Value;
+__device__ __forceinline__ Value to_value(float v) { return (u16)pack2(v, 0.0f); }
+#else
+typedef float Value;
+__device__ __forceinline__ Value to_value(float v) { return v; }
+#endif
+__device__ __forceinline__ float value_of(float v) { return v; }
+__device__ __forceinline__ float value_of(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

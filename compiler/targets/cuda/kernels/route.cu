@@ -9,7 +9,7 @@ constexpr int MOST_EXPERTS = 512, PAIRS = 8;
 constexpr int WARPS = 16, THREADS = WARPS * 32;  // of a block: a warp a token, a thread an expert
 
 struct Route {
-  const float *logits;         // [B, logits_stride]
+  const Value *logits;         // [B, logits_stride]
   const long long *positions;  // [B]: negative for padding
   float *weights;              // [B, K]
   int *experts;                // [B, K]: from `first` on; -1 for padding and other ranks'
@@ -38,7 +38,7 @@ __device__ __forceinline__ void choose(const Route &p, int token, int lane, floa
   for (int i = 0; i < EACH; ++i) {
     const bool is_expert = i * 32 + lane < p.num_experts;
     logits[i] = __int_as_float(0xFF800000);
-    if (is_expert) logits[i] = p.logits[(size_t)token * p.logits_stride + i * 32 + lane];
+    if (is_expert) logits[i] = value_of(p.logits[(size_t)token * p.logits_stride + i * 32 + lane]);
     keys[i] = is_expert ? order_of(logits[i]) : TAKEN;
   }
 #pragma unroll

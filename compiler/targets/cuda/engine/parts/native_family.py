@@ -1,0 +1,19 @@
+"""What runs steps with kernels of the CUDA target; the file has the bases that its choices name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewright.compiler.targets.cuda.engine.parts.family import Family
+from tilewright.compiler.targets.cuda.engine.parts.mixer_cuda import HybridCudaExecutor
+from tilewright.compiler.targets.cuda.engine.parts.native_attend import NativeAttention
+from tilewright.compiler.targets.cuda.engine.parts.native_experts import NativeExperts
+
+
+class NativeExecutor(NativeAttention, NativeExperts, HybridCudaExecutor):
+    """Steps on a GPU."""
+
+
+def on_native(family: Family) -> Family:
+    """A family whose steps on a GPU are run so."""
+    return replace(family, on_gpu=NativeExecutor)

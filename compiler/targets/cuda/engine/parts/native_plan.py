@@ -1,0 +1,19 @@
+"""Choices of an engine that has kernels of the CUDA target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.compiler.targets.cuda.engine.parts.plan import Choices
+
+
+@dataclass(frozen=True)
+class NativeChoices(Choices):
+    """Choices with kernels in CUDA C++ beside products'. They take bfloat16 on Hopper, Triton's
+    all else.
+
+    Attributes:
+        native: "attention" of decode steps, "experts" of up to 64 rows.
+    """
+
+    native: tuple[str, ...] = ()
