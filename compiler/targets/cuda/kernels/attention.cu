@@ -16,17 +16,15 @@
 // `values`; these have a table of cosines and sines in place of frequencies.
 #ifdef GENERATED
 typedef i64 Page;
+#define PAGE_BYTES 8
 typedef u16 Turn;
+#define FIRST_ROW(page) ((page) / D)
 #else
 typedef u32 Page;
+#define PAGE_BYTES 4
 typedef float Turn;
+#define FIRST_ROW(page) (i64)(page) * page_rows
 #endif
-template <int D> __device__ __forceinline__ i64 first_row(Page page, u32 page_rows) {
-  return sizeof(Page) == 8 ? (i64)page / D : (i64)page * page_rows;
-}
-__device__ __forceinline__ void read_page(Page &page, const Page *table, int at, bool wanted) {
-  read<sizeof(Page) / 4>((u32 *)&page, (const u8 *)table + (i64)at * sizeof(Page), wanted);
-}
 
 constexpr int PAGE = 64, WARPS = 4, GROUP = 8;  // WARPS: with positions of their own
 template <int D> constexpr int THREADS = WARPS * 32 * PARTS<D>;
@@ -274,28 +272,29 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
     return false;
   }
   // Everything up to the wait was written long before: the pages of earlier positions.
-  const Page *table = p.tables + slot * p.table_width;
+  const u8 *table = (const u8 *)(p.tables + slot * p.table_width);
   const u32 page_rows = 2 * p.num_kv_heads * PAGE, to_values = p.num_kv_heads * PAGE;
   const int key_row = kv_head * PAGE + warp * 16 + g, value_row = to_values + key_row - g + 2 * t;
   Page number, next_number = 0, newest_number = 0;
-  read_page(number, table, plan.first, true);
-  read_page(next_number, table, plan.first + 1, plan.first + 1 < plan.stop);
+  read<PAGE_BYTES / 4>((u32 *)&number, table + (i64)plan.first * PAGE_BYTES, true);
+  read<PAGE_BYTES / 4>((u32 *)&next_number, table + (i64)(plan.first + 1) * PAGE_BYTES,
+                      plan.first + 1 < plan.stop);
   const bool stores = plan.last_split == plan.used;
-  read_page(newest_number, table, plan.newest, stores);
+  read<PAGE_BYTES / 4>((u32 *)&newest_number, table + (i64)plan.newest * PAGE_BYTES, stores);
   // Rows of a lane that the page holds: below `position`, and inside the window.
   const int oldest = p.window > 0 ? position - p.window : -1;
   Keys<F, D> keys;
   Values<F, D> values;
   auto ask_keys = [&](int page) {
     const int at = page * PAGE + warp * 16 + g;
-    const i64 row = first_row<D>(number, page_rows) + key_row;
+    const i64 row = FIRST_ROW(number) + key_row;
     read_keys<F, D>(keys, p.values + row * S::ROW + (first_channel + t * 8) * S::BYTES,
                     p.exponents + row * S::BLOCKS + first_channel / 16,
                     at < position && at > oldest, at + 8 < position && at + 8 > oldest);
   };
   auto ask_values = [&](int page) {
     const int at = page * PAGE + warp * 16 + 2 * t;
-    const i64 row = first_row<D>(number, page_rows) + value_row;
+    const i64 row = FIRST_ROW(number) + value_row;
     u32 wanted = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -332,7 +331,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   if (p.early) wait_for_inputs();
   const int width = (num_heads + 2) * p.num_kv_heads * D;
   enter<F, D, NH>(p, s, p.qkv + (i64)b * width, num_heads, kv_head, stores,
-                  first_row<D>(newest_number, page_rows) + kv_head * PAGE + position % PAGE);
+                  FIRST_ROW(newest_number) + kv_head * PAGE + position % PAGE);
   if (is_joined) cluster_wait();  // the first block is there to be sent to
   int page = plan.first;
   for (int split = plan.split; split < plan.last_split; ++split) {
@@ -356,7 +355,8 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
       if (PARTS<D> > 1) leave_scores<NH>(scores, pair_scores + part * NH * 32, lane);
       if (next < plan.stop) {
         number = next_number;
-        read_page(next_number, table, next + 1, next + 1 < plan.stop);
+        read<PAGE_BYTES / 4>((u32 *)&next_number, table + (i64)(next + 1) * PAGE_BYTES,
+                            next + 1 < plan.stop);
         ask_keys(next);
       }
       if (PARTS<D> > 1) take_scores<NH>(scores, pair_scores + (1 - part) * NH * 32, warp, lane);

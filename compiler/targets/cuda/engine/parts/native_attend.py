@@ -64,14 +64,15 @@ class NativeAttention(CudaKernels):
         )
         kept = self._scratch(arguments, len(qkv), share.num_groups)
         eights = 1 if heads <= 8 else 2
+        way = "attend" if share.num_begun == share.num_groups else "walk"
         native_launch(
             (
                 "attention.cu",
-                f"KERNEL(bf16, BF16, {s.head_dim}, {eights})",
-                f"attend_bf16_{s.head_dim}_{eights}",
+                f"KERNELS(bf16, BF16, {s.head_dim}, {eights})",
+                f"{way}_bf16_{s.head_dim}_{eights}",
             ),
             arguments,
-            blocks=(share.num_joined, len(qkv), s.num_kv_heads * share.num_groups),
+            blocks=(share.num_joined, len(qkv), s.num_kv_heads * share.num_begun),
             threads=32 * _WARPS * _num_parts(s.head_dim),
             shared=_shared_bytes(s.head_dim, heads, share.num_joined * share.each_block),
             cluster=(share.num_joined, 1, 1),

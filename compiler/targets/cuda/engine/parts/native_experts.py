@@ -55,9 +55,9 @@ class NativeExperts(HybridCudaExecutor):
         """Bytes of a sum's block, whose warps have ``depth`` steps in flight each."""
         pairs = num_rows * self.settings.num_chosen
         products = (pairs + num_rows) * 64 + -(-pairs // 4) * 16
-        return 9 * depth * STAGE + products + self._table(num_rows)
+        return 9 * depth * STAGE + products + self._table_room(num_rows)
 
-    def _table(self, num_rows: int) -> int:
+    def _table_room(self, num_rows: int) -> int:
         return self._most_tiles(num_rows) * (TILE * 2 + 4) + 4
 
     def _most_tiles(self, num_rows: int) -> int:
@@ -112,7 +112,7 @@ class NativeExperts(HybridCudaExecutor):
 
     def _run_experts(self, what: str, depth: int, given: Any, blocks: int, rows: int) -> None:
         is_sum = what == "SUM"
-        room = self._room(rows, depth) if is_sum else 8 * depth * STAGE + self._table(rows)
+        room = self._room(rows, depth) if is_sum else 8 * depth * STAGE + self._table_room(rows)
         native_launch(
             (
                 "experts.cu",

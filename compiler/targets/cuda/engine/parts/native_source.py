@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 _FOLDER = Path(__file__).parents[2] / "kernels"
-_MADE = re.compile(r"^(ROUTE|LINEAR|SUM|ATTEND)\(.*\)\n", re.M)
+_MADE = re.compile(r"^(ROUTE|LINEAR|SUM|ALL)\(.*\)\n", re.M)
 """Lines that make kernels of a source's templates: an engine adds those that it needs."""
 
 FILES = {
