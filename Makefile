@@ -52,6 +52,9 @@ endif
 endif
 endif
 
+# Byte code is kept also where the environment says not to: hundreds of tests start processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo perf perf-tables perf-check perf-boards peers compare compare-serve docs test lint format

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib.util
 import os
+import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +39,36 @@ NUM_THREADS = 2
 torch.set_num_threads(NUM_THREADS)
 
 
+@contextmanager
+def _once_compiled(config: pytest.Config) -> Iterator[None]:
+    """The first worker compiles all test files, which is more than importing them; the others wait
+    for what it leaves in their caches, where it is kept, rather than compile all as well.
+    """
+    run = getattr(config, "workerinput", {}).get("testrunuid")
+    if run is None or sys.dont_write_bytecode or getattr(config, "cache", None) is None:
+        yield
+        return
+    with (config.cache.mkdir("compiled") / "by").open("a+") as compiled:
+        fcntl.flock(compiled, fcntl.LOCK_EX)
+        compiled.seek(0)
+        if compiled.read() == run:
+            fcntl.flock(compiled, fcntl.LOCK_UN)
+            yield
+            return
+        yield
+        compiled.truncate(0)
+        compiled.write(run)
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, Any, Any]:
+def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
     """Until all is collected little is garbage, and looking for it is a quarter of the work. What
     imports and collection made stays: the garbage collector need not walk it any more.
     """
     gc.disable()
     try:
-        return (yield)
+        with _once_compiled(session.config):
+            return (yield)
     finally:
         gc.enable()
         gc.collect()
