@@ -52,17 +52,25 @@ float from_half(uint16_t half) {
     return sign ? -found : found;
 }
 
+// Bits of magnitudes are ordered as magnitudes are; whole numbers of them need no library call.
 void to_q80(const float* x, uint8_t* out) {
-    float most = 0.0f;
-    for (int i = 0; i < kWireBlock; i++) most = std::max(most, std::fabs(x[i]));
-    const float scale = most / 127.0f, inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-    const uint16_t held = to_half(scale);
-    std::memcpy(out, &held, 2);
-    for (int i = 0; i < kWireBlock; i++) {  // halves away from zero
-        const float exact = x[i] * inverse, magnitude = std::fabs(exact), whole = std::floor(magnitude);
-        const float rounded = whole + std::floor((magnitude - whole) * 2.0f);
-        out[2 + i] = (uint8_t)(int8_t)std::copysign(std::min(rounded, 127.0f), exact);
+    int32_t most_bits = 0, held[kWireBlock];
+    for (int i = 0; i < kWireBlock; i++) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, 4);
+        most_bits = std::max(most_bits, bits & 0x7fffffff);
     }
+    float most;
+    std::memcpy(&most, &most_bits, 4);
+    const float scale = most / 127.0f, inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+    const uint16_t half = to_half(scale);
+    std::memcpy(out, &half, 2);
+    for (int i = 0; i < kWireBlock; i++) {  // halves away from zero
+        const float exact = x[i] * inverse, magnitude = std::min(127.0f, std::fabs(exact));
+        const int32_t whole = (int32_t)magnitude, rounded = whole + (magnitude - (float)whole >= 0.5f);
+        held[i] = exact < 0.0f ? -rounded : rounded;
+    }
+    for (int i = 0; i < kWireBlock; i++) out[2 + i] = (uint8_t)(int8_t)held[i];
 }
 
 }  // namespace
