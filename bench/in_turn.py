@@ -106,6 +106,18 @@ def keeper(path: Path | None) -> Callable[[Mapping[str, Any]], None]:
     return lambda row: append_lines(path, json.dumps({**row, **taken}).encode() + b"\n")
 
 
+def kept_rows(path: Path, verb: str) -> list[dict[str, Any]]:
+    """The rows that a `keeper` has appended to a file; ``verb``: the command that writes it.
+
+    Raises:
+        ConfigError: where there are none.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    if not lines:
+        raise ConfigError(f"{path} is missing; allowed: rows of tilewright {verb} --results")
+    return [json.loads(line) for line in lines]
+
+
 def median_and_range(values: Sequence[float], digits: int = 1) -> str:
     """The median with the lowest and the highest, as ``5.0 (3.0 to 6.0)``; blank without values."""
     if not values:

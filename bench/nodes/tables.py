@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.in_turn import median_and_range
+from bench.in_turn import kept_rows, median_and_range
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.errors import ConfigError
 
 FREE = "free"
 _QUIET = 0.1
@@ -51,11 +49,7 @@ def nodes_block(results: Path, name: str) -> str:
     Raises:
         ConfigError: where there are no rows.
     """
-    path = results / "parallel" / f"{name}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    if not lines:
-        raise ConfigError(f"{path} is missing; allowed: rows of tilewright bench-nodes --results")
-    kept = [json.loads(line) for line in lines]
+    kept = kept_rows(results / "parallel" / f"{name}.jsonl", "bench-nodes")
     rows = [row for row in kept if row["others"] < _QUIET]
     kinds = dict.fromkeys(tuple(row[key] for key in _KIND) for row in rows)
     cells = [

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.in_turn import median_and_range
+from bench.in_turn import kept_rows, median_and_range
 from tilewright.compiler.bench.display import cell_text
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.errors import ConfigError
 
 _FIGURES = {
     "output_tokens_per_second": "output t/s",
@@ -53,11 +51,7 @@ def servers_block(results: Path, name: str) -> str:
     Raises:
         ConfigError: where there are no rows.
     """
-    path = results / "serving" / f"{name}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    if not lines:
-        raise ConfigError(f"{path} is missing; allowed: rows of tilewright compare-serve --results")
-    rows = [json.loads(line) for line in lines]
+    rows = kept_rows(results / "serving" / f"{name}.jsonl", "compare-serve")
     last = rows[-1]
     run = [row for row in rows if row["date"] == last["date"]]
     rounds = 1 + max(row["round"] for row in run)

@@ -21,6 +21,40 @@ from bench.cuda.rows import (
 )
 from tilewright.compiler.errors import ConfigError
 
+_DECODE = {
+    ("8b", "bf16", 1): (240, 265),
+    ("8b", "bf16", 8): (1800, 2050),
+    ("8b", "bf16", 32): (6600, 7500),
+    ("8b", "bf16", 64): (12300, 14000),
+    ("8b", "bf16", 128): (18500, 23000),
+    ("8b", "bf16", 256): (24500, 31000),
+    ("8b", "all-bfp8", 1): (400, 480),
+    ("8b", "all-bfp8", 8): (2600, 3000),
+    ("8b", "all-bfp8", 32): (8000, 10000),
+    ("8b", "all-bfp8", 64): (15000, 18500),
+    ("8b", "all-bfp8", 128): (22500, 27000),
+    ("8b", "all-bfp8", 256): (28500, 34000),
+    ("8b", "performance", 1): (480, 600),
+    ("8b", "performance", 8): (None, None),
+    ("8b", "performance", 32): (11500, 13500),
+    ("8b", "performance", 64): (18000, 22000),
+    ("8b", "performance", 128): (None, None),
+    ("8b", "performance", 256): (29500, 36000),
+    **{("8b", "all-bfp4", batch): (None, None) for batch in (1, 8, 32, 64, 128, 256)},
+    ("1b", "bf16", 1): (1150, 1450),
+    ("1b", "performance", 1): (1900, 2800),
+    ("70b", "performance", 1): (60, 68),
+    ("a3b", "bf16", 1): (300, 430),
+    ("a3b", "bf16", 4): (850, 1000),
+    ("a3b", "bf16", 16): (1850, 1950),
+    ("a3b", "bf16", 64): (3650, 3800),
+    ("a3b", "bf16", 128): (5000, 5600),
+    ("a3b", "bf16", 256): (8000, 9500),
+    ("a3b", "all-bfp8", 1): (650, 750),
+    ("a3b", "all-bfp8", 64): (4800, 5600),
+}
+"""Floor and goal of a row by model, precision and users."""
+
 
 def test_the_rows_are_what_was_promised() -> None:
     """Model, precision, users, floor and goal of the table, and the bounds beside it."""
@@ -29,38 +63,7 @@ def test_the_rows_are_what_was_promised() -> None:
         for row in ROWS
         if row.metric == DECODE and not row.shape.startswith("qwen3-")
     }
-    assert decode == {
-        ("8b", "bf16", 1): (240, 265),
-        ("8b", "bf16", 8): (1800, 2050),
-        ("8b", "bf16", 32): (6600, 7500),
-        ("8b", "bf16", 64): (12300, 14000),
-        ("8b", "bf16", 128): (18500, 23000),
-        ("8b", "bf16", 256): (24500, 31000),
-        ("8b", "all-bfp8", 1): (400, 480),
-        ("8b", "all-bfp8", 8): (2600, 3000),
-        ("8b", "all-bfp8", 32): (8000, 10000),
-        ("8b", "all-bfp8", 64): (15000, 18500),
-        ("8b", "all-bfp8", 128): (22500, 27000),
-        ("8b", "all-bfp8", 256): (28500, 34000),
-        ("8b", "performance", 1): (480, 600),
-        ("8b", "performance", 8): (None, None),
-        ("8b", "performance", 32): (11500, 13500),
-        ("8b", "performance", 64): (18000, 22000),
-        ("8b", "performance", 128): (None, None),
-        ("8b", "performance", 256): (29500, 36000),
-        **{("8b", "all-bfp4", batch): (None, None) for batch in (1, 8, 32, 64, 128, 256)},
-        ("1b", "bf16", 1): (1150, 1450),
-        ("1b", "performance", 1): (1900, 2800),
-        ("70b", "performance", 1): (60, 68),
-        ("a3b", "bf16", 1): (300, 430),
-        ("a3b", "bf16", 4): (850, 1000),
-        ("a3b", "bf16", 16): (1850, 1950),
-        ("a3b", "bf16", 64): (3650, 3800),
-        ("a3b", "bf16", 128): (5000, 5600),
-        ("a3b", "bf16", 256): (8000, 9500),
-        ("a3b", "all-bfp8", 1): (650, 750),
-        ("a3b", "all-bfp8", 64): (4800, 5600),
-    }
+    assert decode == _DECODE
     first = {row.name: row.floor for row in ROWS if row.name.endswith("-ttft")}
     assert first.pop("35b-a3b-bf16-ttft") == 30
     floors = {"bf16": 6, "bfp8": 6.5, "performance": 6.5, "bfp4": None}
