@@ -41,6 +41,7 @@ HEAD = """
 #define __forceinline__
 typedef unsigned char u8; typedef unsigned short u16; typedef unsigned int u32;
 typedef long long i64; typedef unsigned long long u64; struct uint4; constexpr int PAIRS = 8;
+typedef float Value; typedef float Turn; typedef u32 Page;
 struct float2 { float x, y; };
 """
 
