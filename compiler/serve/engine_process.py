@@ -34,7 +34,7 @@ from tilewright.compiler.serve.tickets import Answer
 
 LOADING, READY, DOWN = "loading", "ready", "down"
 HEALTHY_SECONDS, HUNG_SECONDS = 10.0, 60.0
-_LOOK_SECONDS = 0.1
+_LOOK_SECONDS, _MOST_OF_A_LOOK = 0.1, 0.5  # what a look takes while nobody stops this process
 _ENDING_SECONDS = 3.0
 _MAX_RESTARTS, _RESTART_WINDOW = 3, 600.0
 
@@ -200,10 +200,17 @@ class EngineProcess:
         self.give_up(f"1 {type(error).__name__}: {one_line(error)}")
 
     async def _watch(self, child: Child) -> None:
-        """Wait for the process's end; kill it where it hangs."""
+        """Wait for the process's end; kill it where it hangs. Time in which this process does not
+        run is not counted: in a container that is frozen the engine is as well.
+        """
+        heard, silent, looked = self._last_beat, 0.0, time.monotonic()
         while (ended := child.poll()) is None:
             await asyncio.sleep(_LOOK_SECONDS)
-            if self.state == READY and time.monotonic() - self._last_beat > self._hung_seconds:
+            passed, looked = time.monotonic() - looked, time.monotonic()
+            silent += min(passed, _MOST_OF_A_LOOK)
+            if self.state != READY or self._last_beat != heard:
+                heard, silent = self._last_beat, 0.0
+            elif silent > self._hung_seconds:
                 self._kill()
         if not self._is_closing and not self._is_gone:
             await asyncio.sleep(_LOOK_SECONDS)  # what it said last is still heard

@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,26 @@ def test_a_lost_engine_costs_what_ran_and_what_waited_is_served(ends: str) -> No
             assert b'"content":"abcd"' in waited.recv(1 << 16)
         assert running.front.client.num_restarts == 1
         assert running.post("/v1/chat/completions", chat("a"))[0] == 200
+
+
+def test_an_engine_that_was_stopped_with_its_server_does_not_hang() -> None:
+    """As in a container that is frozen for a while."""
+    with running_front(Settings(hung_seconds=2.0)) as running:
+        pid, on_again = engine_pid(running), threading.Event()
+
+        def go_on() -> None:
+            os.kill(pid, signal.SIGCONT)
+            on_again.set()
+
+        def freeze() -> None:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(2.2)
+            running.loop.call_later(0.2, go_on)
+
+        running.loop.call_soon_threadsafe(freeze)
+        assert on_again.wait(20)
+        assert running.post("/v1/chat/completions", chat("a"))[0] == 200
+        assert running.front.client.num_restarts == 0
 
 
 def test_an_engine_that_ends_a_fourth_time_ends_the_server(front: Running) -> None:
