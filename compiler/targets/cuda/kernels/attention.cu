@@ -1,8 +1,8 @@
 // Attention of one new token a row over the paged cache, rotation and cache write inside.
 //
 // A row's pages in sight are cut into splits of equal runs, eight splits make a group: by its
-// position and the table's width alone. A block walks over `each_block` neighbouring splits of one
-// row and key/value head; the blocks of a group are a cluster, whose first block receives the
+// position and the table's width alone. A block walks over neighbouring splits of one row and
+// key/value head; the blocks of a group, a cluster, share them out evenly; its first receives the
 // splits' sums and combines them in order; groups, where there are several, are combined in order
 // by the last to arrive. Where a block has a whole group it may walk over others too: a long table
 // costs short rows no blocks. So a row has the same bits however many blocks share its splits.
@@ -39,7 +39,7 @@ struct Attend {
   float *partial, *peaks, *totals;  // of groups: [B, G, groups, R, D], [B, G, groups, R]
   u32 *arrived;              // [B, G], zeros between launches
   int table_width, out_stride, group_heads, num_kv_heads, half, window, interleaved, early;
-  int num_groups, num_joined, each_block;  // num_joined: blocks of a cluster
+  int num_groups, num_joined;  // num_joined: blocks of a cluster, a power of two
   int short_pages;           // pages that one group takes alone
   float scale;               // times log2(e)
 };
@@ -122,7 +122,7 @@ struct Plan {
   int newest, first, stop, each, used;  // the new token's page; `used`: splits of the row
   int split, last_split, group, in_group;  // this block's splits; the group's end, in splits
 };
-__device__ __forceinline__ Plan plan_of(const Attend &p, int position, int block) {
+__device__ __forceinline__ Plan plan_of(const Attend &p, int position, int group) {
   Plan plan;
   const int seen = p.window > 0 ? max(position - p.window + 1, 0) / PAGE : 0;
   plan.newest = position / PAGE;
@@ -130,10 +130,12 @@ __device__ __forceinline__ Plan plan_of(const Attend &p, int position, int block
   const int num_splits = GROUP * (num_pages <= p.short_pages ? 1 : p.num_groups);
   plan.each = (num_pages + num_splits - 1) / num_splits;
   plan.used = position < 0 ? 0 : (num_pages + plan.each - 1) / plan.each;
-  plan.split = block * p.each_block;
-  plan.group = plan.split / GROUP;
-  plan.in_group = min(plan.used, (plan.group + 1) * GROUP);
-  plan.last_split = min(plan.split + p.each_block, plan.in_group);
+  plan.group = group;
+  plan.in_group = min(plan.used, (group + 1) * GROUP);
+  const int left = max(plan.in_group - group * GROUP, 0);
+  const int own = (left + p.num_joined - 1) >> (__ffs(p.num_joined) - 1);
+  plan.split = group * GROUP + blockIdx.x * own;
+  plan.last_split = min(plan.split + own, plan.in_group);
   plan.first = seen + plan.split * plan.each;
   plan.stop = min(seen + plan.last_split * plan.each, end);
   return plan;
@@ -250,7 +252,7 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
   const int first_channel = part * CHANNELS<D>;
   // Groups come last: no block that works waits for those that rows of short contexts leave empty.
   const int b = blockIdx.y, kv_head = blockIdx.z % p.num_kv_heads;
-  const int block = (ALONE ? blockIdx.z / p.num_kv_heads : group) * p.num_joined + blockIdx.x;
+  if (ALONE) group = blockIdx.z / p.num_kv_heads;
   const bool is_joined = p.num_joined > 1, is_first = blockIdx.x == 0;
   if (ALONE) release_dependents();
   if (ALONE && !p.early) wait_for_inputs();
@@ -261,11 +263,11 @@ __device__ __forceinline__ bool attend(const Attend &p, int group) {
     __syncwarp();
     cluster_arrive();
   }
-  const Plan plan = plan_of(p, position, block);
+  const Plan plan = plan_of(p, position, group);
   u16 *out = p.out + (i64)b * p.out_stride + kv_head * num_heads * D;
-  if (plan.split >= plan.used) {
+  if (plan.split >= plan.in_group) {
     if (is_joined) cluster_wait();
-    if (position >= 0 || block > 0) return false;
+    if (position >= 0 || group > 0 || !is_first) return false;
     if (p.early) wait_for_inputs();
     for (int i = threadIdx.x; i < num_heads * (D / 4); i += THREADS<D>)
       *(uint2 *)(out + i * 4) = make_uint2(0, 0);

@@ -56,7 +56,7 @@ class _Attend(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("partial", "peaks", "totals", "arrived")),
         *((name, ctypes.c_int) for name in ("table_width", "out_stride", "group_heads")),
         *((name, ctypes.c_int) for name in ("num_kv_heads", "half", "window", "interleaved")),
-        *((name, ctypes.c_int) for name in ("early", "num_groups", "num_joined", "each_block")),
+        *((name, ctypes.c_int) for name in ("early", "num_groups", "num_joined")),
         ("short_pages", ctypes.c_int),
         ("scale", ctypes.c_float),
     )
@@ -168,11 +168,10 @@ def attend_decode(
         early=early,
         num_groups=share.num_groups,
         num_joined=share.num_joined,
-        each_block=share.each_block,
         short_pages=SHORT_PAGES,
         scale=scale * LOG2_E,
     )
-    _launch(pages, arguments, num_rows, share.num_begun)
+    _launch(pages, arguments, num_rows, share)
 
 
 def _page_arguments(pages: KVPages, block_tables: torch.Tensor) -> dict[str, int]:
@@ -193,19 +192,19 @@ def _rotation(inv_freq: torch.Tensor, interleaved: bool) -> dict[str, int]:
     }
 
 
-def _launch(pages: KVPages, arguments: _Attend, num_rows: int, num_begun: int) -> None:
-    """The kernel of these pages and so many heads, with blocks for so many groups."""
-    way = "attend" if num_begun == arguments.num_groups else "walk"
+def _launch(pages: KVPages, arguments: _Attend, num_rows: int, share: Share) -> None:
+    """The kernel of these pages and so many heads, its splits shared out so."""
+    way = "attend" if share.num_begun == share.num_groups else "walk"
     kind = "bf16" if pages.exponents is None else "bfp8"
-    heads, joined = arguments.group_heads, arguments.num_joined
+    heads, joined = arguments.group_heads, share.num_joined
     assert joined == 1 or way == "attend"
     nvrtc.launch(
         SOURCE,
         f"{way}_{kind}_{pages.head_dim}_{1 if heads <= 8 else 2}",
         at=nvrtc.Launch(
-            blocks=(joined, num_rows, pages.num_kv_heads * num_begun),
+            blocks=(joined, num_rows, pages.num_kv_heads * share.num_begun),
             num_threads=32 * _WARPS * _num_parts(pages.head_dim),
-            shared=_shared_bytes(pages.head_dim, heads, joined * arguments.each_block),
+            shared=_shared_bytes(pages.head_dim, heads, joined * share.each_block),
             cluster=(joined, 1, 1),
         ),
         arguments=arguments,

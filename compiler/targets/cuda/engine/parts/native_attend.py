@@ -58,7 +58,6 @@ class NativeAttention(CudaKernels):
             early=self.chained,
             num_groups=share.num_groups,
             num_joined=share.num_joined,
-            each_block=share.each_block,
             short_pages=SHORT_PAGES,
             scale=s.scale / math.log(2),
         )
