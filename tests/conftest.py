@@ -86,15 +86,8 @@ LONG = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first: the last worker at work would do it alone. Where there are not
-    two GPUs, the tests that need them are skipped.
-    """
+    """What takes long comes first: the last worker at work would do it alone."""
     items.sort(key=lambda item: item.path.name not in LONG)
-    if torch.cuda.device_count() < 2:
-        alone = pytest.mark.skip(reason="needs two GPUs of one host")
-        for item in items:
-            if "multigpu" in item.keywords:
-                item.add_marker(alone)
 
 
 def pytest_sessionfinish() -> None:

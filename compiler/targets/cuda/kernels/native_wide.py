@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.held import TILE_BYTES, HeldWeight
 from tilewright.compiler.targets.cuda.kernels import nvrtc
+from tilewright.compiler.targets.cuda.kernels.launch import num_processors
 from tilewright.compiler.targets.cuda.kernels.native import (
     MOST_SHARED,
     Product,
@@ -26,6 +27,7 @@ MAX_TOKENS = 512
 
 _MOST_CUT = 256
 _MANY_TILES = 300
+_TALL_TILES = range(1700, 4000)  # from where blocks of them fill the device, to where a head begins
 _CHUNK = 64
 _MOST_DEPTH = 12
 
@@ -34,21 +36,33 @@ _MOST_DEPTH = 12
 class Way:
     """How a product lies on the device: ``eights`` of tokens and ``groups`` of four warps a block,
     ``resident`` blocks a multiprocessor. Groups have 64 rows each; of a weight whose K is cut, the
-    same 64 rows, and slices of their own.
+    same 64 rows, and slices of their own, which ``joined`` blocks share out.
     """
 
     eights: int
     groups: int
     resident: int = 1
+    joined: int = 1
 
     def kernel(self, held: HeldWeight) -> str:
         """The name of the kernel that goes so over a weight."""
+        if self.joined > 1:
+            return f"joined_{held.kind}_{self.eights}_{self.joined}"
         kind = "cut" if num_slices(held) > 1 else "wide"
         return f"{kind}_{held.kind}_{self.eights}_{self.groups}"
 
     def row_tiles(self, held: HeldWeight) -> int:
         """Row tiles of a block."""
         return 4 if num_slices(held) > 1 else 4 * self.groups
+
+    def taken_tiles(self, held: HeldWeight) -> int:
+        """Row tiles that a block takes: fewer than it has warps for where that fills the device."""
+        most = self.row_tiles(held)
+        if num_slices(held) > 1 or self.groups < 4:
+            return most
+        count = num_processors(held.data.device)
+        turns = -(-held.num_row_tiles // (most * count))
+        return -(-held.num_row_tiles // (turns * count))
 
     def depth(self, held: HeldWeight) -> int:
         """Steps of 128 columns in flight."""
@@ -60,7 +74,7 @@ class Way:
         slices.
         """
         is_shared = num_slices(held) > 1 and self.groups > 1
-        sums = num_slices(held) * self.eights * 2048 if is_shared else 0
+        sums = num_slices(held) // self.joined * self.eights * 2048 if is_shared else 0
         return max(self.depth(held) * self._step_bytes(held) + 1024, sums)
 
     def _step_bytes(self, held: HeldWeight) -> int:
@@ -74,14 +88,24 @@ WAYS = {
 }
 """Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
 
+JOINED = Way(8, 4, joined=2)
+"""Of slices of either kind, by two blocks."""
+
+TALL = Way(4, 4)
+"""Of a whole K of bfp8, by blocks that take fewer row tiles than they have warps."""
+
 
 def choose_way(held: HeldWeight, num_tokens: int) -> Way:
     """How a product with a weight goes: as was fastest on an H200 of those in docs/cuda.md."""
     many = held.num_row_tiles > _MANY_TILES
+    if held.kind == "bfp8" and held.num_row_tiles in _TALL_TILES and num_tokens <= 32:
+        return TALL
     if num_slices(held) == 1:
         return Way(4 if num_tokens <= 32 else 8 if num_tokens <= 64 else 16, 2, 2)
+    if num_tokens <= 32:
+        return Way(4, 4)
     if num_tokens <= 64:
-        return Way(8 if many and num_tokens > 32 else 4, 4)
+        return Way(8, 4) if many else JOINED
     return Way(8, 1, 3) if many and num_tokens > 128 else Way(8, 4)
 
 
@@ -107,7 +131,10 @@ class _ArrangeNorm(ctypes.Structure):
 class Wide(ctypes.Structure):
     """`Wide` of wide.cuh."""
 
-    _fields_ = (("product", Product), ("depth", ctypes.c_int), ("places", ctypes.c_int))
+    _fields_ = (
+        ("product", Product),
+        *((name, ctypes.c_int) for name in ("depth", "tiles", "places")),
+    )
 
 
 SOURCE = nvrtc.Source(
@@ -121,6 +148,8 @@ SOURCE = nvrtc.Source(
             for cut, ways in WAYS.items()
             for eights, groups in ways
         ),
+        *(f"joined_{kind}_{JOINED.eights}_{JOINED.joined}" for kind in TILE_BYTES),
+        f"wide_bfp8_{TALL.eights}_{TALL.groups}",
     ),
     headers=("primitives.cuh", "tiles.cuh", "norm.cuh", "wide.cuh"),
     structures=(
@@ -230,8 +259,9 @@ def _launch(product: Product, held: HeldWeight, way: Way, feeds: int) -> None:
     """Blocks of all tokens beside each other: they read the same rows of the weight."""
     shared, depth = way.shared_bytes(held), way.depth(held)
     assert shared <= MOST_SHARED and depth > 1
-    row_blocks = -(-held.num_row_tiles // way.row_tiles(held))
-    blocks = product.x_stride // (8 * way.eights), row_blocks, 1
-    at = nvrtc.Launch(blocks, 128 * way.groups, shared)
-    arguments = Wide(product=product, depth=depth, places=feeds)
+    tiles = way.taken_tiles(held)
+    row_blocks = -(-held.num_row_tiles // tiles)
+    blocks = product.x_stride // (8 * way.eights), row_blocks, way.joined
+    at = nvrtc.Launch(blocks, 128 * way.groups, shared, cluster=(1, 1, way.joined))
+    arguments = Wide(product=product, depth=depth, tiles=tiles, places=feeds)
     nvrtc.launch(SOURCE, way.kernel(held), at=at, arguments=arguments)

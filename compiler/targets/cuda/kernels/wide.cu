@@ -61,16 +61,23 @@ extern "C" __global__ void __launch_bounds__(256) arrange_norm(const ArrangeNorm
 #define CUT(name, F, MT, PARTS, BLOCKS)                                                           \
   extern "C" __global__ void __launch_bounds__(PARTS * 128, BLOCKS)                               \
   cut_##name##_##MT##_##PARTS(const Wide p) { wide<F, MT, 1, PARTS>(p); }
+// Of slices by a cluster of C blocks.
+#define JOINED(name, F, MT, C)                                                                    \
+  extern "C" __global__ void __launch_bounds__(512, 1)                                            \
+  joined_##name##_##MT##_##C(const Wide p) { wide<F, MT, 1, 4, C>(p); }
 
 WIDE(bfp8, BFP8, 4, 2, 2)
 WIDE(bfp8, BFP8, 8, 2, 2)
 WIDE(bfp8, BFP8, 16, 2, 2)
+WIDE(bfp8, BFP8, 4, 4, 1)
 CUT(bfp8, BFP8, 4, 4, 1)
 CUT(bfp8, BFP8, 8, 4, 1)
 CUT(bfp8, BFP8, 8, 1, 3)
+JOINED(bfp8, BFP8, 8, 2)
 WIDE(bfp4, BFP4, 4, 2, 2)
 WIDE(bfp4, BFP4, 8, 2, 2)
 WIDE(bfp4, BFP4, 16, 2, 2)
 CUT(bfp4, BFP4, 4, 4, 1)
 CUT(bfp4, BFP4, 8, 4, 1)
 CUT(bfp4, BFP4, 8, 1, 3)
+JOINED(bfp4, BFP4, 8, 2)

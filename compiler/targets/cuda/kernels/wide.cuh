@@ -122,6 +122,7 @@ __device__ __forceinline__ void decode_quarter(u32 (&top)[4], u32 (&low)[4], con
 struct Wide {
   Product product;  // x: what `arrange` made of it, `x_stride` tokens in all
   int depth;        // steps in flight
+  int tiles;        // row tiles of a block of four groups
   int places;       // of a product of pairs: tokens of the x that it writes as `arrange` does, or 0
 };
 constexpr int MOST_DEPTH = 12;
@@ -253,21 +254,28 @@ __device__ __forceinline__ void multiply_quarter(float (&acc)[MT][4], const u32 
   group_commit();
 }
 
-// MT * 8 tokens by G groups of four warps with 64 rows each. CUT: of the eight slices of K,
-// CUT groups take some each, of the same 64 rows; slices are added in order, as gemm.cuh does.
-template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(const Wide &wide) {
+// MT * 8 tokens by G groups of four warps with 64 rows each. CUT: the eight slices of K are shared
+// out between C blocks, a cluster along z, and CUT groups of each, of the same 64 rows; slices are
+// added in order, as gemm.cuh does.
+template <int F, int MT, int G, int CUT, int C = 1>
+__device__ __forceinline__ void wide(const Wide &wide) {
   using R = Ring<F, MT, G>;
-  constexpr int TOKENS = MT * 8, RINGS = CUT > 1 ? CUT : 1, OWN = CUT ? SLICES / CUT : 1;
-  static_assert(CUT <= 1 || (G == 1 && OWN == 2), "a group keeps two slices at most");
+  constexpr int TOKENS = MT * 8, RINGS = CUT > 1 ? CUT : 1;
+  constexpr int OWN = CUT ? SLICES / (CUT * C) : 1;  // slices of a group
+  static_assert(CUT <= 1 || (G == 1 && OWN <= 2), "a group keeps two slices at most");
   const Product &p = wide.product;
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 full[RINGS * MOST_DEPTH];
   __shared__ u32 left[RINGS * MOST_DEPTH];
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const u32 part = CUT > 1 ? threadIdx.x >> 7 : 0, warp = (threadIdx.x >> 5) - 4 * part;
-  const u32 depth = wide.depth, tile = blockIdx.y * R::WARPS + warp;
-  const u32 begins = part * OWN * p.num_steps / SLICES;
-  const u32 ends = CUT ? (part + 1) * OWN * p.num_steps / SLICES : p.num_steps;
+  const u32 share = (C > 1 ? blockIdx.z * CUT : 0) + part;
+  constexpr bool TALL = CUT == 0 && G == 4;
+  const u32 taken = TALL ? wide.tiles : R::WARPS;  // row tiles of a block
+  const u32 depth = wide.depth;
+  const u32 tile = TALL && warp >= taken ? p.num_tiles : blockIdx.y * taken + warp;
+  const u32 begins = share * OWN * p.num_steps / SLICES;
+  const u32 ends = CUT ? (share + 1) * OWN * p.num_steps / SLICES : p.num_steps;
   R ring;
   ring.lane = lane, ring.num_steps = ends - begins, ring.depth = depth;
   ring.x_ring = ((shared_address(memory) + 1023) & ~1023u) + part * depth * R::X_BYTES;
@@ -306,7 +314,7 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   codes.decode(a, 0);
 #pragma unroll 1
   for (u32 slice = 0; slice < OWN; ++slice) {
-    const u32 last = CUT ? (part * OWN + slice + 1) * p.num_steps / SLICES - begins : ends;
+    const u32 last = CUT ? (share * OWN + slice + 1) * p.num_steps / SLICES - begins : ends;
 #pragma unroll 1
     while (step < last) {
       const u64 x = operand_at(ring.x_ring + slot * R::X_BYTES), second = x + (R::X_HALF >> 4);
@@ -338,7 +346,7 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
         if (CUT == 1) {
           total[m][i] = slice ? total[m][i] + acc[m][i] : acc[m][i];
           acc[m][i] = 0.0f;
-        } else if (CUT && slice == 0) {
+        } else if (CUT && OWN > 1 && slice == 0) {
           total[m][i] = acc[m][i];
           acc[m][i] = 0.0f;
         }
@@ -356,20 +364,28 @@ template <int F, int MT, int G, int CUT> __device__ __forceinline__ void wide(co
   for (int m = 0; m < MT; ++m)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      sums[((2 * part * MT + m) * 4 + i) * 128] = total[m][i];
-      sums[(((2 * part + 1) * MT + m) * 4 + i) * 128] = acc[m][i];
+      if (OWN == 2) sums[((2 * part * MT + m) * 4 + i) * 128] = total[m][i];
+      sums[(((OWN * part + OWN - 1) * MT + m) * 4 + i) * 128] = acc[m][i];
     }
-  __syncthreads();
-  constexpr int SHARE = MT / RINGS;
-  float all[SHARE][4];
+  if (C > 1) cluster_barrier();
+  else __syncthreads();
+  constexpr int EACH = MT > RINGS * C ? MT / (RINGS * C) : 1, HERE = RINGS * OWN;
+  const u32 first = share * EACH;  // eight of tokens
+  float all[EACH][4];
+  if (first < MT) {
 #pragma unroll
-  for (int m = 0; m < SHARE; ++m)
+    for (int m = 0; m < EACH; ++m)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int place = (part * SHARE + m) * 4 + i;
-      all[m][i] = sums[place * 128];
+      for (int i = 0; i < 4; ++i) {
+        const float *place = sums + ((first + m) * 4 + i) * 128;
 #pragma unroll
-      for (int s = 1; s < SLICES; ++s) all[m][i] += sums[(s * MT * 4 + place) * 128];
-    }
-  finish_tile<SHARE>(wide, blockIdx.x * TOKENS + part * SHARE * 8 + 2 * t, tile, g, all);
+        for (int s = 0; s < SLICES; ++s) {
+          const float *of = place + s % HERE * MT * 4 * 128;
+          const float value = C > 1 ? read_of_rank(shared_address(of), s / HERE) : *of;
+          all[m][i] = s ? all[m][i] + value : value;
+        }
+      }
+    finish_tile<EACH>(wide, blockIdx.x * TOKENS + first * 8 + 2 * t, tile, g, all);
+  }
+  if (C > 1) cluster_barrier();  // nobody's memory goes while another reads it
 }

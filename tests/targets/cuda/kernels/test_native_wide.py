@@ -131,15 +131,18 @@ def test_every_way_gives_the_same_bits(kind: str, size: tuple[int, int], gpu: to
     native_wide.linear(both[1], raw, held, norm=(norm, 1e-5), **how)
     assert torch.equal(*both)
     cut = "cut" if native.num_slices(held) > 1 else "wide"
-    for eights, groups in native_wide.WAYS[cut]:
-        for resident in (1, 2):
-            way = native_wide.Way(eights, groups, resident)
-            if way.depth(held) < 2:
-                continue
-            out = torch.full((300, size[0]), NAN, device=gpu)
-            how = {"epilogue": native.STORE, "arranged": arranged, "way": way}
-            native_wide.linear(out, x, held, **how)
-            assert torch.equal(out, want[:300]), way
+    ways = [native_wide.Way(*way, resident) for way in native_wide.WAYS[cut] for resident in (1, 2)]
+    if cut == "cut":
+        ways.append(native_wide.JOINED)
+    elif kind == "bfp8":
+        ways.append(native_wide.TALL)
+    for way in ways:
+        if way.depth(held) < 2:
+            continue
+        out = torch.full((300, size[0]), NAN, device=gpu)
+        how = {"epilogue": native.STORE, "arranged": arranged, "way": way}
+        native_wide.linear(out, x, held, **how)
+        assert torch.equal(out, want[:300]), way
 
 
 @pytest.mark.gpu
