@@ -177,6 +177,8 @@ def _cubin(source: Source, capability: tuple[int, int]) -> bytes:
     headers = [path.with_name(name).read_bytes() for name in source.headers]
     version = check(nvrtc.nvrtcVersion())
     options = [b"--std=c++17", b"--gpu-architecture=sm_%d%da" % capability]
+    if tuple(version) >= (13, 0):
+        options.append(b"--split-compile=0")  # by all cores; the machine code is the same
     key = hashlib.sha256(repr((text, names, headers, options, version)).encode()).hexdigest()[:32]
     kept = cache_dir() / "kernels" / f"{path.stem}-{key}.cubin"
     if kept.is_file():

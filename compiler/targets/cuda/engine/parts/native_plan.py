@@ -13,8 +13,7 @@ class NativeChoices(Choices):
     all else.
 
     Attributes:
-        native: of decode steps, "attention", "delta" (linear attention), "experts" of up to 64
-            rows.
+        native: "attention" of decode steps, "experts" of up to 64 rows.
     """
 
     native: tuple[str, ...] = ()
