@@ -32,7 +32,7 @@ _NEVER = (1 << 63) - 1
 _LEAST_LOOKS, _MOST_LOOKS = 4, 64
 """How often a socket is looked at, each look being a system call, before a thread sleeps."""
 
-_TRIALS, _TRIAL_ROWS = 5, 64
+_TRIALS, _TRIAL_ROWS = 9, 64
 _WORTH = 1.25
 """How much longer two hops may take, for half of the bytes: a link is not always as free as now."""
 
@@ -189,4 +189,4 @@ class NativeRank(NativeExecutable):
             began = time.perf_counter()
             self.all_reduce(values, wire)
             times.append(time.perf_counter() - began)
-        return sorted(times)[_TRIALS // 2]
+        return min(times)  # what else runs on the nodes makes some of them longer
