@@ -12,20 +12,6 @@
 
 #include "attention_pages.cuh"
 
-// A page is named by its number, or in generated engines by its first element's place behind
-// `values`; these have a table of cosines and sines in place of frequencies.
-#ifdef GENERATED
-typedef i64 Page;
-#define PAGE_BYTES 8
-typedef u16 Turn;
-#define FIRST_ROW(page) ((page) / D)
-#else
-typedef u32 Page;
-#define PAGE_BYTES 4
-typedef float Turn;
-#define FIRST_ROW(page) (i64)(page) * page_rows
-#endif
-
 constexpr int PAGE = 64, WARPS = 4, GROUP = 8;  // WARPS: with positions of their own
 template <int D> constexpr int THREADS = WARPS * 32 * PARTS<D>;
 
@@ -56,21 +42,6 @@ template <int F, int D, int NH> struct Shared {
 };
 // Behind it lie, where there are parts, scores [2 by turn, WARPS, PARTS, NH, 32] float4; and
 // warp_sums [WARPS, R, D] and sums [GROUP, R, D] fp32.
-
-// Cosine and sine within 1e-7 for angles to 2^30: the reduction is in fp64.
-__device__ __forceinline__ float2 cos_sin(float angle) {
-  const double wide = angle, quarter = floor(wide * 0.6366197723675814 + 0.5);
-  const float r = (float)(wide - quarter * 1.5707963267948966), square = r * r;
-  float sin = square * (1.0f / 362880) - 1.0f / 5040;
-  sin = (sin * square + 1.0f / 120) * square - 1.0f / 6;
-  sin = r + r * square * sin;
-  float cos = square * (1.0f / 40320) - 1.0f / 720;
-  cos = (cos * square + 1.0f / 24) * square - 0.5f;
-  cos = 1.0f + square * cos;
-  const int turn = (int)quarter & 3;
-  const float c = turn & 1 ? sin : cos, s = turn & 1 ? cos : sin;
-  return make_float2(turn == 1 || turn == 2 ? -c : c, turn >= 2 ? -s : s);
-}
 
 // Rotate the new token: q into `s.q`, and where the block `stores`, its key and value.
 template <int F, int D, int NH>

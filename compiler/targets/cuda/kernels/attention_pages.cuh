@@ -7,6 +7,20 @@
 
 #include "attention_primitives.cuh"
 
+// A page is named by its number, or in generated engines by its first element's place behind
+// `values`; these have a table of cosines and sines in place of frequencies.
+#ifdef GENERATED
+typedef i64 Page;
+#define PAGE_BYTES 8
+typedef u16 Turn;
+#define FIRST_ROW(page) ((page) / D)
+#else
+typedef u32 Page;
+#define PAGE_BYTES 4
+typedef float Turn;
+#define FIRST_ROW(page) (i64)(page) * page_rows
+#endif
+
 constexpr int BF16 = 0, BFP8 = 1;  // how the pages are held
 
 template <int D> constexpr int CHANNELS = D > 128 ? D / 2 : D;  // of a warp

