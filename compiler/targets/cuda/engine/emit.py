@@ -12,6 +12,7 @@ from tilewright.compiler.targets.base import Emission
 from tilewright.compiler.targets.cuda.engine.layers import engine_plan
 from tilewright.compiler.targets.cuda.engine.parts import plan as parts
 from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import HybridPlan
+from tilewright.compiler.targets.cuda.engine.parts.native_plan import NativeChoices
 from tilewright.compiler.targets.cuda.engine.parts.plan import Choices
 from tilewright.compiler.targets.cuda.engine.write import engine_text
 from tilewright.compiler.targets.program.instructions import Plan
@@ -28,28 +29,31 @@ def emit_engine(plan: Plan, emission: Emission) -> None:
     """
     found, config = engine_plan(plan), emission.settings["model_config"]
     num_layers = config["num_hidden_layers"]
-    choices = Choices(products=products_for(found, config))
-    title = emission.title.partition(",")[0]
-    text = engine_text(found, choices, title=title, num_layers=num_layers)
     names, tensors = _tensors_of(plan), {}
     for done, name in enumerate(names):
         emission.progress("weights", done, len(names))
         tensors[name] = emission.get_weight(name).contiguous()
     is_half = all(each.dtype == torch.float16 for each in tensors.values())
     config = {**config, "torch_dtype": "float16" if is_half else "bfloat16"}
+    title = emission.title.partition(",")[0]
+    text = engine_text(found, choices_for(found, config), title=title, num_layers=num_layers)
     emission.write("engine.py", text.encode())
     emission.write("model_config.json", (json.dumps(config, indent=2) + "\n").encode())
     (emission.folder / "weights").mkdir()
     save_tensors(tensors, emission.folder / "weights" / "model.safetensors")
 
 
-def products_for(plan: parts.Plan, config: Mapping[str, Any]) -> str:
-    """The products of few rows that were measured faster on an H200: of wide layers in CUDA C++, of
-    narrow ones, whose norms fit into products of several rows, in Triton. A mixture's dense
-    products are narrow.
+def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:
+    """Those that were measured faster on an H200: for wide layers products of few rows in CUDA C++,
+    in bfloat16 attention and experts too; for narrow ones, whose norms fit into products of several
+    rows, Triton alone.
     """
-    is_wide = not isinstance(plan, HybridPlan) and config["hidden_size"] >= _WIDE
-    return "cuda" if is_wide else "triton"
+    if config["hidden_size"] < _WIDE:
+        return Choices()
+    if config["torch_dtype"] != "bfloat16":
+        return Choices(products="cuda")
+    native = ("experts", "attention") if isinstance(plan, HybridPlan) else ("attention",)
+    return NativeChoices(products="cuda", native=native)
 
 
 def _tensors_of(plan: Plan) -> list[str]:

@@ -162,7 +162,7 @@ def test_the_file_of_35b_a3b_is_emitted() -> None:
     """Of its real shape, without its weights."""
     from tilewright.compiler.driver import lower_model, resolve_precision
     from tilewright.compiler.targets.compiled import silent
-    from tilewright.compiler.targets.cuda.engine.parts.plan import Choices
+    from tilewright.compiler.targets.cuda.engine.emit import choices_for
     from tilewright.compiler.targets.cuda.engine.write import engine_text
     from tilewright.compiler.targets.table import get_target
     from tilewright.models import load_model
@@ -170,7 +170,9 @@ def test_the_file_of_35b_a3b_is_emitted() -> None:
     model = load_model("shape:qwen3.5-35b-a3b")
     resolved = resolve_precision(model, load_precision("reference"))
     graph, _ = lower_model(model, resolved, get_target("cuda").stages(), silent)
-    text = engine_text(engine_plan(make_plan(graph)), Choices(), title="35B-A3B", num_layers=40)
+    plan, config = engine_plan(make_plan(graph)), engine_config(model.config)
+    choices = choices_for(plan, {**config, "torch_dtype": "bfloat16"})
+    text = engine_text(plan, choices, title="35B-A3B", num_layers=40)
     compile(text, "engine.py", "exec")
-    assert len(text.splitlines()) < 3200
+    assert len(text.splitlines()) < 5900
     assert engine_config(model.config)["num_experts"] == 256

@@ -16,14 +16,20 @@ import torch
 import torch.nn.functional as F
 
 from tests.targets.cuda.engine.test_mixer_kernels import CPU, PARTS, PLAN, TINY, Interpreted
+from tilewright.compiler.targets.cuda.engine.emit import choices_for
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
 from tilewright.compiler.targets.cuda.engine.parts.hybrid_reference import HybridReference
 from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import read_hybrid_settings
+from tilewright.compiler.targets.cuda.engine.parts.mixer_cuda import HybridCudaExecutor
 from tilewright.compiler.targets.cuda.engine.parts.native_attend import NativeAttention
 from tilewright.compiler.targets.cuda.engine.parts.native_experts import TILE, NativeExperts
 from tilewright.compiler.targets.cuda.engine.parts.native_plan import NativeChoices
 from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Plan
-from tilewright.compiler.targets.cuda.engine.parts.self_test import error_of, random_weights
+from tilewright.compiler.targets.cuda.engine.parts.self_test import (
+    compare,
+    error_of,
+    random_weights,
+)
 from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 from tilewright.compiler.targets.cuda.engine.write import engine_text
 from tilewright.compiler.targets.cuda.held import HeldWeight
@@ -197,6 +203,27 @@ def test_kernels_are_handed_what_their_sources_read(
     }
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [(NativeAttention, NativeExperts), (NativeDelta,)])
+def test_a_gpu_is_as_close_to_the_reference_as_with_tritons(
+    parts: tuple[type, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, whose roundings alone are beyond the tolerance."""
+    monkeypatch.setattr(f"{PARTS}.steps.PLAN", PLAN)
+    device = torch.device("cuda")
+    settings = read_hybrid_settings({**SIZES, "torch_dtype": "bfloat16"}, device)
+    torch.save(random_weights(settings, 0), tmp_path / "model.pt")
+    tensors = load_weights(str(tmp_path), settings)
+    exact = dataclasses.replace(settings, dtype=torch.float32)
+    native: Any = type("Native", (*parts, HybridCudaExecutor), {})
+    worst = []
+    for made in (HybridCudaExecutor, native):
+        engine = Engine(made(tensors, settings, device), settings)
+        reference = HybridReference(tensors, exact, device)
+        worst.append(compare(engine, reference, settings, seed=0, operations=40)[0])
+    assert worst[1] < 1.5 * worst[0]
+
+
 @pytest.mark.parametrize("num_rows", [1, 5, 32, 64])
 def test_room_and_tiles_are_the_cuda_targets(num_rows: int) -> None:
     exact = dataclasses.replace(
@@ -223,3 +250,13 @@ def test_files_have_the_sources_of_their_choices_alone(plan: Plan) -> None:
     assert '"attention.cu": r"""' in text and "experts.cu" not in text
     assert "KERNELS(name" in text and "\nALL(" not in text and "tilewright" not in text
     compile(text, "engine.py", "exec")
+
+
+def test_wide_models_in_bfloat16_have_them(plan: Plan) -> None:
+    wide = {"hidden_size": 2048, "torch_dtype": "bfloat16"}
+    attention = NativeChoices(products="cuda", native=("attention",))
+    assert choices_for(plan, wide) == attention
+    assert choices_for(plan, {**wide, "torch_dtype": "float16"}) == Choices(products="cuda")
+    assert choices_for(plan, {**wide, "hidden_size": 768}) == Choices()
+    experts = NativeChoices(products="cuda", native=("experts", "attention"))
+    assert choices_for(PLAN, wide) == experts

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.engine.parts.launches import CudaKernels, Tokens
@@ -21,25 +19,25 @@ from tilewright.compiler.targets.cuda.kernels.native_attention import (
 )
 
 FEW_PAGES = 8
-"""Pages of a row, up to which attention is not cut into parts: each has a block."""
+"""Pages of a row, up to which each has a block of its own: those before `SPLIT_FROM`."""
+
+MOST_ROWS = 8
+"""With more rows, or parts of long contexts, Triton's kernel was measured faster."""
 
 
 class NativeAttention(CudaKernels):
     """Attention of one token a row: its pages are shared out between the blocks of a cluster."""
 
-    def __init__(self, *given: Any) -> None:
-        self._arrived: dict[int, Tensor] = {}  # by rows: zeros between launches
-        super().__init__(*given)
-
     def _attend_tokens(self, each: Bound, qkv: Tensor, batch: Tokens, out: Tensor) -> None:
         s, table = self.settings, batch.table
         heads = s.num_heads // s.num_kv_heads
         known = s.head_dim in (64, 128, 256) and heads <= 16
+        known = known and len(qkv) <= MOST_ROWS and batch.splits == 1
         if not (known and takes_native(self.device, qkv.dtype)):
             super()._attend_tokens(each, qkv, batch, out)
             return
         assert table is not None and batch.positions is not None and batch.seats is not None
-        pages = table.shape[1] if batch.splits > 1 else min(table.shape[1], FEW_PAGES)
+        pages = min(table.shape[1], FEW_PAGES)
         share = choose_share(len(qkv), s.num_kv_heads, pages, s.head_dim)
         arguments = _Attend(
             qkv=qkv.data_ptr(),
@@ -61,34 +59,17 @@ class NativeAttention(CudaKernels):
             short_pages=SHORT_PAGES,
             scale=s.scale / math.log(2),
         )
-        kept = self._scratch(arguments, len(qkv), share.num_groups)
         eights = 1 if heads <= 8 else 2
-        way = "attend" if share.num_begun == share.num_groups else "walk"
         native_launch(
             (
                 "attention.cu",
                 f"KERNELS(bf16, BF16, {s.head_dim}, {eights})",
-                f"{way}_bf16_{s.head_dim}_{eights}",
+                f"attend_bf16_{s.head_dim}_{eights}",
             ),
             arguments,
-            blocks=(share.num_joined, len(qkv), s.num_kv_heads * share.num_begun),
+            blocks=(share.num_joined, len(qkv), s.num_kv_heads),
             threads=32 * _WARPS * _num_parts(s.head_dim),
             shared=_shared_bytes(s.head_dim, heads, share.num_joined * share.each_block),
             cluster=(share.num_joined, 1, 1),
             chained=self.chained,
         )
-        del kept  # until the launch
-
-    def _scratch(self, arguments: Any, num_rows: int, num_groups: int) -> tuple[Tensor, ...]:
-        """Where groups of parts leave their sums, if there are several."""
-        s = self.settings
-        if num_groups == 1:
-            return ()
-        count = num_rows * s.num_heads * num_groups
-        made = [torch.empty(count * n, device=self.device) for n in (s.head_dim, 1, 1)]
-        arguments.partial, arguments.peaks, arguments.totals = (x.data_ptr() for x in made)
-        if num_rows not in self._arrived:  # before a step is captured
-            zeros = torch.zeros(num_rows * s.num_kv_heads, dtype=torch.int32, device=self.device)
-            self._arrived[num_rows] = zeros
-        arguments.arrived = self._arrived[num_rows].data_ptr()
-        return tuple(made)
