@@ -47,6 +47,8 @@ _SECTIONS = {
     "mixer_cuda": "Mixers on a GPU",
     "../../kernels/native_experts": "What kernels of experts are handed",
     "native_experts": "Experts in CUDA C++",
+    "../../kernels/native_delta": "How linear attention is cut into blocks",
+    "native_delta": "Linear attention in CUDA C++",
     "engine": "The engine",
     "reference": "The reference",
     "hybrid_reference": "The reference with experts and linear attention",
@@ -64,6 +66,8 @@ _NATIVE = {
     "native_attend": (),
     "../../kernels/native_experts": ("_Experts", "_Route", "_Weight"),
     "native_experts": (),
+    "../../kernels/native_delta": ("_DeltaStep", "columns_of_a_block"),
+    "native_delta": (),
     "native_family": (),
 }
 """Sections of files with `NativeChoices` alone; what is taken of modules that are no parts."""
@@ -147,7 +151,11 @@ def _sources_text(native: tuple[str, ...]) -> str:
 
 def _bases(family: str, native: tuple[str, ...]) -> tuple[str, ...]:
     """What an executor with the kernels of some choices is made of."""
-    known = {"attention": "NativeAttention", "experts": "NativeExperts"}
+    known = {
+        "attention": "NativeAttention",
+        "experts": "NativeExperts",
+        "delta": "NativeDelta",
+    }
     last = "HybridCudaExecutor" if family == "HYBRID" else "CudaExecutor"
     return (*(each for name, each in known.items() if name in native), last)
 
@@ -219,8 +227,11 @@ def _defined(body: Iterable[ast.stmt]) -> set[str]:
         elif isinstance(node, ast.Import):
             found |= {alias.asname or alias.name for alias in node.names}
         else:
+            inside = (each for each in ast.walk(node) if isinstance(each, ast.comprehension))
+            own = {id(x) for each in inside for x in ast.walk(each.target)}
             names = (each for each in ast.walk(node) if isinstance(each, ast.Name))
-            found |= {each.id for each in names if isinstance(each.ctx, ast.Store)}
+            stored = (each for each in names if isinstance(each.ctx, ast.Store))
+            found |= {each.id for each in stored if id(each) not in own}
     return found
 
 

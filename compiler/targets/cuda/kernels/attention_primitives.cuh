@@ -97,6 +97,11 @@ __device__ __forceinline__ float read_float(const float *from) {
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from) : "memory");
   return v;
 }
+__device__ __forceinline__ float read_float(const u16 *from) {
+  u16 v;
+  asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(v) : "l"(from) : "memory");
+  return value_of(v);
+}
 // How many have come to `counter` before; all that this block wrote is seen by those after it.
 __device__ __forceinline__ u32 count_arrival(u32 *counter) {
   u32 before;

@@ -17,12 +17,12 @@ constexpr int MOST_BLOCKS = 8;  // of a cluster
 constexpr int MOST_KEPT = 3;    // values of a channel's window
 
 struct DeltaStep {
-  const float *x;                   // [B, 2 G D + H D], rows `x_stride` apart
+  const Value *x;                   // [B, 2 G D + H D], rows `x_stride` apart
   const float *weight;              // [2 G D + H D, width]
   float *window;                    // [S, 2 G D + H D, width - 1]
-  const float *a, *b;               // [B, H]
+  const Value *a, *b;               // [B, H]
   const float *a_log, *dt_bias;     // [H]
-  const float *z;                   // [B, H D]
+  const Value *z;                   // [B, H D]
   const float *norm;                // [D]
   float *state;                     // [S, H, D, D]
   u16 *out;                         // bf16 [B, H D]

@@ -22,6 +22,7 @@ from tilewright.compiler.targets.cuda.engine.parts.hybrid_reference import Hybri
 from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import read_hybrid_settings
 from tilewright.compiler.targets.cuda.engine.parts.mixer_cuda import HybridCudaExecutor
 from tilewright.compiler.targets.cuda.engine.parts.native_attend import NativeAttention
+from tilewright.compiler.targets.cuda.engine.parts.native_delta import NativeDelta
 from tilewright.compiler.targets.cuda.engine.parts.native_experts import TILE, NativeExperts
 from tilewright.compiler.targets.cuda.engine.parts.native_plan import NativeChoices
 from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Plan
@@ -40,7 +41,9 @@ SIZES = {
     **TINY,
     **{"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64},
     **{"moe_intermediate_size": 128, "shared_expert_intermediate_size": 256},
-    **{"max_position_embeddings": 256},
+    **{"max_position_embeddings": 256, "num_hidden_layers": 3},
+    **{"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    **{"linear_key_head_dim": 64, "linear_value_head_dim": 64},
 }
 
 
@@ -152,7 +155,43 @@ def attend(a: Any) -> None:
         out.copy_(weights @ values)
 
 
-class Native(NativeAttention, NativeExperts, Interpreted):
+def delta(a: Any) -> None:
+    """delta_step.cu: a token's convolution, delta rule and gated norm."""
+    heads, groups, count = a.num_heads, a.num_key_heads, delta.num_rows  # type: ignore[attr-defined]
+    size, width = 64, a.width
+    channels = (2 * groups + heads) * size
+    floats = {"dtype": torch.float32}
+    weight = at(a.weight, channels, width, **floats)
+    norm = at(a.norm, size, **floats)
+    a_log, dt_bias = at(a.a_log, heads, **floats), at(a.dt_bias, heads, **floats)
+    for row in range(count):
+        out = at(a.out + 2 * row * a.out_stride, heads, size)
+        if int(at(a.positions + 8 * row, 1, dtype=torch.int64)) < 0:
+            out.zero_()
+            continue
+        slot = int(at(a.slots + 8 * row, 1, dtype=torch.int64))
+        window = at(a.window + 4 * slot * channels * (width - 1), channels, width - 1, **floats)
+        state = at(a.state + 4 * slot * heads * size * size, heads, size, size, **floats)
+        x = at(a.x + 2 * row * a.x_stride, channels).float()
+        seen = torch.cat((window, x[:, None]), 1)
+        mixed = F.silu((seen * weight).sum(1))
+        window.copy_(seen[:, 1:])
+        q, k, v = mixed.view(-1, size).split((groups, groups, heads))
+        q, k = (x.repeat_interleave(heads // groups, 0) for x in (q, k))
+        q = q * torch.rsqrt(q.square().sum(1, keepdim=True) + 1e-6) / 8
+        k = k * torch.rsqrt(k.square().sum(1, keepdim=True) + 1e-6)
+        rate = at(a.a + 2 * row * a.a_stride, heads).float() + dt_bias
+        beta = at(a.b + 2 * row * a.b_stride, heads).float().sigmoid()
+        state *= (-a_log.exp() * F.softplus(rate)).exp()[:, None, None]
+        wrong = (v - torch.einsum("hkv,hk->hv", state, k)) * beta[:, None]
+        state += k[:, :, None] * wrong[:, None]
+        read = torch.einsum("hkv,hk->hv", state, q)
+        z = at(a.z + 2 * row * a.z_stride, heads, size).float()
+        read = read * torch.rsqrt(read.square().mean(1, keepdim=True) + a.eps) * norm
+        out.copy_(read * F.silu(z))
+
+
+class Native(NativeAttention, NativeExperts, NativeDelta, Interpreted):
     """Steps launched one by one."""
 
 
@@ -168,18 +207,21 @@ def test_kernels_are_handed_what_their_sources_read(
 
     def launch(kernel: tuple[str, str, str], arguments: Any, **how: Any) -> None:
         ran.append(kernel[2])
-        attend.num_rows = how["blocks"][1]  # type: ignore[attr-defined]
-        does: dict[str, Callable[[Any], None]] = {"route.cu": route, "attention.cu": attend}
-        does.get(kernel[0], experts)(arguments)
+        attend.num_rows = delta.num_rows = how["blocks"][1]  # type: ignore[attr-defined]
+        does: dict[str, Callable[[Any], None]] = {
+            **{"route.cu": route, "experts.cu": experts},
+            **{"attention.cu": attend, "delta_step.cu": delta},
+        }
+        does[kernel[0]](arguments)
 
-    for part in ("native_attend", "native_experts"):
+    for part in ("native_attend", "native_experts", "native_delta"):
         monkeypatch.setattr(f"{PARTS}.{part}.native_launch", launch)
         monkeypatch.setattr(f"{PARTS}.{part}.takes_native", lambda device, dtype: True)
     monkeypatch.setattr(f"{PARTS}.steps.PLAN", PLAN)
     exact = read_hybrid_settings(SIZES, CPU)
     weights = random_weights(exact, 0)
     for name in weights:  # large enough that every part counts
-        weights[name] = weights[name] * (2 if "norm" not in name else 1)
+        weights[name] = weights[name] * (1.5 if "norm" not in name else 1)
     torch.save(weights, tmp_path / "model.pt")
     tensors = load_weights(str(tmp_path), exact)
     half = dataclasses.replace(exact, dtype=HALF)
@@ -196,9 +238,9 @@ def test_kernels_are_handed_what_their_sources_read(
         ours, theirs = (each.decode(some, tokens) for each in (engine, reference))
         kept = [row for row, request in enumerate(some) if reference.is_decided(request)]
         assert len(kept) > len(some) // 2
-        assert error_of(ours[kept], theirs[kept]) < 0.3
+        assert error_of(ours[kept], theirs[kept]) < 0.5
     assert set(ran) == {
-        *("attend_bf16_64_1", "route_4", "route_one_4"),
+        *("attend_bf16_64_1", "delta_step_64_32", "route_4", "route_one_4"),
         *("expert_linear_bf16_4", "expert_sum_bf16_4"),
     }
 

@@ -7,10 +7,11 @@ from dataclasses import replace
 from tilewright.compiler.targets.cuda.engine.parts.family import Family
 from tilewright.compiler.targets.cuda.engine.parts.mixer_cuda import HybridCudaExecutor
 from tilewright.compiler.targets.cuda.engine.parts.native_attend import NativeAttention
+from tilewright.compiler.targets.cuda.engine.parts.native_delta import NativeDelta
 from tilewright.compiler.targets.cuda.engine.parts.native_experts import NativeExperts
 
 
-class NativeExecutor(NativeAttention, NativeExperts, HybridCudaExecutor):
+class NativeExecutor(NativeAttention, NativeExperts, NativeDelta, HybridCudaExecutor):
     """Steps on a GPU."""
 
 

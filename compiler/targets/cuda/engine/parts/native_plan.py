@@ -13,7 +13,8 @@ class NativeChoices(Choices):
     all else.
 
     Attributes:
-        native: "attention" of decode steps, "experts" of up to 64 rows.
+        native: of decode steps, "attention", "delta" (linear attention), "experts" of up to 64
+            rows.
     """
 
     native: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 _FOLDER = Path(__file__).parents[2] / "kernels"
-_MADE = re.compile(r"^(ROUTE|LINEAR|SUM|ALL)\(.*\)\n", re.M)
+_MADE = re.compile(r"^(ROUTE|LINEAR|SUM|ALL|DELTA_STEP)\(.*\)\n", re.M)
 """Lines that make kernels of a source's templates: an engine adds those that it needs."""
 
 FILES = {
@@ -16,6 +16,12 @@ FILES = {
         "attention_primitives.cuh",
         "attention_pages.cuh",
         "attention.cu",
+    ),
+    "delta": (
+        "primitives.cuh",
+        "attention_primitives.cuh",
+        "delta_gates.cuh",
+        "delta_step.cu",
     ),
 }
 """The sources of each choice, what they include first."""
@@ -27,4 +33,4 @@ def sources(native: tuple[str, ...]) -> dict[str, str]:
     return {name: _MADE.sub("", (_FOLDER / name).read_text()).rstrip() + "\n" for name in names}
 
 
-SOURCES = sources(("experts", "attention"))
+SOURCES = sources(("experts", "attention", "delta"))
