@@ -14,18 +14,15 @@ from tilewright.compiler.batch.preparing import GrammarTrials, Preparer
 from tilewright.compiler.commands.batch_options import BatchOptions
 from tilewright.compiler.commands.source import (
     Source,
-    compile_source,
     open_source,
     precision_of,
     served_facts,
 )
 from tilewright.compiler.runtime.matchers import grammars_of
-from tilewright.compiler.runtime.running import Policy
 from tilewright.compiler.runtime.service import EngineService, QueueTransport
 from tilewright.compiler.serve.jobs import Served, fingerprint_of
-from tilewright.compiler.serve.says import say
 from tilewright.compiler.serve.template import read_template
-from tilewright.compiler.targets.base import CompileOptions, Progress
+from tilewright.compiler.targets.base import Progress
 from tilewright.compiler.targets.compiled import Compiled
 from tilewright.models.checkpoints.base import TokenizerSource
 from tilewright.models.tokenizer.load import load_tokenizer
@@ -50,7 +47,7 @@ def batch_facts(options: BatchOptions, source: Source) -> dict[str, str]:
         "target": options.model.target,
         "precision": precision_of(source, options.model.precision).heading,
         "compute": options.model.compute,
-        "arithmetic": str(options.engine["arithmetic"]),
+        "arithmetic": options.arithmetic,
         "context": str(min(options.context, source.max_positions)),
         "sampling": " ".join(f"{name}={chosen[name]}" for name in sorted(chosen)),
         "ends": "ignored" if options.ignore_eos else "the model's",
@@ -67,25 +64,7 @@ def batch_engine(
     Raises:
         TilewrightError: where the model, its precision and the target do not fit together.
     """
-    engine = options.engine
-    compiled = compile_source(
-        source,
-        options.model,
-        CompileOptions(
-            max_batch=options.seats,
-            max_context=min(options.context, source.max_positions),
-            compute=options.model.compute,
-            num_threads=engine["threads"],
-            memory_fraction=engine["memory_fraction"],
-            is_strict=options.is_strict,
-            copies=engine["copies"],
-            max_step_tokens=engine["step_tokens"],
-        ),
-        progress,
-        use_cache=not engine["no_cache"],
-    )
-    for note in compiled.notes:
-        say(note)
+    compiled = options.compile(source, options.model, seats=options.seats, progress=progress)
     progress("preparing steps", 0, 1)
     with closing(compiled.executable), tempfile.TemporaryDirectory() as folder:
         made = _made(options, source, compiled, created=created, folder=Path(folder) / "tokenizer")
@@ -102,15 +81,10 @@ def _made(
     source.tokenizer.save(folder)  # for grammars, which are compiled for it
     executable, transport = compiled.executable, QueueTransport()
     grammars = grammars_of(folder, source.tokenizer.eos_ids, executable.vocab_size)
-    policy = Policy(
-        step_ms=0.0,
-        step_tokens=options.engine["step_tokens"],
-        reuses=not options.engine["no_prefix_cache"],
-        host_bytes=int(options.engine["host_cache"] * 1e9),
-    )
+    policy = options.policy(step_ms=0.0)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()
-    facts = served_facts(source, compiled, arithmetic=options.engine["arithmetic"])
+    facts = served_facts(source, compiled, arithmetic=options.arithmetic)
     served = Served(
         ready=service.ready(facts),
         coder=source.tokenizer,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +23,10 @@ from tilewright.compiler.commands.arguments import (
     values_of,
 )
 from tilewright.compiler.commands.asking import SamplingArguments
-from tilewright.compiler.commands.serve_options import STRICT, ServeOptions
+from tilewright.compiler.commands.engine_options import EngineArguments
 from tilewright.compiler.errors import ConfigError
 
-_ENGINE = (
-    *("max_context", "step_tokens", "memory_fraction", "arithmetic", "host_cache"),
-    *("no_prefix_cache", "threads", "no_cache", "copies"),
-)
-"""Options of the engine that are the server's too."""
-
 _SEATS = {"cpu": 16, "cuda": 256}
-_MAX_CONTEXT = 4096
 RAY = "ray"
 
 
@@ -70,11 +63,10 @@ class _Asked(ModelArguments):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchOptions:
+class BatchOptions(EngineArguments):
     """The command line of ``tilewright batch``, checked.
 
-    ``argv``: what was typed; ``sampling``: by name, what was said of it; ``engine``: the server's
-    options of the same names.
+    ``argv``: what was typed; ``sampling``: by name, what was said of it.
     """
 
     argv: tuple[str, ...]
@@ -87,7 +79,6 @@ class BatchOptions:
     max_tokens: int | None
     seed: int
     sampling: Mapping[str, float]
-    engine: Mapping[str, Any] = field(default_factory=dict)
     num_samples: int | None = option(
         "rows, drawn by --seed (default: all)", group="rows", type=integer(1, 1 << 30), metavar="N"
     )
@@ -132,16 +123,6 @@ class BatchOptions:
         """The number of rows that run at a time."""
         return self.max_seats or _SEATS.get(self.model.target.split("-")[0], 8)
 
-    @property
-    def context(self) -> int:
-        """Positions of a row, if the model has so many."""
-        return self.engine["max_context"] or _MAX_CONTEXT
-
-    @property
-    def is_strict(self) -> bool:
-        """Whether a row's answer does not depend on the others, where the target can."""
-        return bool(self.engine["arithmetic"] == STRICT)
-
 
 def read_batch_options(argv: Sequence[str]) -> BatchOptions:
     """Read and check the command line of ``tilewright batch``.
@@ -153,9 +134,7 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         prog="tilewright batch",
         description="Answer all rows of a data set, by the server's own loop and without a server.",
     )
-    others = [name for name in ServeOptions.__dataclass_fields__ if name not in _ENGINE]
     add_options(parser, _Asked, SamplingArguments, BatchOptions)
-    add_options(parser, ServeOptions, without=others)
     arguments = parser.parse_args(list(argv))
     given = values_of(BatchOptions, arguments)
     source = _input(arguments, given)
@@ -181,7 +160,6 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         max_tokens=max_tokens,
         seed=seed,
         sampling={name: value for name, value in sampling.items() if value is not None},
-        engine={name: getattr(arguments, name) for name in _ENGINE},
         **given,
     )
 

@@ -40,7 +40,7 @@ class Actor:
         from tilewright.compiler.targets.compiled import silent
 
         options = read_batch_options(argv)
-        options = replace(options, engine={**options.engine, "threads": threads})
+        options = replace(options, threads=threads)
         source = open_batch_source(options)
         # for as long as the process lives
         self._open = batch_engine(options, source, created=created, progress=silent)
@@ -100,7 +100,7 @@ def _blocks(options: BatchOptions, items: list[Item], journal: Journal) -> Itera
     actors = options.actors
     size = -(-len(items) // (_BATCHES * actors))
     size = max(1, min(size, _SEATS_FULL * options.seats))
-    threads = options.engine["threads"] or max(1, describe_cpu().num_cores // actors)
+    threads = options.threads or max(1, describe_cpu().num_cores // actors)
     is_gpu = options.model.target == "cuda"
     # in turn, so that every batch has long rows and short ones
     num_batches = -(-len(items) // size)

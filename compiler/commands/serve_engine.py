@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from tilewright.compiler.commands.serve_options import (
     MODEL,
-    STRICT,
     ServeOptions,
     read_serve_options,
 )
@@ -52,42 +51,16 @@ def main(argv: list[str]) -> int:
 
 def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> None:
     warnings.filterwarnings("ignore", module="torch")
-    from tilewright.compiler.commands.source import compile_source, open_source
+    from tilewright.compiler.commands.source import open_source
     from tilewright.compiler.runtime.matchers import grammars_of
-    from tilewright.compiler.runtime.running import Policy
     from tilewright.compiler.runtime.service import EngineService
-    from tilewright.compiler.serve.says import say
-    from tilewright.compiler.targets.base import CompileOptions
+    from tilewright.compiler.targets.compiled import silent
 
     source = open_source(options.model.path)
-    context = min(options.context, source.max_positions)
     source.tokenizer.save(folder / TOKENIZER)
-    compiled = compile_source(
-        source,
-        options.model,
-        CompileOptions(
-            max_batch=options.max_seats,
-            max_context=context,
-            compute=options.model.compute,
-            num_threads=options.threads,
-            memory_fraction=options.memory_fraction,
-            is_strict=options.arithmetic == STRICT,
-            copies=options.copies,
-            max_step_tokens=options.step_tokens,
-        ),
-        lambda what, done, total: None,
-        use_cache=not options.no_cache,
-    )
-    for note in compiled.notes:
-        say(note)
+    compiled = options.compile(source, options.model, seats=options.max_seats, progress=silent)
     executable = compiled.executable
-    policy = Policy(
-        step_ms=options.step_ms,
-        step_tokens=options.step_tokens,
-        reuses=not options.no_prefix_cache,
-        cache_replies=options.cache_replies,
-        host_bytes=int(options.host_cache * 1e9),
-    )
+    policy = options.policy(step_ms=options.step_ms, cache_replies=options.cache_replies)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()

@@ -21,12 +21,12 @@ from tilewright.compiler.commands.arguments import (
     take_path,
     values_of,
 )
+from tilewright.compiler.commands.engine_options import EngineArguments
 from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.serve.tools.formats import FORMATS
 
 MODEL = "model"
-STRICT = "strict"
 """``--sampling-defaults``: those of the checkpoint's ``generation_config.json``."""
 
 _DEFAULTS: dict[str, dict[str, float]] = {
@@ -34,7 +34,7 @@ _DEFAULTS: dict[str, dict[str, float]] = {
     "openai": {"temperature": 1.0, "top_p": 1.0},
     MODEL: {},
 }
-_MAX_KEYS, _MAX_CONTEXT = 1024, 4096
+_MAX_KEYS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class _Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(EngineArguments):
     """The command line of ``tilewright serve``, checked."""
 
     model: ModelOptions
@@ -89,73 +89,16 @@ class ServeOptions:
         group="engine",
         type=integer(1, 4096),
     )
-    max_context: int | None = option(
-        f"positions of a request (default: the model's, up to {_MAX_CONTEXT})",
-        "--max-context",
-        "--max-model-len",
-        group="engine",
-        type=integer(2, 1 << 24),
-    )
     step_ms: float = option(
         "of prompts beside running answers; 0: no limit",
         default=20.0,
         group="engine",
         type=real(0, 10_000),
     )
-    step_tokens: int = option(
-        "of prompts in one step, at most",
-        "--step-tokens",
-        "--max-num-batched-tokens",
-        default=8192,
-        group="engine",
-        type=integer(1, 1 << 20),
-    )
-    memory_fraction: float = option(
-        "of a GPU's memory, what weights and state may take",
-        "--memory-fraction",
-        "--gpu-memory-utilization",
-        default=0.92,
-        group="engine",
-        type=real(0, 1, above=True),
-    )
-    copies: str = option(
-        "weights in block formats, once more as a GPU multiplies many rows with fastest: auto, "
-        "where that leaves three quarters of the pages, or room for every context; none; all. FP8, "
-        "which lofi on bfp4 means, is such a copy, and made with --arithmetic fast alone",
-        default="auto",
-        group="engine",
-        choices=("auto", "none", "all"),
-    )
-    arithmetic: str = option(
-        "strict: what a request gets does not depend on what runs beside it, where the target can; "
-        "fast: prompts may take other kernels, piece by piece, and on a GPU bfp4 weights at lofi "
-        "are multiplied in FP8",
-        default=STRICT,
-        group="engine",
-        choices=(STRICT, "fast"),
-    )
-    host_cache: float = option(
-        "GB of host memory for the state of requests that make room, and as much for that of "
-        "sequences that later prompts may continue",
-        default=4.0,
-        group="engine",
-        metavar="GB",
-        type=real(0, 1 << 20),
-    )
     cache_replies: bool = option(
         "share answers too: the next turn of a chat computes less, and is equal up to rounding",
         default=False,
         group="engine",
-    )
-    no_prefix_cache: bool = option(
-        "compute every prompt whole",
-        "--no-prefix-cache",
-        "--no-enable-prefix-caching",
-        default=False,
-        group="engine",
-    )
-    threads: int | None = option(
-        "CPU threads, of all replicas together", group="engine", type=integer(1, 1024)
     )
     replicas: int = option(
         "engines behind the one server, each with GPUs or CPU cores of its own; a request goes to "
@@ -166,7 +109,6 @@ class ServeOptions:
         group="engine",
         type=integer(1, 64),
     )
-    no_cache: bool = option("compile anew and keep nothing", default=False, group="engine")
     api_key: tuple[str, ...] = option(
         "keys that clients must have one of", default=(), group="requests", metavar="KEY"
     )
@@ -197,11 +139,6 @@ class ServeOptions:
         group="requests",
         choices=("tilewright", "vllm"),
     )
-
-    @property
-    def context(self) -> int:
-        """Positions of a request, if the model has so many."""
-        return self.max_context or _MAX_CONTEXT
 
 
 def read_serve_options(argv: Sequence[str]) -> ServeOptions:
