@@ -175,9 +175,10 @@ def _cubin(source: Source, capability: tuple[int, int]) -> bytes:
     path, text = source.path, source.text()
     names = [name.encode() for name in source.headers]
     headers = [path.with_name(name).read_bytes() for name in source.headers]
-    version = check(nvrtc.nvrtcVersion())
+    check(told := nvrtc.nvrtcVersion())
+    version = tuple(told[1:])  # major, minor
     options = [b"--std=c++17", b"--gpu-architecture=sm_%d%da" % capability]
-    if tuple(version) >= (13, 0):
+    if version >= (13, 0):
         options.append(b"--split-compile=0")  # by all cores; the machine code is the same
     key = hashlib.sha256(repr((text, names, headers, options, version)).encode()).hexdigest()[:32]
     kept = cache_dir() / "kernels" / f"{path.stem}-{key}.cubin"

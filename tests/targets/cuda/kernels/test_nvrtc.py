@@ -123,6 +123,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
 
 SOURCE = nvrtc.Source(Path("some.cu"), ("some",))
+CUBIN = nvrtc._cubin
 
 
 def test_kernels_are_loaded_into_the_device_that_asks(driver: Driver) -> None:
@@ -150,6 +151,32 @@ def test_sources_that_do_not_compile_are_an_error(
     monkeypatch.setattr(nvrtc, "_cubin", refuses)
     with pytest.raises(CompileError, match=r"some\.cu"):
         nvrtc.why_not(torch.device("cuda", 0), SOURCE)
+
+
+@pytest.mark.parametrize("version, all_cores", [((12, 9), False), ((13, 0), True), ((13, 1), True)])
+def test_machine_code_is_kept_by_the_compiler_s_version_and_made_by_all_cores_from_13_on(
+    driver: Driver,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: tuple[int, int],
+    all_cores: bool,
+) -> None:
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    source = nvrtc.Source(tmp_path / "some.cu", ("some",))
+    source.path.write_text("")
+    compiler: Any = driver
+    compiler.nvrtcVersion = lambda: (0, *version)
+    asked: list[bytes] = []
+    compiler.nvrtcCreateProgram = lambda *_: (0, "program")
+    compiler.nvrtcCompileProgram = lambda program, number, options: (asked.extend(options), (0,))[1]
+    compiler.nvrtcGetCUBINSize = lambda program: (0, 3)
+    compiler.nvrtcGetCUBIN = lambda program, binary: (0,)
+    assert len(CUBIN(source, (9, 0))) == 3
+    assert (b"--split-compile=0" in asked) == all_cores and b"--gpu-architecture=sm_90a" in asked
+    asked.clear()
+    assert len(CUBIN(source, (9, 0))) == 3 and not asked, "kept"
+    compiler.nvrtcVersion = lambda: (0, version[0], version[1] + 1)
+    assert len(CUBIN(source, (9, 0))) == 3 and asked, "another compiler's is not taken"
 
 
 def test_without_a_compiler_it_says_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
