@@ -86,8 +86,15 @@ LONG = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long comes first: the last worker at work would do it alone."""
+    """What takes long comes first: the last worker at work would do it alone. Where there are not
+    two GPUs, the tests that need them are skipped.
+    """
     items.sort(key=lambda item: item.path.name not in LONG)
+    if torch.cuda.device_count() < 2:
+        alone = pytest.mark.skip(reason="needs two GPUs of one host")
+        for item in items:
+            if "multigpu" in item.keywords:
+                item.add_marker(alone)
 
 
 def pytest_sessionfinish() -> None:
