@@ -7,20 +7,21 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tilewright.compiler.artifacts.places import cache_dir
 from tilewright.compiler.bench.display import decimal, span
-from tilewright.compiler.child import PYTHON
+from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import integer, option
 from tilewright.compiler.devices import describe_cpu
 from tilewright.compiler.environment import environment
 from tilewright.compiler.errors import ConfigError, TilewrightError
-from tilewright.compiler.json_lines import append_lines, check_writable
+from tilewright.compiler.json_lines import append_lines, check_writable, read_records
 
 TILEWRIGHT = (*PYTHON, "-m", "tilewright.compiler.cli")
 """Begins the command line of a ``tilewright`` verb in a process of its own."""
@@ -73,12 +74,12 @@ def answer_of(*words: str) -> dict[str, Any]:
     Raises:
         TilewrightError: where it fails, with what it said last.
     """
-    done = subprocess.run(
-        [*TILEWRIGHT, *words, "--json"], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise TilewrightError(f"tilewright {words[0]}: {done.stderr.strip()[-300:]}")
-    found: dict[str, Any] = json.loads(done.stdout)
+    with Child([*TILEWRIGHT, *words, "--json"], what="tilewright") as child:
+        ended = child.wait()
+        assert ended is not None
+        if ended.code:
+            raise TilewrightError(f"tilewright {words[0]}: {(ended.last or ended.how)[-300:]}")
+        found: dict[str, Any] = json.loads(child.output())
     return found
 
 
@@ -110,12 +111,13 @@ def kept_rows(path: Path, verb: str) -> list[dict[str, Any]]:
     """The rows that a `keeper` has appended to a file; ``verb``: the command that writes it.
 
     Raises:
-        ConfigError: where there are none.
+        ConfigError: where there are none, and on a line that is no row.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    if not lines:
+    decode = msgspec.json.Decoder(dict[str, Any]).decode
+    found = read_records(path, decode, expected="not a row") if path.exists() else []
+    if not found:
         raise ConfigError(f"{path} is missing; allowed: rows of tilewright {verb} --results")
-    return [json.loads(line) for line in lines]
+    return [each.record for each in found]
 
 
 def median_and_range(values: Sequence[float], digits: int = 1) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.in_turn import TILEWRIGHT, keeper
 from bench.nodes.files import SHAPES, write_files
 from bench.nodes.links import address, inside, machines
-from bench.nodes.tables import FREE, Row
+from bench.nodes.tables import FREE, Run
 from tilewright.compiler.child import Child
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError
@@ -68,13 +68,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _show(row: Row) -> None:
+def _show(row: Run) -> None:
     begin = f"{row.link:>8} {row.nodes:>5} {row.wire:>4}"
     rates = f"{row.prompt_rate:>10.1f} {row.decode_rate:>10.1f}"
     print(f"{begin} {rates} {row.sent_kb:>6.1f} {row.exchange_ms:>6.2f} {row.others:>6.1%}")
 
 
-def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Row:
+def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Run:
     count, wire = kind
     options = ["--nthreads", str(given.threads), "--steps", str(given.steps)]
     options += ["--buffer-float-type", wire] if wire else []
@@ -94,7 +94,7 @@ def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Ro
     kinds = (model.stem, count, given.threads, link, wire)
     others = _busy_seconds() - busy - (_own_seconds() - own)
     others /= (time.monotonic() - began) * (os.cpu_count() or 1)
-    return Row(*kinds, *_figures(said), given.prompt_tokens, shown, round(max(others, 0.0), 3))
+    return Run(*kinds, *_figures(said), given.prompt_tokens, shown, round(max(others, 0.0), 3))
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ _HEADS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Run:
     """One run: tokens a second, and of each predicted token what rank 0 sent and waited; the share
     of the machine's cores that others took meanwhile.
     """

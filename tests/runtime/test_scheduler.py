@@ -358,6 +358,20 @@ def test_an_executable_that_raises_leaves_nothing_behind(runs_ahead: bool) -> No
     assert llm.executable.num_open == llm.scheduler.num_kept
 
 
+def test_who_cannot_be_given_a_seat_still_waits_at_their_place() -> None:
+    """The step that opens the seat fails: its request is neither lost nor behind the next."""
+    llm = one(max_seats=1)
+    llm.executable.step = Broken(llm.executable.step, num_steps=2)
+    first, second = batch_of(3, 4)
+    llm.add(first)
+    llm.add(second)
+    with pytest.raises(RuntimeError, match="step 3"):
+        llm.step()
+    assert list(llm.scheduler.line) == [first, second] and not llm.scheduler.running
+    llm.generate([])
+    assert (first.output, second.output) == (answer(first), answer(second))
+
+
 def test_an_idle_step_is_no_error() -> None:
     llm = one()
     assert llm.step() == []

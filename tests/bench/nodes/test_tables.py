@@ -10,7 +10,7 @@ import pytest
 
 from bench.blocks import rendered
 from bench.nodes import command
-from bench.nodes.tables import Row
+from bench.nodes.tables import Run
 from tilewright.compiler.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -53,7 +53,7 @@ def test_kinds_are_run_in_turn_and_every_run_is_kept(
 
 
 def test_the_table_has_medians_and_the_spread_of_decode(tmp_path: Path) -> None:
-    first = Row("dllama_model_8b_q40", 4, 1, "1", "q80", 9.0, 2.0, 421.4, 80.0, 64, "", 0.02)
+    first = Run("dllama_model_8b_q40", 4, 1, "1", "q80", 9.0, 2.0, 421.4, 80.0, 64, "", 0.02)
     rows = [first, replace(first, decode_rate=3.0), replace(first, decode_rate=7.0)]
     rows.append(replace(first, nodes=1, link="free", wire="", sent_kb=0.0, exchange_ms=0.0))
     rows.append(replace(first, decode_rate=1.0, others=0.1))

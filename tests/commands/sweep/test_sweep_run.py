@@ -20,7 +20,6 @@ from tilewright.compiler.environment import environment
 from tilewright.compiler.sweep.journal import Asked, Journal, Planned, Started
 from tilewright.compiler.sweep.runner import BENCH
 
-ROOT = Path(__file__).resolve().parents[3]
 CASES = ("--cases", "performance-device-perf")
 OLDER = "commit 0123456789, torch 1.0"
 GRID = (
@@ -159,7 +158,7 @@ def test_a_sweep_that_is_killed_goes_on(tiny_gguf: Path, tmp_path: Path) -> None
     """kill -9 after the first cell; the second run leaves what was finished as it is."""
     path = tmp_path / "sweep.jsonl"
     argv = ["--models", str(tiny_gguf), *GRID, *CASES, "--results", str(path)]
-    command = [*PYTHON, str(ROOT / "demo" / "sweep.py")]
+    command = [*PYTHON, "-m", "tilewright.compiler.cli", "sweep"]
     child = subprocess.Popen([*command, *argv], stderr=subprocess.DEVNULL)
     while b'"finished"' not in (path.read_bytes() if path.exists() else b""):
         assert child.poll() is None
