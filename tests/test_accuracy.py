@@ -27,9 +27,9 @@ _MODEL_OF = {"SmolLM2-135M-Instruct": "smollm2"}
 BARS = {"bf16": 97.0, "all-bfp8": 92.0}
 """Top-1 below which the default model must not fall. Measured: 99.4 and 94.5."""
 BY_DEFAULT = "all-bfp8"
-"""What is measured without ``-m slow``: the faster of the two with a bar, ..."""
+"""The configuration measured without ``-m slow``: the faster of the two with a bar."""
 DEFAULT_DEVICE = "CPU native"
-"""... on the faster backend, which ``--target cpu`` chooses where there is a compiler."""
+"""The device it is measured on: the faster backend, `--target cpu`'s where there is a compiler."""
 
 Row = tuple[perf_md.Section, perf_md.PerfRow]
 

@@ -44,7 +44,7 @@ def emit_engine(plan: Plan, emission: Emission) -> None:
 
 
 def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:
-    """Those that were measured faster on an H200: for wide layers products of few rows in CUDA C++,
+    """Choose what was measured faster on an H200: products of few rows in CUDA C++ for wide layers,
     in bfloat16 attention and experts too; for narrow ones, whose norms fit into products of several
     rows, Triton alone.
     """

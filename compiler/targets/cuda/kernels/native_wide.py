@@ -89,10 +89,10 @@ WAYS = {
 """Eights of tokens and groups that there are kernels for: of a whole K and of slices."""
 
 JOINED = Way(8, 4, joined=2)
-"""Of slices of either kind, by two blocks."""
+"""The way of a product whose slices of K, of either kind, two blocks share out."""
 
 TALL = Way(4, 4)
-"""Of a whole K of bfp8, by blocks that take fewer row tiles than they have warps."""
+"""The way of a whole K of bfp8 by blocks that take fewer row tiles than they have warps."""
 
 
 def choose_way(held: HeldWeight, num_tokens: int) -> Way:

@@ -55,11 +55,8 @@ float from_half(uint16_t half) {
 // Bits of magnitudes are ordered as magnitudes are; whole numbers of them need no library call.
 void to_q80(const float* x, uint8_t* out) {
     int32_t most_bits = 0, held[kWireBlock];
-    for (int i = 0; i < kWireBlock; i++) {
-        int32_t bits;
-        std::memcpy(&bits, x + i, 4);
-        most_bits = std::max(most_bits, bits & 0x7fffffff);
-    }
+    std::memcpy(held, x, sizeof held);
+    for (const int32_t bits : held) most_bits = std::max(most_bits, bits & 0x7fffffff);
     float most;
     std::memcpy(&most, &most_bits, 4);
     const float scale = most / 127.0f, inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
