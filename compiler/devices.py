@@ -162,15 +162,24 @@ def check_gpu() -> None:
     Raises:
         CompileError: saying which of the two is missing.
     """
-    if importlib.util.find_spec("triton") is None:
-        raise CompileError(
-            "target cuda: triton is not installed; allowed: pip install -e '.[cuda]' in the "
-            "clone, or --target cpu or reference"
-        )
+    check_triton()
     if os.environ.get("TRITON_INTERPRET") != "1" and not num_gpus():
         raise CompileError(
             "target cuda: this machine has no GPU that its driver knows; allowed: --target cpu or "
             "reference, or a machine with an NVIDIA GPU and a CUDA build of torch"
+        )
+
+
+def check_triton() -> None:
+    """Refuse what target cuda writes or runs where Triton is missing, without importing it.
+
+    Raises:
+        CompileError: saying how it is installed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise CompileError(
+            "target cuda: triton is not installed; allowed: pip install -e '.[cuda]' in the "
+            "clone, or --target cpu or reference"
         )
 
 

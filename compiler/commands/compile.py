@@ -27,6 +27,7 @@ from tilewright.compiler.commands.arguments import (
     take_checkpoint,
 )
 from tilewright.compiler.commands.parallel import ParallelArguments
+from tilewright.compiler.devices import check_triton
 from tilewright.compiler.distributed.grouping import read_grouping
 from tilewright.compiler.errors import ConfigError, allowed
 
@@ -87,11 +88,7 @@ def main(argv: list[str]) -> int:
     output = output_folder(arguments.output)
     take_checkpoint(arguments)
     _check_emission(arguments)
-    if arguments.emit == "engine" and arguments.target is None:
-        arguments.target = _ENGINES
-    options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
-    options = replace(options, grouping=read_grouping(arguments))
-    options.check_ranks()
+    options = _read_options(arguments)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.artifacts.folder import fresh_folder
     from tilewright.compiler.commands.console import (
@@ -127,6 +124,18 @@ def main(argv: list[str]) -> int:
     print_files(screen, output)
     screen.print(_use_of(arguments.emit, output, options), soft_wrap=True)
     return 0
+
+
+def _read_options(arguments: argparse.Namespace) -> ModelOptions:
+    """The model and its target, whose libraries are here."""
+    if arguments.emit == "engine" and arguments.target is None:
+        arguments.target = _ENGINES
+    options = read_model_options(arguments, CHECKPOINT_PRECISION, runs=False)
+    options = replace(options, grouping=read_grouping(arguments))
+    options.check_ranks()
+    if options.target == "cuda":
+        check_triton()  # writing needs its sources, and no GPU
+    return options
 
 
 def _use_of(emit: str, output: Path, options: ModelOptions) -> str:

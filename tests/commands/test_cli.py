@@ -210,6 +210,18 @@ def test_cuda_without_its_parts_is_refused_before_anything_heavy(
     assert "torch" not in out
 
 
+@pytest.mark.parametrize("kind", [("--target", "cuda"), ("--emit", "engine")], ids=" ".join)
+def test_compiling_for_cuda_without_triton_is_refused_before_anything_heavy(
+    kind: Sequence[str], tmp_path: Path
+) -> None:
+    """A GPU is not asked for: what is written here may run elsewhere."""
+    script = "import sys\nsys.modules['triton'] = None\n" + _WITHOUT
+    code, out, error = process("-c", script, "compile", *kind, "-o", str(tmp_path / "x"))
+    assert (code, error.count("\n")) == (2, 1) and "torch" not in out, error
+    assert "target cuda: triton is not installed; allowed: pip install" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_demo_runs_from_any_folder_and_lists_its_cases(tmp_path: Path) -> None:
     code, out, error = process(DEMO, "--list", cwd=tmp_path)
     assert (code, error) == (0, "")
