@@ -205,14 +205,11 @@ class Rank:
         index: where it stands in the values that were ranked.
         best, worst: the ranks it may have, from 1: it is below every value that is larger beyond
             the noise and above every value that is smaller beyond it.
-        is_tied_with_next: whether it cannot be told from the value that follows; False for the
-            last one.
     """
 
     index: int
     best: int
     worst: int
-    is_tied_with_next: bool
 
 
 def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Rank]:
@@ -242,9 +239,8 @@ def rank_groups(values: Sequence[float], errors: Sequence[float]) -> list[Rank]:
             index=i,
             best=1 + sum(is_above(j, i) for j in order),
             worst=len(order) - sum(is_above(i, j) for j in order),
-            is_tied_with_next=place + 1 < len(order) and not is_above(i, order[place + 1]),
         )
-        for place, i in enumerate(order)
+        for i in order
     ]
 
 

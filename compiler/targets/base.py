@@ -54,7 +54,6 @@ class Capabilities:
             up to so many rows and prompts, ascending, the tokens of prompts that a pass is made of.
         far: positions before a prompt's token with which it takes twice as long as without any; 0:
             as long anywhere, as far as is known.
-        late_choice: whether a step may be ``masked``.
         invariant: what a row's bits depend on: ``rows``, on the request alone; ``batch``, on the
             cells its prompt was cut into; ``none``, on what it runs beside, by rounding.
     """
@@ -73,7 +72,6 @@ class Capabilities:
     runs_ahead: bool = False
     passes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     far: int = 0
-    late_choice: bool = True
     invariant: str = "none"
 
     def can_cut(self, reached: int, position: int) -> bool:

@@ -188,25 +188,23 @@ def test_a_ratio_mirrors_and_ignores_what_is_not_common(
 def test_a_vague_value_between_precise_ones_is_tied_with_both() -> None:
     found = rank_groups([1.0, 10.0, 5.0], [0.1, 0.1, 4.0])
     assert [each.index for each in found] == [1, 2, 0]
-    assert [each.is_tied_with_next for each in found] == [True, True, False]
     assert [(each.best, each.worst) for each in found] == [(1, 2), (1, 3), (2, 3)]
 
 
 def test_a_vague_value_further_down_shows_in_the_rank() -> None:
     """10 and 9 differ, as neighbours; but 8.5 may be above both."""
     found = rank_groups([10.0, 9.0, 8.5], [0.1, 0.1, 4.0])
-    assert [each.is_tied_with_next for each in found] == [False, True, False]
     assert [(each.best, each.worst) for each in found] == [(1, 2), (2, 3), (1, 3)]
 
 
 def test_ranks_at_the_limit_and_without_errors() -> None:
     """1.96 sqrt(3**2 + 4**2) = 9.8."""
-    assert rank_groups([9.79, 0.0], [3.0, 4.0])[0].is_tied_with_next
-    assert not rank_groups([9.81, 0.0], [3.0, 4.0])[0].is_tied_with_next
-    assert not rank_groups([1.0, 0.0], [0.0, 0.0])[0].is_tied_with_next
+    assert rank_groups([9.79, 0.0], [3.0, 4.0])[0].worst == 2
+    assert rank_groups([9.81, 0.0], [3.0, 4.0])[0].worst == 1
+    assert rank_groups([1.0, 0.0], [0.0, 0.0])[0].worst == 1
     equal = rank_groups([2.0, 2.0], [0.0, 0.0])
-    assert [(each.index, each.is_tied_with_next) for each in equal] == [(0, True), (1, False)]
-    assert rank_groups([1e9, 0.0], [math.inf, 0.0])[0].is_tied_with_next
+    assert [(each.index, each.best, each.worst) for each in equal] == [(0, 1, 2), (1, 1, 2)]
+    assert rank_groups([1e9, 0.0], [math.inf, 0.0])[0].worst == 2
     assert rank_groups([], []) == []
 
 
@@ -233,7 +231,6 @@ def test_ranks_hold_the_place_and_say_who_is_apart(items: list[tuple[int, int]])
         ]
         assert each.worst - each.best + 1 == len(tied)
         if place < len(found):
-            assert each.is_tied_with_next == (found[place].index in tied)
             assert values[each.index] >= values[found[place].index]
 
 

@@ -73,7 +73,7 @@ def test_what_an_executable_says_of_itself(model: SimpleNamespace) -> None:
     found = compiled.executable.capabilities
     assert (found.max_seats, found.max_context, found.max_prompts) == (2, 32, 1)
     assert (found.page_size, found.num_pages, found.num_snapshots) == (64, 2, 0)
-    assert found.late_choice and not found.has_sequence_state
+    assert not found.has_sequence_state
     assert found.runs_ahead is torch.cuda.is_available()
     assert compiled.executable.vocab_size == 61
     compiled.executable.close()
