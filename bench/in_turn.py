@@ -121,8 +121,12 @@ def kept_rows(path: Path, verb: str) -> list[dict[str, Any]]:
 
 
 def median_and_range(values: Sequence[float], digits: int = 1) -> str:
-    """The median with the lowest and the highest, as ``5.0 (3.0 to 6.0)``; blank without values."""
+    """The median with the lowest and the highest, as ``5.0 (3.0 to 6.0)``; one value has no range;
+    blank without values.
+    """
     if not values:
         return ""
-    ends = span(min(values), max(values), digits, joint=" to ", grouped=True)
-    return f"{decimal(statistics.median(values), digits, grouped=True)} ({ends})"
+    middle = decimal(statistics.median(values), digits, grouped=True)
+    if len(values) == 1:
+        return middle
+    return f"{middle} ({span(min(values), max(values), digits, joint=' to ', grouped=True)})"

@@ -94,7 +94,8 @@ def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Ru
     kinds = (model.stem, count, given.threads, link, wire)
     others = _busy_seconds() - busy - (_own_seconds() - own)
     others /= (time.monotonic() - began) * (os.cpu_count() or 1)
-    return Run(*kinds, *_figures(said), given.prompt_tokens, shown, round(max(others, 0.0), 3))
+    others = round(min(max(others, 0.0), 1.0), 3)  # clocks count in hundredths of a second
+    return Run(*kinds, *_figures(said), given.prompt_tokens, shown, others)
 
 
 @contextlib.contextmanager

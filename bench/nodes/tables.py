@@ -12,7 +12,7 @@ from bench.in_turn import kept_rows, median_and_range
 from tilewright.compiler.bench.table import Table
 
 FREE = "free"
-_QUIET = 0.05
+_QUIET = 0.1
 """The share of the machine's cores from which on others have disturbed a run."""
 _KIND = ("model", "nodes", "threads", "link", "wire")
 """What runs that are repeats of each other have in common."""
@@ -61,7 +61,7 @@ def nodes_block(results: Path, name: str) -> str:
     source = f"{', '.join(hosts)}; {', '.join(dates)}; commit {', '.join(commits)}"
     table = Table.of(list(_HEADS), cells).markdown()
     num_left = len(kept) - len(rows)
-    left = f"{num_left} runs in which others took a twentieth of the cores are left out"
+    left = f"{num_left} runs in which others took a tenth of the cores are left out"
     return f"{table}\nMedians (lowest to highest); {source}; {left}.\n"
 
 

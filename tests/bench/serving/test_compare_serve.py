@@ -75,7 +75,7 @@ def test_a_document_has_the_last_run(tmp_path: Path) -> None:
     (tmp_path / "serving").mkdir()
     (tmp_path / "serving/cpu.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = rendered(text, tmp_path)
-    assert "30.0 (30.0 to 30.0)" in found and "1.0 (" not in found and "old" not in found
+    assert "| 30.0 " in found and "1.0 (" not in found and "old" not in found
     assert "1 round in turn" in found and "H (2026-01-02, commit abcabcabca)" in found
     assert rendered(found, tmp_path) == found
 
