@@ -97,7 +97,7 @@ test: $(WITH_TEST) $(TYPED)
 # ARGS='--backend native' measures the other backend, whose rows stand beside these.
 PERF_RESULTS := results/cpu.jsonl
 PERF_DOCUMENTS := README.md docs/figures.md
-BLOCK_DOCUMENTS := README.md docs/figures.md docs/cpu.md docs/serving.md docs/parallel.md
+BLOCK_DOCUMENTS := README.md docs/figures.md docs/cpu.md docs/serving_load.md docs/parallel.md
 PERF_SWEEPS := smollm2-cpu-native/pareto:pareto smollm2-cpu/pareto:pareto-onnxruntime \
     smollm2-cpu/sensitivity:sensitivity smollm2-n300/pareto:pareto-n300
 RENDER = "$(BIN)/tilewright" perf --also $(PERF_DOCUMENTS) && for sweep in $(PERF_SWEEPS); do \
@@ -145,7 +145,7 @@ peers: $(WITH_PEERS)
 compare: $(WITH_PEERS)
 	"$(BIN)/python" demo/compare_peers.py $(ARGS)
 
-# LLAMA_SERVER: built as docs/serving.md says.
+# LLAMA_SERVER: built as docs/serving_load.md says.
 LLAMA_SERVER ?= llama-server
 
 compare-serve: $(WITH_TEST)

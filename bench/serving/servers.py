@@ -40,7 +40,7 @@ def llama_cpp(binary: Path, model: Path, *, users: int, context: int, threads: i
     """
     if not binary.is_file():
         raise ConfigError(
-            f"{binary}: there is no llama-server; docs/serving.md says how it is built"
+            f"{binary}: there is no llama-server; docs/serving_load.md says how it is built"
         )
     sizes = ("-np", str(users), "-c", str(users * context), "-t", str(threads))
     return Contestant("llama.cpp", (str(binary), "-m", str(model), *sizes, "--no-webui"))

@@ -96,7 +96,7 @@ TALL = Way(4, 4)
 
 
 def choose_way(held: HeldWeight, num_tokens: int) -> Way:
-    """How a product with a weight goes: as was fastest on an H200 of those in docs/cuda.md."""
+    """How a product with a weight goes: the fastest on an H200 of those in docs/cuda_designs.md."""
     many = held.num_row_tiles > _MANY_TILES
     if held.kind == "bfp8" and held.num_row_tiles in _TALL_TILES and num_tokens <= 32:
         return TALL
