@@ -32,6 +32,9 @@ class _Options:
         "of an intruder's, or of chats' system prompt", default=1024, type=integer(1, 1 << 20)
     )
     turns: int = option("of each chat", default=8, type=integer(1, 1000))
+    flush: bool = option(
+        "contest: empty the prefix cache before every level (a server with --admin)", default=False
+    )
     warm_up: int = option("requests before, not counted", default=2, type=integer(0, 1000))
     wait: float = option("seconds for a server that loads", default=600.0, type=real(0, 1e6))
     rounds: int = option("times that the plan is run", default=1, type=integer(1, 1000))

@@ -6,6 +6,7 @@ import random
 from functools import partial
 from typing import Any
 
+from tilewright.compiler.errors import TilewrightError
 from tilewright.compiler.serve.load.client import CHAT, Client, at_most
 from tilewright.compiler.serve.load.figures import Figures
 from tilewright.compiler.serve.load.shape import Shape
@@ -13,6 +14,7 @@ from tilewright.compiler.serve.load.shape import Shape
 LEVELS = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
 """Users at a time, and the weight of that level's rate in the score."""
 _NUM_TASKS, _NUM_PROMPTS, _MEAN_LENGTH = 64, 62, 320.0
+_FLUSH = "/reset_prefix_cache"
 _SUMS = ("What is 17 + 25? Answer with the number.", "What is 8 * 12? Answer with the number.")
 
 
@@ -21,6 +23,9 @@ async def contest(client: Client, shape: Shape) -> list[Figures]:
 
     Prompts are ``input_tokens`` words, answers up to ``output_tokens`` long. Where weights are
     random no answer ends by itself: lengths are drawn, exponential with a mean of 320.
+
+    Raises:
+        TilewrightError: where the prefix cache is to be emptied and the server does not do it.
     """
     chooser = random.Random(shape.seed)
     prompts = [shape.words(chooser, shape.input_tokens) for _ in range(_NUM_PROMPTS)]
@@ -34,6 +39,8 @@ async def contest(client: Client, shape: Shape) -> list[Figures]:
             bodies.insert(chooser.randrange(len(bodies) + 1), body)
         jobs = [partial(client.whole, CHAT, body) for body in bodies]
         assert len(jobs) == _NUM_TASKS
+        if shape.flush and (said := await client.status(_FLUSH, b"")) != 200:
+            raise TilewrightError(f"{_FLUSH}: HTTP {said}; --flush wants a server with --admin")
         await at_most(1, jobs[:2])
         heard, seconds = await at_most(level, jobs)
         good = [each for each in heard if not each.error]
@@ -47,6 +54,8 @@ async def contest(client: Client, shape: Shape) -> list[Figures]:
                 "failed": len(heard) - len(good),
             }
         )
+        if errors := [each.error for each in heard if each.error]:
+            rows[-1]["why"] = errors[0]
     score = sum(float(row["weight"]) * float(row["tokens_per_second"]) for row in rows)
     return [*rows, {"weighted_sum": score, "lengths": "drawn" if is_random else "the model's"}]
 

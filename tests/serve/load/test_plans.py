@@ -177,6 +177,32 @@ def test_the_contest_asks_the_same_at_each_level(monkeypatch: pytest.MonkeyPatch
     assert words[0] == words[1] and len(words[0]) == 64
 
 
+@pytest.mark.parametrize("said", [200, 404])
+def test_the_contest_empties_the_cache_before_every_level(said: int) -> None:
+    flushed: list[str] = []
+
+    class Told:
+        async def told(self, path: str) -> object:
+            return {"data": [{}]}
+
+        async def status(self, path: str, data: bytes) -> int:
+            flushed.append(path)
+            return said
+
+        async def whole(self, path: str, body: dict[str, object]) -> Heard:
+            return Heard(error="no template")
+
+    run = contest(Told(), Shape(flush=True))  # type: ignore[arg-type]
+    if said == 200:
+        rows = asyncio.run(run)
+        assert len(rows) == len(LEVELS) + 1
+        assert rows[0]["failed"] == 64 and rows[0]["why"] == "no template"
+        assert flushed == ["/reset_prefix_cache"] * len(LEVELS)
+    else:
+        with pytest.raises(TilewrightError, match=r"HTTP 404; --flush wants a server with --admin"):
+            asyncio.run(run)
+
+
 def test_a_summary_counts_a_chunk_s_tokens_and_wants_one_answer() -> None:
     heard = Heard(times=[0.5, 0.7, 0.9], count=5)
     figures = summary([heard, Heard(error="gone")], 2.0)
