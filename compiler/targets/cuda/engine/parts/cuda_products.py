@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,53 +134,56 @@ def _shape_of(num_rows: int, num_tiles: int) -> tuple[int, int, int, int]:
 
 
 @functools.cache
-def _nvrtc() -> Any:
-    """The compiler, or None where there is none; torch for GPUs brings it along."""
-    name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
-    beside = Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}")
-    for path in (*beside, name):
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError:
-            continue
-    return None
+def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernels of `PRODUCTS` for operands of a type, by name, loaded on a device."""
+    made = [line for line in PRODUCTS.splitlines() if line.startswith(("ONE_ROW(", "SOME_ROWS("))]
+    names = [line.lower().replace("(", "_").replace(", ", "_").rstrip(")") for line in made]
+    major, minor = torch.cuda.get_device_capability(device)
+    options = f"-DHALF={int(dtype == torch.float16)}", f"-arch=sm_{major}{minor}"
+    return load_kernels(machine_code("products.cu", PRODUCTS, {}, *options), names, device)
 
 
 @functools.cache
-def _kernels(device: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernels of `PRODUCTS` for operands of a type, by name, loaded on a device."""
-    major, minor = torch.cuda.get_device_capability(device)
-    binary = _compiled(f"sm_{major}{minor}", is_half=dtype == torch.float16)
-    driver, module, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), {}
-    torch.cuda.synchronize(device)  # makes the context that the module is loaded into
-    _check(driver.cuModuleLoadData(ctypes.byref(module), binary))
-    for line in PRODUCTS.splitlines():
-        if line.startswith(("ONE_ROW(", "SOME_ROWS(")):
-            name = line.lower().replace("(", "_").replace(", ", "_").rstrip(")")
-            kernel, fixed = ctypes.c_void_p(), ctypes.c_int()
-            _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
-            _check(driver.cuFuncGetAttribute(ctypes.byref(fixed), 1, kernel))  # shared bytes
-            _check(driver.cuFuncSetAttribute(kernel, 8, SHARED - fixed.value))  # most to come
-            found[name] = kernel
-    return found
+def _nvrtc() -> Any:
+    """The compiler, or None where there is none; torch for GPUs brings it along."""
+    name = f"libnvrtc.so.{str(torch.version.cuda).partition('.')[0]}"
+    for path in (*Path(torch.__file__).parents[1].glob(f"nvidia/*/lib/{name}"), name):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(str(path))
+    return None
 
 
-def _compiled(architecture: str, *, is_half: bool) -> bytes:
-    """Machine code of `PRODUCTS`."""
+def machine_code(name: str, text: str, headers: Mapping[str, str], *options: str) -> bytes:
+    """Machine code of a source, which may include ``headers``: texts by name."""
     nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    source = PRODUCTS.encode()
-    given = b"--std=c++17", b"-DHALF=%d" % is_half, b"-arch=" + architecture.encode()
-    options = (ctypes.c_char_p * len(given))(*given)
-    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"products.cu", 0, None, None)
-    failed = made or nvrtc.nvrtcCompileProgram(program, len(given), options)
+    texts, names, given = (
+        (ctypes.c_char_p * len(each))(*(one.encode() for one in each))
+        for each in (headers.values(), headers, ("--std=c++17", *options))
+    )
+    new = ctypes.byref(program), text.encode(), name.encode(), len(headers), texts, names
+    failed = nvrtc.nvrtcCreateProgram(*new) or nvrtc.nvrtcCompileProgram(program, len(given), given)
     what = "ProgramLog" if failed else "CUBIN"
     getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
     found = ctypes.create_string_buffer(size.value)
     getattr(nvrtc, f"nvrtcGet{what}")(program, found)
     nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
     if failed:
-        raise RuntimeError(f"products.cu, NVRTC {failed}: {found.value[:500].decode()}")
+        raise RuntimeError(f"{name}, NVRTC {failed}: {found.value[:500].decode()}")
     return found.raw
+
+
+def load_kernels(binary: bytes, names: Iterable[str], device: int) -> dict[str, Any]:
+    """Kernels of machine code by name, on a device, with all the shared memory that may be."""
+    driver, module, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), {}
+    torch.cuda.synchronize(device)  # makes the context that the module is loaded into
+    _check(driver.cuModuleLoadData(ctypes.byref(module), binary))
+    for name in names:
+        kernel, fixed = ctypes.c_void_p(), ctypes.c_int()
+        _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
+        _check(driver.cuFuncGetAttribute(ctypes.byref(fixed), 1, kernel))  # shared bytes
+        _check(driver.cuFuncSetAttribute(kernel, 8, SHARED - fixed.value))  # most to come
+        found[name] = kernel
+    return found
 
 
 def _check(result: int) -> None:

@@ -11,11 +11,12 @@ import torch
 from tilewright.compiler.targets.cuda.engine.parts.cuda_products import (
     CHAINED,
     CLUSTER,
-    SHARED,
     Attribute,
     Launch,
     _check,
     _nvrtc,
+    load_kernels,
+    machine_code,
 )
 from tilewright.compiler.targets.cuda.engine.parts.native_source import SOURCES
 
@@ -58,34 +59,12 @@ def _native(source: str, made: str, name: str, device: int) -> Any:
     """A kernel, loaded on a device."""
     major, minor = torch.cuda.get_device_capability(device)
     binary = native_code(source, made, f"sm_{major}{minor}a")
-    driver, module, kernel = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
-    torch.cuda.synchronize(device)  # makes the context that the module is loaded into
-    _check(driver.cuModuleLoadData(ctypes.byref(module), binary))
-    _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
-    fixed = ctypes.c_int()
-    _check(driver.cuFuncGetAttribute(ctypes.byref(fixed), 1, kernel))  # shared bytes
-    _check(driver.cuFuncSetAttribute(kernel, 8, SHARED - fixed.value))  # most to come
-    return kernel
+    return load_kernels(binary, [name], device)[name]
 
 
 @functools.cache
 def native_code(source: str, made: str, architecture: str) -> bytes:
     """Machine code of a source with a line that makes one of its kernels."""
-    nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
-    headers = [name for name in SOURCES if name.endswith(".cuh")]
-    texts = (ctypes.c_char_p * len(headers))(*(SOURCES[name].encode() for name in headers))
-    names = (ctypes.c_char_p * len(headers))(*(name.encode() for name in headers))
-    given = b"--std=c++17", b"-DGENERATED", b"-arch=" + architecture.encode()
-    options = (ctypes.c_char_p * len(given))(*given)
-    text = f"{SOURCES[source]}{made}\n".encode()
-    each = ctypes.byref(program), text, source.encode(), len(headers), texts, names
-    failed = nvrtc.nvrtcCreateProgram(*each)
-    failed = failed or nvrtc.nvrtcCompileProgram(program, len(given), options)
-    what = "ProgramLog" if failed else "CUBIN"
-    getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
-    found = ctypes.create_string_buffer(size.value)
-    getattr(nvrtc, f"nvrtcGet{what}")(program, found)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    if failed:
-        raise RuntimeError(f"{source}, NVRTC {failed}: {found.value[:500].decode()}")
-    return found.raw
+    headers = {name: text for name, text in SOURCES.items() if name.endswith(".cuh")}
+    options = "-DGENERATED", f"-arch={architecture}"
+    return machine_code(source, f"{SOURCES[source]}{made}\n", headers, *options)
