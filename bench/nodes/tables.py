@@ -61,7 +61,8 @@ def nodes_block(results: Path, name: str) -> str:
     source = f"{', '.join(hosts)}; {', '.join(dates)}; commit {', '.join(commits)}"
     table = Table.of(list(_HEADS), cells).markdown()
     num_left = len(kept) - len(rows)
-    left = f"{num_left} runs in which others took a tenth of the cores are left out"
+    share = f"{100 * _QUIET:.0f} %"
+    left = f"{num_left} runs in which others took {share} of the cores or more are left out"
     return f"{table}\nMedians (lowest to highest); {source}; {left}.\n"
 
 

@@ -298,7 +298,9 @@ class Target(ABC):
         return Holding(spec.format, get_format(spec.format).nbytes(spec.shape))
 
     def settled(self, options: CompileOptions) -> Parallel:
-        """The group asked for, ``wire`` ours by default, fp32 if exact (ConfigError: no ranks)."""
+        """The group of ranks asked for, and the wire that was named, else fp32 where arithmetic is
+        exact, else this target's ``wire`` (ConfigError: for ranks where there can be but one).
+        """
         check_ranks(self.name, options.parallel.tensor)
         own = "fp32" if options.compute == "exact" else self.wire
         return replace(options.parallel, wire=options.parallel.wire or own)

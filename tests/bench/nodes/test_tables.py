@@ -68,7 +68,7 @@ def test_the_table_has_medians_and_the_spread_of_decode(tmp_path: Path) -> None:
     four = "| 8b q40 | 4 x 1 | 1 Gbit/s | q80 | 9 | 3.0 (2.0 to 7.0) | 421 kB | 80.0 ms | 3 |"
     alone = "| 8b q40 | 1 x 1 | free | | 9 | 2.0 | | | 1 |"
     assert four in lines and alone in lines
-    assert "commit abcabcabca; 1 runs in which others" in found and "old" not in found
+    assert "commit abcabcabca; 1 runs in which others took 10 % of" in found and "old" not in found
     assert rendered(found, tmp_path) == found
 
 

@@ -58,6 +58,7 @@ class NativeExperts(HybridCudaExecutor):
         return 9 * depth * STAGE + products + self._table_room(num_rows)
 
     def _table_room(self, num_rows: int) -> int:
+        """Bytes of a block's table: each tile's expert and pairs, and how many tiles there are."""
         return self._most_tiles(num_rows) * (TILE * 2 + 4) + 4
 
     def _most_tiles(self, num_rows: int) -> int:
@@ -159,6 +160,7 @@ class NativeExperts(HybridCudaExecutor):
 
 
 def is_experts(each: Bound) -> bool:
+    """Whether an instruction is that of a layer's chosen experts."""
     return isinstance(each.does, Experts)
 
 
