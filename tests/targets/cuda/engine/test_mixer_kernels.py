@@ -18,7 +18,10 @@ from tilewright.compiler.targets.cuda.engine.parts.hybrid_reference import (
     HYBRID_CONFIG,
     HybridReference,
 )
-from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import read_hybrid_settings
+from tilewright.compiler.targets.cuda.engine.parts.hybrid_settings import (
+    HybridSettings,
+    read_hybrid_settings,
+)
 from tilewright.compiler.targets.cuda.engine.parts.mixer_cuda import HybridCudaExecutor
 from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import (
     DeltaRule,
@@ -112,6 +115,17 @@ PLAN = HybridPlan(
 )
 
 
+def large_weights(settings: HybridSettings, folder: Path, factor: float) -> dict[str, torch.Tensor]:
+    """Random weights, all but the norms' times ``factor``, so that every part counts; they are
+    saved in a folder and loaded from it.
+    """
+    weights = random_weights(settings, 0)
+    for name in weights:
+        weights[name] = weights[name] * (factor if "norm" not in name else 1)
+    torch.save(weights, folder / "model.pt")
+    return load_weights(str(folder), settings)
+
+
 class Interpreted(HybridCudaExecutor):
     """Steps launched one by one."""
 
@@ -138,11 +152,7 @@ def test_kernels_have_the_references_logits(
     monkeypatch.setattr(f"{PARTS}.cuda_steps.NUM_SEATS", 2)
     monkeypatch.setattr(f"{PARTS}.steps.PLAN", PLAN)
     exact = read_hybrid_settings(TINY, CPU)
-    weights = random_weights(exact, 0)
-    for name in weights:  # large enough that every part counts
-        weights[name] = weights[name] * (4 if "norm" not in name else 1)
-    torch.save(weights, tmp_path / "model.pt")
-    tensors = load_weights(str(tmp_path), exact)
+    tensors = large_weights(exact, tmp_path, 4)
     half = dataclasses.replace(exact, dtype=torch.float16)
     engine = Engine(Interpreted(tensors, half, CPU), half)
     reference = HybridReference(tensors, exact, CPU)

@@ -15,7 +15,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.targets.cuda.engine.test_mixer_kernels import CPU, PARTS, PLAN, TINY, Interpreted
+from tests.targets.cuda.engine.test_mixer_kernels import (
+    CPU,
+    PARTS,
+    PLAN,
+    TINY,
+    Interpreted,
+    large_weights,
+)
 from tilewright.compiler.targets.cuda.engine.emit import choices_for
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
 from tilewright.compiler.targets.cuda.engine.parts.hybrid_reference import HybridReference
@@ -219,11 +226,7 @@ def test_kernels_are_handed_what_their_sources_read(
         monkeypatch.setattr(f"{PARTS}.{part}.takes_native", lambda device, dtype: True)
     monkeypatch.setattr(f"{PARTS}.steps.PLAN", PLAN)
     exact = read_hybrid_settings(SIZES, CPU)
-    weights = random_weights(exact, 0)
-    for name in weights:  # large enough that every part counts
-        weights[name] = weights[name] * (1.5 if "norm" not in name else 1)
-    torch.save(weights, tmp_path / "model.pt")
-    tensors = load_weights(str(tmp_path), exact)
+    tensors = large_weights(exact, tmp_path, 1.5)
     half = dataclasses.replace(exact, dtype=HALF)
     engine = Engine(Native(tensors, half, CPU), half)
     reference = HybridReference(tensors, exact, CPU)
