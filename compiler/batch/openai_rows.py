@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,11 @@ class _Glance(msgspec.Struct):
     """What is wanted of a line before it is asked."""
 
     custom_id: Any = None
-    body: _Sizes | None = None
+    body: msgspec.Raw = msgspec.Raw(b"null")
 
 
 _LINE, _GLANCE = msgspec.json.Decoder(_Line), msgspec.json.Decoder(_Glance)
+_SIZES = msgspec.json.Decoder(_Sizes)
 _ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -124,16 +126,14 @@ class OpenAiRows:
         """Remember a line's id, and how long its answer may get; errors wait until it is asked."""
         known, length = None, 0
         if self._lines.size(row) <= _MAX_READ:
-            try:
+            with suppress(*_ERRORS):
                 seen = _GLANCE.decode(self._lines[row])
-            except _ERRORS:
-                seen = _Glance()
-            if isinstance(seen.custom_id, str):
-                known = seen.custom_id
-                self._first.setdefault(known, row)
-            if seen.body is not None:
-                most = seen.body.max_completion_tokens or seen.body.max_tokens
-                length = _count(most) * max(1, _count(seen.body.n))
+                if isinstance(seen.custom_id, str):
+                    known = seen.custom_id
+                    self._first.setdefault(known, row)
+                sizes = _SIZES.decode(seen.body)  # behind the id, which a body of any type has
+                most = sizes.max_completion_tokens or sizes.max_tokens
+                length = _count(most) * max(1, _count(sizes.n))
         self._ids.append(known)
         self._lengths.append(length)
 

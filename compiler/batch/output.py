@@ -57,6 +57,11 @@ class Output:
             raise
         return journal
 
+    def drop(self, journal: Journal) -> None:
+        """Remove the journal of a run that ended before its first row: nothing is to go on with."""
+        if not len(journal):
+            self.journal_path.unlink(missing_ok=True)
+
     def finish(self, data: DataSet, journal: Journal, rows: Sequence[int]) -> None:
         """Make the output of a journal that is complete, whole or not at all; then remove it.
 

@@ -85,12 +85,16 @@ class Asking:
                 f"{place}: no column {self.prompt_column!r}; allowed: --prompt-column, one of "
                 + ", ".join(map(repr, known[:20]))
             )
-        taken = [name for name in self.added() if name in known]
+        taken = self.taken(known)
         if taken:
-            other = "another --answer-column" if taken == [self.answer_column] else "another name"
-            raise ConfigError(
-                f"{place}: has a column {taken[0]!r}, which answers add; allowed: {other}"
-            )
+            raise ConfigError(f"{place}: {taken}")
+
+    def taken(self, columns: Iterable[str]) -> str:
+        """What is wrong with columns of which answers add one too; nothing where they add none."""
+        known = set(columns)
+        taken = [name for name in self.added() if name in known]
+        other = "another --answer-column" if taken == [self.answer_column] else "another name"
+        return f"has a column {taken[0]!r}, which answers add; allowed: {other}" if taken else ""
 
 
 class Rows(Sequence[Any]):
@@ -152,6 +156,8 @@ class PlainRows:
             except _ERRORS:
                 columns = {asking.prompt_column: None}  # the row says what is wrong with it
             asking.check_columns(columns, rows.place(shown))
+        elif self._is_triples and (taken := asking.taken(TRIPLE)):
+            raise ConfigError(f"{rows.place(shown)}: {taken}")
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -186,6 +192,8 @@ class PlainRows:
         name = self._asking.prompt_column
         if name not in columns:
             raise bad_row(place, f"no column {name!r}")
+        if taken := self._asking.taken(columns):
+            raise bad_row(place, taken)
         return self._asking.item(row, columns[name], self._asking.max_tokens, place)
 
     def write(self, path: Path, records: Iterable[Record]) -> None:
@@ -203,12 +211,14 @@ class PlainRows:
         return encode(found)
 
     def _columns(self, row: int) -> dict[str, Any]:
-        """A row's own columns; of one that cannot be read its number."""
+        """A row's own columns; of one that cannot be read, or has an answer's, its number."""
         try:
             if self._rows.size(row) <= _MAX_READ:
                 if self._is_triples:
                     return dict(zip(TRIPLE, _TRIPLE.decode(self._rows[row]), strict=True))
-                return _OBJECT.decode(self._rows[row])
+                columns = _OBJECT.decode(self._rows[row])
+                if not self._asking.taken(columns):
+                    return columns
         except _ERRORS:
             pass
         return {"row": row + 1}

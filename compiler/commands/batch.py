@@ -67,8 +67,11 @@ def _run(options: BatchOptions, path: Path, sign: PulsingSign) -> int:
     with closing(journal):
         if len(journal):
             sign.note(f"{len(journal)} of {len(rows)} rows are there already")
-        meter = _answer(options, source, data, journal, rows=rows, sign=sign)
-        return _end(options, output, data, journal, rows=rows, meter=meter)
+        try:
+            meter = _answer(options, source, data, journal, rows=rows, sign=sign)
+            return _end(options, output, data, journal, rows=rows, meter=meter)
+        finally:
+            output.drop(journal)
 
 
 def _opened(options: BatchOptions, source: Source | None) -> DataSet | None:

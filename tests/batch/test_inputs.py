@@ -95,6 +95,7 @@ def test_lines_of_openai_keep_their_ids_and_bad_ones_are_named(
         line("c", "/v1/embeddings", input="p"),
         {**line("d", prompt="p"), "method": "GET"},
         b'{"custom_id": "cut", "url": "/v1/compl',
+        {**line("e"), "body": "no object"},
     ]
     data = open_data_set(write("set.jsonl", rows), Asking())
     bodies = [str(each) for each in asked(data)]
@@ -105,6 +106,7 @@ def test_lines_of_openai_keep_their_ids_and_bad_ones_are_named(
     assert "url '/v1/embeddings'; allowed: /v1/chat/completions" in bodies[4]
     assert "method 'GET'; allowed: POST" in bodies[5]
     assert "set.jsonl:7: no line of a batch: Input data was truncated" in bodies[6]
+    assert bodies[7] == "no object" and data.length(7) == 0, "the server's own checks refuse it"
     found = answers(data, tmp_path / "out.jsonl", [record(0), record(2, "twice", status=400)])
     assert [each["custom_id"] for each in found] == ["a", "a"]
     assert found[0]["response"]["status_code"] == 200 and found[0]["error"] is None
@@ -136,6 +138,20 @@ def test_a_column_of_prompts_may_hold_texts_ids_or_messages(write: Write, tmp_pa
             **{"prompt_tokens": 2, "completion_tokens": 3},
         }
     ]
+
+
+def test_a_row_with_a_column_of_answers_is_refused_alone(write: Write, tmp_path: Path) -> None:
+    rows = [{"prompt": "p"}, {"prompt": "p", "text": "its own"}, {"prompt": "p", "error": "own"}]
+    data = open_data_set(write("set.jsonl", rows), Asking())
+    first, second, third = asked(data)
+    assert isinstance(first, dict)
+    assert "set.jsonl:2: has a column 'text', which answers add; allowed: another --" in second
+    assert "set.jsonl:3: has a column 'error', which answers add; allowed: another name" in third
+    found = answers(data, tmp_path / "out.jsonl", [record(1, "why", status=400)])
+    assert found[0]["row"] == 2 and "prompt" not in found[0], "no column of its own is lost there"
+    triples = write("set.json", [["p", 1, 2]])
+    with pytest.raises(ConfigError, match="has a column 'prompt', which answers add"):
+        open_data_set(triples, Asking(answer_column="prompt"))
 
 
 def test_parquet_keeps_its_columns_and_their_types(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from tilewright import LLM
 from tilewright.compiler.batch.journal import Journal
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.cli import main
+from tilewright.compiler.commands import batch_engine
+from tilewright.compiler.errors import CompileError
 
 FAST = ("--target", "null", "--max-context", "256", "--no-cache")
 
@@ -148,6 +150,21 @@ def test_what_cannot_be_done_is_said_in_one_line(
     (line,) = capfd.readouterr().err.splitlines()
     assert said in line
     assert sorted(triples.parent.iterdir()) == before
+
+
+def test_a_run_that_ends_before_its_first_row_leaves_nothing_to_go_on_with(
+    tiny_gguf: Path, triples: Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    out = triples.with_name("out.jsonl")
+
+    def refuse(*given: object, **more: object) -> None:
+        raise CompileError("no room")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(batch_engine, "batch_engine", refuse)
+        assert main(["batch", *command(triples, out, tiny_gguf)]) == 2
+    assert list(triples.parent.iterdir()) == [triples]
+    run("batch", *command(triples, out, tiny_gguf))
 
 
 def test_a_full_disk_is_named_and_the_run_goes_on_where_it_was(
