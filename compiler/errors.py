@@ -39,12 +39,25 @@ class RankError(TilewrightError):
     exit_code = 3
 
 
-class ExchangeError(RankError):
-    """An exchange between ranks has failed: ``rank`` is the one that did not take its part."""
+class RankRefusedError(TilewrightError):
+    """What was asked for cannot be done, as another rank than this one was the first to say."""
 
-    def __init__(self, said: str, rank: int) -> None:
-        super().__init__(said)
-        self.rank = rank
+
+class ExchangeError(RankError):
+    """An exchange between ranks has failed: ``rank`` is the one that did not take its part.
+
+    Args:
+        said: what it did not do, or did.
+        after: how long it was waited for, in words; nothing where it has gone.
+    """
+
+    def __init__(self, said: str, rank: int, after: str = "") -> None:
+        super().__init__(f"{said} {after}".rstrip())
+        self.rank, self._said, self._after = rank, said, after
+
+    def of_step(self, number: int) -> str:
+        """What was said, with the step that the exchange belongs to."""
+        return f"{self._said} of step {number} {self._after}".rstrip()
 
 
 class RequestError(TilewrightError):

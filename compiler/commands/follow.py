@@ -37,6 +37,9 @@ def _follow(place: Place, path: str | None) -> int:
     except RankError as error:
         follower.fail(str(error), of=getattr(error, "rank", -1))
         raise
+    except TilewrightError as error:
+        follower.refuse(str(error))
+        raise
     except Exception as error:
         follower.fail(f"failed: {one_line(error, 1000)}")
         raise

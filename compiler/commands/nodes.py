@@ -131,9 +131,10 @@ def main(argv: list[str]) -> int:
         return _task(given, argv)
     if given.prompt is None:
         raise ConfigError("no --prompt; allowed: --prompt TEXT, - for standard input, or --task N")
-    source, compiled = _open(given)
+    prompt = read_prompt(given.prompt)
+    source, compiled = _open(given, [prompt])
     try:
-        _print(_run(source, compiled.executable, read_prompt(given.prompt), given, _show))
+        _print(_run(source, compiled.executable, prompt, given, _show))
     finally:
         compiled.executable.close()
     return 0
@@ -150,10 +151,13 @@ def _task(given: _Arguments, argv: Sequence[str]) -> int:
     if given.task == 1:
         nodes = None if given.workers else 4
         given = replace(given, nodes=nodes, nthreads=2, max_seq_len=4096)
-    source, compiled = _open(given)
+    folders = {name: Path(given.output) / f"task_{given.task}" / name for name in _PROMPTS}
+    for folder in folders.values():
+        _make(folder)
+    source, compiled = _open(given, list(texts.values()))
     try:
         for name, text in texts.items():
-            folder = Path(given.output) / f"task_{given.task}" / name
+            folder = folders[name]
             began = now()
             counted = _run(source, compiled.executable, text, given, lambda piece: None)
             _keep(folder, counted, argv, (began, now()))
@@ -165,7 +169,6 @@ def _task(given: _Arguments, argv: Sequence[str]) -> int:
 
 def _keep(folder: Path, counted: _Counted, argv: Sequence[str], times: tuple[str, str]) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         text = "\n".join([counted.text, "", *counted.lines(), ""])
         (folder / "output.txt").write_text(text, encoding="utf-8")
         command = shlex.join(["tilewright", "nodes", *argv])
@@ -175,6 +178,13 @@ def _keep(folder: Path, counted: _Counted, argv: Sequence[str], times: tuple[str
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
 
 
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be made ({error.strerror})") from None
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
@@ -182,17 +192,26 @@ def _read(path: Path) -> str:
         raise ConfigError(f"{path}: no text ({error})") from None
 
 
-def _open(given: _Arguments) -> tuple[Source, Compiled]:
-    """The model on all its nodes."""
+def _open(given: _Arguments, prompts: Sequence[str]) -> tuple[Source, Compiled]:
+    """The model on all its nodes, once it is known that there is room for all prompts."""
     from tilewright.compiler.commands.source import compile_source, open_source
     from tilewright.compiler.targets.base import CompileOptions
     from tilewright.compiler.targets.compiled import silent
 
     choices = _choices(given)
     source = open_source(choices.path)
+    max_context = min(given.max_seq_len, source.max_positions)
+    for prompt in prompts:
+        num_tokens = len(source.tokenizer.encode(prompt, add_special=True))
+        limit = min(given.steps, max_context)
+        if not 1 <= num_tokens <= limit:
+            raise ConfigError(
+                f"a prompt of {num_tokens} tokens ({prompt[:40]!r}); allowed: 1 to {limit} "
+                "(--steps, --max-seq-len)"
+            )
     options = CompileOptions(
         max_batch=1,
-        max_context=min(given.max_seq_len, source.max_positions),
+        max_context=max_context,
         compute=choices.compute,
         num_threads=given.nthreads,
     )
@@ -216,6 +235,8 @@ def _choices(given: _Arguments) -> ModelOptions:
     choices = read_model_options(replace(given, path=None, shares=None), CHECKPOINT_PRECISION)
     if choices.target not in ("cpu", "cpu-native"):
         raise ConfigError(f"nodes on target {choices.target}; allowed: --target cpu")
+    if given.backend == "onnxruntime":
+        raise ConfigError("nodes on backend onnxruntime; allowed: --backend native")
     num_nodes = len(given.workers) + 1 if given.workers else given.nodes or 1
     wire = _wire(choices, given.buffer_float_type)
     parallel = Parallel(tensor=num_nodes, wire=wire, shares=given.shares or ())
@@ -241,10 +262,6 @@ def _run(
     """Read a prompt and continue it, to ``--steps`` tokens of both or the context's end."""
     tokens = source.tokenizer.encode(prompt, add_special=True)
     limit = min(given.steps, executable.capabilities.max_context)
-    if len(tokens) > limit:
-        raise ConfigError(
-            f"a prompt of {len(tokens)} tokens; allowed: {limit} (--steps, --max-seq-len)"
-        )
     stepper = _Stepper(executable, given)
     stepper.evaluate(tokens)
     decoder, text = source.tokenizer.stream(), ""

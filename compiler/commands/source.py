@@ -17,6 +17,7 @@ from tilewright.compiler.artifacts.places import digest_memory, is_compiled
 from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.commands.ranks import Job, compile_ranks
 from tilewright.compiler.distributed import hello
+from tilewright.compiler.distributed.mesh import split_heads
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.base import CompileOptions, Progress
@@ -160,10 +161,14 @@ def compile_source(
     if grouping.is_alone:
         return compile_alone(source, choices, options, progress, use_cache=use_cache)
     options = replace(options, parallel=grouping.parallel)
+    # what every rank would refuse is refused before any of them is started
     if source.manifest is not None:
         assert isinstance(source.path, Path), "a shape has no manifest"
-        own_part(source.path, source.manifest, options)  # refused before any rank is started
+        own_part(source.path, source.manifest, options)
         choices = replace(choices, target=source.manifest.target)
+    elif source.model is not None:
+        heads, parallel = source.model.config, grouping.parallel
+        split_heads(heads.num_heads, heads.num_kv_heads, parallel.tensor, parallel.policy)
     job = Job(str(source.path), choices.target, choices.precision, options, use_cache)
 
     def run(own: CompileOptions, check: Callable[[], None]) -> Compiled:

@@ -51,7 +51,7 @@ class Address:
         if kind == "unix" and rest:
             return cls(path=Path(rest))
         host, _, port = rest.rpartition(":")
-        if kind != "tcp" or not host or not port.isdecimal() or int(port) > 65535:
+        if kind != "tcp" or not _is_host(host) or not port.isdecimal() or int(port) > 65535:
             raise ConfigError(f"address {text!r}; allowed: tcp:HOST:PORT or unix:PATH")
         return cls(host.strip("[]"), int(port))
 
@@ -258,17 +258,37 @@ def call(
             time.sleep(_RETRY_SECONDS)
             continue
         try:
+            connection.settimeout(max(_RETRY_SECONDS, deadline - time.monotonic()))
             _prove(connection, rank, token)
+        except TimeoutError:
+            connection.close()
+            reason = "it took the call and said nothing, as one that is at work does"
         except (OSError, ChannelClosedError):
             connection.close()
             raise ConfigError(
                 f"{other} at {address} hung up on rank {rank}; allowed: the same TILEWRIGHT_TOKEN "
                 "on all machines, and each rank once"
             ) from None
-        return _prepared(connection)
+        else:
+            return _prepared(connection)
     raise ConfigError(
         f"{other} at {address} did not answer rank {rank} within {seconds:g} s ({reason})"
     )
+
+
+def _is_host(name: str) -> bool:
+    """Whether a name may be a host's at all; sockets raise errors of their own for others."""
+    try:
+        return bool(name.encode("idna")) and "\0" not in name
+    except UnicodeError:
+        return False
+
+
+def has_gone(connection: socket.socket) -> bool:
+    """Whether the other end has closed a socket, or is no more; what it sent may be there still."""
+    found = select.poll()
+    found.register(connection, select.POLLRDHUP)
+    return bool(found.poll(0))
 
 
 def own_address(other: Address) -> str:

@@ -28,9 +28,10 @@ from tilewright.compiler.distributed.channel import (
     call,
 )
 from tilewright.compiler.distributed.parallel import ALONE
-from tilewright.compiler.errors import RankError
+from tilewright.compiler.distributed.processes import how_process_is, is_stopped
+from tilewright.compiler.errors import RankError, RankRefusedError, TilewrightError
 
-BEAT, FAILED, END, GATHER, JOB = 1, 2, 3, 4, 5
+BEAT, FAILED, END, GATHER, JOB, REFUSED = 1, 2, 3, 4, 5, 6
 FIRST_FREE_KIND = 16
 """Kinds of messages from here on are the users' of a group."""
 
@@ -75,7 +76,7 @@ class Leader:
     def __init__(self, members: Sequence[Member], address: Address, limit_s: float) -> None:
         self.members, self.size = tuple(members), len(members) + 1
         self.address, self.limit_s = address, limit_s
-        self.failure: RankError | None = None
+        self.failure: TilewrightError | None = None
         self.number = 0
         self._heard: list[deque[Message]] = [deque() for _ in members]
         self._last = [time.monotonic()] * len(members)
@@ -140,7 +141,7 @@ class Leader:
         self._cut.extend(sockets)
 
     def check(self) -> None:
-        """Raise the group's failure where there is one (RankError)."""
+        """Raise the group's failure where there is one (RankError, RankRefusedError)."""
         if self.failure is not None:
             raise self.failure
 
@@ -149,19 +150,17 @@ class Leader:
         if rank == 0:
             self.end(f"rank 0 {said}")
             return
-        member = self.members[rank - 1]
-        with self._changed:
-            if self.failure is None and not self._is_closing:
-                self.failure = RankError(f"{member.name} {said}{self._state_of(member)}")
-            self._changed.notify_all()
-        self._shut()
+        if self.failure is None:
+            member = self.members[rank - 1]
+            self._note(RankError(f"{member.name} {said}{self._state_of(member)}"))
+
+    def refuse(self, rank: int, said: str) -> None:
+        """Note that a rank was asked for what cannot be done, and end the group."""
+        self._note(RankRefusedError(f"rank {rank}: {said}"))
 
     def end(self, said: str) -> None:
         """Note that rank 0 itself cannot go on, and end the group."""
-        with self._changed:
-            self.failure = self.failure or RankError(said)
-            self._changed.notify_all()
-        self._shut()
+        self._note(RankError(said))
 
     def close(self) -> None:
         """End the followers: those that run get a moment to end by themselves, then SIGKILL."""
@@ -183,7 +182,14 @@ class Leader:
             member.channel.close()
         self._shut()
 
-    def _failed(self) -> RankError:
+    def _note(self, failure: TilewrightError) -> None:
+        """Keep the first failure, and end the group."""
+        with self._changed:
+            self.failure = self.failure or (None if self._is_closing else failure)
+            self._changed.notify_all()
+        self._shut()
+
+    def _failed(self) -> TilewrightError:
         assert self.failure is not None
         return self.failure
 
@@ -193,7 +199,7 @@ class Leader:
             return ""
         ended = member.child.wait(_VERDICT_SECONDS)
         if ended is None:
-            return f"; its process {_how(member.pid)}"
+            return f"; its process {how_process_is(member.pid)}"
         last = f": {ended.last[:200]}" if ended.last else ""
         how = f"signal {-ended.code} ({ended.how})" if ended.code < 0 else ended.how
         return f"; its process ended by {how}{last}"
@@ -235,6 +241,8 @@ class Leader:
             if message.kind == FAILED:
                 said = message.payload.decode(errors="replace")
                 self.fail(message.number if message.number >= 0 else member.rank, said)
+            elif message.kind == REFUSED:
+                self.refuse(member.rank, message.payload.decode(errors="replace"))
             elif message.kind != BEAT:
                 with self._changed:
                     self._heard[index].append(message)
@@ -284,8 +292,15 @@ class Follower:
 
     def fail(self, said: str, *, of: int = -1) -> None:
         """Tell rank 0 why this rank cannot go on, or that the rank ``of`` is why."""
+        self._say(FAILED, of, said)
+
+    def refuse(self, said: str) -> None:
+        """Tell rank 0 that what this rank was asked for cannot be done."""
+        self._say(REFUSED, 0, said)
+
+    def _say(self, kind: int, number: int, said: str) -> None:
         with contextlib.suppress(ChannelClosedError):
-            self.channel.send(FAILED, of, said.encode()[:2000])
+            self.channel.send(kind, number, said.encode()[:2000])
 
     def close(self) -> None:
         """Leave the group."""
@@ -372,22 +387,3 @@ def overdue(silent_s: float, limit_s: float, *, is_loading: bool, pid: int | Non
         return longest
     is_halted = silent_s > limit_s and pid is not None and is_stopped(pid)
     return limit_s if is_halted else None
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process of this machine was stopped, by a signal or a debugger."""
-    return _process_state(pid) in ("T", "t")
-
-
-def _process_state(pid: int) -> str:
-    """The letter that the kernel has for how a process is; empty for one that is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def _how(pid: int) -> str:
-    state = _process_state(pid)
-    return "is gone" if not state else "is stopped" if state in "Tt" else "runs"

@@ -25,8 +25,8 @@ from tilewright.compiler.distributed.group import (
     Follower,
     Leader,
     Member,
-    is_stopped,
 )
+from tilewright.compiler.distributed.processes import is_stopped
 from tilewright.compiler.distributed.world import Machines, Place, local_place
 from tilewright.compiler.errors import ConfigError, RankError
 

@@ -24,7 +24,10 @@ def read_workers(given: Sequence[str]) -> tuple[Address, ...]:
     Raises:
         ConfigError: for one that is none.
     """
-    return tuple(Address.parse(f"tcp:{each}") for each in given)
+    try:
+        return tuple(Address.parse(f"tcp:{each}") for each in given)
+    except ConfigError:
+        raise ConfigError(f"workers {' '.join(given)}; allowed: HOST:PORT of each") from None
 
 
 def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
@@ -50,8 +53,8 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
             with start(place, follow) as child:
                 ended = child.wait()
             if ended is not None and ended.code:
-                said = (ended.last or ended.how).removeprefix("tilewright: ")
-                print(f"tilewright: {said}", file=sys.stderr, flush=True)
+                said = ended.last.removeprefix("tilewright: ") or f"ended by {ended.how}"
+                print(f"tilewright: as rank {place.rank}: {said}", file=sys.stderr, flush=True)
     finally:
         listener.close()
 

@@ -58,7 +58,9 @@ class Exchange:
             left = deadline - time.monotonic()
             ready = select.select(reads, writes, [], max(0.0, left))
             if not (ready[0] or ready[1]) and left <= 0:
-                self._give_up(min(missing or unsent), f"within {self._limit_s:g} s")
+                after = f"within {self._limit_s:g} s"
+                said = f"did not answer exchange {self.number}"
+                raise ExchangeError(said, min(missing or unsent), after)
             for rank in [each for each in unsent if self._sockets[each] in ready[1]]:
                 unsent[rank] = unsent[rank][self._send(rank, unsent[rank]) :]
                 if not unsent[rank]:
@@ -97,8 +99,8 @@ class Exchange:
         found += data
         return len(found) >= 8 and len(found) == _LENGTH.unpack_from(found)[0] + 8
 
-    def _give_up(self, rank: int, when: str = "") -> None:
-        raise ExchangeError(f"did not answer exchange {self.number} {when}".rstrip(), rank)
+    def _give_up(self, rank: int) -> None:
+        raise ExchangeError(f"left before exchange {self.number}", rank)
 
 
 class RankInterpreter(fx.Interpreter):

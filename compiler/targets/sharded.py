@@ -127,7 +127,7 @@ class ShardedExecutable(Executable):
         try:
             return run(*arguments)
         except ExchangeError as error:
-            self._leader.fail(error.rank, f"{error} of step {self._leader.number}")
+            self._leader.fail(error.rank, error.of_step(self._leader.number))
         except Exception as error:
             self._leader.end(f"rank 0 failed in step {self._leader.number}: {one_line(error)}")
             raise
@@ -176,7 +176,7 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
             elif message.kind == _PREPARE:
                 executable.prepare()
         except ExchangeError as error:
-            follower.fail(f"{error} of step {message.number}", of=error.rank)
+            follower.fail(error.of_step(message.number), of=error.rank)
             raise RankError(f"rank {follower.rank}: {error}") from None
         except Exception as error:
             follower.fail(f"failed in step {message.number}: {one_line(error)}")

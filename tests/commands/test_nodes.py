@@ -142,12 +142,16 @@ def test_what_cannot_be_run_is_said_in_one_line(
     for more, words in (
         ((), "--prompt"),
         (("--prompt", PROMPT, "--nodes", "2", "--workers", "a:1"), "--workers and --nodes"),
-        (("--prompt", PROMPT, "--workers", "a"), "'tcp:a'"),
+        (("--prompt", PROMPT, "--workers", "a"), "workers a; allowed: HOST:PORT of each"),
+        (("--prompt", PROMPT, "--workers", "a..b:1"), "workers a..b:1; allowed: HOST:PORT"),
+        (("--prompt", PROMPT, "--backend", "onnxruntime"), "allowed: --backend native"),
+        (("--prompt", PROMPT, "--steps", "2"), "a prompt of 3 tokens ('hello'); allowed: 1 to 2"),
         (("--prompt", PROMPT, "--shares", "2,x"), "--shares"),
         (("--prompt", PROMPT, "--nodes", "2", "--shares", "2,1,1"), "3 shares for 2 ranks"),
         (("--prompt", PROMPT, "--tokenizer", str(tmp_path / "t.t")), "--tokenizer"),
         (("--prompt", PROMPT, "--target", "null"), "nodes on target null"),
         (("--task", "2"), "--prompts"),
         (("--task", "2", "--prompts", str(tmp_path)), "short.txt"),
+        (("--nodes", "5", "--prompt", PROMPT), "4 query heads over 5 ranks; allowed: at most 4"),
     ):
         assert words in refused(*command(model, *more), verb="nodes")

@@ -29,12 +29,12 @@ from tilewright.compiler.distributed.group import (
     LOADING_SECONDS,
     Follower,
     Peers,
-    is_stopped,
     overdue,
 )
 from tilewright.compiler.distributed.hello import check_equal
 from tilewright.compiler.distributed.launch import gather_here
-from tilewright.compiler.errors import ConfigError, RankError
+from tilewright.compiler.distributed.processes import is_stopped
+from tilewright.compiler.errors import ConfigError, RankError, RankRefusedError
 
 WAITS = "while follower.receive().kind != 3: pass\n"
 EARLY = "import time; time.sleep(60)\n"
@@ -151,6 +151,22 @@ def test_what_a_rank_says_of_its_failure_is_passed_on() -> None:
     with pytest.raises(RankError, match=r"rank 1 \(pid \d+\) its weights are wrong; its process r"):
         ranks.leader.hear(ranks.leader.members[0], 10)
     ranks.close()
+
+
+def test_what_a_rank_refuses_is_said_as_a_user_s_error() -> None:
+    ranks = process_group("follower.refuse('9 heads over 10 ranks'); " + EARLY)
+    with pytest.raises(RankRefusedError, match=r"^rank 1: 9 heads over 10 ranks$") as caught:
+        ranks.leader.hear(ranks.leader.members[0], 10)
+    assert caught.value.exit_code == 2
+    ranks.close()
+
+
+def test_one_that_takes_a_call_and_says_nothing_is_not_called_a_stranger() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        where = Address("127.0.0.1", busy.getsockname()[1])
+        said = r"did not answer rank 1 within 0\.2 s \(it took the call and said nothing"
+        with pytest.raises(ConfigError, match=said):
+            call(where, 1, b"right", seconds=0.2)
 
 
 def test_a_rank_that_ends_at_its_start_is_said_to() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.compiler.distributed.channel import has_gone
 from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.errors import ExchangeError
 from tilewright.compiler.targets.base import CompileOptions
@@ -132,9 +133,10 @@ class NativeRank(NativeExecutable):
     def _check(self, failed: int) -> None:
         if failed == 2:
             found = self.exchanged()
-            raise ExchangeError(
-                f"did not answer exchange {found.number} within {self._limit_s:g} s", found.failed
-            )
+            if has_gone(self._sockets[found.failed]):
+                raise ExchangeError(f"left before exchange {found.number}", found.failed)
+            said, after = f"did not answer exchange {found.number}", f"within {self._limit_s:g} s"
+            raise ExchangeError(said, found.failed, after)
         super()._check(failed)
 
     def _needs_rows(self, step: Step) -> bool:
