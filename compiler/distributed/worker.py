@@ -9,13 +9,16 @@ from collections.abc import Sequence
 
 import msgspec
 
+from tilewright.compiler.child import Child, Ended
 from tilewright.compiler.distributed.channel import Address, Channel, ChannelClosedError, Listener
 from tilewright.compiler.distributed.launch import start
+from tilewright.compiler.distributed.parallel import ALONE
+from tilewright.compiler.distributed.processes import is_stopped
 from tilewright.compiler.distributed.world import Place, shared_token
 from tilewright.compiler.errors import ConfigError
 
 _FOREVER = 365 * 86_400.0
-_SECONDS = 30.0
+_SECONDS, _LOOK_SECONDS = 30.0, 0.5
 
 
 def read_workers(given: Sequence[str]) -> tuple[Address, ...]:
@@ -51,12 +54,25 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
             if place is None:
                 continue
             with start(place, follow) as child:
-                ended = child.wait()
-            if ended is not None and ended.code:
+                ended = wait_for(child)
+            if ended.code:
                 said = ended.last.removeprefix("tilewright: ") or f"ended by {ended.how}"
                 print(f"tilewright: as rank {place.rank}: {said}", file=sys.stderr, flush=True)
     finally:
         listener.close()
+
+
+def wait_for(child: Child, limit_s: float = ALONE.peer_limit) -> Ended:
+    """How a rank ended. One that has been stopped for so long is killed: it ends with its group no
+    more, and the machine would follow nobody else.
+    """
+    ran = time.monotonic()
+    while (ended := child.wait(_LOOK_SECONDS)) is None:
+        if not is_stopped(child.pid):
+            ran = time.monotonic()
+        elif time.monotonic() - ran > limit_s:
+            return child.kill()
+    return ended
 
 
 def _hear(channel: Channel, token: bytes) -> Place | None:

@@ -34,6 +34,7 @@ from tilewright.compiler.distributed.group import (
 from tilewright.compiler.distributed.hello import check_equal
 from tilewright.compiler.distributed.launch import gather_here
 from tilewright.compiler.distributed.processes import is_stopped
+from tilewright.compiler.distributed.worker import wait_for
 from tilewright.compiler.errors import ConfigError, RankError, RankRefusedError
 
 WAITS = "while follower.receive().kind != 3: pass\n"
@@ -214,6 +215,12 @@ def test_a_stopped_rank_has_a_step_s_limit_while_models_are_loaded_too() -> None
         assert overdue(11.0, 10.0, is_loading=True, pid=child.pid) == 10.0
         assert overdue(11.0, 10.0, is_loading=True, pid=None) is None
         assert overdue(LOADING_SECONDS + 1, 10.0, is_loading=True, pid=None) == LOADING_SECONDS
+
+
+def test_a_worker_ends_a_rank_that_was_stopped() -> None:
+    with Child(("sleep", "60")) as child:
+        os.kill(child.pid, signal.SIGSTOP)
+        assert wait_for(child, 0.2).code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("hears", [True, False])
