@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.compiler.distributed.channel import Address
-from tilewright.compiler.distributed.parallel import ALONE, Parallel
+from tilewright.compiler.distributed.parallel import ALONE, MOST_GPUS, Parallel
 from tilewright.compiler.distributed.world import Machines, Place, machines_of, place_of
 from tilewright.compiler.errors import ConfigError
 
@@ -78,7 +78,7 @@ def _refuse_of_groups(given: Any) -> None:
 
 
 def check_devices(grouping: Grouping, num_devices: int) -> None:
-    """Refuse more ranks on this machine than it has GPUs, and GPUs it has not.
+    """Refuse more ranks on this machine than it has GPUs, GPUs it has not, and several machines.
 
     Raises:
         ConfigError: saying how many there are.
@@ -87,7 +87,16 @@ def check_devices(grouping: Grouping, num_devices: int) -> None:
     local = parallel.tensor // machines.count
     if grouping.place is not None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", local))
-    wanted = max((*parallel.devices, local - 1)) + 1 if machines.count == 1 else local
+    if local < parallel.tensor:
+        raise ConfigError(
+            f"{parallel.tensor} ranks on target cuda over several machines: each writes into the "
+            "GPUs of all others; allowed: those of one machine, or --target cpu"
+        )
+    if parallel.tensor > MOST_GPUS:
+        raise ConfigError(
+            f"{parallel.tensor} ranks on target cuda; allowed: up to {MOST_GPUS}, and --replicas"
+        )
+    wanted = max((*parallel.devices, local - 1)) + 1
     if wanted > num_devices:
         what = f"device {wanted - 1}" if parallel.devices else f"{local} ranks on target cuda"
         raise ConfigError(

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 WIRES = ("fp32", "bf16", "q80")
 """Formats in which partial sums travel."""
 
+MOST_GPUS = 8
+"""Ranks of target cuda, which reach each other's memory; exchanges hold so many addresses."""
+
 RANKS, TENSOR, EXPERT = "r", "t", "e"
 """Names of what an axis is dealt over: all ranks of a group; those that share each expert; those
 that hold different experts."""

@@ -90,6 +90,11 @@ def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
         check_devices(Grouping(Parallel(tensor=2, devices=(0, 3))), 2)
     with pytest.raises(ConfigError, match="device 2: this machine has 2 GPUs"):
         check_devices(read_grouping(asked(devices=(2,))), 2)
+    machines = read_grouping(asked(tensor_parallel=4, nnodes=2, master_addr="h"))
+    with pytest.raises(ConfigError, match="4 ranks on target cuda over several machines: each wr"):
+        check_devices(machines, 2)
+    with pytest.raises(ConfigError, match="16 ranks on target cuda; allowed: up to 8, and --repl"):
+        check_devices(Grouping(Parallel(tensor=16)), 16)
 
 
 def test_devices_of_a_target_that_has_cores_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from tilewright.compiler.distributed.parallel import MOST_GPUS
 from tilewright.compiler.targets.cuda.kernels import nvrtc
 
-MOST_RANKS = 8
+MOST_RANKS = MOST_GPUS
 SLOTS = 3
 EMPTY = 0x80000000
 """The word that stands where nothing has come yet, in all of the memory that peers write to."""
