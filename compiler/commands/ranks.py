@@ -123,6 +123,10 @@ def _gather(grouping: Grouping, target: str) -> Ranks:
     size, limit_s = parallel.tensor, parallel.peer_limit
     devices = parallel.devices or tuple(range(size))
     names = [f"GPU {each}" for each in devices] if target == "cuda" else []
+    if names:  # before any rank loads its part
+        from tilewright.compiler.targets.cuda import peers
+
+        peers.check_access(devices)
     if grouping.workers:
         first = grouping.workers[0]
         token = shared_token(first.host, True)

@@ -53,6 +53,8 @@ def read_grouping(given: Any) -> Grouping:
         tensor = started or machines.count
     if started is not None and tensor != started:
         raise ConfigError(f"--tensor-parallel {tensor} in {started} processes; allowed: {started}")
+    if machines.count > 1:
+        machines.address()  # refused here where none is named
     if tensor % machines.count:
         raise ConfigError(f"{tensor} ranks on {machines.count} machines; allowed: as many on each")
     parallel = Parallel(

@@ -44,8 +44,8 @@ def replicas_of(
         return _with_gpus(count, ranks, devices)
     if devices:
         raise ConfigError(
-            f"--replicas {count} with --devices {_listed(devices)}: have cores; allowed: "
-            "GPUs, with --target cuda"
+            f"--replicas {count} with --devices {_listed(devices)}: target {target} has cores; "
+            "allowed: --target cuda"
         )
     return _with_cores(count, ranks, threads)
 

@@ -26,9 +26,10 @@ from tilewright.compiler.commands.following import is_follower
 from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.compiler.distributed.hello import RanksDifferError
 from tilewright.compiler.distributed.parallel import Parallel
-from tilewright.compiler.errors import ConfigError, RankError
+from tilewright.compiler.errors import CompileError, ConfigError, RankError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cpu import choice
+from tilewright.compiler.targets.cuda import peers
 from tilewright.compiler.targets.cuda.device import open_device
 from tilewright.compiler.targets.table import get_target
 
@@ -74,6 +75,8 @@ def test_what_started_us_says_which_rank_we_are(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="2 machines without --master-addr; allowed: the add"):
+        read_grouping(asked(tensor_parallel=2, nnodes=2))
     with pytest.raises(ConfigError, match=r"3 ranks on 2 machines; allowed: as many on each"):
         read_grouping(asked(tensor_parallel=3, nnodes=2, master_addr="h"))
     with pytest.raises(ConfigError, match=r"machine 2 of 2; allowed: 0 to 1 \(--node-rank\)"):
@@ -95,6 +98,18 @@ def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
         check_devices(machines, 2)
     with pytest.raises(ConfigError, match="16 ranks on target cuda; allowed: up to 8, and --repl"):
         check_devices(Grouping(Parallel(tensor=16)), 16)
+
+
+def test_gpus_that_do_not_reach_each_other_are_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check_access(devices: tuple[int, ...]) -> None:
+        raise CompileError(f"GPUs {devices}")
+
+    monkeypatch.setattr(peers, "check_access", check_access)
+    monkeypatch.setattr(ranks, "gather_here", lambda *given, **more: pytest.fail("started"))
+    with pytest.raises(CompileError, match=r"GPUs \(1, 3\)"):
+        ranks._gather(Grouping(Parallel(tensor=2, devices=(1, 3))), "cuda")
 
 
 def test_devices_of_a_target_that_has_cores_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_gpus_are_dealt_and_seen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--replicas 0", "allowed: integers, 1 to 64"),
         ("--replicas 3 --threads 2", "of 1 ranks with 2 threads; allowed: up to 2 replicas"),
         ("--replicas 2 --threads 2 --nodes 2", "of 2 ranks with 2 threads; allowed: up to 1"),
-        ("--replicas 2 --devices 0,1", "have cores; allowed: GPUs, with --target cuda"),
+        ("--replicas 2 --devices 0,1", "target cpu has cores; allowed: --target cuda"),
         (
             "--replicas 2 --nnodes 2 --nodes 2 --master-addr 127.0.0.1",
             "--replicas 2 of a group that others start too; allowed: a server a group",
