@@ -53,7 +53,7 @@ CLONE_VERBS = {
 }
 """What maintainers measure with: in the folder ``bench`` of a clone, not in a wheel."""
 
-_OF_RANKS = ("run", "chat", "bench", "serve")
+_OF_RANKS = ("run", "chat", "bench", "serve", "batch")
 """Verbs that a model of several ranks has; on another rank than 0 they follow it."""
 
 EXIT_USER_ERROR = 2

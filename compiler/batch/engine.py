@@ -11,7 +11,7 @@ import msgspec
 
 from tilewright.compiler.batch.preparing import Preparer
 from tilewright.compiler.batch.records import Item, Record, refused
-from tilewright.compiler.errors import CompileError, one_line
+from tilewright.compiler.errors import CompileError, RankError, one_line
 from tilewright.compiler.runtime.messages import (
     Beat,
     Cancel,
@@ -116,7 +116,7 @@ class BatchEngine:
         have ended, among them at once those of which a record is given.
 
         Raises:
-            CompileError: where the device is lost.
+            CompileError: where the device is lost; RankError: where a rank is.
         """
         is_empty = False
         while not is_empty or self._asked:
@@ -137,6 +137,8 @@ class BatchEngine:
     def _turn(self, ended: list[Ended]) -> None:
         try:
             self._service.turn()
+        except RankError as error:
+            raise RankError(f"{error}; --resume goes on where it was") from error
         except Exception as error:
             said = f"the engine has ended: {type(error).__name__}: {one_line(error)}"
             raise CompileError(f"{said}; --resume goes on where it was") from error

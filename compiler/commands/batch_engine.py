@@ -18,6 +18,7 @@ from tilewright.compiler.commands.source import (
     precision_of,
     served_facts,
 )
+from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.runtime.matchers import grammars_of
 from tilewright.compiler.runtime.service import EngineService, QueueTransport
 from tilewright.compiler.serve.jobs import Served, fingerprint_of
@@ -40,6 +41,9 @@ def batch_facts(options: BatchOptions, source: Source) -> dict[str, str]:
     """What a batch's answers depend on beside its rows, as far as it is known before loading."""
     asking = options.asking
     chosen = {**options.sampling, "seed": options.seed, "max_tokens": options.max_tokens}
+    grouping, ranks = options.model.grouping, dict[str, str]()
+    if not grouping.is_alone:
+        ranks["ranks"] = _ranks(grouping.parallel)
     return {
         "model": source.name,
         "weights": f"{source.weights} {source.content_hash}",
@@ -52,7 +56,20 @@ def batch_facts(options: BatchOptions, source: Source) -> dict[str, str]:
         "sampling": " ".join(f"{name}={chosen[name]}" for name in sorted(chosen)),
         "ends": "ignored" if options.ignore_eos else "the model's",
         "rows": f"{asking.prompt_column} {asking.answer_column} chat={asking.is_chat}",
+        **ranks,
     }
+
+
+def _ranks(parallel: Parallel) -> str:
+    """What of a group decides how sums are rounded, as far as it was said."""
+    found = [str(parallel.tensor)]
+    if parallel.expert is not None:
+        found.append(f"experts in {parallel.expert} parts")
+    if parallel.shares:
+        found.append(f"shares {' '.join(map(str, parallel.shares))}")
+    if parallel.wire is not None:
+        found.append(f"{parallel.wire} sent")
+    return ", ".join(found)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from tilewright.compiler.commands.arguments import (
 )
 from tilewright.compiler.commands.asking import SamplingArguments
 from tilewright.compiler.commands.engine_options import EngineArguments
+from tilewright.compiler.commands.parallel import ParallelArguments
+from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.errors import ConfigError
 
 _SEATS = {"cpu": 16, "cuda": 256}
@@ -134,7 +136,7 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         prog="tilewright batch",
         description="Answer all rows of a data set, by the server's own loop and without a server.",
     )
-    add_options(parser, _Asked, SamplingArguments, BatchOptions)
+    add_options(parser, _Asked, ParallelArguments, SamplingArguments, BatchOptions)
     arguments = parser.parse_args(list(argv))
     given = values_of(BatchOptions, arguments)
     source = _input(arguments, given)
@@ -144,9 +146,12 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         check_text(getattr(arguments, name) or "", f"--{name.replace('_', '-')}")
     if arguments.output is None and given["resume"]:
         raise ConfigError("--resume without --output; allowed: that of the run that was stopped")
+    model = read_model_options(arguments, CHECKPOINT_PRECISION)
+    if given["engine_kind"] == RAY:
+        _check_actors(model.grouping)
     return BatchOptions(
         argv=tuple(argv),
-        model=read_model_options(arguments, CHECKPOINT_PRECISION),
+        model=model,
         tokenizer=None if arguments.tokenizer is None else Path(arguments.tokenizer),
         input=source,
         output=None if arguments.output is None else Path(arguments.output),
@@ -162,6 +167,17 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
         sampling={name: value for name, value in sampling.items() if value is not None},
         **given,
     )
+
+
+def _check_actors(grouping: Grouping) -> None:
+    """Refuse to place ranks where Ray places them (ConfigError)."""
+    if grouping.parallel.devices:
+        raise ConfigError("--devices with --engine ray, which gives each actor GPUs of its own")
+    if grouping.machines.count > 1 or grouping.place is not None:
+        raise ConfigError(
+            "--engine ray in a group that others start too; allowed: --tensor-parallel, the ranks "
+            "of each actor on one machine"
+        )
 
 
 def _input(arguments: Any, given: Mapping[str, Any]) -> Path | None:

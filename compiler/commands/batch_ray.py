@@ -100,8 +100,8 @@ def _blocks(options: BatchOptions, items: list[Item], journal: Journal) -> Itera
     actors = options.actors
     size = -(-len(items) // (_BATCHES * actors))
     size = max(1, min(size, _SEATS_FULL * options.seats))
-    threads = options.threads or max(1, describe_cpu().num_cores // actors)
-    is_gpu = options.model.target == "cuda"
+    is_gpu, num_ranks = options.model.target == "cuda", options.model.grouping.parallel.tensor
+    threads = options.threads or max(1, describe_cpu().num_cores // (actors * num_ranks))
     # in turn, so that every batch has long rows and short ones
     num_batches = -(-len(items) // size)
     dealt = [each for first in range(num_batches) for each in items[first::num_batches]]
@@ -111,8 +111,8 @@ def _blocks(options: BatchOptions, items: list[Item], journal: Journal) -> Itera
         fn_constructor_args=(options.argv, journal.header.created, threads),
         compute=ray.data.ActorPoolStrategy(size=actors),
         batch_size=size,
-        num_cpus=1 if is_gpu else threads,
-        num_gpus=1 if is_gpu else 0,
+        num_cpus=num_ranks if is_gpu else threads * num_ranks,
+        num_gpus=num_ranks if is_gpu else 0,
     )
     for block in answers.iter_batches(batch_size=None, prefetch_batches=0):
         found = zip(block["record"], block["first_s"], block["total_s"], strict=True)

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from tests.commands.conftest import Run
+from tests.commands.test_ranks import followers_of
 from tilewright import LLM
 from tilewright.compiler.batch.journal import Journal
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.cli import main
 from tilewright.compiler.commands import batch_engine
-from tilewright.compiler.errors import CompileError
+from tilewright.compiler.errors import CompileError, RankError
 
 FAST = ("--target", "null", "--max-context", "256", "--no-cache")
 
@@ -302,8 +303,38 @@ def check_kills(model: Path, folder: Path, *, num_rows: int, num_kills: int) -> 
     assert out.read_bytes() == whole.read_bytes()
 
 
-def kill_at(asked: Sequence[str], out: Path, num_lines: int) -> int:
-    """Run in a process that is killed once its journal has so many lines; its exit code."""
+def test_ranks_of_a_batch_are_part_of_what_it_is(
+    tiny_gguf: Path, triples: Path, stop_at: Stop, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = triples.with_name("out.jsonl")
+    stop_at(command(triples, out, tiny_gguf), 900)
+    for more, said in (
+        (["--tensor-parallel", "2", "--wire", "bf16"],
+         "was begun with ranks nothing, not 2, bf16 sent; allowed"),
+        (["--tensor-parallel", "2", "--shares", "1"], "1 shares for 2 ranks; allowed: one a rank"),
+        (["--engine", "ray", "--tensor-parallel", "2", "--nnodes", "2", "--master-addr", "h"],
+         "--engine ray in a group that others start too; allowed: --tensor-parallel"),
+    ):  # fmt: skip
+        assert main(["batch", *command(triples, out, tiny_gguf), "--resume", *more]) == 2
+        assert said in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_batch_whose_rank_is_killed_goes_on_where_it_was(tiny_gguf: Path, tmp_path: Path) -> None:
+    data = make_set(tmp_path / "set.json", 600)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    assert main(["batch", *command(data, whole, tiny_gguf)]) == 0
+    asked = [*command(data, out, tiny_gguf, "--tensor-parallel", "2"), "--resume"]
+    for moment in (1, 200):
+        assert kill_at(asked, out, moment, of=1) == RankError.exit_code
+    assert main(["batch", *asked]) == 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+def kill_at(asked: Sequence[str], out: Path, num_lines: int, *, of: int = 0) -> int:
+    """Run in a process of which a rank is killed once its journal has so many lines; its exit
+    code.
+    """
     journal = out.with_name(f"{out.name}.journal")
     child = subprocess.Popen(
         [*PYTHON, "-m", "tilewright.compiler.cli", "batch", *asked],
@@ -312,10 +343,12 @@ def kill_at(asked: Sequence[str], out: Path, num_lines: int) -> int:
     )
     while child.poll() is None:
         if journal.exists() and journal.read_bytes().count(b"\n") >= num_lines:
-            child.send_signal(signal.SIGKILL)
+            for pid in followers_of(child.pid) if of else [child.pid]:
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.001)
     _, said = child.communicate()
-    assert child.returncode in (0, -signal.SIGKILL), said.decode()
+    expected = RankError.exit_code if of else -signal.SIGKILL
+    assert child.returncode in (0, expected), said.decode()
     return child.returncode
 
 

@@ -224,7 +224,7 @@ def test_one_rank_runs_on_the_device_that_was_named(monkeypatch: pytest.MonkeyPa
     assert found.index == 1 and open_device(CompileOptions()).index == 1
 
 
-def _followers(pid: int) -> list[int]:
+def followers_of(pid: int) -> list[int]:
     """The processes that a rank 0 has started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -258,7 +258,7 @@ def test_whoever_is_killed_or_stopped_nobody_stays(
     limit, text = 4.0, tmp_path / "text"
     with _running(3, limit, text) as process:
         deadline = time.monotonic() + 240
-        while len(followers := _followers(process.pid)) < 2 and time.monotonic() < deadline:
+        while len(followers := followers_of(process.pid)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         while phase == "decoding" and not text.stat().st_size and time.monotonic() < deadline:
             time.sleep(0.05)
