@@ -6,6 +6,7 @@ It knows text, messages and answers; seats, pages and steps are the runtime's.
 from __future__ import annotations
 
 import itertools
+from argparse import Namespace
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, Self, cast, overload
 
 from tilewright.compiler.commands.arguments import (
     CHECKPOINT_PRECISION,
-    ModelArguments,
     read_model_options,
 )
 from tilewright.compiler.commands.source import Source, compile_source, open_source
@@ -122,7 +122,9 @@ class LLM:
         max_seats: sequences that run at a time; more wait.
         max_context: positions of a sequence, prompt and answer; None for the model's, 4,096 at
             the most.
-        num_threads: of the CPU; None for all cores.
+        num_threads: of the CPU, of each rank; None for all cores.
+        tensor_parallel: ranks over which the model is spread, each a process: GPUs of target cuda.
+        devices: the ranks' GPUs, or the one of one rank; empty: from 0 on.
         use_cache: whether compiled programs are taken from and kept in the cache.
         progress: is told ``(what, done, total)`` while the model is compiled.
 
@@ -142,15 +144,20 @@ class LLM:
         max_seats: int = 8,
         max_context: int | None = None,
         num_threads: int | None = None,
+        tensor_parallel: int | None = None,
+        devices: Sequence[int] = (),
         use_cache: bool = True,
         progress: Progress = silent,
     ) -> None:
-        asked = ModelArguments(
+        asked = Namespace(
             model=None if model is None else str(model),
             target=target,
             backend=backend,
             precision=precision,
             compute=compute,
+            dump=None,
+            tensor_parallel=tensor_parallel,
+            devices=tuple(devices),
         )
         options = read_model_options(asked, CHECKPOINT_PRECISION)
         source = open_source(options.path)

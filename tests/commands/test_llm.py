@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilewright import LLM
-from tilewright.compiler.errors import ConfigError, RequestError
+from tilewright.compiler.errors import ConfigError, RequestError, TilewrightError
 from tilewright.compiler.targets.step import Step, StepOutput
 from tilewright.models.tokenizer.chat_template import Message
 
@@ -117,6 +117,26 @@ def test_what_cannot_be_asked_is_refused_by_name(llm: LLM, tiny_gguf: Path) -> N
         LLM(tiny_gguf, max_context=9999)
     with pytest.raises(ConfigError, match=r"unknown target 'cdua'; .*did you mean 'cuda'\?"):
         LLM(tiny_gguf, target="cdua")
+
+
+def test_ranks_are_asked_for_as_by_commands(tiny_gguf: Path) -> None:
+    for asked, said in (
+        ({"tensor_parallel": 0}, "0 ranks; allowed: 1 or more"),
+        ({"tensor_parallel": 99, "target": "null"}, r"query heads over 99 ranks; allowed: at most"),
+        ({"devices": (0,)}, "--devices 0: target cpu has cores"),
+    ):
+        with pytest.raises(TilewrightError, match=said):
+            LLM(tiny_gguf, use_cache=False, **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_what_one_device_does(tiny_gguf: Path) -> None:
+    found = []
+    for count in (1, 2):
+        asked = {"precision": "bf16", "compute": "exact", "tensor_parallel": count}
+        with LLM(tiny_gguf, backend="native", use_cache=False, **asked) as llm:  # type: ignore[arg-type]
+            found.append([each.tokens for each in llm.generate(["hello", "a b"], max_tokens=9)])
+    assert found[0] == found[1]
 
 
 def test_a_second_one_finds_the_program_in_the_cache(
