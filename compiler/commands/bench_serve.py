@@ -32,6 +32,9 @@ class _Options:
         "of an intruder's, or of chats' system prompt", default=1024, type=integer(1, 1 << 20)
     )
     turns: int = option("of each chat", default=8, type=integer(1, 1000))
+    levels: tuple[int, ...] = option(
+        "contest: some of its numbers of users (default: all)", default=(), type=integer(1, 4096)
+    )
     flush: bool = option(
         "contest: empty the prefix cache before every level (a server with --admin)", default=False
     )
@@ -50,8 +53,12 @@ def main(argv: list[str]) -> int:
     """Run the plan; returns 1 where a request failed, or an answer was not what it must be."""
     text = "Load a server with many users' requests, by a plan."
     options = parse(_Options, argv, prog="tilewright bench-serve", description=text)
+    from tilewright.compiler.serve.load.contest import LEVELS
     from tilewright.compiler.serve.load.plans import PLANS
 
+    for level in options.levels:
+        if level not in LEVELS:
+            raise ConfigError(f"--levels {level}; {allowed(LEVELS)}")
     if options.plan not in PLANS:
         raise ConfigError(f"unknown plan {options.plan!r}; {allowed(PLANS, options.plan)}")
     try:

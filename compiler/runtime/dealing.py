@@ -54,6 +54,8 @@ class PromptDealer:
         dealt: list[tuple[Running, int]] = []
         for running in order:
             count = self._piece(running, room, weight, is_first=not dealt)
+            if num_decoding and self._limits.passes:
+                count = self._until_saved(running, count)
             if not count or len(dealt) == most:
                 break
             room -= self._rows_of(count)
@@ -81,6 +83,13 @@ class PromptDealer:
         grain = limits.page_size or min(limits.cell, most)
         count = within // grain * grain
         return count or (min(grain, running.left) if is_first else 0)
+
+    def _until_saved(self, running: Running, count: int) -> int:
+        """No more tokens than up to the next snapshot: a piece shares a pass only if its state is
+        kept behind it, and the rest costs little in the next.
+        """
+        start = running.computed
+        return min((count, *(at - start for at in running.saves if at > start)))
 
     def _is_timed(self, num_decoding: int) -> bool:
         """Whether streams wait for the step's prompts, and shall not for long."""

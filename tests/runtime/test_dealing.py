@@ -138,6 +138,20 @@ def test_what_is_left_of_a_step_goes_to_other_prompts() -> None:
     assert found == [(0, 64)], "64 tokens there are 500 at the beginning"
 
 
+def test_a_piece_beside_rows_ends_where_its_state_is_kept() -> None:
+    """A piece with a snapshot inside shares no pass; where nobody decodes it is one step all the
+    same.
+    """
+    one = prompt(1000, 64)
+    one.saves |= {64, 960, 1024}
+    made = dealer(0.0, passes=PASSES, max_prompts=1)
+    for rows, expected in ((4, 960 - 64), (0, 1000)):
+        ((_, count),) = made.deal([one], rows)
+        assert count == expected
+    ((_, count),) = dealer(0.0, max_prompts=1).deal([one], 4)
+    assert count == 1000, "nothing is shared"
+
+
 class Timed(QueuedExecutable):
     """A step takes what :func:`known_cost` says, with the context of its pieces; zeros come out."""
 

@@ -19,6 +19,7 @@ class Shape:
         output_tokens: of each answer.
         turns: of each chat.
         vocabulary: ids of prompts are below it.
+        levels: of a contest, users at a time; none: all that there are.
         flush: a contest's server forgets its prefix cache before every level.
         settle_seconds: how long streams run before the intruder comes.
     """
@@ -32,6 +33,7 @@ class Shape:
     turns: int = 8
     seed: int = 0
     vocabulary: int = 256
+    levels: tuple[int, ...] = ()
     flush: bool = False
     settle_seconds: float = 1.0
 

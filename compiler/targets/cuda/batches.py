@@ -24,12 +24,21 @@ _TOTALS = (128, 256, 512, 784, 1024)
 """
 _WIDTHS = (16, 64, 128, 192)
 _LEAST = 64
+_WIDTHS_OF_MIXERS, _TOTALS_OF_MIXERS = (16, 64), (64, 256, 512, 1024)
+"""Of plans with mixers, whose passes are a thousand kernels each: tokens of a single piece, beside
+any rows; the experts are read either way, and a pass of a few rows more takes no longer.
+"""
 
 
-def passes_for(rows: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+def passes_for(
+    rows: Sequence[int], *, has_mixers: bool = False
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
     """The passes that are captured where decode steps are for ``rows``, as `Capabilities` has them:
     by how many rows ride along or pieces end, the tokens of prompts, padding included.
     """
+    if has_mixers:
+        widths = (*(each for each in _WIDTHS_OF_MIXERS if each < rows[-1]), rows[-1])
+        return tuple((width, _TOTALS_OF_MIXERS) for width in widths)
     widths = (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
     return tuple((width, _sizes(width)) for width in widths)
 

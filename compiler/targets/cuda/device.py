@@ -19,7 +19,7 @@ from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import read_trials
+from tilewright.compiler.targets.cuda.trials import RIDING, read_trials
 from tilewright.compiler.targets.cuda.weights import wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Attend, Plan
 
@@ -118,10 +118,12 @@ def capabilities_of(
     memory so many bytes are reserved.
     """
     invariant = invariant_of(plan, options, device)
-    joins = invariant == "none" and options.compute == "fast"
-    joins = joins and not has_mixers(plan) and options.parallel.tensor == 1
-    is_gpu, asked = device.type == "cuda", read_trials().prompts
-    joins = joins and (asked > 1 if asked else is_gpu)
+    mixes = has_mixers(plan)
+    joins = invariant == "none" and options.compute == "fast" and options.parallel.tensor == 1
+    is_gpu, trials = device.type == "cuda", read_trials()
+    asked = trials.prompts
+    joins = joins and (asked > 1 if asked else is_gpu) and (not mixes or trials.hybrids == RIDING)
+    rows = decode_buckets(options.max_batch)
     return Capabilities(
         max_seats=options.max_batch,
         max_context=options.max_context,
@@ -129,11 +131,11 @@ def capabilities_of(
         num_pages=num_pages,
         num_snapshots=num_snapshots(plan, options, free_bytes(options, device) - reserved),
         has_sequence_state=bool(plan.sequence_states),
-        cell=_CELL_OF_MIXERS if has_mixers(plan) else _CELL,
-        max_prompts=asked or (_JOINED if joins else 1),
+        cell=_CELL_OF_MIXERS if mixes else _CELL,
+        max_prompts=asked or (_JOINED if joins and not mixes else 1),
         max_step_tokens=most_prompt_tokens(options),
         runs_ahead=is_gpu,
-        passes=passes_for(decode_buckets(options.max_batch)) if joins else (),
+        passes=passes_for(rows, has_mixers=mixes) if joins else (),
         far=far_of(plan),
         invariant=invariant,
     )

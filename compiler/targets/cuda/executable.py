@@ -16,6 +16,7 @@ from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryU
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.answers import Answers
 from tilewright.compiler.targets.cuda.away import Away
+from tilewright.compiler.targets.cuda.batches import num_tokens_of
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
@@ -147,7 +148,7 @@ class CudaExecutable(Executable):
                 seats = step.decode[first : first + most]
                 seats = step.decode if len(seats) == len(step.decode) else seats
                 parts.append(self._decode(seats, step))
-        batches, alone = split(step.prompts, self.capabilities.max_prompts, least=1 + (not riding))
+        batches, alone = split(step.prompts, self.capabilities.max_prompts, beside=bool(riding))
         for index, batch in enumerate(batches):
             parts += self._joined.run(batch, step, () if index else riding)
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
@@ -155,13 +156,15 @@ class CudaExecutable(Executable):
 
     def _rides(self, step: Step) -> bool:
         """Whether the rows that decode take part in a batch of pieces of prompts: where all of
-        these might end in a pass that is captured.
+        these might end in a pass that is captured; and a piece that is always alone lies in one.
         """
-        limits, num_joined = self.capabilities, sum(map(can_join, step.prompts))
-        if not (limits.passes and step.decode and num_joined):
+        limits, joined = self.capabilities, [each for each in step.prompts if can_join(each)]
+        if not (limits.passes and step.decode and joined):
+            return False
+        if limits.max_prompts == 1 and num_tokens_of(joined[:1]) > limits.passes[-1][1][-1]:
             return False
         seats = (*step.decode, *(chunk.seat for chunk in step.prompts if chunk.chooses))
-        num_rows = len(step.decode) + min(num_joined, limits.max_prompts)
+        num_rows = len(step.decode) + min(len(joined), limits.max_prompts)
         return num_rows <= limits.passes[-1][0] and not self._answers.is_late(seats, step)
 
     @torch.no_grad()

@@ -49,7 +49,9 @@ class Joined:
         ends = {seat: at + 1 for seat, at in held.items()}
         ends |= {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
         is_late = self._answers.is_late(tuple(ends), step)
-        found = None if is_late else self._buckets.batch(num_tokens_of(chunks), len(ends))
+        found = None
+        if not is_late and (len(chunks) == 1 or not self._steps.is_piecewise):
+            found = self._buckets.batch(num_tokens_of(chunks), len(ends))
         if found is None:
             return self._uncaptured(chunks, step, held, ends)
         bucket, size = found

@@ -52,13 +52,13 @@ def can_join(chunk: Chunk) -> bool:
 
 
 def split(
-    chunks: Sequence[Chunk], most: int, *, least: int = 2
+    chunks: Sequence[Chunk], most: int, *, beside: bool = False
 ) -> tuple[list[list[Chunk]], list[Chunk]]:
     """Batches of up to ``most`` pieces, and those pieces that are run each for itself: all where
-    there are fewer than ``least``.
+    there is one, but ``beside`` rows that ride along.
     """
     joined: list[Chunk] = []
-    if most > 1 and len(chunks) >= least:
+    if beside or (most > 1 and len(chunks) > 1):
         joined = [chunk for chunk in chunks if can_join(chunk)]
     batches = [joined[first : first + most] for first in range(0, len(joined), most)]
     return batches, [chunk for chunk in chunks if chunk not in joined]

@@ -71,6 +71,7 @@ class Steps:
 
     ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
     ``strict``: a prompt's tokens take the same kernels however many of them are in a piece.
+    ``is_piecewise``: part of the plan runs for one piece of a prompt at a time, with its own state.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class Steps:
         self.group: Group | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
         self.exact, self._strict = exact, strict
+        rules = [isinstance(each, DeltaRule | Convolve) for each in plan.instructions]
+        self.is_piecewise = any(rules)
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
@@ -205,7 +208,8 @@ class Steps:
         padding behind its own. ``riding``: rows behind them that are one token each of sequences
         that decode: they attend as in a decode step, and everything else takes all rows together.
         """
-        places = pieces or (slice(None),)
+        is_mixed = riding.stop > riding.start
+        places = pieces or (slice(0, riding.start) if is_mixed else slice(None),)
         logits = self._prefill(rows, logit_rows, from_start, places, block, riding)
         if self.group is not None:
             self.group.exchange.end_step()
@@ -244,6 +248,9 @@ class Steps:
                 for at in places:
                     where = rows.positions[at], rows.slots[at]
                     self._mixers.run(each, step.part(at), *where, decodes=False)
+                if is_mixed:
+                    where = rows.positions[riding], rows.slots[riding]
+                    self._mixers.run(each, step.part(riding), *where, decodes=True)
             elif isinstance(each, Mixer):
                 self._mixers.run(each, step, rows.positions, rows.slots, decodes=False)
             else:

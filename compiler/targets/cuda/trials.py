@@ -12,12 +12,14 @@ from tilewright.compiler.errors import ConfigError, allowed
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 OWN, BF16 = "own", "bf16"
+APART, RIDING = "apart", "riding"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
     "blocks": (PARTS, WIDE),
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
+    "hybrids": (APART, RIDING),
     "wire": (OWN, BF16),
 }
 
@@ -34,6 +36,8 @@ class Trials:
         prompts: pieces of prompts that one batch takes; more come one after another, and of 1 rows
             that decode share no pass with it. 0: as
             :func:`.device.capabilities_of` finds best.
+        hybrids: ``riding``: rows that decode share a captured pass with one piece of a prompt where
+            a plan has experts or linear attention; ``apart``: they do not.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
         wire: in which partial sums of prompts travel between ranks: ``own``, as in decode steps
@@ -44,6 +48,7 @@ class Trials:
     blocks: str = WIDE
     experts: str = TOGETHER
     prompts: int = 0
+    hybrids: str = APART
     wire: str = OWN
 
 
@@ -67,5 +72,6 @@ def read_trials() -> Trials:
         blocks=found.get("blocks", default.blocks),
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
+        hybrids=found.get("hybrids", default.hybrids),
         wire=found.get("wire", default.wire),
     )

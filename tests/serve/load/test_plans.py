@@ -150,6 +150,8 @@ def test_the_command_keeps_rows_and_says_when_a_request_failed(
     assert main([*argv, "--results", str(kept), "--rounds", "2", "--warm-up", "0"]) == 0
     rows = [json.loads(line) for line in kept.read_text().splitlines()]
     assert [row["round"] for row in rows] == [0, 1] and rows[0]["plan"] == "streams"
+    assert main([*argv, "--plan", "contest", "--levels", "3"]) == 2
+    assert "allowed: 1, 2, 4, 8, 16, 32, 64" in capsys.readouterr().err
     assert main([*argv, "--plan", "contests"]) == 2
     assert "did you mean 'contest'" in capsys.readouterr().err
     assert main([*argv, "--vocabulary", "2000000000", "--warm-up", "0"]) == 2
@@ -192,12 +194,12 @@ def test_the_contest_empties_the_cache_before_every_level(said: int) -> None:
         async def whole(self, path: str, body: dict[str, object]) -> Heard:
             return Heard(error="no template")
 
-    run = contest(Told(), Shape(flush=True))  # type: ignore[arg-type]
+    run = contest(Told(), Shape(flush=True, levels=(4, 64)))  # type: ignore[arg-type]
     if said == 200:
         rows = asyncio.run(run)
-        assert len(rows) == len(LEVELS) + 1
+        assert [row.get("users") for row in rows] == [4, 64, None]
         assert rows[0]["failed"] == 64 and rows[0]["why"] == "no template"
-        assert flushed == ["/reset_prefix_cache"] * len(LEVELS)
+        assert flushed == ["/reset_prefix_cache"] * 2 and "weighted_sum" not in rows[-1]
     else:
         with pytest.raises(TilewrightError, match=r"HTTP 404; --flush wants a server with --admin"):
             asyncio.run(run)

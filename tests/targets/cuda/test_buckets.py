@@ -75,6 +75,9 @@ def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
     among = dict(passes_for((1, 256)))
     assert among[64] == (64, 192, 448, 720, 960) and among[256] == (64, 256, 528, 768)
     assert [*among] == [16, 64, 128, 192, 256]
+    sizes = (64, 256, 512, 1024)
+    of_mixers = passes_for((1, 128), has_mixers=True)
+    assert of_mixers == ((16, sizes), (64, sizes), (128, sizes))
 
 
 def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> None:

@@ -27,6 +27,7 @@ from tilewright.compiler.targets.cuda.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.compiler.targets.step import Choosing, Chunk, Seat, Snapshot, Step
+from tilewright.models.config import DeltaShape
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
@@ -70,7 +71,8 @@ def test_what_wants_more_than_a_choice_runs_alone() -> None:
     assert split([plain, within, behind], 8) == ([[plain, behind]], [within])
     assert split([plain, behind, chunk(6, 0, 3)], 2)[0] == [[plain, behind], [chunk(6, 0, 3)]]
     assert split([plain, behind], 1) == ([], [plain, behind])
-    assert split([plain], 8) == ([], [plain]) and split([plain], 8, least=1) == ([[plain]], [])
+    assert split([plain], 8) == ([], [plain]) and split([plain], 8, beside=True) == ([[plain]], [])
+    assert split([plain, within, behind], 1, beside=True) == ([[plain], [behind]], [within])
 
 
 def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> None:
@@ -173,12 +175,15 @@ def served(executable: Executable, how: dict[str, Any] | None = None) -> tuple[l
     return found, mixed
 
 
-@pytest.mark.parametrize("weights", ["bf16", "bfp8"])
+@pytest.mark.parametrize(
+    ("model_type", "weights"), [("llama", "bf16"), ("llama", "bfp8"), ("qwen3_5_moe", "bf16")]
+)
 def test_rows_that_ride_along_are_those_of_steps_apart(
-    weights: str, monkeypatch: pytest.MonkeyPatch
+    model_type: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forced tokens, draws and a prompt that is one piece among them; and what they leave."""
-    executables = [made("llama", monkeypatch, f"prompts={n}", weights) for n in (1, 8)]
+    trials = ("prompts=1", "prompts=8,hybrids=riding")
+    executables = [made(model_type, monkeypatch, each, weights) for each in trials]
     assert [bool(each.capabilities.passes) for each in executables] == [False, True]
     (apart, never), (mixed, sometimes) = map(served, executables)
     assert not any(never) and sometimes == [False, False, True, True, True, False, False]
@@ -195,7 +200,7 @@ def test_rows_ride_along_only_where_all_pieces_may_end_in_a_captured_pass(
     def uncaptured(*_: Any) -> None:
         raise AssertionError("launched kernel by kernel")
 
-    monkeypatch.setattr(device, "passes_for", lambda rows: ((3, (64, 128)),))
+    monkeypatch.setattr(device, "passes_for", lambda rows, **_: ((3, (64, 128)),))
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     executable = made("llama", monkeypatch)
     a, b, c, d = (take_seat(executable, 12) for _ in range(4))
@@ -204,6 +209,11 @@ def test_rows_ride_along_only_where_all_pieces_may_end_in_a_captured_pass(
     one = (Chunk(c, 0, PROMPTS[2][:4]),)
     both = (Chunk(c, 4, PROMPTS[2][4:], chooses=True), Chunk(d, 0, PROMPTS[3], chooses=True))
     found = [executable.step(Step(decode=(a, b), prompts=each)) for each in (one, both)]
+    limits = replace(executable.capabilities, max_prompts=1, passes=((3, (64,)),))
+    monkeypatch.setattr(executable, "capabilities", limits)
+    for count, rides in ((64, True), (65, False)):
+        step = Step(decode=(a, b), prompts=(chunk(c, 0, count),))
+        assert executable._rides(step) == rides, "what is longer than any pass runs apart"
     assert [each.is_mixed for each in found] == [True, False]
     assert [part.seats for part in found[1].parts] == [(a, b), (c, d)]
 
@@ -239,8 +249,12 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     assert not limits(replace(options, parallel=Parallel(tensor=2))).passes
     monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
     assert not limits(options).passes
+    monkeypatch.undo()
+    monkeypatch.setenv(VARIABLE, "prompts=8")
     monkeypatch.setattr(device, "has_mixers", lambda _: True)
-    assert limits(options).far == 0
+    assert limits(options).far == 0 and not limits(options).passes
+    monkeypatch.setenv(VARIABLE, "prompts=8,hybrids=riding")
+    assert limits(options).passes == ((4, (64, 256, 512, 1024)),)
 
 
 def test_a_context_counts_by_the_work_it_makes() -> None:
@@ -252,13 +266,18 @@ def test_a_context_counts_by_the_work_it_makes() -> None:
     assert device.far_of(plan) == int(0.28 * products / (2 * width * len(attends)))
 
 
-def logits_beside(executable: Executable, num_rows: int, context: int, count: int) -> torch.Tensor:
-    """Rows decode known tokens alone, beside two pieces of three prompts each, and alone again:
-    the logits of all of these steps.
+def logits_beside(
+    executable: Executable, num_rows: int, context: int, count: int, num_prompts: int = 3
+) -> torch.Tensor:
+    """Rows decode known tokens alone, beside two pieces of some prompts each, and alone again: the
+    logits of all of these steps.
     """
     found: list[torch.Tensor] = []
     rows = tuple(take_seat(executable, context + 4) for _ in range(num_rows))
-    others = {take_seat(executable, count): tuple(random_tokens(count, seed=n)) for n in range(3)}
+    others = {
+        take_seat(executable, count): tuple(random_tokens(count, seed=n))
+        for n in range(num_prompts)
+    }
     for index, seat in enumerate(rows):
         tokens = tuple(random_tokens(context - index % 7, seed=index))
         executable.step(Step(prompts=(Chunk(seat, 0, tokens),)))
@@ -290,6 +309,33 @@ def test_rows_ride_along_on_the_device(
         executable = compiled(model, "cuda", precision=precision_of(weights), **options)
         found.append(logits_beside(executable, num_rows, context=200, count=300))
         executable.close()
-    apart, mixed = found
+    check_alike(*found)
+
+
+def check_alike(apart: torch.Tensor, mixed: torch.Tensor) -> None:
+    """But for the rounding of bfloat16."""
     assert apart.isfinite().all() and mixed.isfinite().all()
     assert float((mixed - apart).abs().max()) < 0.05 * float(apart.std())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_rows_ride_along_with_a_piece_of_a_hybrid(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One piece a pass, captured; every expert is chosen, so that no near tie tells them apart."""
+    from tests.models.test_qwen3_5_moe import SIZES
+
+    size = {"hidden_size": 256, "num_layers": 2, "linear_layers": (True, False), "head_dim": 64}
+    experts = {"delta": DeltaShape(2, 4, 128, 128, 4), "num_experts": 2, "experts_per_token": 2}
+    model = tiny_model(std=0.05, model_type="qwen3_5_moe", **{**SIZES, **size, **experts})
+    options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
+    found = []
+    for trials in ("hybrids=apart", "hybrids=riding"):
+        monkeypatch.setenv(VARIABLE, trials)
+        executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
+        limits = executable.capabilities
+        assert limits.max_prompts == 1 and bool(limits.passes) == (trials == "hybrids=riding")
+        found.append(logits_beside(executable, num_rows, context=200, count=300, num_prompts=1))
+        executable.close()
+    check_alike(*found)
