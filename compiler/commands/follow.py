@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from tilewright.compiler.distributed.channel import ChannelClosedError
 from tilewright.compiler.distributed.group import JOB, Follower, Peers
 from tilewright.compiler.distributed.launch import join
 from tilewright.compiler.distributed.world import Place, place_of
@@ -37,6 +38,8 @@ def _follow(place: Place, path: str | None) -> int:
     except RankError as error:
         follower.fail(str(error), of=getattr(error, "rank", -1))
         raise
+    except ChannelClosedError as error:  # while it loaded
+        raise RankError(f"rank 0 has gone ({error})") from None
     except TilewrightError as error:
         follower.refuse(str(error))
         raise

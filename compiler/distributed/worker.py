@@ -62,9 +62,9 @@ def serve_worker(host: str, port: int, follow: Sequence[str]) -> int:
         listener.close()
 
 
-def wait_for(child: Child, limit_s: float = ALONE.peer_limit) -> Ended:
-    """How a rank ended. One that has been stopped for so long is killed: it ends with its group no
-    more, and the machine would follow nobody else.
+def wait_for(child: Child, limit_s: float = 2 * ALONE.peer_limit) -> Ended:
+    """How a rank ended. One that has been stopped for so long, in which its group misses it, is
+    killed: it does not end with its group, and the machine would follow nobody else.
     """
     ran = time.monotonic()
     while (ended := child.wait(_LOOK_SECONDS)) is None:

@@ -157,7 +157,7 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
         try:
             message = follower.receive()
         except ChannelClosedError as error:
-            raise RankError(f"rank {follower.rank}: rank 0 has gone ({error})") from None
+            raise RankError(f"rank 0 has gone ({error})") from None
         if message.kind == END:
             return
         try:
@@ -176,8 +176,9 @@ def serve_steps(executable: Executable, follower: Follower) -> None:
             elif message.kind == _PREPARE:
                 executable.prepare()
         except ExchangeError as error:
-            follower.fail(error.of_step(message.number), of=error.rank)
-            raise RankError(f"rank {follower.rank}: {error}") from None
+            said = error.of_step(message.number)
+            follower.fail(said, of=error.rank)
+            raise RankError(f"rank {error.rank} {said}") from None
         except Exception as error:
             follower.fail(f"failed in step {message.number}: {one_line(error)}")
             raise
