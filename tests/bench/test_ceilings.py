@@ -31,11 +31,13 @@ def test_without_a_gpu_there_are_none_of_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 def test_the_gpu_s_are_measured() -> None:
-    """Rates that a GPU could have. How steady they are is not tested: others may use the device."""
+    """Rates that a GPU could have, the best of each: others may use the device, and a processor that
+    is busy launches late.
+    """
     before = torch.cuda.memory_reserved()  # of tests before this one
     found = measure_ceilings("cuda")
     assert found.device == torch.cuda.get_device_name() and found.product_type == "bf16"
     assert len(found.reads) > 2 < len(found.products)
-    assert min(found.reads) > 1e10 and 1e11 < max(found.reads) < 1e13
-    assert min(found.products) > 1e12 and 1e13 < max(found.products) < 1e16
+    assert min(found.reads) > 0 and 1e11 < max(found.reads) < 1e13
+    assert min(found.products) > 0 and 1e13 < max(found.products) < 1e16
     assert torch.cuda.memory_reserved() - before < 1 << 30, "the buffers are given back"

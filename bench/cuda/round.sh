@@ -1,0 +1,116 @@
+#!/usr/bin/env bash
+# A round on one GPU: what docs/cuda.md, serving_load.md, batch.md and engine.md tell, part by part,
+# each within seconds of its own, so that a machine at hand for an hour is used whole.
+#
+#   round.sh OUT PART[=SECONDS] ...     OUT: a folder that gets PART.log and rows as JSON lines
+#
+#   tests      all tests that need a GPU (WORKERS processes)
+#   rows       bench-cuda (ROWS: names of rows, 8b-* fits)
+#   streams    SHAPE served, STREAMS as USERS:REQUESTS, INPUT tokens in and OUTPUT out
+#   contest    the contest's load on SHAPE (LEVELS, FLUSH=1: an empty prefix cache before each)
+#   intruder   a prompt of LONG tokens into eight streams
+#   chat       64 chats of eight turns
+#   invariant  500 requests alone and in company (OPTIONS='--arithmetic strict')
+#   soak       SOAK requests of all kinds
+#   batch      BATCH rows through `tilewright batch`
+#   generate   the generator of engines, on the shape it is tested with
+#   sanitize   sanitize.sh
+#
+# PYTHON: the interpreter; TARGET: cuda; OPTIONS: more of `serve`; THEIRS: a command that starts
+# another server of OpenAI's API on port 18201, which `streams` and `contest` load behind ours.
+set -u
+[ $# -ge 2 ] || { sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0" | sed '$d' >&2; exit 2; }
+PYTHON=${PYTHON:-python} TARGET=${TARGET:-cuda} OPTIONS=${OPTIONS:-} THEIRS=${THEIRS:-}
+SHAPE=${SHAPE:-llama-3.1-8b} STREAMS=${STREAMS:-1:4 32:128 64:256} INPUT=${INPUT:-1024}
+OUTPUT=${OUTPUT:-256} LEVELS=${LEVELS:-1 2 4 8 16 32 64} LONG=${LONG:-64000} SOAK=${SOAK:-2000}
+BATCH=${BATCH:-2000} ROWS=${ROWS:-8b-*} WORKERS=${WORKERS:-10} VOCABULARY=${VOCABULARY:-100000}
+SEATS=${SEATS:-256} CONTEXT=${CONTEXT:-4096} FLUSH=${FLUSH:-}
+OURS=18200
+mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
+shift
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
+CLI='import sys; from tilewright.compiler.cli import main; sys.exit(main())'
+tilewright() { "$PYTHON" -P -c "$CLI" "$@"; }
+
+# The chat template of shapes, which have none, and a server that is ended with its part.
+template=$out/chat.jinja
+echo "{% for m in messages %}{{ m['content'] }} {% endfor %}" >"$template"
+ready() { # PORT: until /health says 200, or the server is gone
+    kill -0 "$server" || return 1
+    until "$PYTHON" -c "import urllib.request as u; u.urlopen('http://127.0.0.1:$1/health')" \
+        2>/dev/null; do kill -0 "$server" 2>/dev/null || return 1; sleep 0.5; done
+}
+serve() { # more options of `serve`
+    # shellcheck disable=SC2086
+    "$PYTHON" -P -c "$CLI" serve "shape:$SHAPE" --target "$TARGET" --precision bf16 --max-seats "$SEATS" \
+        --max-context "$CONTEXT" --admin --chat-template "$template" --port $OURS $OPTIONS "$@" &
+    server=$!
+    trap 'kill $server 2>/dev/null; wait $server' EXIT
+    ready $OURS
+}
+load() { # PLAN, more options: of whichever server is at $port
+    tilewright bench-serve --url "http://127.0.0.1:$port" --results "$out/served.jsonl" --json \
+        --vocabulary "$VOCABULARY" --plan "$@"
+}
+both() { # a function: with our server, then with theirs
+    port=$OURS
+    serve "${@:2}" && "$1" || return 1
+    kill "$server"
+    wait "$server"
+    [ -n "$THEIRS" ] || return 0
+    $THEIRS &
+    server=$! port=18201
+    ready $port && "$1"
+}
+
+tests() {
+    "$PYTHON" -P -m pytest -v -m 'gpu or multigpu' -n "$WORKERS" --dist worksteal -rfE
+}
+rows() { tilewright bench-cuda --rows $ROWS --repeats 2 --results "$out/rows.jsonl"; }
+each_stream() {
+    for one in $STREAMS; do
+        load streams --concurrency "${one%:*}" --requests "${one#*:}" --input-tokens "$INPUT" \
+            --output-tokens "$OUTPUT" --seed $((${one%:*} + 7))
+    done
+}
+streams() { both each_stream --no-prefix-cache; }
+all_levels() { # 305 words are about 1,010 tokens of a shape, whose tokens are bytes
+    # shellcheck disable=SC2086
+    load contest ${FLUSH:+--flush} --levels $LEVELS --input-tokens 305 --output-tokens 1024
+}
+contest() { both all_levels --step-ms 0; }
+intruder() {
+    port=$OURS CONTEXT=$((LONG + 2000)) serve --no-prefix-cache &&
+        port=$OURS load intruder --concurrency 8 --input-tokens 128 --output-tokens 2000 \
+        --long-tokens "$LONG"
+}
+chat() { serve && port=$OURS load chat --concurrency 64 --requests 64 --long-tokens 1000; }
+invariant() { serve && port=$OURS load invariant --concurrency 64 --requests 500; }
+soak() { serve && port=$OURS load soak --concurrency 64 --requests "$SOAK"; }
+batch() {
+    tilewright make-batch --rows "$BATCH" --token-ids "$VOCABULARY" -o "$out/batch.jsonl" &&
+        tilewright batch "$out/batch.jsonl" -o "$out/answers.jsonl" --model "shape:$SHAPE" \
+            --target "$TARGET" --precision bf16 --no-prefix-cache --json
+}
+generate() {
+    env -u TARGET PYTHON="$PYTHON" WORKSPACE="$out/engine" bash demo/engine_generator/run.sh
+}
+sanitize() { bash bench/cuda/sanitize.sh; }
+
+export -f tilewright ready serve load both tests rows each_stream streams all_levels contest \
+    intruder chat invariant soak batch generate sanitize
+export CLI PYTHON TARGET OPTIONS THEIRS SHAPE STREAMS INPUT OUTPUT LEVELS LONG SOAK BATCH ROWS WORKERS \
+    VOCABULARY SEATS CONTEXT FLUSH OURS out template
+status=0
+for part in "$@"; do
+    name=${part%%=*} seconds=${part#*=}
+    [ "$seconds" != "$part" ] || seconds=0 # no limit
+    declare -F "$name" >/dev/null || { echo "round.sh: no part $name" >&2; exit 2; }
+    began=$(date +%s)
+    timeout --kill-after=10 "$seconds" bash -c "$name" >"$out/$name.log" 2>&1
+    code=$?
+    echo "== $name: exit $code after $(($(date +%s) - began)) s"
+    tail -n 12 "$out/$name.log" | cut -c1-1500
+    [ $code = 0 ] || status=1
+done
+exit $status
