@@ -1,0 +1,250 @@
+"""How long decode attention takes on a GPU, by rows, what pages hold, position and table.
+
+``python -m bench.cuda.attention_rate`` prints a table of microseconds a launch of Llama-3.1-8B's
+heads. Launches are chained in a captured graph, each over a cache of its own, so that nothing lies
+in the L2 that a model would not have there; a figure is the median of a round's replays. Knows no
+model, and compares nothing: what another tree takes, that tree's own command says.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tilewright.compiler.bench.table import Table
+from tilewright.compiler.commands.arguments import integer, option, parse
+from tilewright.compiler.errors import ConfigError, TilewrightError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewright.compiler.targets.cuda.pages import KVPages
+
+KINDS = "bf16", "bfp8"
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE, BLOCK = 32, 8, 128, 64, 16
+"""Of Llama-3.1-8B, of a page and of bfp8: what arguments are checked by, without torch."""
+
+SPREAD = 10
+"""Positions that the first row is before the middle one, and the last behind it."""
+
+CHAIN_BYTES = 240_000_000
+"""What the caches of a chain hold together, about: several times the L2."""
+
+_NUM_REPLAYS = 9
+_WARM_UP = 2
+_LEAST_CACHES, _MOST_CACHES, _LEAST_LAUNCHES = 4, 128, 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What is measured: all of these with each other, so many times over."""
+
+    rows: tuple[int, ...] = option(
+        "rows of a launch", default=(1, 8, 16, 32, 64, 128, 256), type=integer(1, 1024), metavar="N"
+    )
+    formats: tuple[str, ...] = option("what pages hold", default=KINDS, choices=KINDS)
+    positions: tuple[int, ...] = option(
+        f"where the rows are, {SPREAD} before to {SPREAD} behind",
+        default=(230,),
+        type=integer(SPREAD),
+        metavar="N",
+    )
+    pages: tuple[int, ...] = option(
+        f"pages of a table, {PAGE} positions each", default=(7, 34), type=integer(1), metavar="N"
+    )
+    rounds: int = option("rounds over everything", default=2, type=integer(1), metavar="N")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A launch of so many rows about a position, over tables of ``width`` pages."""
+
+    num_rows: int
+    kind: str
+    position: int
+    width: int
+
+    @property
+    def positions(self) -> list[int]:
+        """The position of each row."""
+        if self.num_rows == 1:
+            return [self.position]
+        step = 2 * SPREAD / (self.num_rows - 1)
+        return [self.position - SPREAD + round(step * row) for row in range(self.num_rows)]
+
+    @property
+    def num_pages(self) -> int:
+        """The pages that each row has been given."""
+        return max(self.positions) // PAGE + 1
+
+    @property
+    def num_caches(self) -> int:
+        """The caches that launches take in turn."""
+        row = HEAD_DIM * 2 if self.kind == "bf16" else HEAD_DIM + HEAD_DIM // BLOCK
+        num_bytes = self.num_rows * self.num_pages * 2 * NUM_KV_HEADS * PAGE * row
+        return max(_LEAST_CACHES, min(_MOST_CACHES, CHAIN_BYTES // num_bytes + 1))
+
+
+def choose_cases(options: Options) -> list[Case]:
+    """Every launch that is asked for, in the order of measuring.
+
+    Raises:
+        ConfigError: where a table does not reach a position.
+    """
+    cases = [
+        Case(num_rows, kind, position, width)
+        for width in options.pages
+        for position in options.positions
+        for num_rows in options.rows
+        for kind in options.formats
+    ]
+    for case in cases:
+        if case.num_pages > case.width:
+            most = case.width * PAGE - 1 - (SPREAD if case.num_rows > 1 else 0)
+            raise ConfigError(
+                f"--positions {case.position}: a table of {case.width} pages ends before; "
+                f"allowed with --rows {case.num_rows}: up to {most}"
+            )
+    return cases
+
+
+class Launches:
+    """A case's caches and operands on the device: random, and tables in no order."""
+
+    def __init__(self, case: Case, generator: torch.Generator) -> None:
+        import torch
+
+        from tilewright.compiler.targets.cuda.kernels import native_attention
+        from tilewright.compiler.targets.cuda.kernels.attention_decode import decode_scratch
+
+        device, rows, need = generator.device, case.num_rows, case.num_pages
+        count = rows * need
+        self.caches = [_random_pages(case.kind, count, generator) for _ in range(case.num_caches)]
+        order = torch.randperm(count, generator=generator, device=device).to(torch.int32)
+        self.tables = torch.zeros(rows, case.width, dtype=torch.int32, device=device)
+        self.tables[:, :need] = order.view(rows, need)
+        self.positions = torch.tensor(case.positions, device=device, dtype=torch.int64)
+        self.slots = torch.arange(rows - 1, -1, -1, device=device)
+        width = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        self.qkv = torch.randn(rows, width, device=device, generator=generator)
+        half = HEAD_DIM // 2
+        self.inv_freq = 1.0 / 500000.0 ** (torch.arange(half, device=device) / half)
+        self.out = torch.empty(rows, NUM_HEADS * HEAD_DIM, dtype=torch.bfloat16, device=device)
+        num_splits = max(case.width, native_attention.MAX_GROUPS)
+        self.scratch = decode_scratch(rows, NUM_HEADS, HEAD_DIM, num_splits, device)
+        if why := native_attention.why_not(
+            self.caches[0], num_heads=NUM_HEADS, num_frequencies=half
+        ):
+            raise TilewrightError(f"attention.cu cannot run here: {why}")
+        self._attend = native_attention.attend_decode
+
+    def run(self, index: int = 0) -> None:
+        """One launch over one of the caches."""
+        self._attend(
+            self.caches[index],
+            self.qkv,
+            out=self.out,
+            positions=self.positions,
+            slots=self.slots,
+            block_tables=self.tables,
+            inv_freq=self.inv_freq,
+            num_heads=NUM_HEADS,
+            scale=HEAD_DIM**-0.5,
+            scratch=self.scratch,
+            early=True,
+        )
+
+
+def _random_pages(kind: str, count: int, generator: torch.Generator) -> KVPages:
+    import torch
+
+    from tilewright.compiler.targets.cuda.pages import KVPages
+
+    shape, device = (count, 2, NUM_KV_HEADS, PAGE, HEAD_DIM), generator.device
+    if kind == "bf16":
+        values = torch.empty(shape, device=device, dtype=torch.bfloat16)
+        return KVPages(values.normal_(generator=generator))
+    blocks = (*shape[:-1], HEAD_DIM // BLOCK)
+    return KVPages(
+        torch.randint(-127, 128, shape, device=device, dtype=torch.int8, generator=generator),
+        torch.randint(124, 128, blocks, device=device, dtype=torch.uint8, generator=generator),
+    )
+
+
+def measure(case: Case, generator: torch.Generator) -> float:
+    """Microseconds of a launch in a captured chain: the median of its replays."""
+    import torch
+
+    launches = Launches(case, generator)
+    count = max(case.num_caches, _LEAST_LAUNCHES)
+    launches.run()
+    torch.cuda.synchronize()
+    stream, found = torch.cuda.Stream(), []
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for index in range(count):
+                launches.run(index % case.num_caches)
+        for _ in range(_WARM_UP):
+            graph.replay()
+        for _ in range(_NUM_REPLAYS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
+            graph.replay()
+            end.record(stream)
+            end.synchronize()
+            found.append(1e3 * begin.elapsed_time(end) / count)
+    return statistics.median(found)
+
+
+def show(options: Options, found: Mapping[Case, Sequence[float]]) -> str:
+    """The figures of all rounds, a column for what pages hold."""
+    kinds = dict.fromkeys(options.formats)
+    heads = ["rows", "position", "table, pages", *(f"{kind}, us" for kind in kinds)]
+    lines: dict[tuple[int, int, int], list[str]] = {}
+    for case, figures in found.items():
+        key = case.num_rows, case.position, case.width
+        lines.setdefault(key, [f"{each:,}" for each in key]).append(
+            ", ".join(f"{each:.2f}" for each in figures)
+        )
+    return Table.of(heads, lines.values()).markdown()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; 2 for a mistake in the arguments, or where nothing can be measured."""
+    try:
+        print(_measured(argv), end="")
+    except TilewrightError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _measured(argv: Sequence[str]) -> str:
+    options = parse(
+        Options,
+        argv,
+        prog="python -m bench.cuda.attention_rate",
+        description="Measure decode attention on a GPU by itself.",
+    )
+    cases = choose_cases(options)
+    import torch
+
+    if not torch.cuda.is_available():
+        raise TilewrightError("no GPU: nothing is measured")
+    generator = torch.Generator(device="cuda").manual_seed(7)
+    found: dict[Case, list[float]] = {case: [] for case in cases}
+    try:
+        for _ in range(options.rounds):
+            for case, figures in found.items():
+                figures.append(measure(case, generator))
+    except torch.OutOfMemoryError:
+        raise TilewrightError("the caches do not fit this GPU: ask for fewer rows") from None
+    return f"{torch.cuda.get_device_name()}, decode attention\n\n{show(options, found)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

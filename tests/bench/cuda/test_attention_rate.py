@@ -1,0 +1,79 @@
+"""What measures decode attention, without a GPU: its cases, its mistakes, its table."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.cuda import attention_rate
+from bench.cuda.attention_rate import Case, Options, choose_cases, main, show
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--rows 0", "--rows: '0'; allowed: integers, 1 to 1024"),
+        ("--formats fp32", "--formats: invalid choice: 'fp32'"),
+        ("--positions 9", "--positions: '9'; allowed: integers, 10 or more"),
+        (
+            "--positions 438 --rows 1 2",
+            "--positions 438: a table of 7 pages ends before; allowed with",
+        ),
+        ("--positions 448 --rows 1", "allowed with --rows 1: up to 447"),
+        ("", "no GPU: nothing is measured"),
+    ],
+)
+def test_mistakes_are_one_line_and_2(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+
+
+def test_rows_lie_about_a_position_and_caches_outgrow_the_l2() -> None:
+    case = Case(3, "bf16", 246, 7)
+    assert case.positions == [236, 246, 256] and case.num_pages == 5
+    assert Case(1, "bf16", 255, 7).num_pages == 4
+    # a row's four pages are 1 MB: 229 caches of one row, 4 of 64, and 128 are the most
+    assert [Case(rows, "bf16", 230, 7).num_caches for rows in (1, 8, 64)] == [128, 29, 4]
+    assert Case(8, "bfp8", 230, 7).num_caches == 240_000_000 // (8 * 4 * 1024 * 136) + 1
+
+
+def test_the_table_has_every_case() -> None:
+    options = Options(rows=(1, 64), formats=("bf16", "bfp8", "bf16"))
+    cases = choose_cases(options)
+    assert len(set(cases)) == 8
+    text = show(options, {case: [case.width, case.num_rows / 3] for case in cases})
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:]] == [
+        ["1", "230", "7", "7.00, 0.33", "7.00, 0.33"],
+        ["64", "230", "7", "7.00, 21.33", "7.00, 21.33"],
+        ["1", "230", "34", "34.00, 0.33", "34.00, 0.33"],
+        ["64", "230", "34", "34.00, 21.33", "34.00, 21.33"],
+    ]
+
+
+@pytest.mark.parametrize("kind", attention_rate.KINDS)
+def test_operands_are_of_the_case(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilewright.compiler.formats.block_float import BLOCK_SIZE
+    from tilewright.compiler.targets.cuda import pages
+    from tilewright.compiler.targets.cuda.kernels import native_attention
+
+    assert (attention_rate.PAGE, attention_rate.BLOCK) == (pages.PAGE, BLOCK_SIZE)
+    monkeypatch.setattr(native_attention, "why_not", lambda *a, **k: "")
+    monkeypatch.setattr(attention_rate, "CHAIN_BYTES", 1)
+    case = Case(3, kind, 246, 7)
+    launches = attention_rate.Launches(case, torch.Generator().manual_seed(7))
+    assert len(launches.caches) == 4 and {each.values.shape[0] for each in launches.caches} == {15}
+    assert launches.tables[:, :5].flatten().sort().values.tolist() == list(range(15))
+    assert launches.tables[:, 5:].eq(0).all() and launches.slots.tolist() == [2, 1, 0]
+    assert launches.qkv.shape == (3, 48 * 128) and (kind == "bfp8") == (
+        launches.caches[0].exponents is not None
+    )
+
+
+@pytest.mark.gpu
+def test_a_launch_is_timed() -> None:
+    case = Case(2, "bfp8", 230, 7)
+    assert 0 < attention_rate.measure(case, torch.Generator(device="cuda")) < 1000
