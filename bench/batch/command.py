@@ -14,6 +14,7 @@ from bench.batch.made import RowOptions
 from bench.batch.sides import Bodies, Sizes, ours, theirs
 from bench.in_turn import BesideLlama, keeper, model_and_copy
 from bench.peers.options import Pair, read_pair
+from bench.serving.servers import check_program
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
@@ -36,6 +37,7 @@ def main(argv: list[str]) -> int:
     """Measure and print the medians; returns the exit code."""
     text = "Answer a batch with ours and with llama.cpp's server, in turn, to the same lengths."
     options = parse(_Options, argv, prog="tilewright compare-batch", description=text)
+    check_program(options.llama_server)  # now: our side takes minutes
     keep, found = keeper(options.results), []
     for row in _measure(options):
         found.append(row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -32,16 +33,21 @@ def ours(model: str, precision: str, *, users: int, context: int, threads: int) 
     return Contestant("tilewright", (*TILEWRIGHT, "serve", model, *options, *seats))
 
 
+def check_program(binary: Path) -> None:
+    """Refuse a path of `llama-server` where there is no program (ConfigError)."""
+    if shutil.which(binary) is None:
+        raise ConfigError(
+            f"{binary}: there is no llama-server; docs/serving_load.md says how it is built"
+        )
+
+
 def llama_cpp(binary: Path, model: Path, *, users: int, context: int, threads: int) -> Contestant:
     """llama.cpp's `llama-server` with a slot for each user; contexts are shared out among them.
 
     Raises:
         ConfigError: where there is no such program.
     """
-    if not binary.is_file():
-        raise ConfigError(
-            f"{binary}: there is no llama-server; docs/serving_load.md says how it is built"
-        )
+    check_program(binary)
     sizes = ("-np", str(users), "-c", str(users * context), "-t", str(threads))
     return Contestant("llama.cpp", (str(binary), "-m", str(model), *sizes, "--no-webui"))
 

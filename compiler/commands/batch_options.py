@@ -149,6 +149,8 @@ def read_batch_options(argv: Sequence[str]) -> BatchOptions:
     model = read_model_options(arguments, CHECKPOINT_PRECISION)
     if given["engine_kind"] == RAY:
         _check_actors(model.grouping)
+    elif given["actors"] != 1:
+        raise ConfigError(f"--actors {given['actors']} without Ray; allowed: --engine ray")
     return BatchOptions(
         argv=tuple(argv),
         model=model,

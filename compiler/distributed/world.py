@@ -100,6 +100,8 @@ def place_of(environ: Mapping[str, str] = os.environ) -> Place | None:
     rank, size, local, local_size, _, port = (
         0 if name == "MASTER_ADDR" else _number(environ, name) for name in _TORCHRUN
     )
+    if rank >= size:
+        raise ConfigError(f"RANK={rank} of WORLD_SIZE={size}; allowed: 0 to {size - 1}")
     host = environ["MASTER_ADDR"]
     # torchrun's own store listens on its port
     shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -134,6 +134,7 @@ def test_a_complete_output_says_again_how_many_failed(
         ([], "no data set; allowed: INPUT, or --input-len, --output-len and --num-samples"),
         (["set.json", "--input-len", "3"], "--input-len with a data set"),
         (["set.json", "--resume"], "--resume without --output"),
+        (["set.json", "--actors", "3"], "--actors 3 without Ray; allowed: --engine ray"),
         (["none.json", "-o", "out.json"], "data set none.json: No such file or directory"),
     ],
 )

@@ -60,6 +60,10 @@ def test_what_started_us_says_which_rank_we_are(monkeypatch: pytest.MonkeyPatch)
     assert str(read_grouping(asked()).place.address) == "tcp:127.0.0.1:29512"
     with pytest.raises(ConfigError, match=r"--tensor-parallel 4 in 2 processes; allowed: 2"):
         read_grouping(asked(tensor_parallel=4))
+    with monkeypatch.context() as changed:
+        changed.setenv("RANK", "2")
+        with pytest.raises(ConfigError, match="RANK=2 of WORLD_SIZE=2; allowed: 0 to 1"):
+            read_grouping(asked())
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match=r"meet at 10\.0\.0\.1 without a token; allowed: TILEWR"):

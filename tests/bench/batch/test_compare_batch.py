@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from bench.batch import command
 from bench.batch.answers import Parting, first_parting, render
 from bench.batch.command import OURS, THEIRS
 from bench.batch.command import render as render_sides
 from bench.batch.made import RowOptions
 from bench.batch.sides import Sizes, theirs
 from tests.commands.conftest import Run
+from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.targets.step import LogProbs
 
@@ -100,3 +102,11 @@ def test_answers_of_the_default_model_are_those_of_one_row_at_a_time(
 ) -> None:
     said = run("batch-answers", "--rows", "24", "--shrink", "4", "--precision", "all-q80")
     assert "of 24 rows are equal" in said
+
+
+def test_a_program_that_is_not_there_is_said_before_our_side_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "ours", lambda *given: pytest.fail("it ran"))
+    with pytest.raises(ConfigError, match="none: there is no llama-server"):
+        command.main(["--llama-server", str(tmp_path / "none")])
