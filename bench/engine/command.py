@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.engine.compiled import CASES, Asked, command
-from bench.engine.measure import measure
+from bench.engine.measure import errors_of, measure
 from bench.in_turn import with_checkout
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import option, parse
@@ -64,7 +64,8 @@ class _Arguments:
     parts: tuple[str, ...] = option("what is measured besides ours", default=PARTS, choices=PARTS)
     repeats: int = option("of every case", default=5, type=int)
     scale: int = option("prompts and answers are shorter by this", default=1, type=int)
-    operations: int = option("random calls that are compared", default=300, type=int)
+    operations: int = option("random calls that are compared for each seed", default=300, type=int)
+    seeds: int = option("of weights, each of which is compared on every case", default=3, type=int)
     engines: int = option("that are made one after another for the memory", default=10, type=int)
     mode: str = option(
         "of torch.compile (default: its own; max-autotune-no-cudagraphs takes minutes)",
@@ -184,20 +185,22 @@ class _Measured:
         return measure(engine, self.reference, scale=self.given.scale, repeats=count)
 
     def _operations(self) -> dict[str, Any]:
-        """Random calls, compared; for each of three seeds of weights."""
-        worst = []
-        for seed in range(3):
+        """Every case and random calls, compared; for each seed of weights."""
+        in_cases, in_calls = list[float](), list[float]()
+        for seed in range(self.given.seeds):
             with tempfile.TemporaryDirectory() as folder:
                 torch.save(random_weights(self.settings, seed), Path(folder) / "model.pt")
                 engine = self.module.create_engine(self.config, folder, self.given.device)
                 reference = Reference(
                     load_weights(folder, self.settings), self.settings, self.device
                 )
+                errors = errors_of(engine, reference, scale=self.given.scale, seed=seed)
+                in_cases.append(max(errors.values()))
                 count = self.given.operations
                 found = compare(engine, reference, self.settings, seed=seed, operations=count)
-                worst.append(found[0])
+                in_calls.append(found[0])
                 del engine, reference
-        return {"calls": self.given.operations, "worst": worst}
+        return {"calls": self.given.operations, "worst": in_calls, "worst_of_cases": in_cases}
 
     def _memory(self) -> dict[str, Any]:
         """Bytes allocated after `remove` of all, and after each engine is gone."""

@@ -19,6 +19,18 @@ def waits(device: torch.device) -> Callable[[], object]:
     return partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
 
 
+def errors_of(engine: Any, reference: Reference, *, scale: int, seed: int) -> dict[str, float]:
+    """By case: the worst error in units of the tolerance, with ``seed``'s tokens."""
+    found, device = {}, str(reference.device)
+    for name, calls in cases(scale).items():
+        trace = Trace(calls, reference.settings.vocab_size, device, seed)
+        pairs = zip(trace.run(engine), trace.run(reference), strict=True)
+        found[name] = max(error_of(ours, theirs) for ours, theirs in pairs)
+        engine.remove(trace.requests)
+        reference.remove(trace.requests)
+    return found
+
+
 def measure(
     engine: Any, reference: Reference, *, scale: int, repeats: int, only: str = ""
 ) -> dict[str, Any]:
