@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import option, parse
-from tilewright.compiler.errors import CompileError, ConfigError, one_line
+from tilewright.compiler.errors import CompileError, ConfigError, TilewrightError, one_line
 
 if TYPE_CHECKING:
     from tilewright.compiler.targets.cuda.engine.parts.plan import Choices, Plan
@@ -78,19 +78,30 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
     with log, tempfile.TemporaryDirectory(prefix="tilewright-engine-") as scratch:
         search = _Search(given, device, Path(scratch), begun + _seconds(given, device), log)
-        search.run(folder / "engine.py")
+        try:
+            search.run(folder / "engine.py")
+        except TilewrightError as error:
+            search.log_line(f"stopped: {error}")  # the log is all that an evaluator shows
+            raise
+        except KeyboardInterrupt:
+            search.log_line("stopped: interrupted")
+            raise
     return 0
 
 
 def _seconds(given: _Arguments, device: str) -> float:
     text = os.environ.get(SECONDS_VARIABLE)
-    try:
-        seconds = float(text) if given.seconds is None and text else given.seconds
-    except ValueError:
-        seconds = math.nan
+    name, said = "--seconds", str(given.seconds)
+    seconds = given.seconds
+    if seconds is None and text:
+        name, said = SECONDS_VARIABLE, repr(text)
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
     seconds = _SECONDS[device] if seconds is None else seconds
     if not 0 < seconds < math.inf:
-        raise ConfigError(f"{SECONDS_VARIABLE} {text!r}; allowed: a number of seconds above 0")
+        raise ConfigError(f"{name} {said}; allowed: a number of seconds above 0")
     return seconds
 
 
@@ -185,11 +196,16 @@ class _Search:
             if not isinstance(config, dict):
                 raise EngineError("it is no mapping of keys")
             settings = read_settings(config, torch.device(self.device))
-            tensors = load_weights(self.given.weights, settings)
         except OSError as error:
             raise ConfigError(f"{self.given.config}: cannot be read ({error.strerror})") from None
         except ValueError as error:
             raise ConfigError(f"{self.given.config}: {one_line(error, 400)}") from None
+        try:
+            tensors = load_weights(self.given.weights, settings)
+        except OSError as error:
+            raise ConfigError(f"{self.given.weights}: cannot be read ({error.strerror})") from None
+        except ValueError as error:  # it names the file
+            raise ConfigError(one_line(error, 400)) from None
         if self.device == "cpu":
             is_large = sum(each.numel() for each in tensors.values()) > _LARGE
             self.scale = _SHORTEST if is_large else _SHORTER
@@ -284,6 +300,10 @@ class _Search:
 
     def _say(self, line: str) -> None:
         print(line, flush=True)
+        self.log_line(line)
+
+    def log_line(self, line: str) -> None:
+        """Write a line to the log alone."""
         print(time.strftime("%H:%M:%S"), line, file=self.log, flush=True)
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from tilewright.compiler.precision import load_precision
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weights
 from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
+from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 from tilewright.compiler.targets.cuda.engine.trial import load_engine, run_trial
 from tilewright.models import load_model
 
@@ -155,7 +160,7 @@ def test_the_best_so_far_is_kept_when_the_time_is_up(
 def test_bad_targets_are_refused_in_one_line(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    argv, _ = target
+    argv, place = target
     path = tmp_path / "model_config.json"
     for text, said in (
         ("{", "Expecting property name"),
@@ -164,25 +169,47 @@ def test_bad_targets_are_refused_in_one_line(
         (json.dumps({**CONFIG, "vocab_size": 97}), r"of shape \[96, 64\]; expected: \[97, 64\]"),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=said) as refused:
             main(argv)
+        assert f"stopped: {refused.value}\n" in (place / "results.log").read_text()
+    path.write_text(json.dumps(CONFIG))
+    with pytest.raises(ConfigError, match=r"^\S*/workspace: no weights; allowed: model.pt"):
+        main([*argv, "--weights", str(place)])
     path.unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
         main(argv)
+    assert not (place / "engine.py").exists()
+    with pytest.raises(ConfigError, match=r"--seconds 0.0; allowed: a number of seconds above 0"):
+        main([*argv, "--seconds", "0"])
     monkeypatch.setenv(SECONDS_VARIABLE, "soon")
     with pytest.raises(ConfigError, match=r"TILEWRIGHT_GENERATE_S 'soon'; allowed"):
         main(argv)
+
+
+def test_made_up_weights_are_whole_or_not_there(tmp_path: Path) -> None:
+    script = Path(__file__).resolve().parents[2] / "demo/engine_generator/scripts"
+    path, made = tmp_path / "model_config.json", tmp_path / "weights" / "model.pt"
+    argv = [sys.executable, "-P", script / "generate_toy_weights.py", "--config", path]
+
+    def ran(output: Path) -> tuple[int, str]:
+        found = subprocess.run([*argv, "--output", output], capture_output=True, text=True)
+        return found.returncode, found.stderr
+
+    path.write_text(json.dumps({**CONFIG, "vocab_size": 0}))
+    said = f"{path}: model_config: vocab_size 0; allowed: a whole number, 1 or more\n"
+    assert ran(made) == (2, said) and not made.exists()
+    path.write_text(json.dumps(CONFIG))
+    assert ran(made) == (0, "") and [*made.parent.iterdir()] == [made]
+    settings = read_settings(CONFIG, torch.device("cpu"))
+    assert load_weights(str(made.parent), settings).keys() == settings.shapes().keys()
+    code, error = ran(path / "model.pt")
+    assert code == 2 and error.count("\n") == 1
 
 
 @pytest.mark.slow
 @pytest.mark.quiet
 def test_run_sh_writes_an_engine_in_time(tmp_path: Path) -> None:
     """The demo as an evaluator runs it: on two quiet cores, under a minute."""
-    import os
-    import subprocess
-    import sys
-    import time
-
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHON": sys.executable, "WORKSPACE": str(tmp_path)}
     begun = time.monotonic()

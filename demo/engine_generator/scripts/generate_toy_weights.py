@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -16,18 +18,34 @@ from tilewright.compiler.targets.cuda.engine.parts.self_test import random_weigh
 from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description="Write random weights, N(0, 0.02).")
     parser.add_argument("--config", required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    config = json.loads(Path(given.config).read_text("utf-8"))
-    settings = read_settings(config, torch.device("cpu"))
+    try:
+        config = json.loads(Path(given.config).read_text("utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no mapping of keys")
+        settings = read_settings(config, torch.device("cpu"))
+    except (OSError, ValueError) as error:
+        print(f"{given.config}: {error}", file=sys.stderr)
+        return 2
     output = Path(given.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(random_weights(settings, given.seed), output)
+    partial = output.with_name(output.name + ".partial")  # no suffix that engines read
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(random_weights(settings, given.seed), partial)
+        partial.replace(output)
+    except (OSError, RuntimeError) as error:  # torch reports a file it cannot write as the latter
+        print(f"{given.output}: {error}".partition("\n")[0], file=sys.stderr)
+        return 2
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
