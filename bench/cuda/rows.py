@@ -124,6 +124,7 @@ ROWS: tuple[BenchRow, ...] = (
     BenchRow("35b-a3b-bf16-ttft", _35B, "bf16", TTFT, 30, prompt_length=1024),
     BenchRow("35b-a3b-bf16-b4", _35B, "bf16", DECODE, 850, 1000, batch=4, prompt_length=1024),
     BenchRow("35b-a3b-bf16-b16", _35B, "bf16", DECODE, 1850, 1950, batch=16, prompt_length=1024),
+    BenchRow("35b-a3b-bf16-b32", _35B, "bf16", DECODE, batch=32, prompt_length=1024),
     BenchRow("35b-a3b-bf16-b64", _35B, "bf16", DECODE, 3650, 3800, batch=64, prompt_length=1024),
     BenchRow("35b-a3b-bf16-b128", _35B, "bf16", DECODE, 5000, 5600, batch=128, prompt_length=1024),
     BenchRow("35b-a3b-bf16-b256", _35B, "bf16", DECODE, 8000, 9500, batch=256, prompt_length=1024),

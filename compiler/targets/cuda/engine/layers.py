@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.ir.recipe import WeightRecipe
-from tilewright.compiler.targets.cuda.engine.mixers import MixerWriter
+from tilewright.compiler.targets.cuda.engine.mixers import GATES, MixerWriter
 from tilewright.compiler.targets.cuda.engine.parts import plan as parts
 from tilewright.compiler.targets.cuda.engine.parts.mixer_plan import DeltaRule, HybridPlan
 from tilewright.compiler.targets.program import instructions as typed
@@ -21,7 +22,7 @@ _NAMES = (
 _VALUES = {
     "wqkv": "qkv",
     "delta_in": "mixed",
-    "delta_gates": "ab",
+    "delta_gates": GATES,
     "router": "logits",
     "shared_ff2": "shared",
     "lm_head": "logits",
@@ -39,7 +40,7 @@ def engine_plan(plan: typed.Plan) -> parts.Plan:
         CompileError: for an instruction that generated engines have not, or layers that differ.
     """
     written = _Writer(plan)
-    steps = [(_layer_of(each), written.instruction(each)) for each in plan.instructions]
+    steps = _with_gates((_layer_of(each), written.instruction(each)) for each in plan.instructions)
     inside = [index for index, (layer, _) in enumerate(steps) if layer is not None]
     if not inside:
         raise CompileError(f"a program without layers; {_NAMES}")
@@ -55,6 +56,21 @@ def engine_plan(plan: typed.Plan) -> parts.Plan:
     if written.offset:
         return HybridPlan(**ends, layer=kinds[False], linear_layer=kinds[True])
     return parts.Plan(**ends, layer=kinds[False])
+
+
+def _with_gates(
+    steps: Iterable[tuple[int | None, parts.Instruction | None]],
+) -> list[tuple[int | None, parts.Instruction | None]]:
+    """The steps with the gates of linear attention as rows of the product that stands before."""
+    found: list[tuple[int | None, parts.Instruction | None]] = []
+    for layer, step in steps:
+        if isinstance(step, parts.Linear) and step.out == GATES:
+            _, before = found.pop()
+            if not isinstance(before, parts.Linear) or before.x != step.x:
+                raise CompileError(f"gates of {step.x} behind another product; {_NAMES}")
+            step = replace(before, weights=(*before.weights, *step.weights))
+        found.append((layer, step))
+    return found
 
 
 def _made(steps: Iterable[parts.Instruction | None]) -> list[parts.Instruction]:

@@ -10,6 +10,9 @@ from tilewright.compiler.ir.recipe import WeightRecipe
 from tilewright.compiler.targets.cuda.engine.parts import mixer_plan as parts
 from tilewright.compiler.targets.program import instructions as typed
 
+GATES = "gates"
+"""What the gates of linear attention are called: they become columns of what it reads besides."""
+
 _LAYER = re.compile(r"^model\.layers\.\d+\.")
 
 _Started = typed.NormHeads | typed.Attend | typed.Route | typed.ExpertLinear
@@ -73,12 +76,11 @@ class MixerWriter:
         width, heads = convolve.x.width, each.a.width
         x = self._name(convolve.x, width=width)
         self._same(x, self._name(each.z, first=width, width=each.z.width))
-        ab = self._name(each.a, width=heads)
-        self._same(ab, self._name(each.b, first=heads, width=heads))
+        gates = self._name(each.a, width=heads)
+        self._same((gates, gates), (GATES, self._name(each.b, first=heads, width=heads)))
         return parts.DeltaRule(
             out=self._out(each.out, "heads"),
             x=x,
-            ab=ab,
             convolution=_plain(convolve.weight),
             a_log=_plain(each.a_log),
             dt_bias=_plain(each.dt_bias),

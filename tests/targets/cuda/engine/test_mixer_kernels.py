@@ -87,19 +87,12 @@ PLAN = HybridPlan(
         Linear(
             out="mixed",
             x="x",
-            weights=("linear_attn.in_proj_qkv.weight", "linear_attn.in_proj_z.weight"),
-            norm="input_layernorm.weight",
-        ),
-        Linear(
-            out="ab",
-            x="x",
-            weights=("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight"),
+            weights=tuple(f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "a", "b")),
             norm="input_layernorm.weight",
         ),
         DeltaRule(
             out="heads",
             x="mixed",
-            ab="ab",
             convolution="linear_attn.conv1d.weight",
             a_log="linear_attn.A_log",
             dt_bias="linear_attn.dt_bias",

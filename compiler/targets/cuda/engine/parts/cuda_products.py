@@ -67,7 +67,7 @@ class CudaProducts:
         outputs, columns = weight.shape
         if not weight.is_cuda or torch.cuda.get_device_capability(weight.device)[0] < 9:
             return ()
-        whole = outputs % (32 if each.does.swiglu else 16) == 0 and columns % STEP == 0
+        whole = columns % STEP == 0 and (not each.does.swiglu or outputs % 32 == 0)
         most = 16384 if each.norm is None or num_rows > 1 else 8192
         fits = whole and num_rows <= 32 and columns <= most and _nvrtc() is not None
         return (STREAMED,) if fits else ()
@@ -96,7 +96,7 @@ def cuda_product(
     chained: bool,
 ) -> None:
     """``x weight^T`` to ``out``, added to it, or of gates and ups, by ``epilogue`` 0, 1, 2."""
-    num_tiles, num_steps = weight.shape[0] // 16, weight.shape[1] // STEP
+    num_tiles, num_steps = -(-weight.shape[0] // 16), weight.shape[1] // STEP
     num_slices = 1 if num_tiles >= UNCUT_TILES else 8
     given = Product(
         *(each if each is None else each.data_ptr() for each in (weight, x, norm, out)),

@@ -15,7 +15,7 @@ typedef unsigned short u16;
 constexpr int ADD = 1, SWIGLU = 2;  // what becomes of y; 0: it is stored
 constexpr int SLICES = 8, STEP = 128, STEP_BYTES = 16 * STEP * 2, X_PADDING = 8;
 struct Product {
-  const char *weight;   // [N, K]
+  const char *weight;   // [N, K], zeros behind, up to a whole tile
   const u16 *x;         // [M, K]
   const void *norm;     // [K] of an RMSNorm of x (M = 1), or null
   u16 *out;             // [M, num_outputs]
@@ -109,9 +109,10 @@ INLINE void finish(const Product &p, int row, int tile, int g, float low, float 
     out[tile * 8 + g] = narrow(rounded(gate / (1.0f + __expf(-gate))) * up);
     return;
   }
+  const int left = p.num_outputs - tile * 16 - g;  // the last tile may end in rows of zeros
   out += tile * 16 + g;
-  out[0] = p.epilogue == ADD ? narrow(widen(out[0]) + rounded(low)) : narrow(low);
-  out[8] = p.epilogue == ADD ? narrow(widen(out[8]) + rounded(high)) : narrow(high);
+  if (left > 0) out[0] = p.epilogue == ADD ? narrow(widen(out[0]) + rounded(low)) : narrow(low);
+  if (left > 8) out[8] = p.epilogue == ADD ? narrow(widen(out[8]) + rounded(high)) : narrow(high);
 }
 INLINE float factor(const Product &p, int at) {
   return p.norm_is_float ? ((const float *)p.norm)[at] : widen(((const u16 *)p.norm)[at]);
@@ -200,10 +201,7 @@ template <int DEPTH> INLINE void one_row(const Product &p) {
       __syncthreads();  // the other buffer is free again: its reader has passed this barrier too
       if (warp == (turn & 7) && lane < 8) {
         float low = 0.0f, high = 0.0f;
-        EACH(slice, SLICES) {
-          low += partial[slice][lane];
-          high += partial[slice][lane + 8];
-        }
+        EACH(slice, SLICES) low += partial[slice][lane], high += partial[slice][lane + 8];
         finish(p, 0, tile, lane, low, high);
       }
     }
@@ -321,10 +319,7 @@ INLINE void some_rows(const Product &p) {
     if (row >= p.num_rows || owner >= p.num_tiles) continue;
     const u32 at = shared_address(partial + row * width + (pair >> 3) * 16 + (pair & 7));
     float low = 0.0f, high = 0.0f;
-    EACH(s, SLICES) {
-      low += read_of_rank(at, s);
-      high += read_of_rank(at + 32, s);
-    }
+    EACH(s, SLICES) low += read_of_rank(at, s), high += read_of_rank(at + 32, s);
     finish(p, row, owner, pair & 7, low, high);
   }
   cluster_barrier();  // nobody's memory goes while another reads it

@@ -90,7 +90,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         self.launch(gate_kernel, grid, out, heads, gates, size, width, BLOCK=BLOCK)
         return out
 
-    def delta_rule(self, each: BoundMixer, x: Tensor, ab: Tensor, batch: Tokens) -> Tensor:
+    def delta_rule(self, each: BoundMixer, x: Tensor, batch: Tokens) -> Tensor:
         s, place = self.settings, self.settings.place_of(each.layer)
         if batch.starts is None:
             mixed = self._convolve_tokens(each, x, batch, place)
@@ -106,7 +106,7 @@ class HybridCudaExecutor(MixedExecutor, CudaExecutor):
         self.launch(
             delta_kernel,
             (len(seats), s.value_heads),
-            *(out, mixed, x, ab, *(each.tensors[name] for name in names), self._memories),
+            *(out, mixed, x, *(each.tensors[name] for name in names), self._memories),
             *(seats, firsts, counts, x.shape[1], self._memories.stride(0), place * size),
             *(s.eps, LENGTH_EPS),
             H=s.value_heads,

@@ -72,7 +72,7 @@ def convolve_token_kernel(
 
 @jit
 def delta_kernel(
-    out, mixed, x, ab, a_log, dt_bias, norm, memories, seats, firsts, counts, x_width, seat_size,
+    out, mixed, x, a_log, dt_bias, norm, memories, seats, firsts, counts, x_width, seat_size,
     layer_offset, eps, length_eps, H: tl.constexpr, G: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, FRESH: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -106,16 +106,16 @@ def delta_kernel(
         v = tl.load(qkv + 2 * G * K + head * V + j, mask=j < V, other=0.0)
         q *= tl.rsqrt(tl.sum(q * q, 0) + length_eps) * (1.0 / K**0.5)
         k *= tl.rsqrt(tl.sum(k * k, 0) + length_eps)
-        a = tl.load(ab + row * 2 * H + head).to(tl.float32) + bias
-        b = tl.load(ab + row * 2 * H + H + head).to(tl.float32)
+        rest = x + row * x_width + 2 * G * K + H * V
+        a = tl.load(rest + H * V + head).to(tl.float32) + bias
+        b = tl.load(rest + H * V + H + head).to(tl.float32)
         # log(1 + exp(a)): beyond 20 it is a to the last bit
         grown = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
         memory *= tl.exp(-rate * grown)
         wrong = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-b))
         memory += k[:, None] * wrong[None, :]
         read = tl.sum(memory * q[:, None], 0)
-        z = tl.load(x + row * x_width + 2 * G * K + H * V + head * V + j, mask=j < V, other=0.0)
-        z = z.to(tl.float32)
+        z = tl.load(rest + head * V + j, mask=j < V, other=0.0).to(tl.float32)
         result = read * tl.rsqrt(tl.sum(read * read, 0) / V + eps) * factors
         result *= z / (1.0 + tl.exp(-z))
         tl.store(out + (row * H + head) * V + j, result.to(out.dtype.element_ty), mask=j < V)

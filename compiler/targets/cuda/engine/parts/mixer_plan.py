@@ -39,14 +39,13 @@ class GatedAttend(Mixer):
 @dataclass(frozen=True)
 class DeltaRule(Mixer):
     """Gated DeltaNet (Yang et al., 2024) on ``x``: q, k and v, which a causal convolution and SiLU
-    pass first, and z; ``ab``: a value of each for every head.
+    pass first, z, and a and b, a value of each for every head.
 
     A head's memory ``S [K, V]`` becomes ``S' = e^g S + k r^T`` with ``r = sigmoid(b) (v - (e^g S)^T
     k)`` and ``g = -e^a_log softplus(a + dt_bias)``; k and q have length 1, q is over the root of K.
     Out comes ``norm(S'^T q) * silu(z)``.
     """
 
-    ab: str
     convolution: str
     a_log: str
     dt_bias: str

@@ -61,7 +61,7 @@ class MixedExecutor(Executor):
             elif isinstance(does, GatedAttend):
                 values[does.out] = self.gated_attend(each, values[does.x], batch)
             elif isinstance(does, DeltaRule):
-                values[does.out] = self.delta_rule(each, values[does.x], values[does.ab], batch)
+                values[does.out] = self.delta_rule(each, values[does.x], batch)
             elif isinstance(does, Experts):
                 given = values[does.x], values[does.logits], values[does.shared]
                 values[does.out] = self.experts(each, values[does.out], *given, batch)
@@ -72,7 +72,7 @@ class MixedExecutor(Executor):
         """What `GatedAttend` says."""
 
     @abstractmethod
-    def delta_rule(self, each: BoundMixer, x: Tensor, ab: Tensor, batch: Any) -> Tensor:
+    def delta_rule(self, each: BoundMixer, x: Tensor, batch: Any) -> Tensor:
         """What `DeltaRule` says."""
 
     @abstractmethod

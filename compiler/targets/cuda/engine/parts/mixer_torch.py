@@ -60,10 +60,10 @@ class HybridTorchExecutor(MixedExecutor, TorchExecutor):
         heads = x.unflatten(1, (-1, self.settings.head_dim)).float()
         return (unit_scaled(heads, self.settings.eps) * weight).to(x.dtype).flatten(1)
 
-    def delta_rule(self, each: BoundMixer, x: Tensor, ab: Tensor, batch: TorchBatch) -> Tensor:
+    def delta_rule(self, each: BoundMixer, x: Tensor, batch: TorchBatch) -> Tensor:
         s = self.settings
-        mixed, z = x.float().split((s.mixed_width, s.value_heads * s.value_dim), dim=1)
-        a, b = ab.float().chunk(2, dim=1)
+        widths = s.mixed_width, s.value_heads * s.value_dim, s.value_heads, s.value_heads
+        mixed, z, a, b = x.float().split(widths, dim=1)
         decays = -each.tensors["a_log"].exp() * F.softplus(a + each.tensors["dt_bias"])
         steps, place, out = b.sigmoid(), s.place_of(each.layer), []
         for sequence, rows in batch.spans:

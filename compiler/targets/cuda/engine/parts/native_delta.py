@@ -22,31 +22,32 @@ class NativeDelta(HybridCudaExecutor):
         self._slots = inputs[2] * self.settings.num_linear
         return super()._run_decode(inputs, splits)
 
-    def delta_rule(self, each: BoundMixer, x: Tensor, ab: Tensor, batch: Tokens) -> Tensor:
+    def delta_rule(self, each: BoundMixer, x: Tensor, batch: Tokens) -> Tensor:
         s = self.settings
         dim, heads, columns = s.key_dim, s.value_heads, 0
         if dim in (64, 128) and dim == s.value_dim and s.taps in (2, 3, 4):
             columns = columns_of_a_block(heads, s.key_heads, dim)
         is_step = batch.starts is None and batch.positions is not None
         if not (is_step and columns and takes_native(self.device, x.dtype)):
-            return super().delta_rule(each, x, ab, batch)
+            return super().delta_rule(each, x, batch)
         assert batch.positions is not None
         out = x.new_empty(len(x), heads * dim)
+        _, z, a, b = x.split((s.mixed_width, heads * dim, heads, heads), dim=1)
         place, blocks = s.place_of(each.layer), heads // s.key_heads * dim // columns
         names = {"weight": "convolution", "a_log": "a_log", "dt_bias": "dt_bias", "norm": "norm"}
         arguments = _DeltaStep(
             **{field: each.tensors[name].data_ptr() for field, name in names.items()},
             x=x.data_ptr(),
-            z=x[:, s.mixed_width :].data_ptr(),
-            a=ab.data_ptr(),
-            b=ab[:, heads:].data_ptr(),
+            z=z.data_ptr(),
+            a=a.data_ptr(),
+            b=b.data_ptr(),
             window=self._windows[:, place].data_ptr(),
             state=self._memories[:, place].data_ptr(),
             out=out.data_ptr(),
             positions=batch.positions.data_ptr(),
             slots=self._slots.data_ptr(),
-            **{"x_stride": x.stride(0), "z_stride": x.stride(0), "out_stride": out.stride(0)},
-            **{"a_stride": ab.stride(0), "b_stride": ab.stride(0)},
+            **dict.fromkeys(("x_stride", "a_stride", "b_stride", "z_stride"), x.stride(0)),
+            out_stride=out.stride(0),
             num_heads=heads,
             num_key_heads=s.key_heads,
             width=s.taps,

@@ -44,7 +44,9 @@ def bind(tensors: dict[str, Tensor], settings: Settings, device: torch.device) -
         key = tuple(str(part.data_ptr()) for part in parts)
         if key not in on_device:
             moved = [part.to(device, dtype, copy=True) for part in parts]
-            on_device[key] = torch.cat(moved) if len(moved) > 1 else moved[0].contiguous()
+            rest = -sum(len(part) for part in moved) % 16  # rows of zeros: kernels read whole tiles
+            moved.append(moved[0].new_zeros(rest, *moved[0].shape[1:]))
+            on_device[key] = torch.cat(moved)[: -rest or None]
         return on_device[key]
 
     def bound(each: Instruction, layer: int = 0, prefix: str = "") -> Bound:
