@@ -45,15 +45,15 @@ def emit_engine(plan: Plan, emission: Emission) -> None:
 
 def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:
     """Choose what was measured faster on an H200: products of few rows in CUDA C++ for wide layers,
-    in bfloat16 attention and experts too; for narrow ones, whose norms fit into products of several
-    rows, and for mixtures in float16, Triton alone.
+    in bfloat16 attention, experts and linear attention too; for narrow ones, whose norms fit into
+    products of several rows, and for mixtures in float16, Triton alone.
     """
     if config["hidden_size"] < _WIDE:
         return Choices()
     is_mixture = isinstance(plan, HybridPlan)
     if config["torch_dtype"] != "bfloat16":
         return Choices() if is_mixture else Choices(products="cuda")
-    native = ("experts", "attention") if is_mixture else ("attention",)
+    native = ("experts", "attention", "delta") if is_mixture else ("attention",)
     return NativeChoices(products="cuda", native=native)
 
 

@@ -303,5 +303,5 @@ def test_wide_models_in_bfloat16_have_them(plan: Plan) -> None:
     assert choices_for(plan, wide) == attention
     assert choices_for(plan, {**wide, "torch_dtype": "float16"}) == Choices(products="cuda")
     assert choices_for(plan, {**wide, "hidden_size": 768}) == Choices()
-    experts = NativeChoices(products="cuda", native=("experts", "attention"))
-    assert choices_for(PLAN, wide) == experts
+    mixtures = NativeChoices(products="cuda", native=("experts", "attention", "delta"))
+    assert choices_for(PLAN, wide) == mixtures
