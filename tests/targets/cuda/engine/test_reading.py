@@ -74,6 +74,9 @@ def test_other_keys_say_the_same(module: Any, folder: Folder) -> None:
     aliases |= {"rope_theta": "rope_base", "max_position_embeddings": "max_seq_len"}
     config = {aliases.get(key, key): value for key, value in CONFIG.items()}
     assert torch.equal(logits_of(module, made, config), logits_of(module, made))
+    theta = config.pop("rope_base")
+    config |= {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+    assert torch.equal(logits_of(module, made, config), logits_of(module, made))
 
 
 BAD_CONFIGS: dict[str, dict[str, Any]] = {
@@ -91,7 +94,11 @@ BAD_CONFIGS: dict[str, dict[str, Any]] = {
     "rope_type 'yarn'; allowed: default, linear, llama3": {"rope_scaling": {"type": "yarn"}},
     "rope_scaling 3; allowed": {"rope_scaling": 3},
     "no 'factor'": {"rope_scaling": {"type": "linear"}},
+    "rope_type 'dynamic'; allowed": {"rope_parameters": {"rope_type": "dynamic"}},
     "rope_style 'x'; allowed: interleaved, half": {"rope_style": "x"},
+    "hidden_act 'gelu'; allowed: silu, swish": {"hidden_act": "gelu"},
+    "attention_bias True; allowed: none": {"attention_bias": True},
+    "sliding_window 4096; allowed: none": {"sliding_window": 4096},
 }
 
 
@@ -138,6 +145,9 @@ def test_bad_weights_are_refused_by_name_and_shape(
     refused(r"up_proj.weight of shape \[64, 96\]; expected: \[96, 64\]")
     torch.save({**state, name: whole.to(torch.int8)}, tmp_path / "model.pt")
     refused("of torch.int8; expected: floats")
+    bias = name.replace("weight", "bias")
+    torch.save({**state, name: whole, bias: torch.zeros(96)}, tmp_path / "model.pt")
+    refused("layers.1.mlp.up_proj.bias; expected: no biases")
     torch.save([whole], tmp_path / "model.pt")
     refused("a list; expected: a state dict")
     (tmp_path / "model.pt").write_bytes(b"")

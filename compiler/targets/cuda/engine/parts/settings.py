@@ -25,6 +25,7 @@ ALIASES = {
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 ROPE_STYLES = ("interleaved", "half")
 ROPE_SCALINGS = ("default", "linear", "llama3")
+ABSENT = ("attention_bias", "mlp_bias", "sliding_window")
 
 
 class EngineError(ValueError):
@@ -98,8 +99,7 @@ class Settings:
         return found
 
     def _shapes_outside(self) -> dict[str, tuple[int, ...]]:
-        table = self.vocab_size, self.hidden_size
-        norm = (self.hidden_size,)
+        table, norm = (self.vocab_size, self.hidden_size), (self.hidden_size,)
         return {"embed_tokens.weight": table, "lm_head.weight": table, "norm.weight": norm}
 
     def _shapes_of_attention(self, query_heads: int) -> dict[str, tuple[int, ...]]:
@@ -142,10 +142,12 @@ def read_settings(config: Mapping[str, Any], device: torch.device) -> Settings:
     style = _one_of("rope_style", config.get("rope_style") or "interleaved", ROPE_STYLES)
     name = str(_value(config, "torch_dtype", "float16")).removeprefix("torch.")
     dtype = DTYPES[_one_of("torch_dtype", name, tuple(DTYPES))]
-    if device.type == "cpu":
-        dtype = torch.float32
-    elif dtype != torch.bfloat16:
-        dtype = torch.float16
+    if device.type == "cpu" or dtype != torch.bfloat16:
+        dtype = torch.float32 if device.type == "cpu" else torch.float16
+    for key in filter(config.get, ABSENT):
+        raise EngineError(f"model_config: {key} {config[key]!r}; allowed: none")
+    _one_of("hidden_act", config.get("hidden_act") or "silu", ("silu", "swish"))
+    scaling = _read_scaling(rope := config.get("rope_scaling") or config.get("rope_parameters"))
     return Settings(
         vocab_size=_count(config, "vocab_size"),
         hidden_size=hidden,
@@ -156,8 +158,8 @@ def read_settings(config: Mapping[str, Any], device: torch.device) -> Settings:
         head_dim=head_dim,
         max_positions=_count(config, "max_position_embeddings"),
         eps=_number(config, "rms_norm_eps"),
-        theta=_number(config, "rope_theta", 10000.0),
-        scaling=_read_scaling(config.get("rope_scaling")),
+        theta=_number(config, "rope_theta", (rope or {}).get("rope_theta", 10000.0)),
+        scaling=scaling,
         interleaved=style == "interleaved",
         dtype=dtype,
     )
@@ -181,8 +183,7 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
 
 def _number(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
     found = _value(config, key, default)
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    if not is_number or not math.isfinite(found) or found <= 0:
+    if type(found) not in (int, float) or not math.isfinite(found) or found <= 0:
         raise EngineError(f"model_config: {key} {found!r}; allowed: a number above 0")
     return float(found)
 
@@ -212,8 +213,7 @@ def inverse_frequencies(settings: Settings, num_channels: int) -> Tensor:
     """The angle per position of each pair of so many channels, scaled as the configuration says."""
     channels = torch.arange(0, num_channels, 2, dtype=torch.float32)
     found = 1.0 / settings.theta ** (channels / num_channels)
-    scaling = dict(settings.scaling)
-    if not scaling:
+    if not (scaling := dict(settings.scaling)):
         return found
     slow = found / scaling["factor"]
     if scaling["rope_type"] == "linear":

@@ -42,12 +42,14 @@ def load_weights(folder: str, settings: Settings) -> dict[str, Tensor]:
 
     Raises:
         EngineError: for a folder without weights, a file that is none, a tensor that is missing or
-            has another shape.
+            has another shape, or a bias.
     """
     path = find_weights(folder)
     found = {_plain_name(name): tensor for name, tensor in _read(path).items()}
     found.setdefault("lm_head.weight", found.get("embed_tokens.weight", torch.empty(0)))
     shapes = settings.shapes()
+    if wrong := [n for n in found if n.endswith(".bias") and n[:-4] + "weight" in shapes]:
+        raise EngineError(f"{path}: {wrong[0]}; expected: no biases")
     for name, shape in shapes.items():
         if name not in found:
             raise EngineError(f"{path}: no {name}; expected: of shape {list(shape)}")
@@ -113,15 +115,13 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         header = json.loads(bytes(storage[8:start].tolist()))
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            dtype = SAFETENSORS_DTYPES.get(entry["dtype"])
-            if dtype is None:
+            if not (dtype := SAFETENSORS_DTYPES.get(entry["dtype"])):
                 continue  # not a float; missed below if it is asked for
             first, last = (start + offset for offset in entry["data_offsets"])
             if not 0 <= first <= last <= size:
                 raise EngineError(f"{path}: {name} is not inside the file")
             values = storage[first:last]
-            if first % dtype.itemsize:
-                values = values.clone()
+            values = values.clone() if first % dtype.itemsize else values
             if last - first != math.prod(entry["shape"]) * dtype.itemsize:
                 raise EngineError(f"{path}: {name} has {last - first} bytes, not its shape's")
             found[name] = values.view(dtype).view(entry["shape"])
