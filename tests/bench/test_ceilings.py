@@ -31,8 +31,8 @@ def test_without_a_gpu_there_are_none_of_it(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 def test_the_gpu_s_are_measured() -> None:
-    """Rates that a GPU could have, the best of each: others may use the device, and a busy processor
-    launches late.
+    """Rates that a GPU could have, the best of each: others may use the device, and a processor
+    that is busy launches late.
     """
     before = torch.cuda.memory_reserved()  # of tests before this one
     found = measure_ceilings("cuda")
