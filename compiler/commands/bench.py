@@ -14,7 +14,11 @@ from tilewright.models import DEFAULT_MODEL
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright bench`` with the arguments behind it; returns the exit code."""
-    options = read_options(argv)
+    sign = Sign()
+    try:
+        options = read_options(argv, sign)
+    finally:
+        sign.clear()
     if options is None:
         _print_list()
         return 0

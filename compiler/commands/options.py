@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.bench.cases import ACCURACY_TEXT, CASES, DEFAULT_CASE, Case
 from tilewright.compiler.bench.prompts import (
@@ -34,6 +34,10 @@ from tilewright.compiler.commands.arguments import (
 from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.json_lines import check_writable
+from tilewright.models import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from tilewright.compiler.commands.asking import Sign
 
 DEFAULT_RESULTS = Path("results/results.jsonl")
 _MAX_BATCH = 256
@@ -130,8 +134,9 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def read_options(argv: Sequence[str]) -> RunOptions | None:
-    """The checked command line; None for ``--list``.
+def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | None:
+    """The checked command line; None for ``--list``. ``sign`` shows life once it can be read,
+    before files are looked at.
 
     Raises:
         TilewrightError: for anything that can be seen to be wrong without the model.
@@ -140,6 +145,8 @@ def read_options(argv: Sequence[str]) -> RunOptions | None:
     if arguments.list:
         return None
     take_path(arguments)
+    if sign is not None:
+        sign.show(f"opening {arguments.model or DEFAULT_MODEL}")
     named = CASES[arguments.case]
     prompts = _user_prompts(arguments)
     case = _changed_case(named, values_of(_CaseChanges, arguments), prompts)

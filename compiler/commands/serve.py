@@ -18,7 +18,6 @@ from tilewright.compiler.commands.asking import Sign
 from tilewright.compiler.commands.serve_options import ServeOptions, read_serve_options
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.serve.health import is_healthy
-from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from tilewright.models.tokenizer.tokenizer import Tokenizer
@@ -32,20 +31,22 @@ _ADDRESS = "tilewright: http://"
 
 def main(argv: list[str]) -> int:
     """Run ``tilewright serve`` until a signal; returns the exit code."""
-    options = read_serve_options(argv)
+    sign = Sign()
+    try:
+        return _run(read_serve_options(argv, sign), argv, sign)
+    finally:
+        sign.clear()
+
+
+def _run(options: ServeOptions, argv: list[str], sign: Sign) -> int:
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"serve needs {', '.join(missing)}; allowed: pip install -e '.[serve]' in the clone"
         )
-    sign = Sign()
-    sign.show(f"opening {options.model.path or DEFAULT_MODEL}")
-    try:
-        if options.detach:
-            return _detach(options, [each for each in argv if each != "--detach"], sign)
-        return _serve(options, argv, sign)
-    finally:
-        sign.clear()
+    if options.detach:
+        return _detach(options, [each for each in argv if each != "--detach"], sign)
+    return _serve(options, argv, sign)
 
 
 def _serve(options: ServeOptions, argv: list[str], sign: Sign) -> int:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilewright.compiler.commands.arguments import (
     CHECKPOINT_PRECISION,
@@ -25,6 +25,10 @@ from tilewright.compiler.commands.engine_options import EngineArguments
 from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.serve.tools.formats import FORMATS
+from tilewright.models import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from tilewright.compiler.commands.asking import Sign
 
 MODEL = "model"
 """``--sampling-defaults``: those of the checkpoint's ``generation_config.json``."""
@@ -141,8 +145,9 @@ class ServeOptions(EngineArguments):
     )
 
 
-def read_serve_options(argv: Sequence[str]) -> ServeOptions:
-    """Read and check the command line of ``tilewright serve``.
+def read_serve_options(argv: Sequence[str], sign: Sign | None = None) -> ServeOptions:
+    """Read and check the command line of ``tilewright serve``. ``sign`` shows life once it can be
+    read, before files are looked at.
 
     Raises:
         TilewrightError: for anything that can be seen to be wrong without the model.
@@ -157,6 +162,8 @@ def read_serve_options(argv: Sequence[str]) -> ServeOptions:
     arguments = parser.parse_args(list(argv))
     arguments.dump = None
     take_path(arguments)
+    if sign is not None:
+        sign.show(f"opening {arguments.model or DEFAULT_MODEL}")
     given = values_of(ServeOptions, arguments)
     if len(given["api_key"]) > _MAX_KEYS or not all(given["api_key"]):
         raise ConfigError(f"--api-key: allowed: up to {_MAX_KEYS}, none of them empty")

@@ -17,7 +17,6 @@ from tilewright.compiler.artifacts.places import digest_memory, is_compiled
 from tilewright.compiler.commands.arguments import ModelOptions
 from tilewright.compiler.commands.ranks import Job, compile_ranks
 from tilewright.compiler.distributed import hello
-from tilewright.compiler.distributed.mesh import split_heads
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.precision import PrecisionConfig, PrecisionSummary
 from tilewright.compiler.targets.base import CompileOptions, Progress
@@ -167,6 +166,9 @@ def compile_source(
         own_part(source.path, source.manifest, options)
         choices = replace(choices, target=source.manifest.target)
     elif source.model is not None:
+        # A compiled folder is opened and run without torch, which the mesh needs.
+        from tilewright.compiler.distributed.mesh import split_heads
+
         heads, parallel = source.model.config, grouping.parallel
         split_heads(heads.num_heads, heads.num_kv_heads, parallel.tensor, parallel.policy)
     job = Job(str(source.path), choices.target, choices.precision, options, use_cache)
