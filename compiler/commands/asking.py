@@ -103,7 +103,7 @@ def read_asked(
     add_options(parser, kind, ParallelArguments, SamplingArguments)
     arguments = parser.parse_args(list(argv))
     take_path(arguments)
-    sign.show(f"opening {arguments.model or DEFAULT_MODEL}")
+    sign.opening(arguments.model)
     given = values_of(SamplingArguments, arguments)
     check_text(arguments.system or "", "the system message")
     return Asked(
@@ -131,6 +131,10 @@ class Sign:
         """Show what is being done now, until something else is."""
         if sys.stderr.isatty():
             self._write(f"\r\x1b[K{self._dim(text[:100])}\r")
+
+    def opening(self, model: object) -> None:
+        """Show that a model is being opened, the default one where none is named."""
+        self.show(f"opening {model or DEFAULT_MODEL}")
 
     def progress(self, what: str, done: int, total: int) -> None:
         """Say how far a compilation has come, ten times a second at the most."""

@@ -9,7 +9,6 @@ from tilewright.compiler.commands.asking import Sign
 from tilewright.compiler.commands.options import RunOptions, read_options
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.precision import list_precisions
-from tilewright.models import DEFAULT_MODEL
 
 
 def main(argv: list[str]) -> int:
@@ -28,7 +27,7 @@ def main(argv: list[str]) -> int:
 def run(options: RunOptions) -> int:
     """Open the model; measure it, or emulate and predict where the target's device is not here."""
     sign = Sign()
-    sign.show(f"opening {options.model.path or DEFAULT_MODEL}")
+    sign.opening(options.model.path)
     warnings.filterwarnings("ignore", module="torch")
     from tilewright.compiler.commands import measure
     from tilewright.compiler.commands.console import err, out

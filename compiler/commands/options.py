@@ -34,7 +34,6 @@ from tilewright.compiler.commands.arguments import (
 from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.json_lines import check_writable
-from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.asking import Sign
@@ -146,7 +145,7 @@ def read_options(argv: Sequence[str], sign: Sign | None = None) -> RunOptions | 
         return None
     take_path(arguments)
     if sign is not None:
-        sign.show(f"opening {arguments.model or DEFAULT_MODEL}")
+        sign.opening(arguments.model)
     named = CASES[arguments.case]
     prompts = _user_prompts(arguments)
     case = _changed_case(named, values_of(_CaseChanges, arguments), prompts)

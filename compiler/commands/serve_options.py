@@ -25,7 +25,6 @@ from tilewright.compiler.commands.engine_options import EngineArguments
 from tilewright.compiler.commands.parallel import ParallelArguments
 from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.serve.tools.formats import FORMATS
-from tilewright.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from tilewright.compiler.commands.asking import Sign
@@ -163,7 +162,7 @@ def read_serve_options(argv: Sequence[str], sign: Sign | None = None) -> ServeOp
     arguments.dump = None
     take_path(arguments)
     if sign is not None:
-        sign.show(f"opening {arguments.model or DEFAULT_MODEL}")
+        sign.opening(arguments.model)
     given = values_of(ServeOptions, arguments)
     if len(given["api_key"]) > _MAX_KEYS or not all(given["api_key"]):
         raise ConfigError(f"--api-key: allowed: up to {_MAX_KEYS}, none of them empty")

@@ -123,7 +123,6 @@ def capabilities_of(
     is_gpu, trials = device.type == "cuda", read_trials()
     asked = trials.prompts
     joins = joins and (asked > 1 if asked else is_gpu) and (not mixes or trials.hybrids == RIDING)
-    rows = decode_buckets(options.max_batch)
     return Capabilities(
         max_seats=options.max_batch,
         max_context=options.max_context,
@@ -135,7 +134,7 @@ def capabilities_of(
         max_prompts=asked or (_JOINED if joins and not mixes else 1),
         max_step_tokens=most_prompt_tokens(options),
         runs_ahead=is_gpu,
-        passes=passes_for(rows, has_mixers=mixes) if joins else (),
+        passes=passes_for(decode_buckets(options.max_batch), has_mixers=mixes) if joins else (),
         far=far_of(plan),
         invariant=invariant,
     )

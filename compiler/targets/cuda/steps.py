@@ -208,9 +208,7 @@ class Steps:
         padding behind its own. ``riding``: rows behind them that are one token each of sequences
         that decode: they attend as in a decode step, and everything else takes all rows together.
         """
-        is_mixed = riding.stop > riding.start
-        places = pieces or (slice(0, riding.start) if is_mixed else slice(None),)
-        logits = self._prefill(rows, logit_rows, from_start, places, block, riding)
+        logits = self._prefill(rows, logit_rows, from_start, pieces, block, riding)
         if self.group is not None:
             self.group.exchange.end_step()
         return logits
@@ -220,12 +218,13 @@ class Steps:
         rows: Rows,
         logit_rows: Tensor | None,
         from_start: bool,
-        places: Sequence[slice],
+        pieces: Sequence[slice],
         block: int,
         riding: slice,
     ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
         is_mixed = riding.stop > riding.start
+        places = pieces or (slice(0, riding.start) if is_mixed else slice(None),)
         for each in self._plan.instructions:
             if isinstance(each, Gather):
                 if logit_rows is None:
