@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import fx
 
 from tests.distributed.groups import thread_group
+from tests.targets.random_operations import random_operations
 from tests.tiny import compiled, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.distributed.channel import ChannelClosedError
@@ -135,7 +135,7 @@ def test_a_hundred_thousand_operations_on_two_ranks(
 ) -> None:
     """Requests come, are cancelled and go on in any order, and every 64 steps ranks compare."""
     monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "1")
-    model, rng = tiny_model(num_layers=1), random.Random(5)
+    model = tiny_model(num_layers=1)
     own, other = (_null(model, 6) for _ in range(2))
 
     def follow(follower: Follower, token: bytes) -> None:
@@ -144,27 +144,7 @@ def test_a_hundred_thousand_operations_on_two_ranks(
 
     with thread_group(tmp_path, 2, follow) as (leader, ranks):
         meet(own, Peers(leader, ranks.token, 10.0))
-        loop = EngineLoop(ShardedExecutable(own, ranks))
-        requests: list[Request] = []
-        for number in range(100_000):
-            kind = rng.random()
-            if kind < 0.1:
-                prompt = tuple(rng.choices(range(60), k=rng.randint(1, 24)))
-                sampling = SamplingParams(
-                    max_tokens=rng.randint(1, 40),
-                    temperature=rng.choice((0.0, 1.0)),
-                    seed=number,
-                )
-                requests.append(Request(number, prompt, sampling))
-                loop.add(requests[-1])
-            elif kind < 0.13 and requests:
-                loop.cancel(requests.pop(rng.randrange(len(requests))))
-            elif loop.has_work():
-                for done in loop.step():
-                    if done in requests:
-                        requests.remove(done)
-        while loop.has_work():
-            loop.step()
+        random_operations(EngineLoop(ShardedExecutable(own, ranks)), 100_000)
     assert other.num_steps == own.num_steps > 10_000
 
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.targets.random_operations import random_operations
+from tests.test_child import gone
+from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.options import read_options
 from tilewright.compiler.commands.source import compile_source, open_source
 from tilewright.compiler.errors import RankError
 from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.runtime.loop import EngineLoop
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.sharded import ShardedExecutable
@@ -95,6 +101,74 @@ def test_a_rank_that_is_gone_ends_the_run(how: signal.Signals) -> None:
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert torch.cuda.mem_get_info(1)[0] >= free - (64 << 20)
+
+
+MOMENTS = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 14.0)
+"""Seconds behind its start at which a rank goes: while ranks meet, load, capture, and decode."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_goes_at_any_moment_ends_the_command(
+    rank: int, moment: float, how: signal.Signals, tmp_path: Path
+) -> None:
+    """The other process ends in time; rank 0 with the one line and its exit code."""
+    said = tmp_path / "said"
+    command = [*PYTHON, "-c", _MAIN, "run", "--model", "shape:llama-3.2-1b", "--target", "cuda"]
+    command += ["--precision", "bf16", "--no-cache", "--tensor-parallel", "2"]
+    command += ["--peer-limit", str(LIMIT), "--max-tokens", "100000", "--prompt", "Why?"]
+    with said.open("wb") as file:
+        started = time.monotonic()
+        first = subprocess.Popen(command, stdout=file, stderr=file, cwd=tmp_path)
+        other = first.pid
+        try:
+            other = rank_1_of(first.pid)
+            time.sleep(max(0.0, moment - (time.monotonic() - started)))
+            hit, left = (first.pid, other) if rank == 0 else (other, first.pid)
+            assert first.poll() is None, said.read_text()
+            os.kill(hit, how)
+            hit_at = time.monotonic()
+            while not (first.poll() is not None if rank else gone(left)):
+                assert time.monotonic() - hit_at < LIMIT + 5.0 + 20.0
+                time.sleep(0.02)
+            took = time.monotonic() - hit_at
+            text = said.read_text()
+            print(f"rank {rank}, {moment:g} s, {how.name}: {took:.2f} s; {text[-300:]!r}")
+            assert took < LIMIT + 5.0
+            if rank == 1:
+                assert first.returncode == 3 and "rank 1 " in text and gone(other)
+        finally:
+            for pid in (other, first.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            first.wait()
+
+
+_MAIN = "import sys; from tilewright.compiler.cli import main; sys.exit(main())"
+
+
+def rank_1_of(pid: int) -> int:
+    """The process that a command starts as its follower."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        for child in children.read_text().split() if children.exists() else ():
+            if b"commands.follow" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        time.sleep(0.02)
+    raise AssertionError("no rank 1")
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_operations_on_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 64 steps ranks compare steps, seats, positions and tokens; one elsewhere ends it."""
+    monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "1")
+    with engine("--tensor-parallel", "2") as two:
+        loop = EngineLoop(two.executable)
+        loop.warm_up()
+        assert random_operations(loop, 100_000, vocabulary=100_000) > 5_000
 
 
 def decode(two: Engine) -> None:
