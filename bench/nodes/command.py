@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.in_turn import TILEWRIGHT, keeper
 from bench.nodes.files import SHAPES, write_files
-from bench.nodes.links import address, inside, machines
+from bench.nodes.links import address, inside, machines, read_link
 from bench.nodes.tables import FREE, Run
 from tilewright.compiler.child import Child
 from tilewright.compiler.commands.arguments import integer, option, parse
@@ -34,7 +34,9 @@ class _Arguments:
     model: str | None = option("a model instead of a shape", metavar="PATH")
     nodes: tuple[int, ...] = option("how many", default=(1, 2, 4), type=integer(1, 16))
     links: tuple[str, ...] = option(
-        "free, or gigabits a second (root)", default=(FREE,), metavar="RATE"
+        "free, or gigabits a second and a delay, as 1 or 1+100us (root)",
+        default=(FREE,),
+        metavar="LINK",
     )
     threads: int = option("of a node", default=2, type=integer(1, 64))
     wires: tuple[str, ...] = option(
@@ -55,9 +57,12 @@ def main(argv: list[str]) -> int:
     words = "Measure a model over CPU nodes."
     given = parse(_Arguments, argv, prog="tilewright bench-nodes", description=words)
     keep = keeper(given.results)
+    for link in given.links:
+        if link != FREE:
+            read_link(link)  # now: runs over the links before it take minutes
     with tempfile.TemporaryDirectory(prefix="tilewright-nodes-") as folder:
         model = Path(given.model) if given.model else write_files(given.shape, Path(folder))
-        print(f"{'link':>8} {'nodes':>5} wire prompt t/s decode t/s kB/tok ms/tok others")
+        print(f"{'link':>9} {'nodes':>5} wire prompt t/s decode t/s kB/tok ms/tok others")
         for link in given.links:
             for _ in range(given.repeats):
                 for count in given.nodes:
@@ -69,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 
 def _show(row: Run) -> None:
-    begin = f"{row.link:>8} {row.nodes:>5} {row.wire:>4}"
+    begin = f"{row.link:>9} {row.nodes:>5} {row.wire:>4}"
     rates = f"{row.prompt_rate:>10.1f} {row.decode_rate:>10.1f}"
     print(f"{begin} {rates} {row.sent_kb:>6.1f} {row.exchange_ms:>6.2f} {row.others:>6.1%}")
 
@@ -86,7 +91,7 @@ def _run(given: _Arguments, model: Path, kind: tuple[int, str], link: str) -> Ru
     if link == FREE:
         said = _output(command, token)
     else:
-        with machines(count, _rate(link)), _workers(count, token, model):
+        with machines(count, read_link(link)), _workers(count, token, model):
             workers = [f"{address(node)}:{_PORT}" for node in range(1, count)]
             command += ["--workers", *workers] if workers else []
             said = _output([*inside(0), *command], token)
@@ -121,16 +126,6 @@ def _output(command: list[str], token: dict[str, str]) -> str:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigError(f"nodes ended with {done.returncode}: {''.join(last)}")
     return done.stdout.decode(errors="replace")
-
-
-def _rate(link: str) -> float:
-    try:
-        found = float(link)
-    except ValueError:
-        found = 0.0
-    if not 0.001 <= found <= 100:
-        raise ConfigError(f"--links {link}; allowed: free, or gigabits a second, 0.001 to 100")
-    return found
 
 
 def _busy_seconds() -> float:

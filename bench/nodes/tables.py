@@ -72,7 +72,9 @@ def _cells(runs: Sequence[dict[str, Any]]) -> list[str]:
 
     first = runs[0]
     shape = first["model"].removeprefix("dllama_model_").replace("_", " ")
-    link = FREE if first["link"] == FREE else f"{first['link']} Gbit/s"
+    rate, _, delay = first["link"].partition("+")
+    link = FREE if rate == FREE else f"{rate} Gbit/s"
+    link += f" + {delay.removesuffix('us')} us" if delay else ""
     decode = median_and_range([run["decode_rate"] for run in runs])
     exchanged = ["", ""]
     if first["nodes"] > 1:

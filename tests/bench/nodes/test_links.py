@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from bench.nodes import links
-from bench.nodes.links import machines
+from bench.nodes.links import Link, address, inside, machines, read_link
 from tilewright.compiler.errors import ConfigError
+
+RATE = Link(1.0)
 
 
 def test_a_machine_without_the_programs_is_said_to_be_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="allowed: root, with ip and tc"), machines(2, 1.0):
+    with pytest.raises(ConfigError, match="allowed: root, with ip and tc"), machines(2, RATE):
         pass
 
 
@@ -56,14 +61,83 @@ def test_what_a_larger_run_left_that_was_killed_is_taken_away(told: Path) -> Non
     for node in range(4):
         (told.parent / "namespaces" / f"twn{node}").touch()
         (told.parent / "links" / f"twnh{node}").touch()
-    with machines(2, 1.0):
+    with machines(2, RATE):
         assert _left(told) == ["twn0", "twn1", "twnbr", "twnh0", "twnh1"]
     assert _left(told) == []
 
 
 def test_a_run_that_is_terminated_takes_its_machines_away(told: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit, match="143"), machines(3, 1.0):
+    with pytest.raises(SystemExit, match="143"), machines(3, RATE):
         os.kill(os.getpid(), signal.SIGTERM)
     assert _left(told) == [] and "netns add twn2" in told.read_text()
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_link_is_a_rate_with_or_without_a_delay() -> None:
+    assert read_link("2.5") == Link(2.5) and read_link("1+250us") == Link(1.0, 250)
+    for text in ("fast", "0", "1+100", "1+-1us", "1+1000000us", "101"):
+        with pytest.raises(ConfigError, match=r"allowed: free, or gigabits a second"):
+            read_link(text)
+
+
+_SIZE, _TRIPS, _DELAY_US = 8 << 20, 50, 2000
+_ECHO = f"""
+import socket, sys, time, zlib
+host, here = sys.argv[1], sys.argv[2:] == ["here"]
+if here:
+    with socket.create_server((host, 5000)) as server:
+        other = server.accept()[0]
+else:
+    end = time.monotonic() + 20
+    while True:
+        try:
+            other = socket.create_connection((host, 5000))
+            break
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+other.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+data = bytes(range(251)) * ({_SIZE} // 251)
+if here:
+    for _ in range({_TRIPS}):
+        other.sendall(other.recv(1))
+    other.sendall(data)
+else:
+    took = []
+    for _ in range({_TRIPS}):
+        began = time.perf_counter()
+        other.sendall(b"a")
+        other.recv(1)
+        took.append(time.perf_counter() - began)
+    began, found = time.perf_counter(), b""
+    while chunk := other.recv(1 << 20):
+        found += chunk
+    seconds = time.perf_counter() - began
+    assert zlib.crc32(found) == zlib.crc32(data)
+    print(1e6 * min(took), 8e-9 * len(data) / seconds)
+"""
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or None in map(shutil.which, ("ip", "tc", "g++")),
+    reason="machines need root, ip, tc and g++",
+)
+def test_frames_arrive_whole_and_so_much_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_NAME", "twt")  # beside a bench-nodes that runs
+    command = [sys.executable, "-c", _ECHO, address(0)]
+    try:
+        with machines(2, Link(1.0, _DELAY_US)):
+            server = subprocess.Popen([*inside(0), *command, "here"])
+            try:
+                said = subprocess.check_output([*inside(1), *command], timeout=60)
+            finally:
+                server.kill()
+                server.wait()
+    except ConfigError as error:
+        if "with veth and tbf" not in str(error):
+            raise
+        pytest.skip(str(error))
+    round_trip_us, gigabits = map(float, said.split())
+    assert 2 * _DELAY_US <= round_trip_us < 4 * _DELAY_US
+    assert gigabits < 1.02

@@ -56,6 +56,7 @@ def test_the_table_has_medians_and_the_spread_of_decode(tmp_path: Path) -> None:
     first = Run("dllama_model_8b_q40", 4, 1, "1", "q80", 9.0, 2.0, 421.4, 80.0, 64, "", 0.02)
     rows = [first, replace(first, decode_rate=3.0), replace(first, decode_rate=7.0)]
     rows.append(replace(first, nodes=1, link="free", wire="", sent_kb=0.0, exchange_ms=0.0))
+    rows.append(replace(first, link="1+100us"))
     rows.append(replace(first, decode_rate=1.0, others=0.1))
     text = "a\n<!-- nodes:begin cpu -->\nold\n<!-- nodes:end cpu -->\nb\n"
     with pytest.raises(ConfigError, match="is missing"):
@@ -66,8 +67,9 @@ def test_the_table_has_medians_and_the_spread_of_decode(tmp_path: Path) -> None:
     found = rendered(text, tmp_path)
     lines = [" ".join(line.split()) for line in found.splitlines()]
     four = "| 8b q40 | 4 x 1 | 1 Gbit/s | q80 | 9 | 3.0 (2.0 to 7.0) | 421 kB | 80.0 ms | 3 |"
+    later = "| 8b q40 | 4 x 1 | 1 Gbit/s + 100 us | q80 | 9 | 2.0 | 421 kB | 80.0 ms | 1 |"
     alone = "| 8b q40 | 1 x 1 | free | | 9 | 2.0 | | | 1 |"
-    assert four in lines and alone in lines
+    assert four in lines and later in lines and alone in lines
     assert "commit abcabcabca; 1 runs in which others took 10 % of" in found and "old" not in found
     assert rendered(found, tmp_path) == found
 
