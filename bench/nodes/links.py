@@ -1,8 +1,8 @@
-"""Network namespaces whose links have a rate and, where it is asked for, a delay: each is a
-machine to what runs there. A bridge joins them, or `relay.cpp`, which holds every frame back.
+"""Network namespaces, each a machine to what runs there: their links have a rate and, where it is
+asked for, a delay, by `relay.cpp`, which joins them.
 
-Needs root, `ip` and `tc`. Made anew each time, and taken away; what a run left that was killed is
-taken away by the next.
+Needs root, `ip` and a C++ compiler. Made anew each time, and taken away; what a run left that was
+killed is taken away by the next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tilewright.compiler.targets.cpu.native.build import find_compiler
 _NAME, _NET = "twn", "10.213.77"
 _NAMESPACES, _LINKS = Path("/run/netns"), Path("/sys/class/net")
 _RELAY = Path(__file__).with_name("relay.cpp")
-_KERNEL = "root, on a kernel with veth and tbf"
+_KERNEL = "root, on a kernel with veth and packet sockets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,8 @@ def machines(count: int, link: Link) -> Iterator[None]:
     """
     before = signal.signal(signal.SIGTERM, _end)
     try:
-        _make(count, link.gigabits)
-        ends = [f"{_NAME}h{node}" for node in range(count)]
-        with _relayed(ends, link.delay_us) if link.delay_us else _bridged(ends):
+        _make(count)
+        with _joined([f"{_NAME}h{node}" for node in range(count)], link):
             yield
     finally:
         _remove()
@@ -80,10 +79,9 @@ def _end(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
 
-def _make(count: int, gigabits: float) -> None:
+def _make(count: int) -> None:
     """The machines and their links, which lead nowhere yet."""
     _remove()
-    limit = f"tbf rate {int(gigabits * 1000)}mbit burst 256kb latency 100ms"
     for node in range(count):
         here, there = f"{_NAME}h{node}", f"{_NAME}p{node}"
         _do(f"ip netns add {_NAME}{node}")
@@ -93,31 +91,20 @@ def _make(count: int, gigabits: float) -> None:
         _do(f"ip netns exec {_NAME}{node} ip addr add {address(node)}/24 dev {there}")
         _do(f"ip netns exec {_NAME}{node} ip link set {there} up")
         _do(f"ip netns exec {_NAME}{node} ip link set lo up")
-        _do(f"tc qdisc add dev {here} root {limit}")
-        _do(f"ip netns exec {_NAME}{node} tc qdisc add dev {there} root {limit}")
 
 
 @contextlib.contextmanager
-def _bridged(ends: Sequence[str]) -> Iterator[None]:
-    _do(f"ip link add {_NAME}br type bridge")
-    _do(f"ip link set {_NAME}br up")
-    for end in ends:
-        _do(f"ip link set {end} master {_NAME}br")
-    yield
-
-
-@contextlib.contextmanager
-def _relayed(ends: Sequence[str], delay_us: int) -> Iterator[None]:
+def _joined(ends: Sequence[str], link: Link) -> Iterator[None]:
     compiler = find_compiler()
     if compiler is None:
-        raise ConfigError("links with a delay: no C++ compiler; allowed: g++ or clang++ (CXX=path)")
+        raise ConfigError("--links: no C++ compiler; allowed: free, or g++ or clang++ (CXX=path)")
     with tempfile.TemporaryDirectory() as folder:
         program = f"{folder}/relay"
         _do([*compiler, "-std=c++20", "-O2", str(_RELAY), "-o", program], "a compiler of C++20")
-        with Child([program, str(delay_us), *ends], has_pipes=True, what="the relay") as relay:
+        command = [program, str(link.gigabits), str(link.delay_us), *ends]
+        with Child(command, has_pipes=True, what="the relay") as relay:
             if relay.read_line(10) != b"ready\n":
-                said = relay.stop().last
-                raise ConfigError(f"{said}; allowed: root, on a kernel with packet sockets")
+                raise ConfigError(f"{relay.stop().last}; allowed: {_KERNEL}")
             yield
 
 
@@ -139,7 +126,7 @@ def _do(command: str | Sequence[str], allowed: str = _KERNEL) -> None:
     try:
         done = subprocess.run(words, capture_output=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"{words[0]}: {error}; allowed: root, with ip and tc") from None
+        raise ConfigError(f"{words[0]}: {error}; allowed: root, with ip") from None
     if done.returncode:
         said = " ".join(done.stderr.decode(errors="replace").split())
         raise ConfigError(f"{' '.join(words)}: {said}; allowed: {allowed}")
