@@ -17,20 +17,24 @@ from typing import Any
 
 import torch
 
-from bench.engine.compiled import CASES, Asked, command
+from bench.engine.compiled import CASES, MODES, Asked, command
 from bench.engine.measure import errors_of, measure
 from bench.in_turn import with_checkout
 from tilewright.compiler.child import PYTHON, Child
-from tilewright.compiler.commands.arguments import option, parse
+from tilewright.compiler.commands.arguments import integer, option, parse, real
 from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
-from tilewright.compiler.targets.cuda.engine.parts.engine import Engine
+from tilewright.compiler.targets.cuda.engine.parts.engine import Engine, read_device
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine.parts.self_test import (
     compare,
     random_weights,
 )
-from tilewright.compiler.targets.cuda.engine.parts.settings import Settings, read_settings
+from tilewright.compiler.targets.cuda.engine.parts.settings import (
+    EngineError,
+    Settings,
+    read_settings,
+)
 from tilewright.compiler.targets.cuda.engine.parts.torch_steps import TorchExecutor
 from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 from tilewright.compiler.targets.cuda.engine.trial import load_engine
@@ -62,19 +66,24 @@ class _Arguments:
     device: str = option("cuda or cpu", default="cuda")
     output: str | None = option("a JSON file that every part is written to when it is done")
     parts: tuple[str, ...] = option("what is measured besides ours", default=PARTS, choices=PARTS)
-    repeats: int = option("of every case", default=5, type=int)
-    scale: int = option("prompts and answers are shorter by this", default=1, type=int)
-    operations: int = option("random calls that are compared for each seed", default=300, type=int)
-    seeds: int = option("of weights, each of which is compared on every case", default=3, type=int)
-    engines: int = option("that are made one after another for the memory", default=10, type=int)
+    repeats: int = option("of every case", default=5, type=integer(1, 1000))
+    scale: int = option("prompts and answers are shorter by this", default=1, type=integer(1, 16))
+    operations: int = option(
+        "random calls that are compared for each seed", default=300, type=integer(1)
+    )
+    seeds: int = option(
+        "of weights, each of which is compared on every case", default=3, type=integer(1)
+    )
+    engines: int = option(
+        "that are made one after another for the memory", default=10, type=integer(1)
+    )
     mode: str = option(
-        "of torch.compile (default: its own; max-autotune-no-cudagraphs takes minutes)",
-        default="default",
+        "of torch.compile, which is named with its figures", default=MODES[0], choices=MODES
     )
     compiled_seconds: float = option(
         "that all cases of torch.compile have together; what is not done by then is said",
         default=150.0,
-        type=float,
+        type=real(0, 86400, above=True),
     )
 
 
@@ -82,7 +91,8 @@ def main(argv: list[str]) -> int:
     """Run ``tilewright bench-engine`` with the arguments behind it; returns the exit code.
 
     Raises:
-        ConfigError: where no engine is named, or the configuration cannot be read.
+        ConfigError: where no engine is named, or an argument, the configuration or the engine's
+            file cannot be read.
     """
     given = parse(
         _Arguments, argv, prog="tilewright bench-engine", description="An engine beside torch."
@@ -91,7 +101,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError("no engine; allowed: tilewright bench-engine engine.py")
     config = _read_config(given.config) if given.config else HIDDEN_LIKE
     with tempfile.TemporaryDirectory() as folder:
-        settings = read_settings(config, torch.device(given.device))
+        try:
+            settings = read_settings(config, read_device(given.device))
+        except EngineError as error:
+            raise ConfigError(str(error)) from None
         torch.save(random_weights(settings, 0), Path(folder) / "model.pt")
         return _Measured(given, config, folder, settings).run()
 
@@ -106,6 +119,21 @@ def _read_config(path: str) -> dict[str, Any]:
     return found
 
 
+def _open_engine(path: str) -> Any:
+    """The module of an engine.py.
+
+    Raises:
+        ConfigError: for what is none.
+    """
+    try:
+        module = load_engine(path)
+    except Exception as error:  # whatever a file does that is no engine
+        raise ConfigError(f"{path}: {one_line(error)}; allowed: a generated engine.py") from None
+    if not hasattr(module, "create_engine"):
+        raise ConfigError(f"{path}: no create_engine; allowed: a generated engine.py")
+    return module
+
+
 class _Measured:
     """The parts, each of which may fail without the others."""
 
@@ -118,7 +146,7 @@ class _Measured:
         if self.device.type == "cuda":
             self.found["device"] = torch.cuda.get_device_name(self.device)
         assert given.engine is not None
-        self.module = load_engine(given.engine)
+        self.module = _open_engine(given.engine)
         self.tensors = load_weights(folder, settings)
         self.reference = Reference(self.tensors, settings, self.device)
 
@@ -166,7 +194,8 @@ class _Measured:
         """
         config = Path(self.folder) / "model_config.json"
         config.write_text(json.dumps(self.config), "utf-8")
-        found = self.found["compiled"] = dict[str, Any]()
+        found: dict[str, Any] = {"mode": self.given.mode}
+        self.found["compiled"] = found
         asked = Asked(
             config=str(config),
             weights=self.folder,

@@ -43,6 +43,11 @@ ROWS = 8
 EAGER = "eager"
 """The mode that traces, but compiles nothing: for tests."""
 
+MODES = ("max-autotune-no-cudagraphs", "default", EAGER)
+"""Modes of torch.compile without those that capture graphs, which `CompiledReference` does: the
+first is max-autotune but for that.
+"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:

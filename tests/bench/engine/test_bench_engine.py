@@ -77,6 +77,7 @@ def test_a_table_comes_out_whatever_torch_compile_takes(engine_file: Path, tmp_p
     assert main(argv) == 0
     found = json.loads(output.read_text())
     assert found["ours"]["cases"]["mixed"]["ms"] > 0
+    assert found["compiled"].pop("mode") == "max-autotune-no-cudagraphs", "what it is, is said"
     assert len(found["compiled"]) == len(CASES)
     first, *others = (each["failed"] for each in found["compiled"].values())
     assert first.startswith("not compiled and measured in 0.4 s; last said: ")
@@ -116,7 +117,15 @@ def test_a_child_finds_what_this_process_finds(
 
 @pytest.mark.parametrize(
     ("argv", "said"),
-    [([], "no engine; allowed"), (["x.py", "--config", "nowhere.json"], "nowhere.json: ")],
+    [
+        ([], "no engine; allowed"),
+        (["x.py", "--config", "nowhere.json"], "nowhere.json: "),
+        (["x.py", "--device", "foo"], "device 'foo'; allowed: cuda, cuda:N, cpu"),
+        (["x.py", "--operations", "0"], "'0'; allowed: integers, 1 or more"),
+        (["x.py", "--compiled-seconds", "0"], "'0'; allowed: numbers, above 0"),
+        (["x.py", "--mode", "fast"], "invalid choice: 'fast'"),
+        (["nowhere.py", "--device", "cpu"], "nowhere.py: .*; allowed: a generated engine.py"),
+    ],
 )
 def test_mistakes_are_refused(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

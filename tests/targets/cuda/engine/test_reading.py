@@ -178,5 +178,34 @@ def test_a_device_that_is_not_there_is_refused(module: Any, folder: Folder) -> N
     with pytest.raises(ValueError, match="device 'meta'; allowed: cuda"):
         module.create_engine(CONFIG, folder(), "meta")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="torch finds no GPU; allowed here: cpu"):
+        with pytest.raises(ValueError, match="GPUs that torch finds here: 0"):
             module.create_engine(CONFIG, folder(), "cuda")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--config", "no.json"), "no.json: Expecting property name"),
+        (("--config", "list.json"), "model_config '[1]'; allowed: a mapping of keys"),
+        (("--config", "bytes.json"), "bytes.json: 'utf-8' codec can't decode"),
+        (("--config", "nowhere.json"), "No such file"),
+        (("--operations", "0"), "--operations 0; allowed: 1 or more"),
+        (("--device", "foo"), "device 'foo'; allowed: cuda, cuda:N, cpu"),
+        (("--device", "cuda:99"), "device 'cuda:99'; GPUs that torch finds here: "),
+    ],
+)
+def test_mistakes_in_the_self_tests_arguments_are_one_line(
+    argv: tuple[str, str],
+    said: str,
+    module: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, data in (("no", b"{"), ("list", b"[1]"), ("bytes", b"\xff")):
+        Path(f"{name}.json").write_bytes(data)
+    assert module.main(["--self-test", *argv]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith("engine: ") and said in error

@@ -61,8 +61,8 @@ class CudaExecutor(CudaKernels):
     def __init__(
         self, tensors: dict[str, Tensor], settings: Settings, device: torch.device
     ) -> None:
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise EngineError("device 'cuda', but torch finds no GPU; allowed here: cpu")
+        if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+            raise EngineError(f"device '{device}'; GPUs that torch finds here: {count}")
         super().__init__(tensors, settings, device)
         last = next(i for i, each in enumerate(self.program) if isinstance(each.does, Gather))
         self._body, self._tail = self.program[:last], self.program[last:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,14 +32,18 @@ def create_engine(
         EngineError: for a configuration or weights that cannot be read, or a device that is not
             there.
     """
-    place = torch.device(device)
-    if place.type not in ("cuda", "cpu"):
-        raise EngineError(f"device {str(device)!r}; allowed: cuda, cuda:N, cpu")
+    place = read_device(device)
     settings = FAMILY.read_settings(model_config, place)
     tensors = load_weights(str(weight_dir), settings)
-    if place.type == "cuda":
-        return Engine(FAMILY.on_gpu(tensors, settings, place), settings)
-    return Engine(FAMILY.on_cpu(tensors, settings, place), settings)
+    executor = FAMILY.on_gpu if place.type == "cuda" else FAMILY.on_cpu
+    return Engine(executor(tensors, settings, place), settings)
+
+
+def read_device(device: str | torch.device) -> torch.device:
+    """A device by its name; it need not be there."""
+    if not re.fullmatch("(cpu|cuda)(:[1-9]?[0-9])?", str(device)):
+        raise EngineError(f"device {str(device)!r}; allowed: cuda, cuda:N, cpu")
+    return torch.device(device)
 
 
 class Engine:
@@ -110,12 +115,10 @@ class Engine:
             raise EngineError(f"{len(request_ids)} requests and {count} {what}")
 
     def _check_prompt(self, request: int, tokens: Tensor) -> None:
-        self._check_tokens(f"the prompt of request {request!r}", tokens)
-        if not 1 <= len(tokens) <= self._settings.max_positions:
-            raise EngineError(
-                f"the prompt of request {request!r} has {len(tokens)} tokens; "
-                f"allowed: 1 to {self._settings.max_positions}"
-            )
+        what, most = f"the prompt of request {request!r}", self._settings.max_positions
+        self._check_tokens(what, tokens)
+        if not 1 <= len(tokens) <= most:
+            raise EngineError(f"{what} has {len(tokens)} tokens; allowed: 1 to {most}")
 
     def _check_tokens(self, what: str, tokens: Tensor) -> None:
         """Their values are looked at where that waits for no device: a GPU reads an id that is no
@@ -127,8 +130,7 @@ class Engine:
             )
         if tokens.device.type == "cpu" and len(tokens):
             low, high = (int(each) for each in tokens.aminmax())
-            if low < 0 or high >= self._settings.vocab_size:
+            last = self._settings.vocab_size - 1
+            if low < 0 or high > last:
                 wrong = low if low < 0 else high
-                raise EngineError(
-                    f"{what}: token {wrong}; allowed: 0 to {self._settings.vocab_size - 1}"
-                )
+                raise EngineError(f"{what}: token {wrong}; allowed: 0 to {last}")

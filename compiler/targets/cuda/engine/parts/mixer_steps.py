@@ -77,12 +77,6 @@ class MixedExecutor(Executor):
 
     @abstractmethod
     def experts(
-        self,
-        each: BoundMixer,
-        out: Tensor,
-        x: Tensor,
-        logits: Tensor,
-        shared: Tensor,
-        batch: Any,
+        self, each: BoundMixer, out: Tensor, x: Tensor, logits: Tensor, shared: Tensor, batch: Any
     ) -> Tensor:
         """What `Experts` says."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.engine.parts.engine import Engine, create_engine
+from tilewright.compiler.targets.cuda.engine.parts.engine import Engine, create_engine, read_device
 from tilewright.compiler.targets.cuda.engine.parts.family import FAMILY
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
 from tilewright.compiler.targets.cuda.engine.parts.settings import (
@@ -31,9 +31,8 @@ def random_weights(settings: Settings, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, shape in settings.shapes().items():
-        values = torch.randn(shape, generator=generator) * 0.02
-        full = name if name == "lm_head.weight" else f"model.{name}"
-        found[full] = (settings.centre(name) + values).half()
+        values = settings.centre(name) + torch.randn(shape, generator=generator) * 0.02
+        found[name if name == "lm_head.weight" else f"model.{name}"] = values.half()
     return found
 
 
@@ -123,9 +122,12 @@ def main(argv: list[str] | None = None) -> int:
     given = parser.parse_args(argv)
     try:
         config = json.loads(Path(given.config).read_text()) if given.config else FAMILY.small_config
+        if given.operations < 1:
+            raise EngineError(f"--operations {given.operations}; allowed: 1 or more")
         worst, num_undecided = _self_test(config, given)
-    except (EngineError, OSError) as error:
-        print(f"engine: {error}", file=sys.stderr)
+    except (EngineError, OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        said = error if isinstance(error, EngineError | OSError) else f"{given.config}: {error}"
+        print(f"engine: {said}", file=sys.stderr)
         return 2
     verdict = "ok" if worst <= 1 else "WRONG"
     print(f"{verdict}: {given.operations} calls, worst error {worst:.3f} of the tolerance")
@@ -135,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _self_test(config: Mapping[str, Any], given: argparse.Namespace) -> tuple[float, int]:
-    device = torch.device(given.device)
+    device = read_device(given.device)
     settings = FAMILY.read_settings(config, device)
     with tempfile.TemporaryDirectory() as made:
         if given.weights is None:
@@ -143,5 +145,4 @@ def _self_test(config: Mapping[str, Any], given: argparse.Namespace) -> tuple[fl
         folder = given.weights or made
         engine = create_engine(config, folder, given.device)
         reference = FAMILY.reference(load_weights(folder, settings), settings, device)
-        asked = {"seed": given.seed, "operations": given.operations}
-        return compare(engine, reference, settings, **asked)
+        return compare(engine, reference, settings, seed=given.seed, operations=given.operations)

@@ -129,6 +129,8 @@ def read_settings(config: Mapping[str, Any], device: torch.device) -> Settings:
     Raises:
         EngineError: for a key that is missing or has no possible value.
     """
+    if not isinstance(config, Mapping):
+        raise EngineError(f"model_config {str(config)[:40]!r}; allowed: a mapping of keys")
     hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
     head_dim = _count(config, "head_dim", hidden // heads if hidden % heads == 0 else None)
     kv_heads = _count(config, "num_key_value_heads", heads)

@@ -72,9 +72,8 @@ class TorchExecutor(Executor):
             spans.append((each, slice(row, row + len(new))))
             positions.append(torch.arange(each.length, each.length + len(new)))
             row += len(new)
-        batch = TorchBatch(
-            torch.cat(list(tokens)).to(self.device), torch.cat(positions).to(self.device), spans
-        )
+        new, at = torch.cat(list(tokens)), torch.cat(positions)
+        batch = TorchBatch(new.to(self.device), at.to(self.device), spans)
         logits = self.run(self.program, {}, batch)["logits"]
         for each, rows in spans:
             each.length += rows.stop - rows.start

@@ -85,9 +85,8 @@ def _plain_name(name: str) -> str:
 
 def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
-        parts = [path]
-        if "-of-" in path.stem:  # a model in several files
-            parts = sorted(path.parent.glob("*-of-*.safetensors"))
+        is_part = "-of-" in path.stem  # a model in several files
+        parts = sorted(path.parent.glob("*-of-*.safetensors")) if is_part else [path]
         return {name: tensor for part in parts for name, tensor in _read_safetensors(part).items()}
     try:
         mapped = zipfile.is_zipfile(path)  # older files cannot be mapped into memory
