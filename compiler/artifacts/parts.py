@@ -68,7 +68,7 @@ def as_compiled(manifest: Manifest, options: CompileOptions) -> CompileOptions:
     group = manifest.group
     if group is None:
         return options
-    shared = {"expert": group.expert, "shares": group.shares, "wire": group.wire}
+    shared = {"expert": group.expert, "shares": group.shares}  # the wire is in the program
     return replace(options, parallel=replace(options.parallel, **shared))  # type: ignore[arg-type]
 
 

@@ -24,6 +24,7 @@ from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes
 from tilewright.compiler.targets.cuda.device import capabilities_of
 from tilewright.compiler.targets.cuda.group import Group, meet
 from tilewright.compiler.targets.cuda.joined import Joined
+from tilewright.compiler.targets.cuda.kernels.exchange import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.late import choose_now, needs_host
 from tilewright.compiler.targets.cuda.pages import pages_of
 from tilewright.compiler.targets.cuda.ragged import can_join, one, split
@@ -87,11 +88,16 @@ class CudaExecutable(Executable):
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
         self.device, self._weights, self.dealt = device, weights, plan.dealt
         exact, strict = options.compute == "exact", self.capabilities.invariant == "rows"
+        is_free = not (exact or options.is_strict or options.parallel.wire)
+        prompt_wire = PROMPT_WIRE if is_free else None
         self._steps = Steps(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict,
+            prompt_wire=prompt_wire,
             copies=copies, trials=read_trials(),
         )  # fmt: skip
         self.notes = self._steps.copies.said()
+        if prompt_wire and options.parallel.tensor > 1:
+            self.notes += (f"sums of prompts travel in {prompt_wire}",)
         if device.type == "cuda":
             self.device_name = torch.cuda.get_device_name(device)
             self.device_detail = f"{self.device_name}, {self._steps.kernels()}"

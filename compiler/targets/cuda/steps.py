@@ -34,7 +34,7 @@ from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import OWN, Trials, read_trials
+from tilewright.compiler.targets.cuda.trials import Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -71,6 +71,8 @@ class Steps:
 
     ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
     ``strict``: a prompt's tokens take the same kernels however many of them are in a piece.
+    ``prompt_wire``: the format in which ranks send partial sums of prompts, None: as those of
+    decode steps.
     ``is_piecewise``: part of the plan runs for one piece of a prompt at a time, with its own state.
     """
 
@@ -83,6 +85,7 @@ class Steps:
         max_rows: int,
         exact: bool,
         strict: bool = False,
+        prompt_wire: str | None = None,
         copies: Kinds = NO_COPIES,
         trials: Trials | None = None,
     ) -> None:
@@ -94,7 +97,7 @@ class Steps:
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
-        self._prompt_wire = OWN if exact else trials.wire
+        self._prompt_wire = prompt_wire
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -281,7 +284,7 @@ class Steps:
         assert self.group is not None, "this rank has not met the others"
         exchange = self.group.exchange
         out, x = step.view(each.out), step.view(each.x)
-        wire = each.wire if decodes or self._prompt_wire == OWN else self._prompt_wire
+        wire = each.wire if decodes else self._prompt_wire or each.wire
         if isinstance(each, AllReduce):
             exchange.all_reduce(out, x, wire=wire)
             return

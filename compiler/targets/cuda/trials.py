@@ -11,7 +11,6 @@ from tilewright.compiler.errors import ConfigError, allowed
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
-OWN, BF16 = "own", "bf16"
 APART, RIDING = "apart", "riding"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -20,7 +19,6 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING),
-    "wire": (OWN, BF16),
 }
 
 
@@ -40,8 +38,6 @@ class Trials:
             a plan has experts or linear attention; ``apart``: they do not.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
-        wire: in which partial sums of prompts travel between ranks: ``own``, as in decode steps
-            (`Parallel.wire`); ``bf16``, which is half of fp32's bytes.
     """
 
     rows: int = 256
@@ -49,7 +45,6 @@ class Trials:
     experts: str = TOGETHER
     prompts: int = 0
     hybrids: str = APART
-    wire: str = OWN
 
 
 def read_trials() -> Trials:
@@ -73,5 +68,4 @@ def read_trials() -> Trials:
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
-        wire=found.get("wire", default.wire),
     )

@@ -21,7 +21,6 @@ from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.cuda import CudaTarget
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.group import Group
-from tilewright.compiler.targets.cuda.steps import Steps
 from tilewright.compiler.targets.program.instructions import AllReduce, Place
 from tilewright.compiler.targets.step import Choosing, Chunk, Open, Pages, Seat, Step
 
@@ -34,11 +33,10 @@ PROMPTS = (random_tokens(5, seed=1, vocab_size=131), random_tokens(9, seed=2, vo
 TWO = Parallel(2)
 
 
-def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int) -> CudaExecutable:
+def rank_of(model: SimpleNamespace, parallel: Parallel, rank: int, **how: Any) -> CudaExecutable:
     target = CudaTarget()
-    options = CompileOptions(
-        max_batch=2, max_context=64, compute="exact", parallel=parallel, rank=rank
-    )
+    how = {"max_batch": 2, "max_context": 64, "compute": "exact", **how}
+    options = CompileOptions(parallel=parallel, rank=rank, **how)
     parallel = target.settled(options)
     resolved = resolve_precision(model, precision_of("bf16"))
     graph, _ = lower_model(model, resolved, target.stages(), silent, parallel=parallel, rank=rank)
@@ -143,15 +141,27 @@ def test_whole_experts() -> None:
     two.check(steps_of((GREEDY,), masked=False)[:2])
 
 
-@pytest.mark.parametrize(("asked", "prompt"), [("own", "fp32"), ("bf16", "bf16")])
-def test_prompts_may_send_another_format_than_steps(asked: str, prompt: str) -> None:
+@pytest.mark.parametrize(
+    ("compute", "is_strict", "named", "prompt"),
+    [
+        ("fast", False, None, "bf16"),
+        ("fast", False, "fp32", "fp32"),
+        ("fast", True, None, "fp32"),
+        ("exact", False, None, "fp32"),
+    ],
+)
+def test_prompts_send_bf16_where_nothing_speaks_against_it(
+    compute: str, is_strict: bool, named: str | None, prompt: str
+) -> None:
+    parallel = Parallel(2, wire=named)
+    rank = rank_of(make("llama"), parallel, 0, compute=compute, is_strict=is_strict)
+    assert any("sums of prompts" in note for note in rank.notes) == (prompt == "bf16")
     sent: list[str] = []
     exchange = SimpleNamespace(all_reduce=lambda out, x, wire: sent.append(wire))
-    steps: Any = SimpleNamespace(group=SimpleNamespace(exchange=exchange), _prompt_wire=asked)
+    rank._steps.group = SimpleNamespace(exchange=exchange)  # type: ignore[assignment]
     buffers: Any = SimpleNamespace(view=lambda place: place)
-    each = AllReduce(Place(0, 8), Place(1, 8), "fp32")
     for decodes in (True, False):
-        Steps._reduce(steps, each, buffers, decodes=decodes)
+        rank._steps._reduce(AllReduce(Place(0, 8), Place(1, 8), "fp32"), buffers, decodes=decodes)
     assert sent == ["fp32", prompt]
 
 

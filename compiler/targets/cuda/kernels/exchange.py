@@ -24,6 +24,8 @@ EMPTY = 0x80000000
 """The word that stands where nothing has come yet, in all of the memory that peers write to."""
 
 WIRES = ("fp32", "bf16")
+PROMPT_WIRE = "bf16"
+"""In which sums of prompts travel where none is named: they are long, and bytes are their time."""
 MOST_BLOCKS = 132
 """That poll at a time: all of them have a place, so none waits for one that has not begun."""
 
