@@ -38,6 +38,10 @@ class _Options:
     flush: bool = option(
         "contest: empty the prefix cache before every level (a server with --admin)", default=False
     )
+    drawn_lengths: bool = option(
+        "contest: answers of drawn lengths, as where weights are random and the server says so",
+        default=False,
+    )
     warm_up: int = option("requests before, not counted", default=2, type=integer(0, 1000))
     wait: float = option("seconds for a server that loads", default=600.0, type=real(0, 1e6))
     rounds: int = option("times that the plan is run", default=1, type=integer(1, 1000))

@@ -22,7 +22,8 @@ async def contest(client: Client, shape: Shape) -> list[Figures]:
     """Two warm-up requests, then 64 unstreamed chats a level behind a semaphore of its width.
 
     Prompts are ``input_tokens`` words, answers up to ``output_tokens`` long. Where weights are
-    random no answer ends by itself: lengths are drawn, exponential with a mean of 320.
+    random no answer ends by itself: lengths are drawn, exponential with a mean of 320. A server
+    that does not say so of its weights is asked alike with ``drawn_lengths``.
 
     Raises:
         TilewrightError: where the prefix cache is to be emptied and the server does not do it.
@@ -30,7 +31,8 @@ async def contest(client: Client, shape: Shape) -> list[Figures]:
     chooser = random.Random(shape.seed)
     prompts = [shape.words(chooser, shape.input_tokens) for _ in range(_NUM_PROMPTS)]
     models = await client.told("/v1/models")
-    is_random = models["data"][0].get("meta", {}).get("weights") == "random"
+    weights = models["data"][0].get("meta", {}).get("weights")
+    is_random = shape.drawn_lengths or weights == "random"
     rows: list[Figures] = []
     for level in shape.levels or LEVELS:
         bodies = [_body(shape, text, 1.0, chooser, is_random) for text in prompts]

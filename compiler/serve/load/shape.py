@@ -21,6 +21,7 @@ class Shape:
         vocabulary: ids of prompts are below it.
         levels: of a contest, users at a time; none: all that there are.
         flush: a contest's server forgets its prefix cache before every level.
+        drawn_lengths: of a contest's answers, also where the server's weights are not random.
         settle_seconds: how long streams run before the intruder comes.
     """
 
@@ -35,6 +36,7 @@ class Shape:
     vocabulary: int = 256
     levels: tuple[int, ...] = ()
     flush: bool = False
+    drawn_lengths: bool = False
     settle_seconds: float = 1.0
 
     def body(

@@ -158,19 +158,23 @@ def test_the_command_keeps_rows_and_says_when_a_request_failed(
     assert "every request failed (status 400" in capsys.readouterr().err
 
 
-def test_the_contest_asks_the_same_at_each_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With lengths drawn where weights are random; the weights are those of the contest."""
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_contest_asks_the_same_at_each_level(is_told: bool) -> None:
+    """With lengths drawn where weights are random, as the server says or the command; the weights
+    are those of the contest.
+    """
     asked: list[dict[str, object]] = []
 
     class Told:
         async def told(self, path: str) -> object:
-            return {"data": [{"meta": {"weights": "random"}}]}
+            return {"data": [{} if is_told else {"meta": {"weights": "random"}}]}
 
         async def whole(self, path: str, body: dict[str, object]) -> Heard:
             asked.append(body)
             return Heard(times=[0.0], count=2, num_prompt=3)
 
-    rows = asyncio.run(contest(Told(), Shape(output_tokens=1024)))  # type: ignore[arg-type]
+    shape = Shape(output_tokens=1024, drawn_lengths=is_told)
+    rows = asyncio.run(contest(Told(), shape))  # type: ignore[arg-type]
     assert [row.get("weight") for row in rows[:-1]] == [1, 1, 2, 2, 4, 4, 8]
     assert len(asked) == 66 * len(LEVELS) and rows[-1]["lengths"] == "drawn"
     lengths = [int(str(body["max_tokens"])) for body in asked]
