@@ -15,6 +15,7 @@ from tilewright.compiler.targets.cuda.kernels.launch import (
     release_dependents,
     wait_for_inputs,
 )
+from tilewright.compiler.targets.cuda.kernels.native_delta_prompt import CHUNK
 
 _STEP_CHANNELS = 256
 _PROMPT_TOKENS = 16
@@ -112,14 +113,26 @@ def _move_window(
 
 
 @triton.jit
+def _keep_window(
+    window, x_ptr, token, channel, inside, x_stride, W: tl.constexpr, TAPS: tl.constexpr
+):
+    """As it is before a token with so many of the prompt's before it."""
+    tap = tl.arange(0, TAPS)[None, :]
+    held = inside[:, None] & (tap < W - 1)
+    last = x_ptr + (token - (W - 1) + tap).to(tl.int64) * x_stride + channel[:, None]
+    place = window + channel[:, None] * (W - 1) + tap
+    tl.store(place, tl.load(last, mask=held, other=0.0), mask=held)
+
+
+@triton.jit
 def _prompt_kernel(
-    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr,
+    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr, keeps_ptr,
     num_tokens, num_channels, out_stride, x_stride,
     W: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
+    KEEPS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (i, c): TOKENS tokens, W - 1 at the least, so that the first ones alone read the
-    window; having done so they write it.
+    window; having done so they write it. Where ``KEEPS``, the others may keep one as it was.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -136,6 +149,12 @@ def _prompt_kernel(
         _move_window(
             window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride, W, TAPS
         )
+    elif KEEPS:
+        first = tl.program_id(0) * TOKENS
+        kept = tl.load(keeps_ptr + first)
+        if kept >= 0:
+            window = window_ptr + kept * num_channels * (W - 1)
+            _keep_window(window, x_ptr, first, channel, inside, x_stride, W, TAPS)
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for tap in tl.static_range(W):
         source = token + tap - (W - 1)
@@ -149,21 +168,32 @@ def _prompt_kernel(
 
 
 def causal_conv1d_prompt(
-    out: Tensor, x: Tensor, weight: Tensor, *, window: Tensor, positions: Tensor, slots: Tensor
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    *,
+    window: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    keeps: Tensor | None = None,
 ) -> None:
     """As :func:`causal_conv1d_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
     ``positions [T]``; negative ones, at the end only, are padding.
+
+    ``keeps [T]`` (int64): a slot whose window becomes that before this token, -1 for none; looked
+    at where whole chunks of 64 tokens are before it.
     """
     num_tokens, num_channels = x.shape
     width = weight.shape[1]
     _check(out, x, weight, window)
     tokens = block_of(width - 1, least=_PROMPT_TOKENS)
+    assert keeps is None or CHUNK % tokens == 0, f"a window of {width - 1} values"
     block = min(_PROMPT_CHANNELS, block_of(num_channels))
     _prompt_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_channels, block))](
-        out, x, weight, window, positions, slots,
+        out, x, weight, window, positions, slots, keeps,
         num_tokens, num_channels, out.stride(0), x.stride(0),
         W=width, TAPS=block_of(width - 1, least=1), TOKENS=tokens, BLOCK=block,
-        num_warps=_PROMPT_WARPS, **chained(out),
+        KEEPS=keeps is not None, num_warps=_PROMPT_WARPS, **chained(out),
     )  # fmt: skip
 
 

@@ -171,13 +171,14 @@ def _solve_kernel(
 @triton.jit
 def _states_kernel(
     states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr,
-    state_ptr, positions_ptr, slots_ptr, num_chunks,
+    state_ptr, positions_ptr, slots_ptr, keeps_ptr, num_chunks,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    KEEPS: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (h, j): some columns of a head's state, chunk after chunk: ``states`` before each,
-    and the whole of its ``corrections``.
+    and the whole of its ``corrections``; where ``KEEPS``, the state itself before a chunk that asks
+    for it.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
@@ -193,8 +194,14 @@ def _states_kernel(
     keys_ptr += h // (H // G) * (KEYS * C) + i * C + place[None, :]
     totals_ptr += h * C
     own = tl.load(corrections_ptr)
+    if KEEPS:
+        kept = tl.load(keeps_ptr)
     for chunk in range(num_chunks):
         is_more = chunk + 1 < num_chunks
+        if KEEPS:
+            if kept >= 0:
+                tl.store(state_ptr + (kept * H + h) * (K * V) + i * V + j, state, mask=inside)
+            kept = tl.load(keeps_ptr + (chunk + 1) * C, mask=is_more, other=-1)
         after = tl.load(corrections_ptr + H * VALUES * C, mask=is_more, other=0.0)
         seen, keys = tl.load(from_state_ptr), tl.load(keys_ptr)
         total, end = tl.load(totals_ptr + place), tl.load(totals_ptr + C - 1)
@@ -292,10 +299,14 @@ def delta_rule_prompt(
     state: Tensor,
     positions: Tensor,
     slots: Tensor,
+    keeps: Tensor | None = None,
     exact: bool,
 ) -> None:
     """As :func:`delta_rule_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
     ``positions [T]``; negative ones, at the end only, are padding.
+
+    ``keeps [T]`` (int64): a slot of ``state`` that gets the state as it is before this token, -1
+    for none; looked at for the first token of each chunk.
 
     Sizes of keys and values are at most 128. Products are of float32 where ``exact``, else of TF32
     (10 bits of mantissa).
@@ -311,8 +322,11 @@ def delta_rule_prompt(
     for first in range(0, num_tokens, SPAN):
         part = slice(first, first + SPAN)
         some = replace(inputs, qkv=inputs.qkv[part], a=inputs.a[part], b=inputs.b[part])
-        where = {"state": state, "positions": positions[part], "slots": slots}
-        _run_span(out[part], some, z[part], norm, scratch=scratch, exact=exact, **where)
+        _run_span(
+            out[part], some, z[part], norm,
+            scratch=scratch, state=state, positions=positions[part], slots=slots,
+            keeps=None if keeps is None else keeps[part], exact=exact,
+        )  # fmt: skip
 
 
 def is_native(inputs: DeltaInputs, *, exact: bool) -> bool:
@@ -330,6 +344,7 @@ def _run_span(
     state: Tensor,
     positions: Tensor,
     slots: Tensor,
+    keeps: Tensor | None,
     exact: bool,
 ) -> None:
     """A span of a prompt: all chunks' systems, the states one after another, all results."""
@@ -354,8 +369,9 @@ def _run_span(
         )  # fmt: skip
     block = min(_STATE_VALUES, v_block)
     _states_kernel[(heads, triton.cdiv(inputs.value_dim, block))](
-        states, from_state, corrections, keys, totals, state, positions, slots, num_chunks,
-        BLOCK=block, **sizes, **_launch(_STATES_LAUNCH, block, exact=exact),
+        states, from_state, corrections, keys, totals, state, positions, slots, keeps, num_chunks,
+        BLOCK=block, KEEPS=keeps is not None,
+        **sizes, **_launch(_STATES_LAUNCH, block, exact=exact),
     )  # fmt: skip
     _outputs_kernel[(num_chunks, heads)](
         out, states, corrections, totals, scales, qkv, z, weight, positions,

@@ -69,6 +69,32 @@ def test_a_prompt_with_padding_behind_it(
     assert torch.equal(window, expected)
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_windows_inside_of_a_prompt_are_those_of_pieces_that_end_there(
+    size: tuple[int, int], device: torch.device
+) -> None:
+    """To the bit; results and the prompt's own window are what they are without."""
+    count, first, marks = 150, 64, {64: 0, 128: 2}
+    x, weight, out, window = make(count + 3, size, device)
+    positions = torch.arange(first, first + count + 3, device=device)
+    positions[count:] = -1
+    slots = torch.ones_like(positions)
+    keeps = torch.full_like(positions, -1)
+    for at, slot in marks.items():
+        keeps[at] = slot
+    plain, found = window.clone(), window.clone()
+    where = {"positions": positions, "slots": slots}
+    kept = torch.empty_like(out)
+    causal_conv1d_prompt(out, x, weight, window=plain, **where)
+    causal_conv1d_prompt(kept, x, weight, window=found, **where, keeps=keeps)
+    assert torch.equal(kept[:count], out[:count]) and torch.equal(found[1], plain[1])
+    for at, slot in marks.items():
+        ends = window.clone()
+        cut = {name: each[:at] for name, each in where.items()}
+        causal_conv1d_prompt(out[:at], x[:at], weight, window=ends, **cut)
+        assert torch.equal(found[slot], ends[1])
+
+
 def test_only_padding_leaves_the_window_as_it_is(device: torch.device) -> None:
     x, weight, out, window = make(4, (6, 4), device)
     before = window.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -74,8 +75,11 @@ def run_prompt(
     padding: int = 0,
     *,
     exact: bool = True,
+    marks: Mapping[int, int] | None = None,
 ) -> torch.Tensor:
-    """In slot 1, with tokens of NaN at negative positions behind the prompt's own."""
+    """In slot 1, with tokens of NaN at negative positions behind the prompt's own; ``marks``:
+    slots for the state before tokens.
+    """
     count, (z, weight, eps) = len(inputs.qkv), norm
     padded = partial(torch.nn.functional.pad, pad=(0, 0, 0, padding), value=NAN)
     qkv, a, b = (padded(each) for each in (inputs.qkv, inputs.a, inputs.b))
@@ -85,7 +89,11 @@ def run_prompt(
     positions[count:] = -1
     slots = torch.ones_like(positions)
     own = replace(inputs, qkv=qkv, a=a, b=b)
-    run = partial(delta_rule_prompt, state=state, positions=positions, slots=slots)
+    keeps = None if marks is None else torch.full_like(positions, -1)
+    for at, slot in (marks or {}).items():
+        assert keeps is not None
+        keeps[at] = slot
+    run = partial(delta_rule_prompt, state=state, positions=positions, slots=slots, keeps=keeps)
     run(out[:, :width], own, padded(z), (weight, eps), exact=exact)
     assert not out[count:, :width].any() and bool(out[:, width:].isnan().all())
     return out[:count, :width]
@@ -136,6 +144,32 @@ def test_a_prompt_is_its_tokens_one_by_one(
     torch.testing.assert_close(got, want, rtol=0, atol=5e-5)
     torch.testing.assert_close(state[1], after, rtol=0, atol=5e-5)
     assert torch.equal(state[0], before[0])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("span", [64, 2048])
+@pytest.mark.parametrize("size", [SIZES[0], (1, 2, 128, 128)])
+def test_states_inside_of_a_prompt_are_those_of_pieces_that_end_there(
+    size: tuple[int, int, int, int],
+    span: int,
+    exact: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the bit; results and the prompt's own state are what they are without."""
+    monkeypatch.setattr(prompts, "SPAN", span)
+    inputs, first, marks = make(150, size, device), 64, {64: 0, 128: 2}
+    (z, weight, eps), (_, heads, key_dim, value_dim) = norm_of(inputs), size
+    state = torch.randn(3, heads, key_dim, value_dim, device=device)
+    plain, found = state.clone(), state.clone()
+    want = run_prompt(inputs, (z, weight, eps), plain, first, 3, exact=exact)
+    got = run_prompt(inputs, (z, weight, eps), found, first, 3, exact=exact, marks=marks)
+    assert torch.equal(got, want) and torch.equal(found[1], plain[1])
+    for at, slot in marks.items():
+        ends, part = state.clone(), slice(at)
+        some = replace(inputs, qkv=inputs.qkv[part], a=inputs.a[part], b=inputs.b[part])
+        run_prompt(some, (z[part], weight, eps), ends, first, exact=exact)
+        assert torch.equal(found[slot], ends[1])
 
 
 def test_a_prompt_is_rounded_once(device: torch.device) -> None:

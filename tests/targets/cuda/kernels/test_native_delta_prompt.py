@@ -76,7 +76,7 @@ class Prompt:
             prompts._run_span(
                 z, self.inputs, z, (torch.ones(D, device=device), 1e-6),
                 scratch=[state, *left], state=state, positions=self.positions,
-                slots=torch.zeros_like(self.positions), exact=False,
+                slots=torch.zeros_like(self.positions), keeps=None, exact=False,
             )  # fmt: skip
         return left
 
