@@ -85,11 +85,12 @@ class PromptDealer:
         return count or (min(grain, running.left) if is_first else 0)
 
     def _until_saved(self, running: Running, count: int) -> int:
-        """No more tokens than up to the next snapshot: a piece shares a pass only if its state is
-        kept behind it, and the rest costs little in the next.
+        """No more tokens than up to the first snapshot that the piece would be cut for: then it
+        would share no pass, and the rest costs little in the next.
         """
-        start = running.computed
-        return min((count, *(at - start for at in running.saves if at > start)))
+        start, marks = running.computed, self._limits.marks
+        places = sorted(at - start for at in running.saves if at > start)
+        return min((count, *places[marks:]))
 
     def _is_timed(self, num_decoding: int) -> bool:
         """Whether streams wait for the step's prompts, and shall not for long."""

@@ -42,14 +42,14 @@ class Capabilities:
     Attributes:
         max_seats: sequences with state at a time. max_context: positions of a sequence.
         page_size: positions of a page; 0: a seat's state lies in one piece, and no page is named.
-        num_pages: of the pool. num_snapshots: of per-sequence state; 0 where there is no such
-            state, or none can be kept.
+        num_pages: of the pool. num_snapshots: of per-sequence state; 0 where none can be kept.
         has_sequence_state: whether sequences keep state that cannot be cut back to a position.
         num_held: positions that some layers hold of a longer sequence, its last; 0: all of them.
         reach_back: how far a sequence that was longer than ``num_held`` can be cut back.
         cell: the smallest piece of a prompt that is worth reading the weights for.
         max_prompts: pieces of prompts in one step. max_step_tokens: tokens of them together.
         runs_ahead: a step may be given before the last one's tokens have been read.
+        marks: snapshots inside of a piece of a prompt, at whole pages, which it is not cut for.
         passes: where rows that decode may share one pass with prompts (`StepOutput.is_mixed`): for
             up to so many rows and prompts, ascending, the tokens of prompts that a pass is made of.
         far: positions before a prompt's token with which it takes twice as long as without any; 0:
@@ -70,6 +70,7 @@ class Capabilities:
     max_prompts: int = 1
     max_step_tokens: int = 8192
     runs_ahead: bool = False
+    marks: int = 0
     passes: tuple[tuple[int, tuple[int, ...]], ...] = ()
     far: int = 0
     invariant: str = "none"
@@ -100,8 +101,7 @@ class CompileOptions:
     ``copies``: of weights in blocks, as many rows are multiplied fastest: ``auto``, where every
     context has room beside them, or pages keep three quarters of theirs; ``none``; ``all``.
     ``max_step_tokens``: of prompts, what a step will be given; memory for them may be reserved.
-    ``parallel``: the ranks that the model is spread over; see :class:`Parallel`. ``rank``: of
-    them, the one whose program this is.
+    ``parallel``: the ranks that the model is spread over. ``rank``: whose program this is.
     """
 
     max_batch: int = 1

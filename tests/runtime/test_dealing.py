@@ -139,14 +139,17 @@ def test_what_is_left_of_a_step_goes_to_other_prompts() -> None:
 
 
 def test_a_piece_beside_rows_ends_where_its_state_is_kept() -> None:
-    """A piece with a snapshot inside shares no pass; where nobody decodes it is one step all the
-    same.
+    """A piece with more snapshots inside than can be kept as it passes shares no pass; where nobody
+    decodes it is one step all the same.
     """
     one = prompt(1000, 64)
     one.saves |= {64, 960, 1024}
     made = dealer(0.0, passes=PASSES, max_prompts=1)
     for rows, expected in ((4, 960 - 64), (0, 1000)):
         ((_, count),) = made.deal([one], rows)
+        assert count == expected
+    for marks, expected in ((1, 1024 - 64), (2, 1000)):
+        ((_, count),) = dealer(0.0, passes=PASSES, max_prompts=1, marks=marks).deal([one], 4)
         assert count == expected
     ((_, count),) = dealer(0.0, max_prompts=1).deal([one], 4)
     assert count == 1000, "nothing is shared"

@@ -12,6 +12,7 @@ import torch
 
 from tilewright.compiler.targets.cuda.capture import Bucket, Captured
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Drawing, make_choice
+from tilewright.compiler.targets.cuda.marks import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.ragged import SHORT_BLOCK, lay_out
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
@@ -65,10 +66,11 @@ class _Pass:
         self.num_tokens, self.width = num_tokens, width
         self.captured: Captured | None = None
         count = num_tokens + width
-        self._words = torch.zeros(3 * (count + width), dtype=torch.int64, device=device)
-        self.rows = Rows(*self._words[: 3 * count].view(3, count))
-        self.rows.positions.fill_(-1)
-        self.wanted, self.at, self.ends = self._words[3 * count :].view(3, width)
+        self._words = torch.zeros(4 * count + 3 * width, dtype=torch.int64, device=device)
+        words = self._words[: 4 * count].view(4, count)
+        words[1], words[3] = -1, -1
+        self.rows = Rows(*words)
+        self.wanted, self.at, self.ends = self._words[4 * count :].view(3, width)
 
     @property
     def riding(self) -> slice:
@@ -76,19 +78,25 @@ class _Pass:
         return slice(self.num_tokens, self.num_tokens + self.width)
 
     def upload(
-        self, chunks: Sequence[Chunk], held: Mapping[Seat, int], ends: Mapping[Seat, int], none: int
+        self,
+        chunks: Sequence[Chunk],
+        held: Mapping[Seat, int],
+        ends: Mapping[Seat, int],
+        none: int,
+        marks: Marks,
     ) -> None:
-        """Pieces, and seats that ride along with the positions that they hold; ``ends``: those
-        that get a token, the riding ones first; ``none``: the table's row for nobody.
+        """Pieces with their marks, and seats that ride along with the positions that they hold;
+        ``ends``: those that get a token, the riding ones first; ``none``: the table's row for
+        nobody.
         """
         staged = np.zeros(len(self._words), dtype=np.int64)
         count, first = self.num_tokens + self.width, self.num_tokens
-        tokens = staged[: 3 * count].reshape(3, count)
-        tokens[1] = -1
-        pieces = lay_out(tokens, chunks, SHORT_BLOCK)
+        tokens = staged[: 4 * count].reshape(4, count)
+        tokens[1], tokens[3] = -1, -1
+        pieces = lay_out(tokens, chunks, SHORT_BLOCK, marks)
         among = slice(first, first + len(held))
         tokens[1, among], tokens[2, among] = [*held.values()], [*held]
-        wanted, at, where = staged[3 * count :].reshape(3, self.width)
+        wanted, at, where = staged[4 * count :].reshape(3, self.width)
         both = zip(chunks, pieces, strict=True)
         last = [piece.stop - 1 for chunk, piece in both if chunk.chooses]
         wanted[: len(ends)] = [*range(first, among.stop), *last]
@@ -136,12 +144,13 @@ class BatchBucket(Bucket):
         held: Mapping[Seat, int],
         ends: Mapping[Seat, int],
         drawing: Drawing | None,
+        marks: Marks = NO_MARKS,
     ) -> None:
         """Run a pass of a captured number of tokens, as :meth:`_Pass.upload` says; each seat of
         ``ends`` reads what was chosen for it next.
         """
         found = self._pass(num_tokens)
-        found.upload(chunks, held, ends, self._table.padding)
+        found.upload(chunks, held, ends, self._table.padding, marks)
         assert found.captured is not None
         found.captured()
         if drawing is not None:

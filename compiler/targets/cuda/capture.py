@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Choice, Drawing, make_choice
 from tilewright.compiler.targets.cuda.group import Group
+from tilewright.compiler.targets.cuda.marks import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.cuda.state import PagedState
@@ -147,7 +148,7 @@ class DecodeBucket(Bucket):
         staged[0, count:] = table.padding
         staged[1, :count], staged[1, count:] = positions, -1
         sent = send(staged, self._device)
-        self.rows.words[1:].copy_(sent[1:])
+        self.rows.words[1:3].copy_(sent[1:])
         torch.index_select(table.tokens, 0, sent[0], out=self.rows.tokens)
         self.choice.gather(table, sent[0])
         return sent[0]
@@ -229,11 +230,16 @@ class PromptBucket(Bucket):
             self._capture_draw(drawing)
 
     def run(
-        self, tokens: Sequence[int], first: int, slot: int, drawing: Drawing | None = None
+        self,
+        tokens: Sequence[int],
+        first: int,
+        slot: int,
+        drawing: Drawing | None = None,
+        marks: Marks = NO_MARKS,
     ) -> None:
-        """``tokens`` from position ``first`` on, of the sequence in ``slot``."""
+        """``tokens`` from position ``first`` on, of the sequence in ``slot``, with their marks."""
         captured = self._capture(self._from_start(first))
-        self.rows.upload(tokens, first, slot)
+        self.rows.upload(tokens, first, slot, marks)
         self.last.fill_(len(tokens) - 1)
         captured()
         if drawing is not None:

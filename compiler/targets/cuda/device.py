@@ -15,11 +15,12 @@ from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.experts import held_sizes
 from tilewright.compiler.targets.cuda.invariance import invariant_of
+from tilewright.compiler.targets.cuda.marks import MOST_MARKS
 from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import RIDING, read_trials
+from tilewright.compiler.targets.cuda.trials import INSIDE, RIDING, read_trials
 from tilewright.compiler.targets.cuda.weights import wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Attend, Plan
 
@@ -134,10 +135,23 @@ def capabilities_of(
         max_prompts=asked or (_JOINED if joins and not mixes else 1),
         max_step_tokens=most_prompt_tokens(options),
         runs_ahead=is_gpu,
+        marks=marks_each(plan),
         passes=passes_for(decode_buckets(options.max_batch), has_mixers=mixes) if joins else (),
         far=far_of(plan),
         invariant=invariant,
     )
+
+
+def marks_each(plan: Plan) -> int:
+    """Positions inside of a piece of a prompt at which its state can be kept as it passes."""
+    return MOST_MARKS if plan.sequence_states and read_trials().snapshots == INSIDE else 0
+
+
+def num_marks(plan: Plan) -> int:
+    """Marks of all pieces of a pass: places for state that is no sequence's. Where there are any,
+    a batch has as many pieces of prompts as are asked for.
+    """
+    return marks_each(plan) * max(1, read_trials().prompts)
 
 
 def far_of(plan: Plan) -> int:
@@ -265,7 +279,8 @@ def work_bytes(plan: Plan, options: CompileOptions) -> int:
     dense = max((size * rows * columns for rows, columns in whole), default=0)
     widest = max((rows for rows, _ in shapes[:-1]), default=0)
     prompt = tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
-    return _WORKSPACE + prompt + _decode_bytes(plan, options)
+    marks = num_marks(plan) * sequence_bytes(plan.sequence_states)
+    return _WORKSPACE + prompt + marks + _decode_bytes(plan, options)
 
 
 def _decode_bytes(plan: Plan, options: CompileOptions) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,11 +20,12 @@ from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes
-from tilewright.compiler.targets.cuda.device import capabilities_of
+from tilewright.compiler.targets.cuda.device import capabilities_of, num_marks
 from tilewright.compiler.targets.cuda.group import Group, meet
 from tilewright.compiler.targets.cuda.joined import Joined
 from tilewright.compiler.targets.cuda.kernels.exchange import PROMPT_WIRE
 from tilewright.compiler.targets.cuda.late import choose_now, needs_host
+from tilewright.compiler.targets.cuda.marks import cut
 from tilewright.compiler.targets.cuda.pages import pages_of
 from tilewright.compiler.targets.cuda.ragged import can_join, one, split
 from tilewright.compiler.targets.cuda.rows import Rows
@@ -82,8 +82,9 @@ class CudaExecutable(Executable):
         rows = decode_buckets(options.max_batch)
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
-            plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states
-        )
+            plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states,
+            num_marks=num_marks(plan),
+        )  # fmt: skip
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
         self.device, self._weights, self.dealt = device, weights, plan.dealt
@@ -92,8 +93,7 @@ class CudaExecutable(Executable):
         prompt_wire = PROMPT_WIRE if is_free else None
         self._steps = Steps(
             plan, weights, self._state, max_rows=rows[-1], exact=exact, strict=strict,
-            prompt_wire=prompt_wire,
-            copies=copies, trials=read_trials(),
+            prompt_wire=prompt_wire, copies=copies, trials=read_trials(),
         )  # fmt: skip
         self.notes = self._steps.copies.said()
         if prompt_wire and options.parallel.tensor > 1:
@@ -107,12 +107,9 @@ class CudaExecutable(Executable):
         self._away = Away(self._sittings, self._state, self._table)
         self._seated: Seated | None = None
         self._answers = Answers(
-            self._table,
-            self._sittings,
-            leave=self._leave,
-            width=lambda: self.num_choosable,
-            num_seats=options.max_batch,
-        )
+            self._table, self._sittings, leave=self._leave,
+            width=lambda: self.num_choosable, num_seats=options.max_batch,
+        )  # fmt: skip
         self._joined = Joined(
             self._steps, self._state, self._table, self._buckets, self._answers, self._sittings,
             check=self._check, leave=self._leave,
@@ -154,7 +151,8 @@ class CudaExecutable(Executable):
                 seats = step.decode[first : first + most]
                 seats = step.decode if len(seats) == len(step.decode) else seats
                 parts.append(self._decode(seats, step))
-        batches, alone = split(step.prompts, self.capabilities.max_prompts, beside=bool(riding))
+        most, marks = self.capabilities.max_prompts, self.capabilities.marks
+        batches, alone = split(step.prompts, most, marks=marks, beside=bool(riding))
         for index, batch in enumerate(batches):
             parts += self._joined.run(batch, step, () if index else riding)
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
@@ -164,7 +162,8 @@ class CudaExecutable(Executable):
         """Whether the rows that decode take part in a batch of pieces of prompts: where all of
         these might end in a pass that is captured; and a piece that is always alone lies in one.
         """
-        limits, joined = self.capabilities, [each for each in step.prompts if can_join(each)]
+        limits = self.capabilities
+        joined = [each for each in step.prompts if can_join(each, limits.marks)]
         if not (limits.passes and step.decode and joined):
             return False
         if limits.max_prompts == 1 and num_tokens_of(joined[:1]) > limits.passes[-1][1][-1]:
@@ -281,18 +280,12 @@ class CudaExecutable(Executable):
     def _prompt(self, chunk: Chunk, step: Step) -> Part | None:
         """A piece of a prompt; None where nothing is wanted of it."""
         sitting = self._check(chunk)
-        ends = sorted({*(end for end, _ in chunk.saves), chunk.end})
-        assert len(ends) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
-        start, found = chunk.start, None
-        for end in ends:
-            tokens = chunk.tokens[start - chunk.start : end - chunk.start]
-            chooses = chunk.chooses and end == chunk.end
-            sitting.length, sitting.token = end, None
-            piece = replace(chunk, start=start, tokens=tokens, chooses=chooses)
-            found = self._run_prompt(piece, step)
-            for snapshot in [snapshot for at, snapshot in chunk.saves if at == end]:
-                self._state.save(chunk.seat, snapshot, end)
-            start = end
+        parts, found = cut(chunk, self.capabilities.marks), None
+        assert len(parts) == 1 or not chunk.echoes, "a chunk that echoes is in one piece"
+        for part in parts:
+            sitting.length, sitting.token = part.end, None
+            found = self._run_prompt(part, step)
+            self._state.keep((part,))
         return found
 
     def _run_prompt(self, chunk: Chunk, step: Step) -> Part | None:
@@ -300,16 +293,16 @@ class CudaExecutable(Executable):
         chosen = [self._sittings[seat].choosing for seat in (chunk.seat, *chunk.also)]
         is_late = self._answers.is_late((chunk.seat, *chunk.also), step)
         drawing = None if is_late else drawing_of(chosen)
-        at = self._table.index((chunk.seat,))
+        at, marks = self._table.index((chunk.seat,)), self._state.marks((chunk,))
         if len(chunk.tokens) <= self._buckets.tokens[-1] and not chunk.echoes:
             bucket = self._buckets.prompt(len(chunk.tokens))
             choice = bucket.choice
             choice.gather(self._table, at)
             choice.positions.fill_(chunk.end)
-            bucket.run(chunk.tokens, chunk.start, chunk.seat, drawing)
+            bucket.run(chunk.tokens, chunk.start, chunk.seat, drawing, marks)
             logits = bucket.logits
         else:
-            placed, wanted = one(chunk, self.device)
+            placed, wanted = one(chunk, self.device, marks)
             from_start = chunk.start == 0
             found = self._steps.prefill(placed, logit_rows=wanted, from_start=from_start)
             if found is None:

@@ -56,8 +56,8 @@ class Joined:
             return self._uncaptured(chunks, step, held, ends)
         bucket, size = found
         drawing = drawing_of([self._sittings[seat].choosing for seat in ends])
-        bucket.run(size, chunks, held, ends, drawing)
-        self._save(chunks)
+        bucket.run(size, chunks, held, ends, drawing, self._state.marks(chunks))
+        self._state.keep(chunks)
         seats = tuple(ends)
         logits = bucket.logits[: len(seats)]
         return [self._answers.chosen(seats, logits, bucket.choice, step)] if seats else []
@@ -67,7 +67,13 @@ class Joined:
     ) -> list[Part]:
         """A batch that is larger than those captured, or whose tokens are chosen late."""
         riding = tuple(held)
-        ragged = join(chunks, self._table.device, seats=riding, positions=tuple(held.values()))
+        ragged = join(
+            chunks,
+            self._table.device,
+            seats=riding,
+            positions=tuple(held.values()),
+            marks=self._state.marks(chunks),
+        )
         if riding:
             ragged.take_tokens(self._table.tokens)
         logits = self._steps.prefill(
@@ -77,7 +83,7 @@ class Joined:
             block=ragged.block,
             riding=ragged.riding,
         )
-        self._save(chunks)
+        self._state.keep(chunks)
         if logits is None:
             return []
         seats = tuple(ends)
@@ -88,12 +94,6 @@ class Joined:
         choice = choose_now(self._table, seats, at, width, logits, chosen, self._steps.group)
         self._table.give_back(self._table.index(seats), choice.tokens)
         return [self._answers.chosen(seats, logits, choice, step)]
-
-    def _save(self, chunks: Sequence[Chunk]) -> None:
-        """Snapshots of what pieces end in."""
-        for chunk in chunks:
-            for end, snapshot in chunk.saves:
-                self._state.save(chunk.seat, snapshot, end)
 
     def _go_on(self, seats: tuple[Seat, ...]) -> dict[Seat, int]:
         """Each seat has one position more, outside of a bucket; where their tokens stand."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewright.compiler.targets.cuda.marks import NO_MARKS, Marks, cut
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import send
 from tilewright.compiler.targets.step import Chunk, Seat
@@ -44,22 +45,22 @@ class Ragged:
         torch.index_select(held, 0, self.rows.slots[among], out=self.rows.tokens[among])
 
 
-def can_join(chunk: Chunk) -> bool:
+def can_join(chunk: Chunk, marks: int = 0) -> bool:
     """Whether a piece may be one of several: nothing is wanted of it but its last token's choice,
-    and its state as it is behind it.
+    and its state behind it and at up to so many marks.
     """
-    return not chunk.echoes and not chunk.also and all(end == chunk.end for end, _ in chunk.saves)
+    return not chunk.echoes and not chunk.also and len(cut(chunk, marks)) == 1
 
 
 def split(
-    chunks: Sequence[Chunk], most: int, *, beside: bool = False
+    chunks: Sequence[Chunk], most: int, *, marks: int = 0, beside: bool = False
 ) -> tuple[list[list[Chunk]], list[Chunk]]:
-    """Batches of up to ``most`` pieces, and those pieces that are run each for itself: all where
-    there is one, but ``beside`` rows that ride along.
+    """Batches of up to ``most`` pieces with up to so many ``marks`` each, and those pieces that are
+    run each for itself: all where there is one, but ``beside`` rows that ride along.
     """
     joined: list[Chunk] = []
     if beside or (most > 1 and len(chunks) > 1):
-        joined = [chunk for chunk in chunks if can_join(chunk)]
+        joined = [chunk for chunk in chunks if can_join(chunk, marks)]
     batches = [joined[first : first + most] for first in range(0, len(joined), most)]
     return batches, [chunk for chunk in chunks if chunk not in joined]
 
@@ -70,24 +71,27 @@ def join(
     *,
     seats: Sequence[Seat] = (),
     positions: Sequence[int] = (),
+    marks: Marks = NO_MARKS,
 ) -> Ragged:
     """Lay pieces out one behind the other, and behind them rows of ``seats`` at ``positions``."""
     mean = sum(len(chunk.tokens) for chunk in chunks) / len(chunks)
     block = LONG_BLOCK if mean >= LONG_PIECE else SHORT_BLOCK
     first = sum(-(-len(chunk.tokens) // block) * block for chunk in chunks)
     riding = slice(first, first + len(seats))
-    staged = np.zeros((3, -(-riding.stop // _ALIGNED) * _ALIGNED), dtype=np.int64)
-    staged[1] = -1
+    staged = np.zeros((4, -(-riding.stop // _ALIGNED) * _ALIGNED), dtype=np.int64)
+    staged[1], staged[3] = -1, -1
     staged[1, riding], staged[2, riding] = positions, seats
-    pieces = lay_out(staged, chunks, block)
+    pieces = lay_out(staged, chunks, block, marks)
     last = [piece.stop - 1 for chunk, piece in zip(chunks, pieces, strict=True) if chunk.chooses]
     wanted = send(np.array([*range(riding.start, riding.stop), *last], dtype=np.int64), device)
     return Ragged(Rows(*send(staged, device)), block, pieces, wanted, riding)
 
 
-def lay_out(staged: np.ndarray, chunks: Sequence[Chunk], block: int) -> tuple[slice, ...]:
-    """Write the tokens, positions and seats of pieces into the first rows of ``staged [3, N]``,
-    each piece into whole blocks of its own, of rows that are padding; the rows of each.
+def lay_out(
+    staged: np.ndarray, chunks: Sequence[Chunk], block: int, marks: Marks = NO_MARKS
+) -> tuple[slice, ...]:
+    """Write the tokens, positions, seats and marks of pieces into the first rows of ``staged
+    [4, N]``, each piece into whole blocks of its own, of rows that are padding; the rows of each.
     """
     pieces, first = [], 0
     for chunk in chunks:
@@ -96,17 +100,19 @@ def lay_out(staged: np.ndarray, chunks: Sequence[Chunk], block: int) -> tuple[sl
         staged[0, piece] = chunk.tokens
         staged[1, piece] = np.arange(chunk.start, chunk.end)
         staged[2, piece.start : first] = chunk.seat
+        for (seat, at), place in marks.items():
+            if seat == chunk.seat:
+                staged[3, piece.start + at - chunk.start] = place
         pieces.append(piece)
     return tuple(pieces)
 
 
-def one(chunk: Chunk, device: torch.device) -> tuple[Rows, Tensor | None]:
+def one(chunk: Chunk, device: torch.device, marks: Marks = NO_MARKS) -> tuple[Rows, Tensor | None]:
     """The rows of a single piece, without padding, and those of them that want logits."""
     count = len(chunk.tokens)
-    staged = np.zeros((3, -(-count // _ALIGNED) * _ALIGNED), dtype=np.int64)
-    staged[0, :count] = chunk.tokens
-    staged[1, :count] = np.arange(chunk.start, chunk.end)
-    staged[2] = chunk.seat
+    staged = np.zeros((4, -(-count // _ALIGNED) * _ALIGNED), dtype=np.int64)
+    staged[3] = -1
+    lay_out(staged, (chunk,), _ALIGNED, marks)
     placed = Rows(*send(staged, device)[:, :count])
     if chunk.echoes:
         return placed, torch.arange(count, device=device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tilewright.compiler.ir.state import StateSpec
 from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda.marks import Marks, marks_of
 from tilewright.compiler.targets.cuda.numerics import cache_kind
 from tilewright.compiler.targets.cuda.pages import (
     PAGE,
@@ -18,7 +19,7 @@ from tilewright.compiler.targets.cuda.pages import (
     pages_of,
 )
 from tilewright.compiler.targets.cuda.seats import send
-from tilewright.compiler.targets.step import HostPlace, Pages, Seat, Snapshot
+from tilewright.compiler.targets.step import Chunk, HostPlace, Pages, Seat, Snapshot
 
 
 def sequence_bytes(specs: Sequence[StateSpec]) -> int:
@@ -30,7 +31,8 @@ class PagedState:
     """A pool of pages with a table of each seat's, and what each seat keeps whatever its length.
 
     ``pages``: the caches by layer. ``tables [S, M]`` int32: the pages of every seat. ``sequences``:
-    float32 ``[S, ...]`` by layer, rewritten by every step; a sequence's counts from its position 0.
+    float32 ``[S + num_marks, ...]`` by layer, rewritten by every step; a sequence's counts from its
+    position 0. The last ones are nobody's: what a prompt's pass keeps at its marks.
     Whose page is whose is the runtime's to say.
     """
 
@@ -42,6 +44,7 @@ class PagedState:
         *,
         num_pages: int,
         sequence_specs: Sequence[StateSpec] = (),
+        num_marks: int = 0,
     ) -> None:
         exact = options.compute == "exact"
         self.device, self.num_pages, self._specs = device, num_pages, specs
@@ -55,9 +58,10 @@ class PagedState:
         shape = (options.max_batch, pages_of(options.max_context))
         self.tables = torch.zeros(shape, dtype=torch.int32, device=device)
         self.sequences = {
-            each.name: torch.zeros(options.max_batch, *each.shape, device=device)
+            each.name: torch.zeros(options.max_batch + num_marks, *each.shape, device=device)
             for each in sequence_specs
         }
+        self._first_mark, self.num_marks = options.max_batch, num_marks
         self._sequence_bytes = sequence_bytes(sequence_specs)
         self._held: dict[Seat, list[int]] = {}
         self._room = np.zeros(options.max_batch, dtype=np.int64)  # positions in a seat's pages
@@ -126,6 +130,19 @@ class PagedState:
         for place, state in zip(kept, self.sequences.values(), strict=True):
             place.copy_(state[seat])
         self._snapshots[snapshot] = position, kept
+
+    def marks(self, chunks: Sequence[Chunk]) -> Marks:
+        """Where the pass of these pieces is to keep their states inside of them."""
+        found = marks_of(chunks, self._first_mark)
+        assert len(found) <= self.num_marks, f"{len(found)} marks in one pass"
+        return found
+
+    def keep(self, chunks: Sequence[Chunk]) -> None:
+        """Take the snapshots of pieces whose pass has run with :meth:`marks`."""
+        marks = self.marks(chunks)
+        for chunk in chunks:
+            for at, snapshot in chunk.saves:
+                self.save(marks.get((chunk.seat, at), chunk.seat), snapshot, at)
 
     def load(self, seat: Seat, snapshot: Snapshot) -> int:
         """Put a snapshot into a seat; returns the position it was saved at."""

@@ -182,8 +182,7 @@ class Steps:
             elif isinstance(each, Attend):
                 self._attend_decode(each, step, rows, captured)
             elif isinstance(each, Mixer):
-                where = rows.positions, rows.slots
-                self._mixers.run(each, step, *where, decodes=True, captured=captured)
+                self._mixers.run(each, step, rows, decodes=True, captured=captured)
             elif not (isinstance(each, Linear) and self._mixers.experts.runs_along(each, num_rows)):
                 self._run(each, step, rows, decodes=True)
         return step.logits
@@ -248,13 +247,11 @@ class Steps:
                 self._attend_prompt(each, step, rows, from_start, block)
             elif isinstance(each, DeltaRule | Convolve):
                 for at in places:
-                    where = rows.positions[at], rows.slots[at]
-                    self._mixers.run(each, step.part(at), *where, decodes=False)
+                    self._mixers.run(each, step.part(at), rows.part(at), decodes=False)
                 if is_mixed:
-                    where = rows.positions[riding], rows.slots[riding]
-                    self._mixers.run(each, step.part(riding), *where, decodes=True)
+                    self._mixers.run(each, step.part(riding), rows.part(riding), decodes=True)
             elif isinstance(each, Mixer):
-                self._mixers.run(each, step, rows.positions, rows.slots, decodes=False)
+                self._mixers.run(each, step, rows, decodes=False)
             else:
                 self._run(each, step, rows, decodes=False)
         return step.logits

@@ -18,6 +18,7 @@ from tilewright.compiler.targets.cuda.kernels.delta_rule_prompt import (
     scratch_bytes,
 )
 from tilewright.compiler.targets.cuda.kernels.sigmoid_gate import sigmoid_gate
+from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_experts import Experts, experts_bytes
 from tilewright.compiler.targets.cuda.trials import Trials
@@ -50,8 +51,8 @@ def mixer_bytes(plan: Plan, num_tokens: int) -> int:
 class Mixers:
     """A plan's mixers with their weights and state. Capturable in a CUDA graph.
 
-    ``positions`` and ``slots`` are those of a step's tokens: one of each sequence in a decode step,
-    all of one sequence in a prompt.
+    Their rows are a step's tokens: one of each sequence in a decode step, all of one sequence in a
+    prompt, whose state is kept at its marks on the way.
     """
 
     def __init__(
@@ -72,25 +73,24 @@ class Mixers:
         self,
         each: Mixer,
         step: Buffers,
-        positions: Tensor,
-        slots: Tensor,
+        rows: Rows,
         *,
         decodes: bool,
         captured: bool = False,
     ) -> None:
         """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it."""
         if isinstance(each, Route | ExpertLinear | ExpertSum):
-            self.experts.run(each, step, positions, decodes=decodes)
+            self.experts.run(each, step, rows.positions, decodes=decodes)
         elif isinstance(each, SigmoidGate):
             sigmoid_gate(step.view(each.out), step.view(each.x), step.view(each.gate))
         elif isinstance(each, Convolve):
-            self._convolve(each, step, positions, slots, decodes)
+            self._convolve(each, step, rows, decodes)
         elif decodes and not self.why_no_native(each):
-            self._native_step(each, step, positions, slots, captured)
+            self._native_step(each, step, rows, captured)
         else:
             if each.convolve is not None:
-                self._convolve(each.convolve, step, positions, slots, decodes)
-            self._delta_rule(each, step, positions, slots, decodes)
+                self._convolve(each.convolve, step, rows, decodes)
+            self._delta_rule(each, step, rows, decodes)
 
     def why_no_native(self, each: DeltaRule) -> str:
         """Why a decode step does not convolve and apply the rule in one CUDA C++ kernel."""
@@ -108,9 +108,7 @@ class Mixers:
             width=each.convolve.state.shape[-1] + 1,
         )
 
-    def _native_step(
-        self, each: DeltaRule, step: Buffers, positions: Tensor, slots: Tensor, captured: bool
-    ) -> None:
+    def _native_step(self, each: DeltaRule, step: Buffers, rows: Rows, captured: bool) -> None:
         """``captured``: a slot's window and state are those that the step before left."""
         convolve = each.convolve
         assert convolve is not None
@@ -122,23 +120,24 @@ class Mixers:
             weight=self._weights.vector(vector_of(convolve.weight)).flatten(1),
             window=self._state.sequences[convolve.state.name],
             state=self._state.sequences[each.state.name],
-            positions=positions,
-            slots=slots,
+            positions=rows.positions,
+            slots=rows.slots,
             early=captured,
         )
 
-    def _convolve(
-        self, each: Convolve, step: Buffers, positions: Tensor, slots: Tensor, decodes: bool
-    ) -> None:
-        convolve = causal_conv1d_step if decodes else causal_conv1d_prompt
-        convolve(
-            step.view(each.out),
-            step.view(each.x),
-            self._weights.vector(vector_of(each.weight)).flatten(1),
-            window=self._state.sequences[each.state.name],
-            positions=positions,
-            slots=slots,
-        )
+    def _convolve(self, each: Convolve, step: Buffers, rows: Rows, decodes: bool) -> None:
+        weight = self._weights.vector(vector_of(each.weight)).flatten(1)
+        what = step.view(each.out), step.view(each.x), weight
+        window = self._state.sequences[each.state.name]
+        where = {"window": window, "positions": rows.positions, "slots": rows.slots}
+        if decodes:
+            causal_conv1d_step(*what, **where)
+        else:
+            causal_conv1d_prompt(*what, **where, keeps=self._keeps(rows))
+
+    def _keeps(self, rows: Rows) -> Tensor | None:
+        """None where nothing is ever kept on the way: kernels are then made without it."""
+        return rows.keeps if self._state.num_marks else None
 
     def _inputs(self, each: DeltaRule, step: Buffers, qkv: Place) -> DeltaInputs:
         return DeltaInputs(
@@ -151,18 +150,14 @@ class Mixers:
             each.key_dim,
         )
 
-    def _delta_rule(
-        self, each: DeltaRule, step: Buffers, positions: Tensor, slots: Tensor, decodes: bool
-    ) -> None:
+    def _delta_rule(self, each: DeltaRule, step: Buffers, rows: Rows, decodes: bool) -> None:
         inputs = self._inputs(each, step, each.qkv)
         out, z = step.view(each.out), step.view(each.z)
         weight = self._weights.vector(vector_of(each.norm))
-        where = {
-            "state": self._state.sequences[each.state.name],
-            "positions": positions,
-            "slots": slots,
-        }
+        state = self._state.sequences[each.state.name]
+        where = {"state": state, "positions": rows.positions, "slots": rows.slots}
         if decodes:
             delta_rule_step(out, inputs, z, (weight, each.eps), **where)
             return
-        delta_rule_prompt(out, inputs, z, (weight, each.eps), exact=self._exact, **where)
+        keeps, norm = self._keeps(rows), (weight, each.eps)
+        delta_rule_prompt(out, inputs, z, norm, keeps=keeps, exact=self._exact, **where)

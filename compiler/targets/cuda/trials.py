@@ -12,6 +12,7 @@ from tilewright.compiler.errors import ConfigError, allowed
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 APART, RIDING = "apart", "riding"
+CUT, INSIDE = "cut", "inside"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -19,6 +20,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING),
+    "snapshots": (CUT, INSIDE),
 }
 
 
@@ -36,6 +38,8 @@ class Trials:
             :func:`.device.capabilities_of` finds best.
         hybrids: ``riding``: rows that decode share a captured pass with one piece of a prompt where
             a plan has experts or linear attention; ``apart``: they do not.
+        snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
+            pass; ``cut``: the piece is cut there.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -45,6 +49,7 @@ class Trials:
     experts: str = TOGETHER
     prompts: int = 0
     hybrids: str = APART
+    snapshots: str = CUT
 
 
 def read_trials() -> Trials:
@@ -68,4 +73,5 @@ def read_trials() -> Trials:
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
+        snapshots=found.get("snapshots", default.snapshots),
     )

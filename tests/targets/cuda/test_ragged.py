@@ -68,6 +68,7 @@ def test_what_wants_more_than_a_choice_runs_alone() -> None:
     others = chunk(4, 0, 3, also=(Seat(5),))
     found = [can_join(each) for each in (plain, behind, within, echoing, others)]
     assert found == [True, True, False, False, False]
+    assert can_join(chunk(2, 0, 99, saves=((64, Snapshot(0)),)), marks=1)
     assert split([plain, within, behind], 8) == ([[plain, behind]], [within])
     assert split([plain, behind, chunk(6, 0, 3)], 2)[0] == [[plain, behind], [chunk(6, 0, 3)]]
     assert split([plain, behind], 1) == ([], [plain, behind])

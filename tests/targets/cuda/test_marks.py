@@ -1,0 +1,197 @@
+"""Snapshots inside of a piece of a prompt: where it is cut, where it is not, and what they hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.targets.cuda.test_executable import release
+from tests.targets.cuda.test_ragged import chunk
+from tests.targets.cuda.test_steps_mixers import BF16, model_of
+from tests.targets.test_scheduled import alone, request
+from tests.tiny import compiled, joined, lowered, random_tokens, take_seat, tiny_model
+from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda.device import marks_each, num_marks, work_bytes
+from tilewright.compiler.targets.cuda.executable import CudaExecutable
+from tilewright.compiler.targets.cuda.marks import cut, marks_of
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.ragged import join, one
+from tilewright.compiler.targets.cuda.rows import Rows
+from tilewright.compiler.targets.cuda.state import sequence_bytes
+from tilewright.compiler.targets.cuda.trials import VARIABLE
+from tilewright.compiler.targets.step import Chunk, Load, Seat, Snapshot, Step
+from tilewright.models.config import DeltaShape
+
+CPU = torch.device("cpu")
+INSIDE = "snapshots=inside"
+
+
+def saving(start: int, count: int, *places: int) -> Chunk:
+    saves = tuple((at, Snapshot(n)) for n, at in enumerate(places))
+    return chunk(3, start, count, saves=saves)
+
+
+@pytest.mark.parametrize(
+    ("piece", "most", "expected"),
+    [
+        (saving(0, 200), 2, [(0, 200, 0)]),
+        (saving(0, 200, 64, 128), 2, [(0, 200, 2)]),
+        (saving(0, 200, 64, 128), 0, [(0, 64, 1), (64, 128, 1), (128, 200, 0)]),
+        (saving(0, 200, 192, 200, 64, 64), 2, [(0, 200, 4)]),
+        (saving(0, 300, 64, 128, 192, 256), 2, [(0, 192, 3), (192, 300, 1)]),
+        (saving(64, 200, 100, 164), 2, [(64, 100, 1), (100, 264, 1)]),
+        (saving(0, 70, 5, 64), 2, [(0, 5, 1), (5, 64, 1), (64, 70, 0)]),
+    ],
+)
+def test_a_piece_is_cut_only_where_its_kernels_cannot_keep_the_state(
+    piece: Chunk, most: int, expected: list[tuple[int, int, int]]
+) -> None:
+    found = cut(piece, most)
+    assert [(each.start, each.end, len(each.saves)) for each in found] == expected
+    assert sum((each.tokens for each in found), ()) == piece.tokens
+    assert sorted(sum((each.saves for each in found), ())) == sorted(piece.saves)
+    assert [each.chooses for each in found] == [False] * (len(found) - 1) + [True]
+
+
+def test_the_first_token_behind_a_mark_says_where_the_state_goes() -> None:
+    """Of each of several pieces, wherever they lie; two snapshots of a position are one mark."""
+    other = chunk(1, 64, 130, saves=((192, Snapshot(7)), (192, Snapshot(8))))
+    marks = marks_of((saving(0, 65, 64, 65), other), 6)
+    assert marks == {(Seat(3), 64): 6, (Seat(1), 192): 7}
+    rows = join((saving(0, 65, 64), other), CPU, marks=marks).rows
+    assert rows.keeps is not None
+    assert {at: kept for at, kept in enumerate(rows.keeps.tolist()) if kept >= 0} == {64: 6, 256: 7}
+    uploaded = Rows.padding(256, CPU)
+    own = {(Seat(1), 192): Seat(7)}
+    for alone_rows in (one(other, CPU, own)[0], uploaded):
+        uploaded.upload(other.tokens, other.start, other.seat, own)
+        assert alone_rows.keeps is not None
+        found = alone_rows.keeps.tolist()
+        assert [at for at, kept in enumerate(found) if kept >= 0] == [128] and found[128] == 7
+
+
+def test_marks_are_there_where_sequences_have_state_and_take_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = CompileOptions(max_batch=4, max_context=64)
+    hybrid, dense = (
+        make_plan(lowered(model, target="cuda", precision=BF16)[0])
+        for model in (model_of(), tiny_model(num_layers=1))
+    )
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert marks_each(hybrid) == num_marks(hybrid) == 0
+    before = work_bytes(hybrid, options)
+    monkeypatch.setenv(VARIABLE, INSIDE)
+    assert (marks_each(hybrid), marks_each(dense), num_marks(dense)) == (2, 0, 0)
+    assert work_bytes(hybrid, options) - before == 2 * sequence_bytes(hybrid.sequence_states)
+    monkeypatch.setenv(VARIABLE, f"prompts=8,{INSIDE}")
+    assert num_marks(hybrid) == 16
+
+
+def snapshots(executable: CudaExecutable) -> dict[int, list[Tensor]]:
+    return {int(n): kept for n, (_, kept) in executable._state._snapshots.items()}
+
+
+def taken(
+    executable: CudaExecutable, count: int, places: tuple[int, ...], rows: int = 0
+) -> tuple[list[Tensor], Tensor, list[int]]:
+    """A prompt with snapshots at its ``places``, beside some rows that decode; then it goes on from
+    each of them in another seat. What the snapshots hold, the logits, tokens of each pass.
+    """
+    passes: list[int] = []
+    run = executable._steps._prefill
+
+    def watched(given: Rows, *rest: Any) -> Tensor | None:
+        passes.append(int((given.positions >= 0).sum()))
+        return run(given, *rest)
+
+    seats = tuple(take_seat(executable, count + 8) for _ in range(rows + 2))
+    for seat in seats[2:]:
+        executable.step(Step(prompts=(Chunk(seat, 0, tuple(random_tokens(9, seed=seat))),)))
+    forced = {seat: 1 + seat for seat in seats[2:]}
+    tokens = tuple(random_tokens(count, seed=1))
+    saves = tuple((at, Snapshot(n)) for n, at in enumerate(places))
+    piece = Chunk(seats[0], 0, tokens, chooses=True, saves=saves)
+    with pytest.MonkeyPatch.context() as patch:
+        if executable.device.type == "cpu":
+            patch.setattr(executable._steps, "_prefill", watched)
+        step = Step(decode=seats[2:], prompts=(piece,), forced=forced, want_logits=True)
+        output = executable.step(step)
+    logits = [joined(output)]
+    kept = [each.clone() for n in range(len(places)) for each in snapshots(executable)[n]]
+    for n, at in enumerate(places):
+        executable.step(Step(edits=(Load(seats[1], Snapshot(n)),)))
+        rest = Chunk(seats[1], at, (*tokens, 7)[at:], chooses=True)
+        logits.append(joined(executable.step(Step(prompts=(rest,), want_logits=True))))
+    release(executable, seats)
+    return kept, torch.cat(logits), passes
+
+
+@pytest.mark.parametrize("also", ["", ",prompts=8,hybrids=riding"])
+def test_a_prompt_with_snapshots_inside_is_one_pass(
+    also: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone or beside rows that ride along; at its end, at a mark, and where it is cut as ever."""
+    found = []
+    for trials in ("snapshots=cut", INSIDE + also):
+        monkeypatch.setenv(VARIABLE, trials)
+        options = {"compute": "fast", "max_batch": 5, "max_context": 128}
+        executable = compiled(model_of(), "cuda", precision=BF16, **options)
+        assert isinstance(executable, CudaExecutable)
+        assert executable.capabilities.marks == (0 if trials == "snapshots=cut" else 2)
+        found.append(taken(executable, 70, (70, 64), rows=1))
+    (kept, logits, passes), (inside, ours, together) = found
+    assert passes == [64, 6] and together == ([71] if also else [70])
+    for each, expected in zip(inside, kept, strict=True):
+        torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours, logits, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_a_prompt_goes_on_from_what_was_kept_inside_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Through the scheduler, which finds it behind the last whole page."""
+    monkeypatch.setenv(VARIABLE, INSIDE)
+    model = model_of(num_layers=2, linear_layers=(True, False))
+    options: dict[str, Any] = {"compute": "exact", "max_batch": 3, "max_context": 192}
+    executable = compiled(model, "cuda", precision=BF16, **options)
+    loop, shared = EngineLoop(executable), random_tokens(130, seed=1)
+    first, second = request([*shared, 5, 6], seed=1), request([*shared, 9], seed=2)
+    for each in (first, second):
+        loop.generate([each])
+    assert (first.num_cached, second.num_cached) == (0, 128)
+    for each in (first, second):
+        assert each.output == alone(executable, each)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("also", "rows"), [("", 0), (",hybrids=riding", 3)])
+def test_states_are_kept_inside_of_captured_passes(
+    also: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the device, by its own kernels; every expert is chosen, so that no near tie tells apart
+    pieces and wholes, which are otherwise equal but for the rounding of bfloat16.
+    """
+    from tests.models.test_qwen3_5_moe import SIZES
+
+    size = {"hidden_size": 256, "num_layers": 2, "linear_layers": (True, False), "head_dim": 64}
+    experts = {"delta": DeltaShape(2, 4, 128, 128, 4), "num_experts": 2, "experts_per_token": 2}
+    model = tiny_model(std=0.05, model_type="qwen3_5_moe", **{**SIZES, **size, **experts})
+    found = []
+    for trials in ("snapshots=cut", INSIDE + also):
+        monkeypatch.setenv(VARIABLE, trials)
+        options = {"compute": "fast", "max_batch": rows + 3, "max_context": 512}
+        executable = compiled(model, "cuda", precision=BF16, **options)
+        assert isinstance(executable, CudaExecutable)
+        found.append(taken(executable, 300, (64, 256, 300), rows=rows)[:2])
+        executable.close()
+    (kept, logits), (inside, ours) = found
+    assert kept[0].std() > 0
+    for each, expected in ((ours, logits), *zip(inside, kept, strict=True)):
+        assert each.isfinite().all() and expected.isfinite().all()
+        assert float((each - expected).abs().max()) < 0.05 * float(expected.std())
