@@ -132,16 +132,21 @@ class Bench:
 
     def measure(self, row: BenchRow, ceilings: Ceilings) -> Figures:
         """Measure a row; rows of the same batch and lengths share their runs and their record."""
-        key = _runs_of(row)
-        is_known = key in self._measured
-        if not is_known:
-            self._measured[key] = self._run(row)
-        measured = self._measured[key]
+        is_known = _runs_of(row) in self._measured
+        self.runs(row)
+        measured = self._measured[_runs_of(row)]
         values, limit, detail = _figure(row, measured.runs, self.works(row), ceilings)
         if self._is_solo:
             detail += "; " + self._predicted(row)
         result = None if is_known else replace(measured.result, ceilings=ceilings)
         return Figures(row, values, limit, detail, result)
+
+    def runs(self, row: BenchRow) -> tuple[Run, ...]:
+        """The timed runs of a row, made when they are first asked for."""
+        key = _runs_of(row)
+        if key not in self._measured:
+            self._measured[key] = self._run(row)
+        return self._measured[key].runs
 
     def works(self, row: BenchRow) -> tuple[Work, Work]:
         """The row's prompt, and its decode step in the middle of the measured ones."""

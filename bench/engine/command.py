@@ -11,17 +11,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.engine import beside
 from bench.engine.compiled import CASES, MODES, Asked, command
 from bench.engine.measure import errors_of, measure
 from bench.in_turn import with_checkout
 from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import integer, option, parse, real
+from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import ConfigError, one_line
 from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine, read_device
@@ -38,6 +41,7 @@ from tilewright.compiler.targets.cuda.engine.parts.settings import (
 from tilewright.compiler.targets.cuda.engine.parts.torch_steps import TorchExecutor
 from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 from tilewright.compiler.targets.cuda.engine.trial import load_engine
+from tilewright.models.shapes import FORM, parse_shape_name
 
 HIDDEN_LIKE = {
     "model_type": "tiny_llama",
@@ -56,6 +60,7 @@ HIDDEN_LIKE = {
 """The sizes that the goals are said for."""
 
 PARTS = ("eager", "compiled", "operations", "memory")
+_BESIDE = "beside the CUDA target"
 _NOT_BEGUN = "not begun: the case before it was not ended"
 
 
@@ -80,6 +85,27 @@ class _Arguments:
     mode: str = option(
         "of torch.compile, which is named with its figures", default=MODES[0], choices=MODES
     )
+    beside_target: str | None = option(
+        "measure decoding beside the CUDA target with the same random weights, and nothing else; "
+        "ENGINE is what --emit engine writes of the shape, which is its default",
+        group=_BESIDE,
+        metavar="shape:NAME",
+    )
+    users: tuple[int, ...] = option(
+        "that are answered at once", default=(1, 32), group=_BESIDE, type=integer(1, 1024)
+    )
+    prompt_length: int = option(
+        "of every user's prompt, in tokens", default=1024, group=_BESIDE, type=integer(1, 1 << 20)
+    )
+    tokens: int = option(
+        "that each user is answered",
+        default=100,
+        group=_BESIDE,
+        type=integer(beside.FEWEST_TOKENS, 1 << 20),
+    )
+    rounds: int = option(
+        "of the target and the file in turn", default=2, group=_BESIDE, type=integer(1, 100)
+    )
     compiled_seconds: float = option(
         "that all cases of torch.compile have together; what is not done by then is said",
         default=150.0,
@@ -97,6 +123,8 @@ def main(argv: list[str]) -> int:
     given = parse(
         _Arguments, argv, prog="tilewright bench-engine", description="An engine beside torch."
     )
+    if given.beside_target is not None:
+        return _beside_target(given, given.beside_target)
     if given.engine is None:
         raise ConfigError("no engine; allowed: tilewright bench-engine engine.py")
     config = _read_config(given.config) if given.config else HIDDEN_LIKE
@@ -107,6 +135,35 @@ def main(argv: list[str]) -> int:
             raise ConfigError(str(error)) from None
         torch.save(random_weights(settings, 0), Path(folder) / "model.pt")
         return _Measured(given, config, folder, settings).run()
+
+
+def _beside_target(given: _Arguments, named: str) -> int:
+    """Measure a shape's file and the target in turn."""
+    shape, device = parse_shape_name(named), given.device
+    if shape is None:
+        raise ConfigError(f"--beside-target {named!r}; allowed: {FORM}")
+    if device not in ("cuda", "cpu"):
+        raise ConfigError(f"--device {device!r}; allowed beside a target: cuda, cpu")
+    if device == "cuda":
+        check_gpu()
+    with tempfile.TemporaryDirectory() as folder:
+        file = beside.Side(
+            engine=given.engine or str(beside.write_engine(shape.name, Path(folder))),
+            shape=shape.name,
+            device=device,
+            users=given.users,
+            prompt_length=given.prompt_length,
+            tokens=given.tokens,
+            repeats=given.repeats,
+        )
+        sides = {beside.TARGET: replace(file, engine=None), beside.FILE: file}
+        beside.compare(sides, rounds=given.rounds, keep=partial(_write, given.output))
+    return 0
+
+
+def _write(output: str | None, found: dict[str, Any]) -> None:
+    if output:
+        Path(output).write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
 def _read_config(path: str) -> dict[str, Any]:
@@ -158,14 +215,9 @@ class _Measured:
             except Exception as error:  # the other parts are still worth their time
                 self.found[name] = {"failed": f"{type(error).__name__}: {error}"[:2000]}
             self.found[f"{name}_s"] = round(time.perf_counter() - begun, 1)
-            self._write()
+            _write(self.given.output, self.found)
             print(f"{name}: {json.dumps(self.found[name])}", flush=True)
         return int("failed" in self.found["ours"])
-
-    def _write(self) -> None:
-        if self.given.output:
-            text = json.dumps(self.found, indent=1)
-            Path(self.given.output).write_text(text + "\n", "utf-8")
 
     def _make(self) -> Any:
         return self.module.create_engine(self.config, self.folder, self.given.device)
@@ -206,7 +258,7 @@ class _Measured:
         )
         for case, each in _in_child(asked, self.given.compiled_seconds):
             found[case] = each
-            self._write()
+            _write(self.given.output, self.found)
         return found
 
     def _cases(self, engine: Any, repeats: int | None = None) -> dict[str, Any]:

@@ -27,20 +27,28 @@ def emit_engine(plan: Plan, emission: Emission) -> None:
     Raises:
         CompileError: for a program that generated engines cannot run.
     """
-    found, config = engine_plan(plan), emission.settings["model_config"]
-    num_layers = config["num_hidden_layers"]
     names, tensors = _tensors_of(plan), {}
     for done, name in enumerate(names):
         emission.progress("weights", done, len(names))
         tensors[name] = emission.get_weight(name).contiguous()
     is_half = all(each.dtype == torch.float16 for each in tensors.values())
-    config = {**config, "torch_dtype": "float16" if is_half else "bfloat16"}
-    title = emission.title.partition(",")[0]
-    text = engine_text(found, choices_for(found, config), title=title, num_layers=num_layers)
+    dtype = "float16" if is_half else "bfloat16"
+    config = {**emission.settings["model_config"], "torch_dtype": dtype}
+    text = engine_source(plan, config, title=emission.title.partition(",")[0])
     emission.write("engine.py", text.encode())
     emission.write("model_config.json", (json.dumps(config, indent=2) + "\n").encode())
     (emission.folder / "weights").mkdir()
     save_tensors(tensors, emission.folder / "weights" / "model.safetensors")
+
+
+def engine_source(plan: Plan, config: Mapping[str, Any], *, title: str) -> str:
+    """The text of ``engine.py`` for a ``model_config``, of which ``torch_dtype`` is the weights'.
+
+    Raises:
+        CompileError: for a program that generated engines cannot run.
+    """
+    found, num_layers = engine_plan(plan), config["num_hidden_layers"]
+    return engine_text(found, choices_for(found, config), title=title, num_layers=num_layers)
 
 
 def choices_for(plan: parts.Plan, config: Mapping[str, Any]) -> Choices:

@@ -45,7 +45,7 @@ def load_weights(folder: str, settings: Settings) -> dict[str, Tensor]:
             has another shape, or a bias.
     """
     path = find_weights(folder)
-    found = {_plain_name(name): tensor for name, tensor in _read(path).items()}
+    found = {plain_name(name): tensor for name, tensor in _read(path).items()}
     found.setdefault("lm_head.weight", found.get("embed_tokens.weight", torch.empty(0)))
     shapes = settings.shapes()
     if wrong := [n for n in found if n.endswith(".bias") and n[:-4] + "weight" in shapes]:
@@ -73,7 +73,7 @@ def find_weights(folder: str) -> Path:
     raise EngineError(f"{folder}: no weights; allowed: model.pt, *.pt, *.bin, *.safetensors")
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
     """A tensor's name without wrappers' prefixes, Meta's names as Hugging Face's."""
     while prefix := next((each for each in PREFIXES if name.startswith(each)), ""):
         name = name.removeprefix(prefix)
