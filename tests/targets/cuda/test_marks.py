@@ -100,7 +100,8 @@ def taken(
     executable: CudaExecutable, count: int, places: tuple[int, ...], rows: int = 0
 ) -> tuple[list[Tensor], Tensor, list[int]]:
     """A prompt with snapshots at its ``places``, beside some rows that decode; then it goes on from
-    each of them in another seat. What the snapshots hold, the logits, tokens of each pass.
+    each of them in another seat, which has been further. What the snapshots hold, the logits, the
+    tokens of each pass.
     """
     passes: list[int] = []
     run = executable._steps._prefill
@@ -122,6 +123,7 @@ def taken(
         step = Step(decode=seats[2:], prompts=(piece,), forced=forced, want_logits=True)
         output = executable.step(step)
     logits = [joined(output)]
+    executable.step(Step(prompts=(Chunk(seats[1], 0, tokens),)))
     kept = [each.clone() for n in range(len(places)) for each in snapshots(executable)[n]]
     for n, at in enumerate(places):
         executable.step(Step(edits=(Load(seats[1], Snapshot(n)),)))
