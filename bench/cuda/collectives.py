@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -21,6 +20,7 @@ from bench.in_turn import median_and_range
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.commands.console import err, note
+from tilewright.compiler.distributed.world import forbid_multicast
 from tilewright.compiler.errors import TilewrightError
 from tilewright.compiler.json_lines import append_lines
 
@@ -55,11 +55,9 @@ def main(argv: Sequence[str]) -> int:
     asked = parse(_Asked, argv, prog="tilewright bench-collectives", description=(__doc__ or ""))
     import torch
 
-    from tilewright.compiler.targets.cuda.peers import NO_MULTICAST
-
     if torch.cuda.device_count() < 2:
         raise TilewrightError("bench-collectives: this machine has fewer than two GPUs")
-    os.environ.update(NO_MULTICAST)
+    forbid_multicast()
     figures = list(_measured(asked))
     print(_table(figures).markdown())
     wrong = [each for each in figures if not each.is_right]

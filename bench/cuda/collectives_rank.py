@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.kernels.exchange import EMPTY, SLOTS, Exchange, Shape
+from tilewright.compiler.targets.cuda.kernels.exchange import (
+    EMPTY,
+    SLOTS,
+    Exchange,
+    Shape,
+    shape_for,
+)
 from tilewright.compiler.targets.cuda.peers import Peers, check_no_multicast
 
 SIZES = tuple(1024 * each for each in (4, 8, 16, 32, 64, 128, 512, 1024))
@@ -124,6 +130,7 @@ def _parts(side: Rank, store: str, sweep: bool) -> Iterator[Callable[[], None]]:
             yield lambda: _fused(side, "bf16", WIRE_SHAPES)
     yield lambda: _library(side, store)
     yield lambda: _ours(side, (256,))
+    yield lambda: _gathered(side)
 
 
 def _ping(side: Rank) -> None:
@@ -168,8 +175,28 @@ def _ours(side: Rank, threads: tuple[int, ...]) -> None:
             side.measure(f"ours, {num_threads} threads", num_bytes, chain, wanted)
 
 
-def _fused(side: Rank, wire: str, shapes: tuple[Shape, ...]) -> None:
+def _gathered(side: Rank) -> None:
+    """What ranks do whose GPUs do not reach each other: NCCL gathers, and our kernel adds."""
+    from tilewright.compiler.targets.cuda.kernels.gathered import GatheredExchange
+    from tilewright.compiler.targets.cuda.nccl import Nccl
+
+    device = torch.device("cuda", side.rank)
+    library = Nccl(side.rank, device, side.swap, check=lambda: None)
+    library.warm_up()
+    exchange = GatheredExchange(library, part_bytes=_PART_BYTES, device=device)
+    shape = shape_for(ROW, "fp32")
+    _fused(side, "fp32", (shape,), exchange, "NCCL's gather, ours with norm")
+
+
+def _fused(
+    side: Rank,
+    wire: str,
+    shapes: tuple[Shape, ...],
+    exchange: Exchange | None = None,
+    name: str = "ours with norm",
+) -> None:
     """Rows of fp32, the residual and the norm; bytes are those that a rank sends."""
+    exchange = exchange or side.exchange
     for rows in (1, 2, 4, 8, 16, 32, 64):
         x, total = _random(side, rows, ROW)
         own = x.float()
@@ -182,10 +209,10 @@ def _fused(side: Rank, wire: str, shapes: tuple[Shape, ...]) -> None:
                       out: Tensor = out, norm: Tensor = norm) -> Tensor:  # fmt: skip
                 stream.zero_()
                 for _ in range(side.length):
-                    side.exchange.all_reduce_add(
+                    exchange.all_reduce_add(
                         own, stream, wire=wire, out=out, norm=norm, eps=1e-6, shape=shape
                     )
-                side.exchange.end_step()
+                exchange.end_step()
                 return stream
 
             wanted = torch.zeros_like(stream)
@@ -193,7 +220,7 @@ def _fused(side: Rank, wire: str, shapes: tuple[Shape, ...]) -> None:
                 wanted += total
             shaped = f"{shape.num_threads} x {shape.units} x {shape.num_blocks}"
             num_bytes = rows * ROW * (4 if wire == "fp32" else 2)
-            side.measure(f"ours with norm, {wire}, {shaped}", num_bytes, chain, wanted)
+            side.measure(f"{name}, {wire}, {shaped}", num_bytes, chain, wanted)
 
 
 def _best(side: Rank) -> None:

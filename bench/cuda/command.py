@@ -19,6 +19,7 @@ from tilewright.compiler.bench.table import Columns, Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.commands.console import err, note, out, print_table
 from tilewright.compiler.devices import check_gpu
+from tilewright.compiler.distributed.parallel import EXCHANGES
 from tilewright.compiler.errors import CheckpointError, ConfigError, TilewrightError, one_line
 from tilewright.compiler.json_lines import check_writable
 
@@ -46,6 +47,7 @@ class Choices:
     target: str = _TARGET
     num_ranks: int = 1
     is_solo: bool = False
+    exchange: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +59,10 @@ class _Asked:
     repeats: int | None = option(f"of every row ({REPEATS})", type=integer(1, 1000))
     tensor_parallel: int = option(
         "GPUs that a model is spread over (1)", default=1, type=integer(1, 8), metavar="N"
+    )
+    exchange: str | None = option(
+        "how they exchange (by each other's memory where they reach it); nccl: for comparisons",
+        choices=EXCHANGES,
     )
     solo_rank: bool = option(
         "run rank 0 of them by itself, its own values in the others' place: a prediction's part, "
@@ -92,7 +98,9 @@ def main(argv: Sequence[str]) -> int:
     ranks, is_solo = asked.tensor_parallel, asked.solo_rank
     if is_solo and (ranks < 2 or asked.results is not None):
         raise ConfigError("--solo-rank; allowed: with --tensor-parallel, and without --results")
-    how = {"num_ranks": ranks, "is_solo": is_solo}
+    if asked.exchange is not None and (ranks < 2 or is_solo or asked.results is not None):
+        raise ConfigError("--exchange; allowed: with --tensor-parallel, and without --results")
+    how = {"num_ranks": ranks, "is_solo": is_solo, "exchange": asked.exchange}
     return bench(Choices(rows, repeats, asked.results, asked.profile, **how))  # type: ignore[arg-type]
 
 
@@ -179,6 +187,7 @@ class _Session:
                 progress=progress,
                 num_ranks=self.choices.num_ranks,
                 is_solo=self.choices.is_solo,
+                exchange=self.choices.exchange,
             )
         _print_program(self.screen, made)
         try:

@@ -110,11 +110,12 @@ class Bench:
         progress: Progress,
         num_ranks: int = 1,
         is_solo: bool = False,
+        exchange: str | None = None,
     ) -> None:
         release_memory()  # of a program before that failed
         started = time.perf_counter()
         self._target, self._repeats, self._num_ranks = target, repeats, num_ranks
-        self._is_solo = is_solo
+        self._is_solo, self._exchange = is_solo, exchange
         self.compiled: Compiled
         self._context = rows[0].program[-1]
         model = self._options_of(rows[0]).model
@@ -216,8 +217,9 @@ class Bench:
 
     def _options_of(self, row: BenchRow) -> RunOptions:
         return run_options(
-            row, target=self._target, repeats=self._repeats, num_ranks=self._num_ranks
-        )
+            row, target=self._target, repeats=self._repeats, num_ranks=self._num_ranks,
+            exchange=self._exchange,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Give the program's memory back, for the next one needs it."""
@@ -253,7 +255,9 @@ def _runs_of(row: BenchRow) -> tuple[int, int, int]:
     return row.batch, row.prompt_length, row.num_generated
 
 
-def run_options(row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1) -> RunOptions:
+def run_options(
+    row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1, exchange: str | None = None
+) -> RunOptions:
     """What ``tilewright bench`` would be asked for a row; more repeats do not change a case.
 
     Raises:
@@ -270,6 +274,7 @@ def run_options(row: BenchRow, *, target: str, repeats: int, num_ranks: int = 1)
     )
     argv = ["--model", f"shape:{row.shape}", "--target", target, "--precision", row.precision]
     argv += ["--tensor-parallel", str(num_ranks)] if num_ranks > 1 else []
+    argv += ["--exchange", exchange] if exchange is not None else []
     options = read_options(["--case", named.name, *argv, "--no-results", "--no-cache"])
     assert options is not None
     is_changed = replace(case, num_repeats=named.num_repeats) != named

@@ -345,7 +345,7 @@ def _of_folder(
 
 
 def _check_devices(target: str, grouping: Grouping, *, is_auto: bool = False) -> None:
-    devices = grouping.parallel.devices
+    devices, exchange = grouping.parallel.devices, grouping.parallel.exchange
     if not is_auto:  # else when it is known what runs the target cpu
         check_ranks(target, grouping.parallel.tensor)
     if target == "cuda":
@@ -355,6 +355,10 @@ def _check_devices(target: str, grouping: Grouping, *, is_auto: bool = False) ->
     elif devices:
         listed = ",".join(map(str, devices))
         raise ConfigError(f"--devices {listed}: target {target} has cores; allowed: --target cuda")
+    elif exchange is not None:
+        raise ConfigError(
+            f"--exchange {exchange}: target {target} has one of its own; allowed: --target cuda"
+        )
 
 
 def _with_backend(target: str, backend: str | None) -> str:

@@ -50,7 +50,10 @@ _USES = {
     "ttnn": 'run it where ttnn and the board are: python {}/model.py --run-on-device --prompt "Hi"',
 }
 _WRITTEN = "what is written"
-_OF_RUNS = ("devices", "peer_limit", "nnodes", "node_rank", "master_addr", "master_port")
+_OF_RUNS = (
+    *("devices", "exchange", "peer_limit"),
+    *("nnodes", "node_rank", "master_addr", "master_port"),
+)
 """Options of a group that runs."""
 
 

@@ -12,8 +12,9 @@ import warnings
 from pathlib import Path
 
 from tilewright.compiler.distributed.channel import ChannelClosedError
-from tilewright.compiler.distributed.group import JOB, Follower, Peers
+from tilewright.compiler.distributed.group import JOB, Follower
 from tilewright.compiler.distributed.launch import join
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.distributed.world import Place, place_of
 from tilewright.compiler.errors import RankError, TilewrightError, one_line
 

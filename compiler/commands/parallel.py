@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 
 from tilewright.compiler.commands.arguments import integer, option, real
-from tilewright.compiler.distributed.parallel import WIRES
+from tilewright.compiler.distributed.parallel import EXCHANGES, WIRES
 
 _GROUP = "several devices"
 _MOST_RANKS = 1024
@@ -57,6 +57,12 @@ class ParallelArguments:
         "the format of partial sums on their way (default: the target's)",
         group=_GROUP,
         choices=WIRES,
+    )
+    exchange: str | None = option(
+        "how GPUs exchange: through each other's memory, or through NCCL (default: the former "
+        "where they reach it)",
+        group=_GROUP,
+        choices=EXCHANGES,
     )
     peer_limit: float | None = option(
         "seconds after which a rank that does not answer ends the run (default: 10)",

@@ -15,7 +15,7 @@ import msgspec
 from tilewright.compiler.artifacts.digests import sources_digest
 from tilewright.compiler.distributed import hello
 from tilewright.compiler.distributed.channel import Address, own_address
-from tilewright.compiler.distributed.group import JOB, Follower, Leader, Peers
+from tilewright.compiler.distributed.group import JOB, Follower, Leader
 from tilewright.compiler.distributed.grouping import Grouping
 from tilewright.compiler.distributed.launch import (
     Ranks,
@@ -25,6 +25,8 @@ from tilewright.compiler.distributed.launch import (
     pack,
     start_all,
 )
+from tilewright.compiler.distributed.parallel import PEERS
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.distributed.world import Place, shared_token
 from tilewright.compiler.environment import versions
 from tilewright.compiler.precision import PrecisionConfig
@@ -121,9 +123,10 @@ def _kernels_digest() -> str:
 def _gather(grouping: Grouping, target: str) -> Ranks:
     parallel, machines = grouping.parallel, grouping.machines
     size, limit_s = parallel.tensor, parallel.peer_limit
-    devices = parallel.devices or tuple(range(size))
+    local = size // machines.count
+    devices = parallel.devices or tuple(rank % local for rank in range(size))
     names = [f"GPU {each}" for each in devices] if target == "cuda" else []
-    if names:  # before any rank loads its part
+    if names and parallel.exchange == PEERS:  # before any rank loads its part
         from tilewright.compiler.targets.cuda import peers
 
         peers.check_access(devices)

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -23,9 +23,7 @@ from tilewright.compiler.distributed.channel import (
     Address,
     Channel,
     ChannelClosedError,
-    Listener,
     Message,
-    call,
 )
 from tilewright.compiler.distributed.parallel import ALONE
 from tilewright.compiler.distributed.processes import how_process_is, is_stopped
@@ -43,7 +41,10 @@ loaded: a library may hold Python's lock for long. A process that was stopped ge
 PATIENCE_SECONDS = 5.0
 """What children get to end by themselves."""
 
-_BEAT_SECONDS, _LOOK_SECONDS, _VERDICT_SECONDS = 1.0, 0.1, 0.5
+LOOK_SECONDS = 0.1
+"""Between two looks at what may have failed meanwhile."""
+
+_BEAT_SECONDS, _VERDICT_SECONDS = 1.0, 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,9 @@ class Leader:
         self._last = [time.monotonic()] * len(members)
         self._is_loading, self._is_closing = True, False
         self._changed = threading.Condition()
-        self._cut: list[socket.socket] = []
+        self._aborts: list[Callable[[], object]] = []
+        self._since: float | None = None
+        self.step_limit_s: float | None = None
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="ranks")
         self._watcher.start()
 
@@ -136,9 +139,18 @@ class Leader:
         self._last = [time.monotonic()] * len(self.members)
         self._is_loading = False
 
-    def cut_with(self, sockets: Sequence[socket.socket]) -> None:
-        """Let the failure of the group end what waits on these sockets too."""
-        self._cut.extend(sockets)
+    def abort_with(self, abort: Callable[[], object]) -> None:
+        """Let the failure of the group, and its end, call ``abort`` too, from any thread."""
+        self._aborts.append(abort)
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """What rank 0 does in here takes no longer than ``step_limit_s``, where there is one."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = None
 
     def check(self) -> None:
         """Raise the group's failure where there is one (RankError, RankRefusedError)."""
@@ -205,16 +217,17 @@ class Leader:
         return f"; its process ended by {how}{last}"
 
     def _shut(self) -> None:
-        for each in (*(member.channel.connection for member in self.members), *self._cut):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        for member in self.members:
+            hang_up(member.channel.connection)
+        for abort in self._aborts:
+            abort()
 
     def _watch(self) -> None:
         """Hear all followers, say that rank 0 lives, notice who does not."""
         sockets = {m.channel.connection: i for i, m in enumerate(self.members)}
         next_beat = 0.0
         while self.failure is None and not self._is_closing:
-            ready = select.select(list(sockets), [], [], _LOOK_SECONDS)[0]
+            ready = select.select(list(sockets), [], [], LOOK_SECONDS)[0]
             for each in ready:
                 self._take(sockets[each])
             now = time.monotonic()
@@ -223,6 +236,9 @@ class Leader:
                 limit = overdue(silent, self.limit_s, is_loading=self._is_loading, pid=pid)
                 if limit is not None and self.failure is None:
                     self.fail(member.rank, f"has been silent for {limit:g} s")
+            since, limit = self._since, self.step_limit_s
+            if limit is not None and since is not None and now - since > limit:
+                self.end(f"step {self.number} did not end within {limit:g} s")
             if now >= next_beat:
                 next_beat = now + _BEAT_SECONDS
                 for member in self.members:
@@ -321,60 +337,10 @@ class Follower:
                 return
 
 
-class Peers:
-    """What a rank's executable may ask of the others while it is made ready, and where it finds
-    them in its steps.
-
-    ``limit_s``: how long one of them may take until an exchange gives up.
-    """
-
-    def __init__(self, group: Leader | Follower, token: bytes, limit_s: float) -> None:
-        self._group, self._token, self.limit_s = group, token, limit_s
-        self.rank, self.size = group.rank, group.size
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """What every rank gives, in their order; all ranks must call it."""
-        return self._group.all_gather(data)
-
-    def least(self, limits: Mapping[str, int]) -> dict[str, int]:
-        """The least that any rank has of each limit; all ranks must call it."""
-        gathered = self.all_gather(msgspec.json.encode(dict(limits)))
-        found = [msgspec.json.decode(each, type=dict[str, int]) for each in gathered]
-        return {name: min(each[name] for each in found) for name in limits}
-
-    def connect(self) -> dict[int, socket.socket]:
-        """A socket to every other rank, by rank, which ends with the group; all ranks must call it.
-
-        Raises:
-            ConfigError, RankError: where one cannot be reached.
-        """
-        group, own = self._group, self._group.address
-        if own.path is not None:
-            own = Address(path=own.path.with_name(f"{own.path.name}.{self.rank}"))
-        else:
-            own = Address(own.host)
-        listener = Listener(own, self._token)
-        try:
-            addresses = self.all_gather(str(listener.address).encode())
-            found = {}
-            for rank in range(self.rank):
-                where = Address.parse(addresses[rank].decode())
-                found[rank] = call(where, self.rank, self._token, seconds=LOADING_SECONDS)
-            deadline = time.monotonic() + LOADING_SECONDS
-            while len(found) < self.size - 1:
-                came = listener.accept(min(deadline, time.monotonic() + _LOOK_SECONDS))
-                if came is not None:
-                    found[came[0]] = came[1]
-                    continue
-                if isinstance(group, Leader):
-                    group.check()
-                if time.monotonic() > deadline:
-                    raise RankError(f"rank {self.rank}: others did not come within the limit")
-        finally:
-            listener.close()
-        if isinstance(group, Leader):
-            group.cut_with(list(found.values()))
-        return found
+def hang_up(connection: socket.socket) -> None:
+    """End what waits on a socket, here and at its other end."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def overdue(silent_s: float, limit_s: float, *, is_loading: bool, pid: int | None) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tilewright.compiler.distributed.channel import Address
-from tilewright.compiler.distributed.parallel import ALONE, MOST_GPUS, Parallel
+from tilewright.compiler.distributed.parallel import ALONE, MOST_GPUS, PEERS, Parallel
 from tilewright.compiler.distributed.world import Machines, Place, machines_of, place_of
 from tilewright.compiler.errors import ConfigError
 
@@ -64,6 +64,7 @@ def read_grouping(given: Any) -> Grouping:
         wire=getattr(given, "wire", None),
         devices=getattr(given, "devices", None) or (),
         peer_limit=getattr(given, "peer_limit", None) or ALONE.peer_limit,
+        exchange=getattr(given, "exchange", None),
     )
     parallel.check()
     if tensor == 1:
@@ -72,7 +73,7 @@ def read_grouping(given: Any) -> Grouping:
 
 
 def _refuse_of_groups(given: Any) -> None:
-    for name in ("shares", "wire", "peer_limit"):
+    for name in ("shares", "wire", "peer_limit", "exchange"):
         if getattr(given, name, None):
             raise ConfigError(
                 f"--{name.replace('_', '-')} for one rank; allowed: with --tensor-parallel"
@@ -80,7 +81,8 @@ def _refuse_of_groups(given: Any) -> None:
 
 
 def check_devices(grouping: Grouping, num_devices: int) -> None:
-    """Refuse more ranks on this machine than it has GPUs, GPUs it has not, and several machines.
+    """Refuse more ranks on this machine than it has GPUs, GPUs it has not, and ranks that cannot
+    exchange as they were asked to.
 
     Raises:
         ConfigError: saying how many there are.
@@ -89,14 +91,15 @@ def check_devices(grouping: Grouping, num_devices: int) -> None:
     local = parallel.tensor // machines.count
     if grouping.place is not None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", local))
-    if local < parallel.tensor:
+    if parallel.exchange == PEERS and local < parallel.tensor:
         raise ConfigError(
-            f"{parallel.tensor} ranks on target cuda over several machines: each writes into the "
-            "GPUs of all others; allowed: those of one machine, or --target cpu"
+            f"--exchange {PEERS} for {parallel.tensor} ranks over several machines: each writes "
+            "into the GPUs of all others; allowed: those of one machine, or --exchange nccl"
         )
-    if parallel.tensor > MOST_GPUS:
+    if parallel.exchange == PEERS and parallel.tensor > MOST_GPUS:
         raise ConfigError(
-            f"{parallel.tensor} ranks on target cuda; allowed: up to {MOST_GPUS}, and --replicas"
+            f"--exchange {PEERS} for {parallel.tensor} ranks; allowed: up to {MOST_GPUS}, or "
+            "--exchange nccl"
         )
     wanted = max((*parallel.devices, local - 1)) + 1
     if wanted > num_devices:

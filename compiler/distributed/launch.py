@@ -27,7 +27,7 @@ from tilewright.compiler.distributed.group import (
     Member,
 )
 from tilewright.compiler.distributed.processes import is_stopped
-from tilewright.compiler.distributed.world import Machines, Place, local_place
+from tilewright.compiler.distributed.world import Machines, Place, forbid_multicast, local_place
 from tilewright.compiler.errors import ConfigError, RankError
 
 _LOOK_SECONDS, _WORKER_SECONDS = 0.2, 10.0
@@ -63,6 +63,7 @@ def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] =
         ConfigError: where not all ranks came in time.
         RankError: where one ended at once.
     """
+    forbid_multicast()
     children: dict[int, Child] = {}
     listener = Listener(place.address, place.token)
     try:
@@ -141,6 +142,7 @@ def join(place: Place) -> Follower:
     Raises:
         ConfigError: where rank 0 is not to be reached.
     """
+    forbid_multicast()
     connection = call(place.address, place.rank, place.token, seconds=LOADING_SECONDS)
     channel = Channel(connection)
     channel.send(0, os.getpid())

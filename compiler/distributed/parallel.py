@@ -16,8 +16,12 @@ if TYPE_CHECKING:
 WIRES = ("fp32", "bf16", "q80")
 """Formats in which partial sums travel."""
 
+PEERS, NCCL = "peers", "nccl"
+EXCHANGES = (PEERS, NCCL)
+"""How GPUs exchange: through each other's memory, or through NCCL."""
+
 MOST_GPUS = 8
-"""Ranks of target cuda, which reach each other's memory; exchanges hold so many addresses."""
+"""Ranks that exchange through each other's memory; their kernels hold so many addresses."""
 
 RANKS, TENSOR, EXPERT = "r", "t", "e"
 """Names of what an axis is dealt over: all ranks of a group; those that share each expert; those
@@ -37,6 +41,8 @@ class Parallel:
         wire: the format in which partial sums travel (`WIRES`); None: the target's own.
         devices: the number of each rank's device, none twice; empty: those from 0 on.
         peer_limit: seconds after which a rank that waits for another gives up.
+        exchange: how GPUs exchange (`EXCHANGES`); None: through each other's memory where they
+            reach it, else through NCCL.
     """
 
     tensor: int = 1
@@ -45,6 +51,7 @@ class Parallel:
     wire: str | None = None
     devices: tuple[int, ...] = ()
     peer_limit: float = 10.0
+    exchange: str | None = None
 
     @property
     def policy(self) -> Policy:
@@ -80,6 +87,8 @@ class Parallel:
             )
         if self.wire is not None and self.wire not in WIRES:
             raise ConfigError(f"wire {self.wire!r}; {allowed(WIRES, self.wire)}")
+        if self.exchange is not None and self.exchange not in EXCHANGES:
+            raise ConfigError(f"exchange {self.exchange!r}; {allowed(EXCHANGES, self.exchange)}")
         if not self.peer_limit > 0:
             raise ConfigError(f"a limit of {self.peer_limit} seconds; allowed: more than 0")
 

@@ -26,7 +26,15 @@ NO_MULTICAST = {
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""What every rank's environment says before a GPU is touched: no NVLink multicast anywhere."""
+"""What every process of a group has in its environment before it touches a GPU: libraries then
+leave the switches of NVLink alone, whose state outlives a process.
+"""
+
+
+def forbid_multicast() -> None:
+    """Say so in this process's environment, where nothing else is said."""
+    for name, value in NO_MULTICAST.items():
+        os.environ.setdefault(name, value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tilewright.compiler.devices import check_ranks
-from tilewright.compiler.distributed.group import Peers
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.errors import CompileError, ConfigError, NoRoomError, allowed
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.state import StateSpec

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tilewright.compiler.distributed.group import Peers
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.errors import ExchangeError
 from tilewright.compiler.ops.collectives import GROUPS
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tilewright.compiler.distributed.group import Peers
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.errors import CheckpointError
 from tilewright.compiler.ir.info import INPUT, NodeInfo, info
 from tilewright.compiler.ir.recipe import WeightRecipe, load_values

@@ -19,9 +19,9 @@ from tilewright.compiler.distributed.group import (
     FIRST_FREE_KIND,
     Follower,
     Leader,
-    Peers,
 )
 from tilewright.compiler.distributed.launch import Ranks
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.errors import ExchangeError, RankError, one_line
 from tilewright.compiler.targets.base import Executable, MemoryUse
 from tilewright.compiler.targets.rank_check import Trace, steps_between
@@ -74,16 +74,16 @@ class ShardedExecutable(Executable):
             self._leader.tell(_STEP, data)
             self._trace.add(data)
             self._last = told.decode if is_plain else None
-        output: StepOutput = self._guarded(self.own.step, step)
+        output: StepOutput = self._limited(self.own.step, step)
         guarded = [
-            dataclasses.replace(part, read=functools.partial(self._guarded, part.read))
+            dataclasses.replace(part, read=functools.partial(self._limited, part.read))
             for part in output.parts
         ]
         return dataclasses.replace(output, parts=tuple(guarded))
 
     def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
         self._leader.tell(_CHOSEN)
-        self._guarded(self.own.choose, output, masks)
+        self._limited(self.own.choose, output, masks)
 
     def reset(self) -> None:
         self._leader.tell(_RESET)
@@ -116,6 +116,10 @@ class ShardedExecutable(Executable):
                 other, expected = found.decode(errors="replace"), own.decode()
                 self._leader.fail(rank, f"is at {other}; rank 0 is at {expected}")
         self._leader.check()
+
+    def _limited(self, run: Callable[..., Any], *arguments: Any) -> Any:
+        with self._leader.in_step():
+            return self._guarded(run, *arguments)
 
     def _guarded(self, run: Callable[..., Any], *arguments: Any) -> Any:
         """Do rank 0's part, or read what came of it; where it fails, its followers have gone on

@@ -87,7 +87,8 @@ def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
         read_grouping(asked(tensor_parallel=2, nnodes=2, node_rank=2, master_addr="h"))
     with pytest.raises(ConfigError, match="devices 0,0; allowed: numbers from 0, each once"):
         read_grouping(asked(tensor_parallel=2, devices=(0, 0)))
-    for option, value in (("shares", (2,)), ("wire", "bf16"), ("peer_limit", 3.0)):
+    given = {"shares": (2,), "wire": "bf16", "peer_limit": 3.0, "exchange": "nccl"}
+    for option, value in given.items():
         with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} for one rank; allow"):
             read_grouping(asked(**{option: value}))
     two = Grouping(Parallel(tensor=4))
@@ -97,11 +98,18 @@ def test_ranks_that_do_not_fit_are_refused_in_one_line() -> None:
         check_devices(Grouping(Parallel(tensor=2, devices=(0, 3))), 2)
     with pytest.raises(ConfigError, match="device 2: this machine has 2 GPUs"):
         check_devices(read_grouping(asked(devices=(2,))), 2)
-    machines = read_grouping(asked(tensor_parallel=4, nnodes=2, master_addr="h"))
-    with pytest.raises(ConfigError, match="4 ranks on target cuda over several machines: each wr"):
-        check_devices(machines, 2)
-    with pytest.raises(ConfigError, match="16 ranks on target cuda; allowed: up to 8, and --repl"):
-        check_devices(Grouping(Parallel(tensor=16)), 16)
+
+
+def test_ranks_that_cannot_write_into_each_other_s_gpus_exchange_otherwise() -> None:
+    for exchange in (None, "nccl"):
+        far = asked(tensor_parallel=4, nnodes=2, master_addr="h", exchange=exchange)
+        check_devices(read_grouping(far), 2)
+        check_devices(Grouping(Parallel(tensor=16, exchange=exchange)), 16)
+    far = asked(tensor_parallel=4, nnodes=2, master_addr="h", exchange="peers")
+    with pytest.raises(ConfigError, match="--exchange peers for 4 ranks over several machines: e"):
+        check_devices(read_grouping(far), 2)
+    with pytest.raises(ConfigError, match="--exchange peers for 16 ranks; allowed: up to 8, or --"):
+        check_devices(Grouping(Parallel(tensor=16, exchange="peers")), 16)
 
 
 def test_gpus_that_do_not_reach_each_other_are_refused_before_ranks_start(
@@ -113,12 +121,16 @@ def test_gpus_that_do_not_reach_each_other_are_refused_before_ranks_start(
     monkeypatch.setattr(peers, "check_access", check_access)
     monkeypatch.setattr(ranks, "gather_here", lambda *given, **more: pytest.fail("started"))
     with pytest.raises(CompileError, match=r"GPUs \(1, 3\)"):
-        ranks._gather(Grouping(Parallel(tensor=2, devices=(1, 3))), "cuda")
+        ranks._gather(Grouping(Parallel(tensor=2, devices=(1, 3), exchange="peers")), "cuda")
 
 
 def test_devices_of_a_target_that_has_cores_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--target", "reference", "--devices", "1", "--prompt", "x"]) == 2
     said = "--devices 1: target reference has cores; allowed: --target cuda"
+    assert said in capsys.readouterr().err
+    ranks = ("--tensor-parallel", "2", "--exchange", "nccl", "--prompt", "x")
+    assert main(["run", "--target", "reference", *ranks]) == 2
+    said = "--exchange nccl: target reference has one of its own; allowed: --target cuda"
     assert said in capsys.readouterr().err
 
 

@@ -28,11 +28,11 @@ from tilewright.compiler.distributed.group import (
     END,
     LOADING_SECONDS,
     Follower,
-    Peers,
     overdue,
 )
 from tilewright.compiler.distributed.hello import check_equal
 from tilewright.compiler.distributed.launch import gather_here
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.distributed.processes import is_stopped
 from tilewright.compiler.distributed.worker import wait_for
 from tilewright.compiler.errors import ConfigError, RankError, RankRefusedError
@@ -145,6 +145,33 @@ def test_the_end_and_the_halt_of_a_rank_end_the_group(number: int, said: str) ->
     ranks.close()
     assert time.monotonic() - began < 1.5 + 5
     assert all(gone(pid) for pid in pids)
+
+
+def test_a_failure_aborts_what_waits_without_a_limit() -> None:
+    """A follower is killed: what was registered is called at once, on rank 0."""
+    ranks, called = process_group(WAITS), threading.Event()
+    Peers(ranks.leader, b"", 1.5).abort_with(called.set)
+    ranks.leader.is_ready()
+    assert not called.wait(0.2)
+    os.kill(ranks.leader.members[0].pid, signal.SIGKILL)
+    assert called.wait(5.0) and isinstance(ranks.leader.failure, RankError)
+    ranks.close()
+
+
+def test_a_step_that_waits_for_ranks_that_live_ends_the_group() -> None:
+    ranks, called = process_group(WAITS), threading.Event()
+    leader = ranks.leader
+    Peers(leader, b"", 1.5).abort_with(called.set)
+    assert leader.step_limit_s == LOADING_SECONDS
+    leader.step_limit_s = 0.3
+    with leader.in_step():
+        pass
+    assert not called.wait(0.5)  # no step is under way
+    with leader.in_step():
+        assert called.wait(5.0)
+    with pytest.raises(RankError, match=r"step 0 did not end within 0\.3 s"):
+        leader.check()
+    ranks.close()
 
 
 def test_what_a_rank_says_of_its_failure_is_passed_on() -> None:

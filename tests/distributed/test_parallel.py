@@ -21,6 +21,10 @@ from tilewright.compiler.targets.base import CompileOptions
         (Parallel(2, shares=(1, 0)), "shares 1,0; allowed: whole numbers from 1"),
         (Parallel(2, devices=(1, 1)), "devices 1,1; allowed: numbers from 0, each once"),
         (Parallel(2, wire="bf17"), "wire 'bf17'; allowed: fp32, bf16, q80; did you mean 'bf16'?"),
+        (
+            Parallel(2, exchange="ncll"),
+            "exchange 'ncll'; allowed: peers, nccl; did you mean 'nccl'?",
+        ),
         (Parallel(2, peer_limit=0.0), "a limit of 0.0 seconds; allowed: more than 0"),
     ],
 )

@@ -14,8 +14,9 @@ import torch
 from tests.distributed.groups import thread_group
 from tests.tiny import precision_of, prefill, tiny_model
 from tilewright.compiler.distributed.channel import ChannelClosedError
-from tilewright.compiler.distributed.group import END, Follower, Peers
+from tilewright.compiler.distributed.group import END, Follower
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.driver import compile_model
 from tilewright.compiler.errors import RankError
 from tilewright.compiler.ops.collectives import all_reduce_group

@@ -15,7 +15,8 @@ from tests.targets.random_operations import random_operations
 from tests.tiny import compiled, tiny_model
 from tilewright.compiler import ops
 from tilewright.compiler.distributed.channel import ChannelClosedError
-from tilewright.compiler.distributed.group import Follower, Peers
+from tilewright.compiler.distributed.group import Follower
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.errors import ConfigError, ExchangeError, RankError
 from tilewright.compiler.ops.collectives import all_gather_group, all_reduce_group
 from tilewright.compiler.runtime.loop import EngineLoop

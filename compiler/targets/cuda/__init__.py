@@ -87,15 +87,11 @@ class CudaTarget(Target):
         """See `Target`; sums over ranks travel as fp32, or as bf16.
 
         Raises:
-            CompileError: for more ranks than a kernel knows, or a wire that it does not send.
+            CompileError: for a wire that its kernels do not send.
         """
-        from tilewright.compiler.targets.cuda.kernels.exchange import MOST_RANKS, WIRES
+        from tilewright.compiler.targets.cuda.kernels.exchange import WIRES
 
         parallel = super().settled(options)
-        if parallel.tensor > MOST_RANKS:
-            raise CompileError(
-                f"{parallel.tensor} ranks on target cuda; allowed: at most {MOST_RANKS}"
-            )
         if parallel.tensor > 1 and parallel.wire not in WIRES:
             raise CompileError(f"wire {parallel.wire} on target cuda; {allowed(WIRES)}")
         return parallel

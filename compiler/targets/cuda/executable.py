@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.distributed.group import Peers
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.answers import Answers
@@ -88,6 +88,7 @@ class CudaExecutable(Executable):
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
         self.device, self._weights, self.dealt = device, weights, plan.dealt
+        self._asked = options.parallel.exchange
         exact, strict = options.compute == "exact", self.capabilities.invariant == "rows"
         is_free = not (exact or options.is_strict or options.parallel.wire)
         prompt_wire = PROMPT_WIRE if is_free else None
@@ -127,7 +128,9 @@ class CudaExecutable(Executable):
         )
 
     def join(self, peers: Peers) -> None:
-        self.unite(meet(peers, self.dealt, self.device))
+        group = meet(peers, self.dealt, self.device, asked=self._asked)
+        self.notes = (*self.notes, *group.notes)
+        self.unite(group)
 
     def unite(self, group: Group) -> None:
         """Make this executable's steps those of a rank of ``group``, before the first of them."""
@@ -361,10 +364,12 @@ class CudaExecutable(Executable):
 
     def close(self) -> None:
         self._seated = None
-        if "_steps" in vars(self) and self._group is not None:
-            self._group.close()
+        group = self._group if "_steps" in vars(self) else None
         for name in ("_joined", "_buckets", "_steps", "_state", "_weights"):
             vars(self).pop(name, None)  # it may be closed twice
         if self.device.type == "cuda":
             gc.collect()  # a captured step and what it runs hold each other
+        if group is not None:
+            group.close()  # behind its graphs, which hold what it frees
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
+from tilewright.compiler.distributed.world import NO_MULTICAST
 from tilewright.compiler.errors import CompileError, allowed
 from tilewright.compiler.targets.cuda.kernels.nvrtc import check
 
 Swap = Callable[[bytes], list[bytes]]
 """Hands every rank's bytes to all, in rank order; comes back when all have called it."""
 
-NO_MULTICAST = {
-    "NCCL_NVLS_ENABLE": "0",
-    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-    "NVSHMEM_DISABLE_NVLS": "1",
-}
-"""What every process of a group has in its environment: libraries then leave the switches of NVLink
-alone, whose state outlives a process."""
-
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _HANDLE_BYTES = 64
 _PATTERN = 0x5EED0000
+
+
+class UnreachedError(CompileError):
+    """GPUs of a group do not reach each other's memory; every rank raises it alike."""
 
 
 def check_no_multicast() -> None:
@@ -64,6 +65,55 @@ def check_access(devices: Sequence[int]) -> None:
                 )
 
 
+def check_reached(device: torch.device, swap: Swap) -> None:
+    """Refuse ranks whose GPUs do not reach each other's memory, before any of it is taken; all
+    ranks call it together.
+
+    Raises:
+        UnreachedError: naming the first two.
+    """
+    visible = {_uuid(each): each for each in range(torch.cuda.device_count())}
+    own = (_machine(), _uuid(torch.cuda.current_device() if device.index is None else device.index))
+    gathered = swap(msgspec.json.encode(own))
+    found = [msgspec.json.decode(each, type=tuple[str, str]) for each in gathered]
+    _agree(swap, _why_unreached(own[0], found, visible))
+
+
+def _why_unreached(machine: str, found: Sequence[tuple[str, str]], visible: dict[str, int]) -> str:
+    """Why the GPUs ``found`` of all ranks, each with its machine, do not reach each other as this
+    process sees them; nothing where they do.
+    """
+    for rank, (other, uuid) in enumerate(found):
+        if other != machine:
+            return f"rank {rank} is on another machine"
+        if uuid not in visible:
+            return f"the GPU of rank {rank} is hidden from another rank's process"
+    try:
+        check_access([visible[uuid] for _, uuid in found])
+    except CompileError as error:
+        return str(error).partition(";")[0]
+    return ""
+
+
+def _agree(swap: Swap, problem: str) -> None:
+    """Raise, on all ranks, what the first of them that has one calls a problem."""
+    for said in swap(problem.encode()):
+        if said:
+            raise UnreachedError(said.decode())
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _machine() -> str:
+    """What processes of one machine have alike, in containers too."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
 class Peers:
     """A rank's memory, and that of the others as this process reaches it.
 
@@ -79,7 +129,7 @@ class Peers:
         of the 32-bit word ``fill`` when it returns, on every rank.
 
         Raises:
-            CompileError: where memory of another rank cannot be opened, or is not what it wrote.
+            UnreachedError: where memory of another rank cannot be opened, or is not what it wrote.
         """
         from cuda.bindings import driver
 
@@ -94,25 +144,32 @@ class Peers:
             handle = check(driver.cuIpcGetMemHandle(self._own))
             found = swap(ctypes.string_at(handle.getPtr(), _HANDLE_BYTES))
             self.count = len(found)
-            self.addresses = [
-                self._own if each == rank else self._open(each, found[each])
-                for each in range(self.count)
-            ]
-            self._check(fill)
+            try:
+                self.addresses = self._open_all(found)
+                self._check(fill)
+            except UnreachedError:
+                self.close()
+                raise
 
-    def _open(self, rank: int, data: bytes) -> int:
+    def _open_all(self, found: Sequence[bytes]) -> list[int]:
+        assert self._own is not None
+        addresses, problem = [], ""
+        for rank, data in enumerate(found):
+            try:
+                addresses.append(self._own if rank == self.rank else self._open(data))
+            except RuntimeError as error:
+                problem = f"rank {self.rank} cannot open the memory of rank {rank}'s GPU ({error})"
+                break
+        _agree(self._swap, problem)
+        return addresses
+
+    def _open(self, data: bytes) -> int:
         from cuda.bindings import driver
 
         handle = driver.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), data, _HANDLE_BYTES)
         lazily = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        try:
-            address = int(check(driver.cuIpcOpenMemHandle(handle, int(lazily))))
-        except RuntimeError as error:
-            raise CompileError(
-                f"the memory of rank {rank}'s GPU cannot be opened here ({error}); allowed: GPUs "
-                "of one machine that reach each other's memory, in containers that share its IPC"
-            ) from error
+        address = int(check(driver.cuIpcOpenMemHandle(handle, int(lazily))))
         self._opened.append(address)
         return address
 
@@ -121,15 +178,15 @@ class Peers:
         for rank, address in enumerate(self.addresses):
             _write(address + 4 * self.rank, _word(self.rank, rank))
         self._swap(b"")
-        own = self.addresses[self.rank]
+        own, problem = self.addresses[self.rank], ""
         for rank in range(self.count):
             if (found := _read(own + 4 * rank)) != _word(rank, self.rank):
-                raise CompileError(
+                problem = (
                     f"rank {rank} wrote {_word(rank, self.rank):#x} into the memory of rank "
-                    f"{self.rank}, which reads {found:#x}: their GPUs do not reach each other"
+                    f"{self.rank}, which reads {found:#x}"
                 )
             _write(own + 4 * rank, fill)
-        self._swap(b"")
+        _agree(self._swap, problem)
 
     def close(self) -> None:
         """Free the memory; no rank may begin an exchange any more."""

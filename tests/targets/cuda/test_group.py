@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.dealt_models import make
+from tests.targets.cuda import emulated_exchange
 from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
@@ -21,6 +22,8 @@ from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.cuda import CudaTarget
 from tilewright.compiler.targets.cuda.executable import CudaExecutable
 from tilewright.compiler.targets.cuda.group import Group
+from tilewright.compiler.targets.cuda.kernels import nvrtc
+from tilewright.compiler.targets.cuda.kernels.gathered import GatheredExchange
 from tilewright.compiler.targets.program.instructions import AllReduce, Place
 from tilewright.compiler.targets.step import Choosing, Chunk, Open, Pages, Seat, Step
 
@@ -80,6 +83,18 @@ def run(executable: CudaExecutable, steps: Sequence[Step], *, leads: bool = True
     return found
 
 
+class Library:
+    """What gathers for a rank in a thread."""
+
+    count, has_ended = 2, False
+
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self._meeting = rank, meeting
+
+    def all_gather(self, parts: torch.Tensor) -> None:
+        parts.copy_(torch.stack(self._meeting.gather(self.rank, parts[self.rank].clone())))
+
+
 class Two:
     """A model on one device, and on two ranks that have met."""
 
@@ -119,6 +134,34 @@ def two() -> Two:
 )
 def test_two_ranks_choose_as_one(two: Two, choosing: tuple[Choosing, ...], masked: bool) -> None:
     two.check(steps_of(choosing, masked=masked))
+
+
+@pytest.mark.parametrize(
+    ("choosing", "masked"), [((GREEDY, DRAWN), True), ((BY_HOST, GREEDY), False)]
+)
+def test_what_a_library_gathers_has_the_bits_of_peers(
+    two: Two, monkeypatch: pytest.MonkeyPatch, choosing: tuple[Choosing, ...], masked: bool
+) -> None:
+    """Logits and tokens of rows that are greedy, that draw, and that the host chooses for."""
+    monkeypatch.setattr(nvrtc, "launch", emulated_exchange.launch)
+    steps = steps_of(choosing, masked=masked)
+
+    def answers() -> list[Any]:
+        found = together(two.meeting, lambda at: run(two.ranks[at], steps, leads=not at))
+        for each in two.ranks:
+            each.reset()
+        return found[0]
+
+    expected, groups = answers(), [each._group for each in two.ranks]
+    for rank, each in enumerate(two.ranks):
+        library = Library(two.meeting, rank)
+        exchange = GatheredExchange(library, part_bytes=1 << 14, device=each.device)
+        each.unite(Group(exchange, each.dealt))
+    for one, other in zip(answers(), expected, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    for each, group in zip(two.ranks, groups, strict=True):
+        assert group is not None
+        each.unite(group)
 
 
 def test_sums_that_no_add_follows() -> None:
@@ -165,14 +208,8 @@ def test_prompts_send_bf16_where_nothing_speaks_against_it(
     assert sent == ["fp32", prompt]
 
 
-@pytest.mark.parametrize(
-    ("parallel", "said"),
-    [
-        (Parallel(2, wire="q80"), "wire q80 on target cuda; allowed: fp32, bf16"),
-        (Parallel(16), "16 ranks on target cuda; allowed: at most 8"),
-    ],
-)
-def test_what_no_kernel_sends_is_refused(parallel: Parallel, said: str) -> None:
-    with pytest.raises(CompileError, match=said):
-        CudaTarget().settled(CompileOptions(parallel=parallel))
-    assert CudaTarget().settled(CompileOptions()).wire == "fp32"
+def test_what_no_kernel_sends_is_refused() -> None:
+    with pytest.raises(CompileError, match="wire q80 on target cuda; allowed: fp32, bf16"):
+        CudaTarget().settled(CompileOptions(parallel=Parallel(2, wire="q80")))
+    for count in (1, 16):
+        assert CudaTarget().settled(CompileOptions(parallel=Parallel(count))).wire == "fp32"

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.compiler.distributed.channel import has_gone
-from tilewright.compiler.distributed.group import Peers
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.errors import ExchangeError
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.contract import NumericContract

@@ -159,7 +159,7 @@ class Exchange:
         self.rank, self.count, self.part_bytes = rank, len(addresses), part_bytes
         self._ranks = 2 if self.count <= 2 else 4 if self.count <= 4 else 8
         self._state = torch.zeros(8, dtype=torch.int32, device=device)
-        self._report = torch.zeros(8, dtype=torch.int32).pin_memory()
+        self._report = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._group = _Group(
             (ctypes.c_uint64 * MOST_RANKS)(*addresses), self._state.data_ptr(),
             self._report.data_ptr(), part_bytes, rank, self.count,
@@ -197,14 +197,14 @@ class Exchange:
             x, out, shape = x.view(-1, width), out.view(-1, width), Shape(num_threads, units)
         else:
             shape = shape_for(x.shape[1], wire)
-        for part in self._parts(x, wire):
-            rows, to = x[part], out[part]
+        for part, rows in self._parts(x, wire):
+            to = out[part]
             arguments = _Reduce(
                 x=rows.data_ptr(), out=to.data_ptr(), num_rows=len(rows), width=x.shape[1],
-                x_stride=x.stride(0), out_stride=out.stride(0),
+                x_stride=rows.stride(0), out_stride=out.stride(0),
                 is_bf16=out.dtype == torch.bfloat16,
             )  # fmt: skip
-            self._reduce(arguments, wire, x.dtype, shape)
+            self._reduce(arguments, wire, rows.dtype, shape)
 
     def all_reduce_add(
         self,
@@ -223,18 +223,18 @@ class Exchange:
         width = x.shape[1]
         assert stream.shape == x.shape and x.dtype == stream.dtype == torch.float32
         assert (out is None) == (norm is None) and x.stride(1) == stream.stride(1) == 1
-        for part in self._parts(x, wire):
-            rows, to = x[part], stream[part]
+        for part, rows in self._parts(x, wire):
+            to = stream[part]
             arguments = _Reduce(
                 x=rows.data_ptr(), residual=to.data_ptr(), sum=to.data_ptr(), num_rows=len(rows),
-                width=width, x_stride=x.stride(0), sum_stride=stream.stride(0), eps=eps,
+                width=width, x_stride=rows.stride(0), sum_stride=stream.stride(0), eps=eps,
             )  # fmt: skip
             if out is not None and norm is not None:
                 assert out.shape == x.shape and norm.shape == (width,) and out.stride(1) == 1
                 arguments.norm, arguments.out = norm.data_ptr(), out[part].data_ptr()
                 arguments.out_stride = out.stride(0)
                 arguments.is_bf16 = out.dtype == torch.bfloat16
-            self._reduce(arguments, wire, x.dtype, shape or shape_for(width, wire))
+            self._reduce(arguments, wire, rows.dtype, shape or shape_for(width, wire))
 
     def choose_best(
         self,
@@ -293,18 +293,21 @@ class Exchange:
 
     def _check_stream(self) -> None:
         """On two streams at a time, two exchanges of one number would wait for each other."""
-        if torch.cuda.is_current_stream_capturing():
+        if self._state.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream().cuda_stream
         assert self._stream in (None, stream), "an exchange belongs to one stream"
         self._stream = stream
 
-    def _parts(self, x: Tensor, wire: str) -> Iterator[slice]:
-        """So many rows at a time as a slot holds."""
+    def _parts(self, x: Tensor, wire: str) -> Iterator[tuple[slice, Tensor]]:
+        """So many rows of ``x`` at a time as a slot holds, and the values that the kernels read as
+        this rank's.
+        """
         assert x.shape[1] % _ELEMENTS[wire] == 0 and x.stride(1) == 1, x.shape
         most = self.part_bytes // (x.shape[1] // _ELEMENTS[wire] * 16)
         for first in range(0, len(x), most):
-            yield slice(first, first + most)
+            part = slice(first, first + most)
+            yield part, x[part]
 
     def _reduce(self, arguments: _Reduce, wire: str, kind: torch.dtype, shape: Shape) -> None:
         held = "bf16" if kind == torch.bfloat16 else "fp32"
