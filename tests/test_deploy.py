@@ -155,7 +155,7 @@ def test_a_group_takes_its_place_from_the_variables_of_its_controller() -> None:
     ports = {each["name"]: each["containerPort"] for each in leader["ports"]}
     assert str(ports["ranks"]) == filled["master-port"]
     group = document["spec"]["leaderWorkerTemplate"]
-    assert filled["target"] == "cpu", "GPUs of several machines are no group"
+    assert filled["target"] == "cpu", "the text says CPUs"
     assert int(filled["tensor-parallel"]) == group["size"], "a rank on each"
     assert [each["name"] for each in leader["env"]] == ["TILEWRIGHT_TOKEN"]
 

@@ -1,10 +1,14 @@
-"""Two GPUs, a process each, against one: logits of the same tokens, and greedy answers."""
+"""Two GPUs, a process each, against one: logits of the same tokens, and answers; through memory
+that they reach in each other, and through NCCL.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,9 +23,12 @@ from tests.test_child import gone
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.commands.options import read_options
 from tilewright.compiler.commands.source import compile_source, open_source
+from tilewright.compiler.distributed.parallel import EXCHANGES
 from tilewright.compiler.errors import RankError
 from tilewright.compiler.runtime.engine import Engine
 from tilewright.compiler.runtime.loop import EngineLoop
+from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.sharded import ShardedExecutable
@@ -73,6 +80,11 @@ def test_logits_are_those_of_one_gpu() -> None:
     with engine("--tensor-parallel", "2") as two:
         found, again = forced(two), forced(two)
     assert torch.equal(found, again)
+    with engine("--tensor-parallel", "2", "--exchange", "nccl") as two:
+        notes = " ".join(two.executable.notes)
+        assert "exchange through NCCL (--exchange nccl)" in notes
+        for _ in range(2):  # as captured, and replayed
+            assert torch.equal(forced(two), found)
     one_, other = (torch.log_softmax(each.double(), -1) for each in (expected, found))
     divergence = (one_.exp() * (one_ - other)).sum(-1)
     print(f"KL: mean {divergence.mean():.2e}, most {divergence.max():.2e}")
@@ -82,11 +94,50 @@ def test_logits_are_those_of_one_gpu() -> None:
     assert same > 0.9  # of random weights, whose margins are small
 
 
+def test_greedy_and_drawn_tokens_are_those_of_either_exchange() -> None:
+    found = []
+    for exchange in EXCHANGES:
+        with engine("--tensor-parallel", "2", "--exchange", exchange) as two:
+            loop = EngineLoop(two.executable)
+            sampling = [SamplingParams(max_tokens=20, temperature=t, seed=7) for t in (0.0, 1.0)]
+            asked = [Request(i, (5, 6, 7), each) for i, each in enumerate(sampling)]
+            loop.generate(asked)
+            found.append([list(each.output) for each in asked])
+    assert found[0] == found[1] and [len(each) for each in found[0]] == [20, 20]
+
+
+def test_two_machines_whose_gpus_are_hidden_from_each_other_exchange_by_nccl() -> None:
+    """Two processes of this one, each of which sees a GPU and was told of two machines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [*PYTHON, "-m", "tilewright.compiler.cli", "run", "--model", "shape:llama-3.2-1b"]
+    command += ["--target", "cuda", "--no-cache", "--prompt", "x", "--max-tokens", "8", "--json"]
+    command += ["--tensor-parallel", "2", "--nnodes", "2", "--master-addr", "127.0.0.1"]
+    ranks = []
+    for rank in range(2):
+        given = [*command, "--master-port", str(port), "--node-rank", str(rank)]
+        own = {**os.environ, "TILEWRIGHT_TOKEN": "x", "CUDA_VISIBLE_DEVICES": str(rank)}
+        process = subprocess.Popen(given, env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        ranks.append(process)
+    try:
+        said = [each.communicate(timeout=240) for each in ranks]
+    finally:
+        for each in ranks:
+            each.kill()
+    assert [each.returncode for each in ranks] == [0, 0], said
+    note = "ranks exchange through NCCL (the GPU of rank 1 is hidden from another rank's process)"
+    assert note in said[0][1].decode()
+    assert len(json.loads(said[0][0])["tokens"]) == 8
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_is_gone_ends_the_run(how: signal.Signals) -> None:
+def test_a_rank_that_is_gone_ends_the_run(how: signal.Signals, exchange: str) -> None:
     """In decode: an error that names it, in time; no process and no memory is left."""
     free = torch.cuda.mem_get_info(1)[0]
-    with engine("--tensor-parallel", "2", "--peer-limit", str(LIMIT)) as two:
+    given = ("--tensor-parallel", "2", "--peer-limit", str(LIMIT), "--exchange", exchange)
+    with engine(*given) as two:
         two.prefill([0, 1], prompts()[:2])
         for _ in range(5):
             decode(two)
