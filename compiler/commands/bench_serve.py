@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Options:
     url: str = option("of the server", default="http://127.0.0.1:8000")
-    model: str = option("the name to ask for", default="model")
+    model: str = option("the name to ask for (default: the first that the server has)", default="")
     plan: str = option(
         "streams, overhead, intruder, chat, contest, json, invariant or soak", default="streams"
     )
@@ -92,6 +92,8 @@ async def _run(options: _Options) -> list[Figures]:
     rows: list[Figures] = []
     async with connected(options.url, options.model) as client:
         await client.wait_until_ready(options.wait)
+        if not options.model:
+            await client.take_model()
         if options.warm_up:
             warm = {**given, "requests": options.warm_up, "seed": options.seed + 1, "rate": 0.0}
             await streams(client, Shape(**warm))

@@ -141,6 +141,12 @@ class Client:
                 return
             await asyncio.sleep(0.1)
 
+    async def take_model(self) -> None:
+        """Ask for the first of the server's models from here on: ``model`` where it lists none."""
+        told = await self.told("/v1/models")
+        names = [each.get("id") for each in told.get("data", []) if isinstance(each, dict)]
+        self._model = next(iter(names), None) or "model"
+
     async def metrics(self) -> dict[str, float]:
         """The server's figures by name, the prefix left out; over all labels but ``part``,
         ``kind`` and ``code``, which stay behind the name.

@@ -48,7 +48,7 @@ class Trials:
     blocks: str = WIDE
     experts: str = TOGETHER
     prompts: int = 0
-    hybrids: str = APART
+    hybrids: str = RIDING
     snapshots: str = CUT
 
 

@@ -251,10 +251,10 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
     assert not limits(options).passes
     monkeypatch.undo()
-    monkeypatch.setenv(VARIABLE, "prompts=8")
+    monkeypatch.setenv(VARIABLE, "prompts=8,hybrids=apart")
     monkeypatch.setattr(device, "has_mixers", lambda _: True)
     assert limits(options).far == 0 and not limits(options).passes
-    monkeypatch.setenv(VARIABLE, "prompts=8,hybrids=riding")
+    monkeypatch.setenv(VARIABLE, "prompts=8")
     assert limits(options).passes == ((4, (64, 256, 512, 1024)),)
 
 

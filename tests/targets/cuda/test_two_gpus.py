@@ -35,7 +35,7 @@ from tilewright.compiler.targets.sharded import ShardedExecutable
 
 pytestmark = pytest.mark.multigpu
 
-NUM_STEPS = 24
+NUM_STEPS = 512  # of eight sequences: 4,104 positions
 LIMIT, PATIENCE = 2.0, 8.0
 """Seconds that ranks wait for each other, and that the end of a group takes at most."""
 
@@ -46,7 +46,7 @@ def engine(*more: str) -> Iterator[Engine]:
     options = read_options([*argv, "--no-results", "--no-cache", *more])
     assert options is not None
     source = open_source(options.model.path)
-    limits = CompileOptions(max_batch=8, max_context=256)
+    limits = CompileOptions(max_batch=8, max_context=1024)
     executable = compile_source(source, options.model, limits, silent, use_cache=False).executable
     try:
         yield Engine(executable)
@@ -58,7 +58,7 @@ def engine(*more: str) -> Iterator[Engine]:
 
 def prompts(vocabulary: int = 100_000) -> list[Tensor]:
     generator = torch.Generator().manual_seed(3)
-    lengths = (1, 17, 64, 130)
+    lengths = (1, 17, 64, 130, 2, 33, 65, 200)
     return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
 
 
@@ -66,32 +66,40 @@ def forced(given: Engine) -> Tensor:
     """Logits of prompts and of tokens behind them that do not depend on the logits."""
     asked = prompts()
     ids = list(range(len(asked)))
-    found = [given.prefill(ids, asked)]
+    found = [given.prefill(ids, asked).clone()]
     for step in range(NUM_STEPS):
         tokens = torch.tensor([(7919 * step + 31 * each) % 100_000 for each in ids])
-        found.append(given.decode(ids, tokens))
+        found.append(given.decode(ids, tokens).clone())
     given.remove(ids)
-    return torch.stack([each.float().cpu() for each in found])
+    return torch.stack(found)
 
 
-def test_logits_are_those_of_one_gpu() -> None:
-    with engine() as one:
+@pytest.mark.parametrize(
+    ("compute", "least_equal", "most_kl"), [("fast", 0.95, 1e-4), ("exact", 0.999, 1e-6)]
+)
+def test_logits_are_those_of_one_gpu(compute: str, least_equal: float, most_kl: float) -> None:
+    """Weights are random, whose likeliest tokens are close: fast arithmetic may tell them apart."""
+    with engine("--compute", compute) as one:
         expected = forced(one)
-    with engine("--tensor-parallel", "2") as two:
+    with engine("--compute", compute, "--tensor-parallel", "2") as two:
         found, again = forced(two), forced(two)
     assert torch.equal(found, again)
-    with engine("--tensor-parallel", "2", "--exchange", "nccl") as two:
+    with engine("--compute", compute, "--tensor-parallel", "2", "--exchange", "nccl") as two:
         notes = " ".join(two.executable.notes)
         assert "exchange through NCCL (--exchange nccl)" in notes
         for _ in range(2):  # as captured, and replayed
             assert torch.equal(forced(two), found)
-    one_, other = (torch.log_softmax(each.double(), -1) for each in (expected, found))
-    divergence = (one_.exp() * (one_ - other)).sum(-1)
-    print(f"KL: mean {divergence.mean():.2e}, most {divergence.max():.2e}")
-    same = (expected.argmax(-1) == found.argmax(-1)).float().mean()
-    print(f"argmax equal: {float(same):.4f} of {expected[..., 0].numel()}")
-    assert divergence.mean() <= 1e-4
-    assert same > 0.9  # of random weights, whose margins are small
+    divergences = torch.cat([divergence(*each) for each in zip(expected, found, strict=True)])
+    same = (expected.argmax(-1) == found.argmax(-1)).float().mean().item()
+    print(f"{compute}, {divergences.numel()} positions: argmax equal at {same:.4%}")
+    print(f"KL: mean {divergences.mean():.2e}, most {divergences.max():.2e}")
+    assert divergences.mean() <= most_kl and same >= least_equal
+
+
+def divergence(expected: Tensor, found: Tensor) -> Tensor:
+    """The KL divergence of every row, in float64."""
+    one, other = (torch.log_softmax(each.double(), -1) for each in (expected, found))
+    return (one.exp() * (one - other)).sum(-1)
 
 
 def test_greedy_and_drawn_tokens_are_those_of_either_exchange() -> None:
