@@ -26,6 +26,7 @@ from tilewright.compiler.child import PYTHON, Child
 from tilewright.compiler.commands.arguments import integer, option, parse, real
 from tilewright.compiler.devices import check_gpu
 from tilewright.compiler.errors import ConfigError, one_line
+from tilewright.compiler.json_lines import check_writable
 from tilewright.compiler.targets.cuda.engine.cases import Trace, cases
 from tilewright.compiler.targets.cuda.engine.parts.engine import Engine, read_device
 from tilewright.compiler.targets.cuda.engine.parts.reference import Reference
@@ -123,18 +124,17 @@ def main(argv: list[str]) -> int:
     given = parse(
         _Arguments, argv, prog="tilewright bench-engine", description="An engine beside torch."
     )
+    if given.output:
+        check_writable(Path(given.output))
     if given.beside_target is not None:
         return _beside_target(given, given.beside_target)
     if given.engine is None:
         raise ConfigError("no engine; allowed: tilewright bench-engine engine.py")
     config = _read_config(given.config) if given.config else HIDDEN_LIKE
+    settings, module = _read_settings(config, given.device), _open_engine(given.engine)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            settings = read_settings(config, read_device(given.device))
-        except EngineError as error:
-            raise ConfigError(str(error)) from None
         torch.save(random_weights(settings, 0), Path(folder) / "model.pt")
-        return _Measured(given, config, folder, settings).run()
+        return _Measured(given, config, folder, settings, module).run()
 
 
 def _beside_target(given: _Arguments, named: str) -> int:
@@ -163,6 +163,7 @@ def _beside_target(given: _Arguments, named: str) -> int:
 
 def _write(output: str | None, found: dict[str, Any]) -> None:
     if output:
+        Path(output).parent.mkdir(parents=True, exist_ok=True)
         Path(output).write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 
@@ -176,6 +177,19 @@ def _read_config(path: str) -> dict[str, Any]:
     return found
 
 
+def _read_settings(config: dict[str, Any], device: str) -> Settings:
+    try:
+        place = read_device(device)
+        settings = read_settings(config, place)
+    except EngineError as error:
+        raise ConfigError(str(error)) from None
+    if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"--device {device}; GPUs that torch finds here: {count}; allowed: one, or cpu"
+        )
+    return settings
+
+
 def _open_engine(path: str) -> Any:
     """The module of an engine.py.
 
@@ -186,8 +200,13 @@ def _open_engine(path: str) -> Any:
         module = load_engine(path)
     except Exception as error:  # whatever a file does that is no engine
         raise ConfigError(f"{path}: {one_line(error)}; allowed: a generated engine.py") from None
-    if not hasattr(module, "create_engine"):
-        raise ConfigError(f"{path}: no create_engine; allowed: a generated engine.py")
+    if not hasattr(module, "FAMILY"):
+        raise ConfigError(f"{path}: no model's FAMILY; allowed: a generated engine.py")
+    if hasattr(module, "HybridSettings"):
+        raise ConfigError(
+            f"{path}: of a mixture of experts; allowed: of Llama's form, or any with "
+            "--beside-target (python engine.py --self-test compares a mixture's logits)"
+        )
     return module
 
 
@@ -195,15 +214,19 @@ class _Measured:
     """The parts, each of which may fail without the others."""
 
     def __init__(
-        self, given: _Arguments, config: dict[str, Any], folder: str, settings: Settings
+        self,
+        given: _Arguments,
+        config: dict[str, Any],
+        folder: str,
+        settings: Settings,
+        module: Any,
     ) -> None:
         self.given, self.config, self.folder, self.settings = given, config, folder, settings
         self.device = torch.device(given.device)
         self.found: dict[str, Any] = {"config": config, "torch": torch.__version__}
         if self.device.type == "cuda":
             self.found["device"] = torch.cuda.get_device_name(self.device)
-        assert given.engine is not None
-        self.module = _open_engine(given.engine)
+        self.module = module
         self.tensors = load_weights(folder, settings)
         self.reference = Reference(self.tensors, settings, self.device)
 

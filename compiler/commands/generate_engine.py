@@ -185,16 +185,11 @@ class _Search:
         """The model's settings; its weights are looked at, too."""
         import torch
 
-        from tilewright.compiler.targets.cuda.engine.parts.settings import (
-            EngineError,
-            read_settings,
-        )
+        from tilewright.compiler.targets.cuda.engine.parts.settings import read_settings
         from tilewright.compiler.targets.cuda.engine.parts.weights import load_weights
 
         try:
             config = json.loads(Path(self.given.config).read_text("utf-8"))
-            if not isinstance(config, dict):
-                raise EngineError("it is no mapping of keys")
             settings = read_settings(config, torch.device(self.device))
         except OSError as error:
             raise ConfigError(f"{self.given.config}: cannot be read ({error.strerror})") from None

@@ -164,7 +164,7 @@ def test_bad_targets_are_refused_in_one_line(
     path = tmp_path / "model_config.json"
     for text, said in (
         ("{", "Expecting property name"),
-        ("[]", "no mapping of keys"),
+        ("[]", "allowed: a mapping of keys"),
         (json.dumps({**CONFIG, "num_attention_heads": None}), "no 'num_attention_heads'"),
         (json.dumps({**CONFIG, "vocab_size": 97}), r"of shape \[96, 64\]; expected: \[97, 64\]"),
     ):

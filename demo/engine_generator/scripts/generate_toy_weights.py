@@ -26,8 +26,6 @@ def main() -> int:
     given = parser.parse_args()
     try:
         config = json.loads(Path(given.config).read_text("utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("it is no mapping of keys")
         settings = read_settings(config, torch.device("cpu"))
     except (OSError, ValueError) as error:
         print(f"{given.config}: {error}", file=sys.stderr)

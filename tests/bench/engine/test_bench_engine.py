@@ -124,6 +124,8 @@ def test_a_child_finds_what_this_process_finds(
         (["x.py", "--operations", "0"], "'0'; allowed: integers, 1 or more"),
         (["x.py", "--compiled-seconds", "0"], "'0'; allowed: numbers, above 0"),
         (["x.py", "--mode", "fast"], "invalid choice: 'fast'"),
+        (["x.py", "--output", "."], "is a folder; allowed: a file's path"),
+        (["x.py", "--device", "cuda:99"], "--device cuda:99; GPUs that torch finds here: "),
         (["nowhere.py", "--device", "cpu"], "nowhere.py: .*; allowed: a generated engine.py"),
     ],
 )
