@@ -1,7 +1,7 @@
 """vLLM's offline engine on a data set of ``make-batch --token-ids``: the same rows and lengths.
 
-``python vllm_offline.py FOLDER ROWS.jsonl [seats]``: FOLDER has a ``config.json``; its weights are
-random. Runs where vLLM is installed; imports nothing of Tilewright's. Prints one line of JSON.
+``python vllm_offline.py FOLDER ROWS.jsonl [seats [quantization]]``: FOLDER has a ``config.json``; its
+weights are random, and ``fp8`` quantises them as they are loaded. Runs where vLLM is installed; imports nothing of Tilewright's. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 
-def main(folder: str, path: str, seats: str = "256") -> int:
+def main(folder: str, path: str, seats: str = "256", quantization: str | None = None) -> int:
     """Generate every row to its own length; prints what it took."""
     from vllm import LLM, SamplingParams
 
@@ -24,6 +24,7 @@ def main(folder: str, path: str, seats: str = "256") -> int:
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype="bfloat16",
+        quantization=quantization,
         max_model_len=4096,
         max_num_seqs=int(seats),
         enable_prefix_caching=False,
