@@ -1,7 +1,8 @@
 """vLLM's offline engine on a data set of ``make-batch --token-ids``: the same rows and lengths.
 
-``python vllm_offline.py FOLDER ROWS.jsonl [seats [quantization]]``: FOLDER has a ``config.json``; its
-weights are random, and ``fp8`` quantises them as they are loaded. Runs where vLLM is installed; imports nothing of Tilewright's. Prints one line of JSON.
+``python vllm_offline.py FOLDER ROWS.jsonl [seats [quantization]]``: FOLDER has a ``config.json``;
+its weights are random, and ``fp8`` quantises them as they are made. Runs where vLLM is installed;
+imports nothing of Tilewright's. Prints one line of JSON.
 """
 
 from __future__ import annotations
