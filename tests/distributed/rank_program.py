@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.compiler.distributed import group, launch
+from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import TilewrightError
 
@@ -57,7 +58,7 @@ def lead() -> None:
     ranks = launch.gather_here(2, sys.argv, limit_s=LIMIT)
     own = null(0)
     enter(0, "load")
-    meet(own, group.Peers(ranks.leader, ranks.token, LIMIT))
+    meet(own, Peers(ranks.leader, ranks.token, LIMIT))
     executable, seat = ShardedExecutable(own, ranks), Seat(0)
     opened = (Open(seat, Choosing()),)
     executable.prepare()
@@ -86,7 +87,7 @@ def follow(rank: int) -> None:
     follower.ends_process, follower.limit_s = True, LIMIT
     executable = null(rank)
     enter(rank, "load")
-    meet(executable, group.Peers(follower, b"", LIMIT))
+    meet(executable, Peers(follower, b"", LIMIT))
     serve_steps(executable, follower)
     enter(rank, "close")
     follower.close()

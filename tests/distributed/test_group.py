@@ -16,7 +16,7 @@ import pytest
 from tests.distributed.groups import process_group, thread_group
 from tests.test_child import gone
 from tilewright.compiler.child import Child
-from tilewright.compiler.distributed import group
+from tilewright.compiler.distributed import group, peers
 from tilewright.compiler.distributed.channel import (
     Address,
     Channel,
@@ -26,7 +26,6 @@ from tilewright.compiler.distributed.channel import (
 )
 from tilewright.compiler.distributed.group import (
     END,
-    LOADING_SECONDS,
     Follower,
     overdue,
 )
@@ -162,7 +161,7 @@ def test_a_step_that_waits_for_ranks_that_live_ends_the_group() -> None:
     ranks, called = process_group(WAITS), threading.Event()
     leader = ranks.leader
     Peers(leader, b"", 1.5).abort_with(called.set)
-    assert leader.step_limit_s == LOADING_SECONDS
+    assert leader.step_limit_s == peers.LOADING_SECONDS
     leader.step_limit_s = 0.3
     with leader.in_step():
         pass
@@ -241,7 +240,10 @@ def test_a_stopped_rank_has_a_step_s_limit_while_models_are_loaded_too() -> None
         assert overdue(9.0, 10.0, is_loading=True, pid=child.pid) is None
         assert overdue(11.0, 10.0, is_loading=True, pid=child.pid) == 10.0
         assert overdue(11.0, 10.0, is_loading=True, pid=None) is None
-        assert overdue(LOADING_SECONDS + 1, 10.0, is_loading=True, pid=None) == LOADING_SECONDS
+        assert (
+            overdue(group.LOADING_SECONDS + 1, 10.0, is_loading=True, pid=None)
+            == group.LOADING_SECONDS
+        )
 
 
 def test_a_worker_ends_a_rank_that_was_stopped() -> None:
