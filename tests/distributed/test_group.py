@@ -240,10 +240,8 @@ def test_a_stopped_rank_has_a_step_s_limit_while_models_are_loaded_too() -> None
         assert overdue(9.0, 10.0, is_loading=True, pid=child.pid) is None
         assert overdue(11.0, 10.0, is_loading=True, pid=child.pid) == 10.0
         assert overdue(11.0, 10.0, is_loading=True, pid=None) is None
-        assert (
-            overdue(group.LOADING_SECONDS + 1, 10.0, is_loading=True, pid=None)
-            == group.LOADING_SECONDS
-        )
+        longest = group.LOADING_SECONDS
+        assert overdue(longest + 1, 10.0, is_loading=True, pid=None) == longest
 
 
 def test_a_worker_ends_a_rank_that_was_stopped() -> None:

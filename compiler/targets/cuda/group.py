@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from tilewright.compiler.distributed.group import LOADING_SECONDS
 from tilewright.compiler.distributed.parallel import MOST_GPUS, NCCL, PEERS
 from tilewright.compiler.errors import ExchangeError
 from tilewright.compiler.targets.cuda.kernels.choose import best_keys, choose
@@ -28,7 +29,7 @@ are.
 
 _NOTE = (
     "ranks exchange through NCCL ({}): a sum takes some 16 us, not 2.3 (two H200s), and a rank "
-    "that lives but takes no part is missed after 120 s"
+    "that lives but takes no part is missed after {:g} s"
 )
 _PART_BYTES = 8 << 20
 _ROOT = 0
@@ -213,7 +214,7 @@ def _through_nccl(met: Met, sizes: tuple[int, ...], device: torch.device, why: s
     met.abort_with(library.abort)
     library.warm_up()
     exchange = GatheredExchange(library, part_bytes=_PART_BYTES, device=device)
-    return Group(exchange, sizes, way=library, notes=(_NOTE.format(why),))
+    return Group(exchange, sizes, way=library, notes=(_NOTE.format(why, LOADING_SECONDS),))
 
 
 def _limited(group: Group, met: Met) -> Group:
