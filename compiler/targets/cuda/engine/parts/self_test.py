@@ -52,7 +52,7 @@ class Operations:
 
     def __init__(self, settings: Settings, seed: int, *, most: int = 8, longest: int = 48) -> None:
         self._settings, self._random = settings, random.Random(seed)
-        self._most, self._longest = most, min(longest, settings.max_positions // 2)
+        self._most, self._longest = most, max(1, min(longest, settings.max_positions // 2))
         self._lengths: dict[int, int] = {}
         self.num_undecided = 0
 
