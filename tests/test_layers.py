@@ -221,12 +221,15 @@ def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
 
 def circles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
     """Groups of modules each of which imports, over others, all of its group."""
+    left = {module: set(others) for module, others in graph.items()}
+    while ends := {module for module, others in left.items() if not others & left.keys()}:
+        left = {module: others - ends for module, others in left.items() if module not in ends}
     reached: dict[str, set[str]] = {}
-    for module in graph:
+    for module in left:
         seen: set[str] = set()
         waiting = [module]
         while waiting:
-            new = graph[waiting.pop()] - seen
+            new = left[waiting.pop()] - seen
             seen |= new
             waiting += new
         reached[module] = seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -186,14 +187,18 @@ def test_bad_targets_are_refused_in_one_line(
         main(argv)
 
 
-def test_made_up_weights_are_whole_or_not_there(tmp_path: Path) -> None:
+def test_made_up_weights_are_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = Path(__file__).resolve().parents[2] / "demo/engine_generator/scripts"
     path, made = tmp_path / "model_config.json", tmp_path / "weights" / "model.pt"
-    argv = [sys.executable, "-P", script / "generate_toy_weights.py", "--config", path]
 
-    def ran(output: Path) -> tuple[int, str]:
-        found = subprocess.run([*argv, "--output", output], capture_output=True, text=True)
-        return found.returncode, found.stderr
+    def ran(output: Path) -> tuple[Any, str]:
+        argv = ["generate_toy_weights.py", "--config", str(path), "--output", str(output)]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script / argv[0]), run_name="__main__")
+        return ended.value.code, capsys.readouterr().err
 
     path.write_text(json.dumps({**CONFIG, "vocab_size": 0}))
     said = f"{path}: model_config: vocab_size 0; allowed: a whole number, 1 or more\n"

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.dealt_models import ARCHITECTURES, BIASES, assert_equal, dealt, make
+from tests.grids import grid
 from tests.tiny import arguments_of, check_golden, lowered, run_graph, step_inputs
 from tilewright.compiler import ops
 from tilewright.compiler.distributed.parallel import Parallel
@@ -105,9 +106,11 @@ def test_state_is_a_rank_s_own() -> None:
     assert found == {"kv": (2, 2, 16), "window": (160, 3), "memory": (8, 8, 12)}
 
 
-@pytest.mark.parametrize("target", ["cuda", "cpu-native"])
-@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text", "qwen3_5_moe"])
-def test_later_passes_work_on_a_rank_s_program(target: str, model_type: str) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "target"),
+    grid([("qwen2",), ("gemma3_text",), ("qwen3_5_moe",)], ["cpu-native", "cuda"]),
+)
+def test_later_passes_work_on_a_rank_s_program(model_type: str, target: str) -> None:
     """The whole pipelines of targets, whose products are merged and fused, by the references."""
     model, inputs = make(model_type), step_inputs(7, vocab_size=131)
     precision = lowered(model, target="reference")[1].precision

@@ -127,7 +127,9 @@ def test_an_engine_that_dies_is_started_again(start_server: Start) -> None:
     assert server.gauge("engine_restarts_total") == 1
 
 
+@pytest.mark.slow
 def test_a_killed_replica_costs_its_own_answers_alone(start_server: Start) -> None:
+    """With engines that compute; `test_replicas.py` has the same of engines made up for it."""
     server = start_server(*SLOW, "--replicas", "2", "--threads", "2")
     assert server.get("/health") == {"status": "ok", "replicas": 2, "missing": []}
     first, _ = server.engine_pids()
