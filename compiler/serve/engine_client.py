@@ -252,6 +252,7 @@ class EngineClient:
             num_prompt=len(asked.prompt),
             num_answer=asked.sampling.max_tokens,
             usable=[each.number for each in heard or ready],
+            num_seats=self.ready.max_seats // len(self.engines),
             most_keys=held // len(self.engines),
             like=asked.like,
         )

@@ -1,6 +1,6 @@
 """Which of several engines a request goes to: the one that has its beginning, or the least busy.
 
-Knows keys of pages and numbers of tokens alone; nothing of processes, texts or clocks.
+Knows keys of pages, numbers of tokens and seats; nothing of processes, texts or clocks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class _Placed:
 class _Known:
     """An engine as its front sees it.
 
-    ``keys``: of the pages it has computed, the least recently used first. ``load``: tokens that
-    its requests still take. ``turn``: when it was chosen last.
+    ``keys``: of the pages it has computed, the least recently used first. ``count``: of its
+    requests. ``load``: tokens that they still take. ``turn``: when it was chosen last.
     """
 
     keys: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    count: int = 0
     load: int = 0
     turn: int = 0
 
@@ -59,9 +60,11 @@ class _Known:
 class Router:
     """Places requests on engines, which are numbered from 0, and knows what each has to do.
 
-    A request goes where most of its first pages are, unless with it that engine would have more
-    than twice as much to do as the least busy one: then, or where nobody knows its beginning, to
-    that one; of equal ones to the one that was chosen least recently.
+    A request goes where a seat is free: one that waits behind requests that have nearly ended
+    would leave another engine's seat empty for as long as its own answer takes. Of those engines,
+    or of all where none has a seat free, it goes where most of its first pages are, unless with it
+    that engine would have more than twice as much to do as the least busy one: then, or where
+    nobody knows its beginning, to that one; of equals to the one that was chosen least recently.
     """
 
     def __init__(self, num_engines: int) -> None:
@@ -91,6 +94,7 @@ class Router:
         num_prompt: int,
         num_answer: int,
         usable: Sequence[int],
+        num_seats: int,
         most_keys: int,
         like: int | None = None,
     ) -> int | None:
@@ -99,6 +103,7 @@ class Router:
         Args:
             keys: of the full pages of its prompt; see :func:`chain_keys`.
             num_answer: the most tokens of its answer.
+            num_seats: how many requests run on an engine at a time.
             most_keys: how many pages an engine holds.
             like: an earlier request for the same prompt: they stay together, and the prompt is
                 computed once.
@@ -110,9 +115,11 @@ class Router:
         if first is not None and first.engine in usable:
             engine, num_prompt = first.engine, 0
         else:
-            engine = self._choose(keys, num_prompt + num_answer, usable)
+            free = [each for each in usable if self._known[each].count < num_seats]
+            engine = self._choose(keys, num_prompt + num_answer, free or usable)
         known = self._known[engine]
         known.note(keys, most_keys)
+        known.count += 1
         known.load += num_prompt + num_answer
         self._turn += 1
         known.turn = self._turn
@@ -147,7 +154,9 @@ class Router:
         placed = self._placed.pop(request_id, None)
         if placed is None:
             return None
-        self._known[placed.engine].load -= placed.left
+        known = self._known[placed.engine]
+        known.load -= placed.left
+        known.count -= 1
         return placed.engine
 
     def lose(self, engine: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -12,6 +13,7 @@ from tilewright.compiler.runtime.pages import chain_keys
 from tilewright.compiler.serve.routing import Router
 
 NUM, PLENTY, PAGE = 3, 10**6, 4
+SEATS = 3
 PROMPTS = st.lists(st.integers(0, 1), max_size=4 * PAGE)
 
 
@@ -50,6 +52,7 @@ class Routing(RuleBasedStateMachine):
             num_prompt=len(prompt),
             num_answer=answer,
             usable=sorted(usable),
+            num_seats=SEATS,
             most_keys=PLENTY,
             like=like,
         )
@@ -62,6 +65,9 @@ class Routing(RuleBasedStateMachine):
             assert engine == self.live[like][0]
             num_prompt = 0
         else:
+            counts = [sum(each == at for at, *_ in self.live.values()) for each in range(NUM)]
+            usable = {each for each in usable if counts[each] < SEATS} or usable
+            assert engine in usable
             depths = {
                 each: next((at for at, key in enumerate(keys) if key not in self.held[each]), None)
                 for each in usable
@@ -127,6 +133,7 @@ def placed(router: Router, request_id: int, prompt: list[int], most: int = PLENT
         num_prompt=len(prompt),
         num_answer=8,
         usable=range(2),
+        num_seats=SEATS,
         most_keys=most,
     )
     assert engine is not None and router.leave(request_id) == engine
@@ -161,6 +168,7 @@ def test_chats_stay_where_their_turns_are_and_the_work_is_even() -> None:
                 num_prompt=len(chat),
                 num_answer=16,
                 usable=range(2),
+                num_seats=64,
                 most_keys=PLENTY,
             )
             assert engine is not None
@@ -172,3 +180,39 @@ def test_chats_stay_where_their_turns_are_and_the_work_is_even() -> None:
             router.leave(each)
     assert sum(len(seen) == 1 for seen in where) >= 56
     assert max(given) < 2.2 * min(given)
+
+
+@pytest.mark.parametrize("begins", [0, 37])
+def test_no_request_waits_for_a_seat_while_another_engine_has_one(begins: int) -> None:
+    """As many users as seats, who ask again when they are answered: engines that are in the middle
+    of their answers at different times, whose nearly ended requests are little work.
+    """
+    router, seats, length = Router(2), 8, 50
+    left: list[dict[int, int]] = [{}, {}]  # steps that each request still takes, by engine
+    number = waiting = 0
+    for step in range(2000):
+        if step in (0, begins):
+            waiting += seats if begins else 2 * seats
+        for _ in range(waiting):
+            number += 1
+            at = router.place(
+                number,
+                (),
+                num_prompt=10,
+                num_answer=length,
+                usable=range(2),
+                num_seats=seats,
+                most_keys=PLENTY,
+            )
+            assert at is not None
+            left[at][number] = length + number % 3
+            assert len(left[at]) <= seats
+        waiting = 0
+        for each in left:
+            for request_id in list(each):
+                router.advance(request_id, 1)
+                each[request_id] -= 1
+                if not each[request_id]:
+                    del each[request_id]
+                    router.leave(request_id)
+                    waiting += 1
