@@ -49,7 +49,7 @@ class Trials:
     experts: str = TOGETHER
     prompts: int = 0
     hybrids: str = RIDING
-    snapshots: str = CUT
+    snapshots: str = INSIDE
 
 
 def read_trials() -> Trials:
