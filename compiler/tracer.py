@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from tilewright.compiler import ops
 from tilewright.compiler.ir.info import COMPUTE, CONSTANT, INPUT, WEIGHT, NodeInfo, set_info
+from tilewright.compiler.ir.lazy import lazy_modules, module_of
 from tilewright.compiler.ir.recipe import Segment, WeightRecipe
 from tilewright.compiler.precision import GroupedModule
 
@@ -70,7 +71,7 @@ def trace(module: TraceableModel) -> fx.GraphModule:
     # two tensors: export takes one passed twice for one input
     tokens, positions = torch.empty((2, _EXAMPLE_LENGTH), dtype=torch.int64, device="meta").clone()
     length = torch.export.Dim("length", min=2, max=1 << 24)
-    with _without_stacks():
+    with _without_stacks(), lazy_modules():
         exported = torch.export.export(
             module, (tokens, positions), dynamic_shapes=({0: length}, {0: length}), strict=False
         )
@@ -131,7 +132,7 @@ def _copy_with_info(exported: Any, module: nn.Module) -> fx.GraphModule:
         elif node.op == "output":
             (logits,) = node.args[0]
             graph.output(copies[logits])
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return module_of(graph)
 
 
 def _copy_input(graph: fx.Graph, node: fx.Node, facts: NodeInfo, use: int = 0) -> fx.Node:

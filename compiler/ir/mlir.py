@@ -127,7 +127,8 @@ def emit_mlir(
     if length is not None and length < 1:
         raise ConfigError(f"length of {length} tokens; allowed: 1 or more, or none for any")
     _require_torch_mlir()
-    plain = copy.deepcopy(graph_module)
+    # With code that is written at once: torch.export reads what its arguments are called.
+    plain = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
     _call_references(plain)
     _share_equal_arguments(plain)
     _embed_constants(plain, constants or {})

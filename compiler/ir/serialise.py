@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from tilewright.compiler.distributed.parallel import WIRES
 from tilewright.compiler.errors import CheckpointError, one_line
 from tilewright.compiler.ir.info import INPUT, STATE, NodeInfo, info, set_info
+from tilewright.compiler.ir.lazy import module_of
 from tilewright.compiler.ir.rewrite import dynamic_size, emit
 from tilewright.compiler.ir.text import dimension_names, operator_name
 from tilewright.compiler.ir.verify import BESIDE_OURS, verify_lowered
@@ -140,7 +141,7 @@ class _Builder:
             self._add_call(call, end)
         end.args = (self._nodes[self._record.output],)
         self._graph.lint()
-        graph_module = GraphModule(torch.nn.Module(), self._graph)
+        graph_module = module_of(self._graph)
         verify_lowered(graph_module)
         return graph_module
 

@@ -1,0 +1,21 @@
+"""Graph modules whose Python code is written when it is first run: what becomes a program is
+rewritten many times, and most of it is never run as Python.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch.fx import Graph, GraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule, _use_lazy_graph_module
+
+
+def module_of(graph: Graph) -> GraphModule:
+    """The graph as a module; so are copies of it."""
+    return _LazyGraphModule(torch.nn.Module(), graph)
+
+
+def lazy_modules() -> AbstractContextManager[None]:
+    """Within it, modules that torch itself makes of graphs are such too."""
+    return _use_lazy_graph_module(True)
