@@ -97,6 +97,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(alone)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file leaves stays as well, libraries that it was the first to import above all: else
+    every full collection walks a million objects, a sixth of the time of 1,600 tests.
+    """
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
