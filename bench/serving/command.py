@@ -15,6 +15,7 @@ from bench.serving.tables import render
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError, TilewrightError
 from tilewright.compiler.serve.load.client import connected
+from tilewright.compiler.serve.load.figures import rows_of
 from tilewright.compiler.serve.load.plans import PLANS, streams
 from tilewright.compiler.serve.load.shape import Shape
 
@@ -97,8 +98,8 @@ def _one(options: _Options, contestant: Contestant, logs: Path) -> list[dict[str
 
 async def _ask(url: str, plan: str, shape: Shape) -> dict[str, float | str]:
     async with connected(url, "any") as client:
-        await streams(client, Shape(requests=2, input_tokens=16, output_tokens=8))
-        (row,) = await PLANS[plan].run(client, shape)
+        await rows_of(streams(client, Shape(requests=2, input_tokens=16, output_tokens=8)))
+        (row,) = await rows_of(PLANS[plan].run(client, shape))
         return row
 
 

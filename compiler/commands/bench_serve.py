@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,38 +67,43 @@ def main(argv: list[str]) -> int:
     if options.plan not in PLANS:
         raise ConfigError(f"unknown plan {options.plan!r}; {allowed(PLANS, options.plan)}")
     try:
-        rows = asyncio.run(_run(options))
+        return asyncio.run(_tell(options))
     except (OSError, TilewrightError) as error:
         raise TilewrightError(f"{options.url}: {error}") from None
-    for row in rows:
+
+
+async def _tell(options: _Options) -> int:
+    """Print and keep every row as soon as it is there; returns the exit code."""
+    has_failed = False
+    async for row in _run(options):
+        has_failed |= bool(row.get("failed"))
         line = json.dumps({**asdict(options), "results": None, **row})
         if options.results is not None:
             append_lines(options.results, line.encode() + b"\n")
         if options.as_json:
-            print(line)
+            print(line, flush=True)
         else:
             for name, value in row.items():
                 print(f"{name:<30} {value if isinstance(value, str) else f'{value:.6g}'}")
-            print()
-    return int(any(row.get("failed") for row in rows))
+            print(flush=True)
+    return int(has_failed)
 
 
-async def _run(options: _Options) -> list[Figures]:
+async def _run(options: _Options) -> AsyncIterator[Figures]:
     from tilewright.compiler.serve.load.client import connected
+    from tilewright.compiler.serve.load.figures import rows_of
     from tilewright.compiler.serve.load.plans import PLANS, streams
     from tilewright.compiler.serve.load.shape import Shape
 
     known = {field.name for field in fields(Shape)}
     given = {name: value for name, value in asdict(options).items() if name in known}
-    rows: list[Figures] = []
     async with connected(options.url, options.model) as client:
         await client.wait_until_ready(options.wait)
         if not options.model:
             await client.take_model()
         if options.warm_up:
             warm = {**given, "requests": options.warm_up, "seed": options.seed + 1, "rate": 0.0}
-            await streams(client, Shape(**warm))
+            await rows_of(streams(client, Shape(**warm)))
         for round_number in range(options.rounds):
-            for row in await PLANS[options.plan].run(client, Shape(**given)):
-                rows.append({"plan": options.plan, "round": round_number, **row})
-    return rows
+            async for row in PLANS[options.plan].run(client, Shape(**given)):
+                yield {"plan": options.plan, "round": round_number, **row}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+from collections.abc import AsyncIterator
 from typing import Any
 
 from tilewright.compiler.serve.load.client import CHAT, Client, Heard
@@ -12,7 +13,7 @@ from tilewright.compiler.serve.load.figures import Figures, times
 from tilewright.compiler.serve.load.shape import Shape
 
 
-async def chats(client: Client, shape: Shape) -> list[Figures]:
+async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """Each user has a chat; all begin with the same system prompt of ``long_tokens`` words.
 
     What could be shared of a prompt is the longest beginning that an earlier prompt has too. Of
@@ -37,7 +38,8 @@ async def chats(client: Client, shape: Shape) -> list[Figures]:
             *(client.stream(CHAT, {"messages": list(each), **body}) for each in histories)
         )
         if failed := [each.error for each in heard if each.error]:
-            return [{"failed": len(failed), "why": failed[0]}]
+            yield {"failed": len(failed), "why": failed[0]}
+            return
         for history, prompt, each in zip(histories, prompts, heard, strict=True):
             most = max((_common(prompt, old) for old in seen), default=0)
             possible += most
@@ -49,18 +51,16 @@ async def chats(client: Client, shape: Shape) -> list[Figures]:
         turns[turn] = list(heard)
     first = statistics.median(each.first for each in turns[0] if each.times)
     later = [each.first for heard in turns[1:] for each in heard if each.times]
-    return [
-        {
-            "chats": shape.concurrency,
-            "turns": shape.turns,
-            "cached_percent_of_shareable": 100 * shared / possible if possible else 0.0,
-            "cached_percent_of_prompts": 100 * cached / asked if asked else 0.0,
-            "first_turn_ttft_ms_p50": 1e3 * first,
-            **times("later_ttft", later),
-            "later_of_first": statistics.median(later) / first if later else 0.0,
-            "failed": 0,
-        }
-    ]
+    yield {
+        "chats": shape.concurrency,
+        "turns": shape.turns,
+        "cached_percent_of_shareable": 100 * shared / possible if possible else 0.0,
+        "cached_percent_of_prompts": 100 * cached / asked if asked else 0.0,
+        "first_turn_ttft_ms_p50": 1e3 * first,
+        **times("later_ttft", later),
+        "later_of_first": statistics.median(later) / first if later else 0.0,
+        "failed": 0,
+    }
 
 
 async def _tokens(client: Client, messages: list[dict[str, Any]]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ _FLUSH = "/reset_prefix_cache"
 _SUMS = ("What is 17 + 25? Answer with the number.", "What is 8 * 12? Answer with the number.")
 
 
-async def contest(client: Client, shape: Shape) -> list[Figures]:
+async def contest(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """Two warm-up requests, then 64 unstreamed chats a level behind a semaphore of its width.
 
     Prompts are ``input_tokens`` words, answers up to ``output_tokens`` long. Where weights are
@@ -47,22 +48,22 @@ async def contest(client: Client, shape: Shape) -> list[Figures]:
         heard, seconds = await at_most(level, jobs)
         good = [each for each in heard if not each.error]
         total = sum(each.num_prompt + each.count for each in good)
-        rows.append(
-            {
-                "users": level,
-                "weight": LEVELS[level],
-                "tokens_per_second": total / seconds,
-                "output_tokens_per_second": sum(each.count for each in good) / seconds,
-                "failed": len(heard) - len(good),
-            }
-        )
+        row: Figures = {
+            "users": level,
+            "weight": LEVELS[level],
+            "tokens_per_second": total / seconds,
+            "output_tokens_per_second": sum(each.count for each in good) / seconds,
+            "failed": len(heard) - len(good),
+        }
         if errors := [each.error for each in heard if each.error]:
-            rows[-1]["why"] = errors[0]
+            row["why"] = errors[0]
+        rows.append(row)
+        yield row
     total_row: Figures = {"lengths": "drawn" if is_random else "the model's"}
     if len(rows) == len(LEVELS):
         rates = (float(row["weight"]) * float(row["tokens_per_second"]) for row in rows)
         total_row["weighted_sum"] = sum(rates)
-    return [*rows, total_row]
+    yield total_row
 
 
 def _body(

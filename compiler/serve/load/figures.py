@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from tilewright.compiler.errors import TilewrightError
 from tilewright.compiler.serve.load.client import Heard
 
 Figures = dict[str, float | str]
+
+
+async def rows_of(plan: AsyncIterator[Figures]) -> list[Figures]:
+    """All rows of a plan, when it has ended."""
+    return [row async for row in plan]
 
 
 def summary(heard: Sequence[Heard], seconds: float) -> Figures:

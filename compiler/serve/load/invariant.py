@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from tilewright.compiler.serve.load.figures import Figures
 from tilewright.compiler.serve.load.shape import Shape
 
 
-async def invariant(client: Client, shape: Shape) -> list[Figures]:
+async def invariant(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """Requests of many lengths, alone and then together, in another order, while others come and
     are cancelled, and then alone again, from what the server's prefix cache has kept. Half of them
     sample, with a seed of their own. One that differs has failed where the server promises that
@@ -38,17 +39,15 @@ async def invariant(client: Client, shape: Shape) -> list[Figures]:
     promised = (await client.told("/props")).get("invariant", "none")
     if promised != "none":
         failed += ["an answer differs"] * (num_different + num_warm)
-    return [
-        {
-            "requests": len(bodies),
-            "concurrency": shape.concurrency,
-            "promised": promised,
-            "answers_that_differ": num_different,
-            "answers_that_differ_warm": num_warm,
-            "failed": len(failed),
-            **({"why": failed[0]} if failed else {}),
-        }
-    ]
+    yield {
+        "requests": len(bodies),
+        "concurrency": shape.concurrency,
+        "promised": promised,
+        "answers_that_differ": num_different,
+        "answers_that_differ_warm": num_warm,
+        "failed": len(failed),
+        **({"why": failed[0]} if failed else {}),
+    }
 
 
 def _body(shape: Shape, chooser: random.Random, number: int) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Plans of load by name: each asks a server and returns rows of figures."""
+"""Plans of load by name: each asks a server and gives rows of figures as they are there."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -23,10 +23,11 @@ from tilewright.compiler.serve.load.schemas import schemas
 from tilewright.compiler.serve.load.shape import Shape
 from tilewright.compiler.serve.load.soak import soak
 
-Plan = Callable[[Client, Shape], Awaitable[list[Figures]]]
+Plan = Callable[[Client, Shape], AsyncIterator[Figures]]
+"""Asks a server and gives rows of figures as they are there."""
 
 
-async def streams(client: Client, shape: Shape) -> list[Figures]:
+async def streams(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """Completions over random token ids, closed loop, or open where a rate is given."""
     chooser = random.Random(shape.seed)
     jobs = [partial(client.stream, COMPLETIONS, shape.body(chooser)) for _ in range(shape.requests)]
@@ -34,10 +35,10 @@ async def streams(client: Client, shape: Shape) -> list[Figures]:
         heard, seconds = await arriving(shape.rate, shape.seed, jobs)
     else:
         heard, seconds = await at_most(shape.concurrency, jobs)
-    return [summary(heard, seconds)]
+    yield summary(heard, seconds)
 
 
-async def intruder(client: Client, shape: Shape) -> list[Figures]:
+async def intruder(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """One long prompt into running streams: their longest silence, without it and with it."""
     chooser = random.Random(shape.seed)
     # All of them first: what is drawn while streams run is a silence of this process, not theirs.
@@ -49,7 +50,8 @@ async def intruder(client: Client, shape: Shape) -> list[Figures]:
     heard = await asyncio.gather(*streams)
     for each in (long, *heard):
         if each.error:
-            return [{"failed": 1, "why": each.error}]
+            yield {"failed": 1, "why": each.error}
+            return
     start, end = long.began, long.began + long.first
     before, beside = 0.0, 0.0
     for each in heard:
@@ -59,21 +61,18 @@ async def intruder(client: Client, shape: Shape) -> list[Figures]:
                 beside = max(beside, other - one)
             elif other <= start:
                 before = max(before, other - one)
-    return [
-        {
-            "streams": len(heard),
-            "long_prompt_tokens": shape.long_tokens,
-            "long_prompt_ttft_ms": 1e3 * long.first,
-            "longest_gap_before_ms": 1e3 * before,
-            "longest_gap_beside_ms": 1e3 * beside,
-            "failed": 0,
-        }
-    ]
+    yield {
+        "streams": len(heard),
+        "long_prompt_tokens": shape.long_tokens,
+        "long_prompt_ttft_ms": 1e3 * long.first,
+        "longest_gap_before_ms": 1e3 * before,
+        "longest_gap_beside_ms": 1e3 * beside,
+        "failed": 0,
+    }
 
 
-async def overhead(client: Client, shape: Shape) -> list[Figures]:
+async def overhead(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """Streams at one user and at many, beside the server's own account of the host's time."""
-    rows: list[Figures] = []
     for users in sorted({1, shape.concurrency}):
         before = await client.metrics()
         chooser = random.Random(shape.seed)
@@ -81,8 +80,7 @@ async def overhead(client: Client, shape: Shape) -> list[Figures]:
         jobs = [partial(client.stream, COMPLETIONS, body) for body in bodies]
         heard, seconds = await at_most(users, jobs)
         after = await client.metrics()
-        rows.append({"users": users, **summary(heard, seconds), **_host(before, after, seconds)})
-    return rows
+        yield {"users": users, **summary(heard, seconds), **_host(before, after, seconds)}
 
 
 def _host(before: dict[str, float], after: dict[str, float], seconds: float) -> Figures:

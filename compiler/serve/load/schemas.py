@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ _SCHEMA = {
 }
 
 
-async def schemas(client: Client, shape: Shape) -> list[Figures]:
+async def schemas(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """Free streams beside free ones, then beside as many bound by a schema.
 
     Every bound answer must parse and keep to its schema.
@@ -42,18 +42,17 @@ async def schemas(client: Client, shape: Shape) -> list[Figures]:
     free, bound = heard[:half], heard[half:]
     failed = [each.error for each in (*alone, *heard) if each.error]
     if failed:
-        return [{"failed": len(failed), "why": failed[0]}]
+        yield {"failed": len(failed), "why": failed[0]}
+        return
     before, beside = _mean(alone), _mean(free)
-    return [
-        {
-            "users": 2 * half,
-            "tpot_ms_free_alone": 1e3 * before,
-            "tpot_ms_free_beside": 1e3 * beside,
-            "loss_percent": 100 * (beside / before - 1),
-            "answers_bound": len(bound),
-            "failed": sum(not keeps(each.text) for each in bound),
-        }
-    ]
+    yield {
+        "users": 2 * half,
+        "tpot_ms_free_alone": 1e3 * before,
+        "tpot_ms_free_beside": 1e3 * beside,
+        "loss_percent": 100 * (beside / before - 1),
+        "answers_bound": len(bound),
+        "failed": sum(not keeps(each.text) for each in bound),
+    }
 
 
 def keeps(text: str) -> bool:

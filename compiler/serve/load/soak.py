@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 from tilewright.compiler.serve.load.client import COMPLETIONS, Client, Heard, at_most
@@ -23,7 +23,7 @@ _MALFORMED_BODIES = (
 )
 
 
-async def soak(client: Client, shape: Shape) -> list[Figures]:
+async def soak(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """A tenth of the requests first, then the rest: nothing may be left over, and memory must not
     have grown by more than its noise meanwhile.
     """
@@ -33,7 +33,7 @@ async def soak(client: Client, shape: Shape) -> list[Figures]:
     rest = await _stretch(client, shape, tenth, shape.requests)
     after = await _left(client)
     grown = {f"{name}_growth": after[name] - before[name] for name in before}
-    return [{**rest, "failed": float(first["failed"]) + float(rest["failed"]), **after, **grown}]
+    yield {**rest, "failed": float(first["failed"]) + float(rest["failed"]), **after, **grown}
 
 
 async def _stretch(client: Client, shape: Shape, begin: int, end: int) -> Figures:

@@ -16,7 +16,7 @@ from tilewright.compiler.errors import TilewrightError
 from tilewright.compiler.serve.load.chats import _common
 from tilewright.compiler.serve.load.client import Client, Heard, connected, read_metrics
 from tilewright.compiler.serve.load.contest import LEVELS, contest
-from tilewright.compiler.serve.load.figures import Figures, summary
+from tilewright.compiler.serve.load.figures import Figures, rows_of, summary
 from tilewright.compiler.serve.load.plans import PLANS
 from tilewright.compiler.serve.load.schemas import keeps
 from tilewright.compiler.serve.load.shape import Shape
@@ -36,7 +36,7 @@ SMALL = Shape(
 def run(server: Server, name: str, shape: Shape = SMALL) -> list[Figures]:
     async def ask() -> list[Figures]:
         async with connected(server.url, "any") as client:
-            return await PLANS[name].run(client, shape)
+            return await rows_of(PLANS[name].run(client, shape))
 
     return asyncio.run(ask())
 
@@ -81,7 +81,7 @@ def test_an_intruder_is_made_before_there_is_a_stream_to_silence(
         return body(*args, **sizes)
 
     monkeypatch.setattr(Shape, "body", drawn)
-    asyncio.run(PLANS["intruder"].run(_Streaming(events), SMALL))
+    asyncio.run(rows_of(PLANS["intruder"].run(_Streaming(events), SMALL)))
     assert events == ["drawn"] * 5 + ["asked"] * 5
 
 
@@ -130,13 +130,13 @@ class _Remembering(Client):
 
 
 def test_what_is_shared_beyond_earlier_prompts_is_not_counted_as_shareable() -> None:
-    (row,) = asyncio.run(PLANS["chat"].run(_Remembering(), SMALL))
+    (row,) = asyncio.run(rows_of(PLANS["chat"].run(_Remembering(), SMALL)))
     assert row["cached_percent_of_shareable"] == 100
     assert 50 < float(row["cached_percent_of_prompts"]) < 100
 
 
 def test_what_a_warm_cache_changes_and_what_holds_snapshots_is_told() -> None:
-    (row,) = asyncio.run(PLANS["invariant"].run(_Forgetful(), SMALL))
+    (row,) = asyncio.run(rows_of(PLANS["invariant"].run(_Forgetful(), SMALL)))
     assert row["answers_that_differ"] == 0 and row["answers_that_differ_warm"] == 12
     assert row["failed"] == 12
     assert asyncio.run(_left(_Forgetful())) == {"snapshots_used": 3.0}
@@ -174,7 +174,7 @@ def test_the_contest_asks_the_same_at_each_level(is_told: bool) -> None:
             return Heard(times=[0.0], count=2, num_prompt=3)
 
     shape = Shape(output_tokens=1024, drawn_lengths=is_told)
-    rows = asyncio.run(contest(Told(), shape))  # type: ignore[arg-type]
+    rows = asyncio.run(rows_of(contest(Told(), shape)))  # type: ignore[arg-type]
     assert [row.get("weight") for row in rows[:-1]] == [1, 1, 2, 2, 4, 4, 8]
     assert len(asked) == 66 * len(LEVELS) and rows[-1]["lengths"] == "drawn"
     lengths = [int(str(body["max_tokens"])) for body in asked]
@@ -198,7 +198,7 @@ def test_the_contest_empties_the_cache_before_every_level(said: int) -> None:
         async def whole(self, path: str, body: dict[str, object]) -> Heard:
             return Heard(error="no template")
 
-    run = contest(Told(), Shape(flush=True, levels=(4, 64)))  # type: ignore[arg-type]
+    run = rows_of(contest(Told(), Shape(flush=True, levels=(4, 64))))  # type: ignore[arg-type]
     if said == 200:
         rows = asyncio.run(run)
         assert [row.get("users") for row in rows] == [4, 64, None]
