@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from tilewright.compiler import __version__
+from tilewright.compiler.commands.collecting import collect_seldom
 from tilewright.compiler.commands.following import follow_here, is_follower
 from tilewright.compiler.errors import TilewrightError, allowed
 
@@ -63,6 +64,8 @@ _CLONE = Path(__file__).resolve().parents[1]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``tilewright VERB ...``; returns the exit code."""
+    if argv is None:  # the process is this command's own
+        collect_seldom()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_usage())

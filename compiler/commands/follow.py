@@ -11,6 +11,7 @@ import sys
 import warnings
 from pathlib import Path
 
+from tilewright.compiler.commands.collecting import collect_seldom
 from tilewright.compiler.distributed.channel import ChannelClosedError
 from tilewright.compiler.distributed.group import JOB, Follower
 from tilewright.compiler.distributed.launch import join
@@ -84,6 +85,7 @@ def _serve(follower: Follower, place: Place, path: str | None) -> None:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     try:
         sys.exit(main(sys.argv[1:]))
     except TilewrightError as error:

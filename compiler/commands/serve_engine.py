@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilewright.compiler.commands.collecting import collect_seldom
 from tilewright.compiler.commands.serve_options import (
     MODEL,
     ServeOptions,
@@ -102,4 +103,5 @@ def _own_sampling(path: object) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     sys.exit(main(sys.argv[1:]))
