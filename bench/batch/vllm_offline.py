@@ -8,6 +8,7 @@ imports nothing of Tilewright's. Prints one line of JSON.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,9 @@ from typing import Any
 
 def main(folder: str, path: str, seats: str = "256", quantization: str | None = None) -> int:
     """Generate every row to its own length; prints what it took."""
+    # without flashinfer, with which it draws tokens, vLLM ends with a ModuleNotFoundError; here
+    # every token is the likeliest
+    os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
     from vllm import LLM, SamplingParams
 
     rows = [json.loads(line)["body"] for line in Path(path).read_text().splitlines()]

@@ -148,7 +148,8 @@ def compile_source(
     use_cache: bool,
 ) -> Compiled:
     """Make a model executable: from its folder, through the cache, or compiled anew. It chooses
-    no id that has no token. What runs the target cpu is chosen here if it was left open.
+    no id that has no token. What runs the target cpu is chosen here if it was left open. Its notes
+    are those of the choices, of the passes, and of how it is held once its ranks have met.
 
     Dumps are of passes that run, so with them nothing is taken from the cache.
 
@@ -156,9 +157,21 @@ def compile_source(
         CompileError, CheckpointError, ConfigError: where the parts do not fit together.
     """
     choices = settle_backend(choices, progress)
+    make = compile_alone if choices.grouping.is_alone else _compile_ranks
+    compiled = make(source, choices, options, progress, use_cache=use_cache)
+    return replace(compiled, notes=(*compiled.notes, *compiled.executable.notes))
+
+
+def _compile_ranks(
+    source: Source,
+    choices: ModelOptions,
+    options: CompileOptions,
+    progress: Progress,
+    *,
+    use_cache: bool,
+) -> Compiled:
+    """The executable of all ranks, led by this process."""
     grouping = choices.grouping
-    if grouping.is_alone:
-        return compile_alone(source, choices, options, progress, use_cache=use_cache)
     options = replace(options, parallel=grouping.parallel)
     # what every rank would refuse is refused before any of them is started
     if source.manifest is not None:
@@ -220,4 +233,4 @@ def compile_alone(
             compiled = compile_model(model, precision, dump_dir=choices.dump_dir, **how)
         compiled = replace(compiled, notes=(*choices.notes, *compiled.notes))
     compiled.executable.num_tokens = source.tokenizer.num_ids
-    return replace(compiled, notes=(*compiled.notes, *compiled.executable.notes))
+    return compiled

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,15 +24,18 @@ from tilewright.compiler.cli import main
 from tilewright.compiler.commands import arguments, ranks
 from tilewright.compiler.commands.arguments import ModelOptions, read_model_options
 from tilewright.compiler.commands.following import is_follower
+from tilewright.compiler.commands.source import compile_source, open_source
 from tilewright.compiler.distributed.grouping import Grouping, check_devices, read_grouping
 from tilewright.compiler.distributed.hello import RanksDifferError
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.errors import CompileError, ConfigError, RankError
-from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.cpu import choice
 from tilewright.compiler.targets.cuda import peers
 from tilewright.compiler.targets.cuda.device import open_device
 from tilewright.compiler.targets.table import get_target
+from tilewright.models import ShapeName
 
 RUN = (*PYTHON, "-m", "tilewright.compiler.cli", "run", "--target", "null", "--tensor-parallel")
 TORCHRUN = {
@@ -228,6 +232,25 @@ def test_ranks_that_differ_are_refused_though_another_said_so_first(
     with pytest.raises(RanksDifferError, match=r"rank 0 has code .* and rank 1 another") as caught:
         ranks.compile_ranks(job, grouping, {}, lambda options, check: pytest.fail("went on"))
     assert caught.value.exit_code == 2 and leader.closed == 1
+
+
+def test_how_ranks_exchange_is_said_once_they_have_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    def met(executable: Executable, peers: object) -> None:
+        executable.notes = (*executable.notes, "ranks exchange through NCCL")
+
+    leader: Any = SimpleNamespace(size=2, rank=0, failure=None, all_gather=lambda data: [data] * 2)
+    leader.check, leader.is_ready, leader.tell = (lambda *said: None,) * 3
+    group = SimpleNamespace(leader=leader, token=b"", close=lambda: None)
+    monkeypatch.setattr(ranks, "_gather", lambda grouping, target: group)
+    monkeypatch.setattr(ranks, "meet", met)
+    given = dict.fromkeys(("backend", "precision", "compute", "dump"))
+    named = asked(**given, model="shape:tiny", target="null", tensor_parallel=2)
+    source = open_source(ShapeName("tiny"))
+    compiled = compile_source(
+        source, read_model_options(named, "bf16"), CompileOptions(), silent, use_cache=False
+    )
+    assert compiled.notes[-1] == "ranks exchange through NCCL"
+    assert len(set(compiled.notes)) == len(compiled.notes)
 
 
 def test_one_rank_runs_on_the_device_that_was_named(monkeypatch: pytest.MonkeyPatch) -> None:

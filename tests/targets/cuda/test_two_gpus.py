@@ -35,7 +35,9 @@ from tilewright.compiler.targets.sharded import ShardedExecutable
 
 pytestmark = pytest.mark.multigpu
 
-NUM_STEPS = 512  # of eight sequences: 4,104 positions
+NUM_STEPS = {"fast": 512, "exact": 64}
+"""Of eight sequences: 4,104 positions, and 520 in exact arithmetic, which is slow."""
+
 LIMIT, PATIENCE = 2.0, 8.0
 """Seconds that ranks wait for each other, and that the end of a group takes at most."""
 
@@ -46,7 +48,7 @@ def engine(*more: str) -> Iterator[Engine]:
     options = read_options([*argv, "--no-results", "--no-cache", *more])
     assert options is not None
     source = open_source(options.model.path)
-    limits = CompileOptions(max_batch=8, max_context=1024)
+    limits = CompileOptions(max_batch=8, max_context=1024, compute=options.model.compute)
     executable = compile_source(source, options.model, limits, silent, use_cache=False).executable
     try:
         yield Engine(executable)
@@ -62,12 +64,12 @@ def prompts(vocabulary: int = 100_000) -> list[Tensor]:
     return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
 
 
-def forced(given: Engine) -> Tensor:
+def forced(given: Engine, num_steps: int) -> Tensor:
     """Logits of prompts and of tokens behind them that do not depend on the logits."""
     asked = prompts()
     ids = list(range(len(asked)))
     found = [given.prefill(ids, asked).clone()]
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         tokens = torch.tensor([(7919 * step + 31 * each) % 100_000 for each in ids])
         found.append(given.decode(ids, tokens).clone())
     given.remove(ids)
@@ -79,16 +81,17 @@ def forced(given: Engine) -> Tensor:
 )
 def test_logits_are_those_of_one_gpu(compute: str, least_equal: float, most_kl: float) -> None:
     """Weights are random, whose likeliest tokens are close: fast arithmetic may tell them apart."""
+    num_steps = NUM_STEPS[compute]
     with engine("--compute", compute) as one:
-        expected = forced(one)
+        expected = forced(one, num_steps)
     with engine("--compute", compute, "--tensor-parallel", "2") as two:
-        found, again = forced(two), forced(two)
+        found, again = forced(two, num_steps), forced(two, num_steps)
     assert torch.equal(found, again)
     with engine("--compute", compute, "--tensor-parallel", "2", "--exchange", "nccl") as two:
         notes = " ".join(two.executable.notes)
         assert "exchange through NCCL (--exchange nccl)" in notes
         for _ in range(2):  # as captured, and replayed
-            assert torch.equal(forced(two), found)
+            assert torch.equal(forced(two, num_steps), found)
     divergences = torch.cat([divergence(*each) for each in zip(expected, found, strict=True)])
     same = (expected.argmax(-1) == found.argmax(-1)).float().mean().item()
     print(f"{compute}, {divergences.numel()} positions: argmax equal at {same:.4%}")
@@ -142,7 +145,9 @@ def test_two_machines_whose_gpus_are_hidden_from_each_other_exchange_by_nccl() -
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_that_is_gone_ends_the_run(how: signal.Signals, exchange: str) -> None:
-    """In decode: an error that names it, in time; no process and no memory is left."""
+    """In decode: an error that names it, in time; no process and no memory is left. Wants the GPUs
+    alone: whoever takes memory meanwhile looks like one that keeps it.
+    """
     free = torch.cuda.mem_get_info(1)[0]
     given = ("--tensor-parallel", "2", "--peer-limit", str(LIMIT), "--exchange", exchange)
     with engine(*given) as two:
@@ -159,7 +164,10 @@ def test_a_rank_that_is_gone_ends_the_run(how: signal.Signals, exchange: str) ->
         assert time.monotonic() - started < LIMIT + 5.0
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
-    assert torch.cuda.mem_get_info(1)[0] >= free - (64 << 20)
+    ended = time.monotonic()
+    while (left := free - torch.cuda.mem_get_info(1)[0]) > 64 << 20:
+        assert time.monotonic() - ended < 5.0, f"{left >> 20} MiB of GPU 1: is somebody else there?"
+        time.sleep(0.1)
 
 
 MOMENTS = (1.0, 3.0, 5.0, 7.0, 9.0, 11.0, 14.0)
