@@ -6,25 +6,29 @@ Both ends prove that they know the run's token before anything else is said. Not
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
-import os
+import math
 import secrets
 import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.compiler.errors import ConfigError
+from tilewright.compiler.distributed.processes import is_stopped, process_behind
+from tilewright.compiler.errors import ConfigError, RankError
 
 _FRAME = struct.Struct("<IIq")  # kind, bytes of the payload, number
 _PROOF = hashlib.sha256().digest_size
 _NONCE = 32
 _MOST_BYTES = 1 << 30
 _RETRY_SECONDS = 0.05
+_LOOK_SECONDS = 0.1
 _SILENCE_SECONDS = 10  # of a host that is gone, before the kernel says so
 
 
@@ -149,11 +153,7 @@ class Channel:
 
     def process(self) -> int | None:
         """The process at the other end of a local socket that it listened at; else None."""
-        if self.connection.family != socket.AF_UNIX:
-            return None
-        size = struct.calcsize("3i")
-        found = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        return int(struct.unpack("3i", found)[0])
+        return process_behind(self.connection)
 
     def close(self) -> None:
         """Close this end; the other one reads its end."""
@@ -241,13 +241,21 @@ class Listener:
 
 
 def call(
-    address: Address, rank: int, token: bytes, *, seconds: float, other: str = "rank 0"
+    address: Address,
+    rank: int,
+    token: bytes,
+    *,
+    seconds: float,
+    other: str = "rank 0",
+    limit_s: float = math.inf,
 ) -> socket.socket:
     """Connect to a listener as ``rank``; tries again while nobody listens there. ``other`` is who
-    listens, to whoever reads that it did not.
+    listens, to whoever reads that it did not; ``limit_s``: how long it may be stopped before it
+    answers, where it is a process of this machine.
 
     Raises:
         ConfigError: where nobody answers in time, or the other end has another token.
+        RankError: where it has been stopped for so long.
     """
     deadline, reason = time.monotonic() + seconds, "nobody listens"
     while time.monotonic() < deadline:
@@ -259,7 +267,7 @@ def call(
             continue
         try:
             connection.settimeout(max(_RETRY_SECONDS, deadline - time.monotonic()))
-            _prove(connection, rank, token)
+            _prove(connection, rank, token, functools.partial(_await, connection, other, limit_s))
         except TimeoutError:
             connection.close()
             reason = "it took the call and said nothing, as one that is at work does"
@@ -330,13 +338,29 @@ def _check_caller(connection: socket.socket, token: bytes) -> int:
     return int(struct.unpack("<i", rank)[0])
 
 
-def _prove(connection: socket.socket, rank: int, token: bytes) -> None:
+def _prove(connection: socket.socket, rank: int, token: bytes, wait: Callable[[], None]) -> None:
+    wait()
     nonce = _exactly(connection, _NONCE)
     own, number = secrets.token_bytes(_NONCE), struct.pack("<i", rank)
     connection.sendall(number + own + _proof(token, b"caller", nonce, own, number))
+    wait()
     answer = _exactly(connection, _PROOF)
     if not hmac.compare_digest(answer, _proof(token, b"listener", nonce, own, number)):
         raise ChannelClosedError("another token")
+
+
+def _await(connection: socket.socket, other: str, limit_s: float) -> None:
+    """Wait for something to read, as long as the socket waits; see `call`."""
+    pid, ran = process_behind(connection), time.monotonic()
+    deadline = ran + (connection.gettimeout() or 0.0)
+    while not select.select([connection], [], [], _LOOK_SECONDS)[0]:
+        now = time.monotonic()
+        if pid is None or not is_stopped(pid):
+            ran = now
+        elif now - ran > limit_s:
+            raise RankError(f"{other} has been stopped for {limit_s:g} s")
+        if now > deadline:
+            raise TimeoutError
 
 
 def _proof(token: bytes, *parts: bytes) -> bytes:
@@ -363,9 +387,3 @@ def _prepared(connection: socket.socket) -> socket.socket:
             limit = 1000 * _SILENCE_SECONDS
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit)
     return connection
-
-
-def token_of(environ: os._Environ[str] | dict[str, str]) -> bytes | None:
-    """The token that ``TILEWRIGHT_TOKEN`` has; None where there is none."""
-    found = environ.get("TILEWRIGHT_TOKEN", "")
-    return found.encode() or None

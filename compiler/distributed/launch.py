@@ -67,7 +67,7 @@ def gather(place: Place, begin: Start, *, limit_s: float, names: Sequence[str] =
     children: dict[int, Child] = {}
     listener = Listener(place.address, place.token)
     try:
-        place = replace(place, address=listener.address)
+        place = replace(place, address=listener.address, limit_s=limit_s)
         children = begin(place)
         channels = _wait(listener, place.size, children, limit_s)
         members = [_member(rank, channels, children, names) for rank in range(1, place.size)]
@@ -141,15 +141,18 @@ def join(place: Place) -> Follower:
 
     Raises:
         ConfigError: where rank 0 is not to be reached.
+        RankError: where it has been stopped for as long as it may be.
     """
     forbid_multicast()
-    connection = call(place.address, place.rank, place.token, seconds=LOADING_SECONDS)
+    address, limit_s = place.address, place.limit_s
+    connection = call(address, place.rank, place.token, seconds=LOADING_SECONDS, limit_s=limit_s)
     channel = Channel(connection)
     channel.send(0, os.getpid())
-    address = place.address
     if address.path is None:
         address = Address(connection.getsockname()[0])
-    return Follower(place.rank, place.size, channel, address)
+    follower = Follower(place.rank, place.size, channel, address)
+    follower.limit_s = limit_s
+    return follower
 
 
 def serve_machine(machines: Machines, size: int, command: Sequence[str], token: bytes) -> int:

@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import struct
+
+
+def process_behind(connection: socket.socket) -> int | None:
+    """The process at the other end of a local socket that it listened at; else None."""
+    if connection.family != socket.AF_UNIX:
+        return None
+    size = struct.calcsize("3i")
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(struct.unpack("3i", found)[0])
+
 
 def is_stopped(pid: int) -> bool:
     """Whether a process of this machine was stopped, by a signal or a debugger."""

@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.compiler.distributed.channel import Address, token_of
+from tilewright.compiler.distributed.channel import Address
+from tilewright.compiler.distributed.parallel import ALONE
 from tilewright.compiler.errors import ConfigError
 
 _PORT = 29_500
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _RANK, _SIZE, _MEET = "TILEWRIGHT_RANK", "TILEWRIGHT_RANKS", "TILEWRIGHT_MEET"
-_LOCAL, _TOKEN = "TILEWRIGHT_LOCAL_RANK", "TILEWRIGHT_TOKEN"
+_LOCAL, _TOKEN, _LIMIT = "TILEWRIGHT_LOCAL_RANK", "TILEWRIGHT_TOKEN", "TILEWRIGHT_PEER_LIMIT"
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 NO_MULTICAST = {
@@ -40,7 +41,8 @@ def forbid_multicast() -> None:
 @dataclass(frozen=True, slots=True)
 class Place:
     """One rank's place: ``rank`` of ``size``, the ``local_rank``-th on its machine, and where rank
-    0 is met. ``token``: what all ranks of the run know and nobody else.
+    0 is met. ``token``: what all ranks of the run know and nobody else. ``limit_s``: how long rank
+    0 may be stopped before it has said anything.
     """
 
     rank: int
@@ -48,6 +50,7 @@ class Place:
     local_rank: int
     address: Address
     token: bytes
+    limit_s: float = ALONE.peer_limit
 
     def environment(self) -> dict[str, str]:
         """The variables that tell a process that it is this rank."""
@@ -57,6 +60,7 @@ class Place:
             _LOCAL: str(self.local_rank),
             _MEET: str(self.address),
             _TOKEN: self.token.decode(),
+            _LIMIT: str(self.limit_s),
             **NO_MULTICAST,
         }
 
@@ -102,7 +106,7 @@ def place_of(environ: Mapping[str, str] = os.environ) -> Place | None:
         address = Address.parse(environ.get(_MEET, ""))
         token = environ.get(_TOKEN, "").encode()
         rank, size, local = (_number(environ, name) for name in (_RANK, _SIZE, _LOCAL))
-        return Place(rank, size, local, address, token)
+        return Place(rank, size, local, address, token, _seconds(environ, _LIMIT))
     if not all(name in environ for name in _TORCHRUN) or _number(environ, "WORLD_SIZE") < 2:
         return None
     rank, size, local, local_size, _, port = (
@@ -145,15 +149,23 @@ def shared_token(host: str, is_local: bool, environ: Mapping[str, str] = os.envi
     Raises:
         ConfigError: where other machines can reach rank 0 and there is no token.
     """
-    token = token_of(dict(environ))
-    if token is None and is_local and host in _LOOPBACK:
+    token = environ.get(_TOKEN, "").encode()
+    if not token and is_local and host in _LOOPBACK:
         return b"loopback"
-    if token is None:
+    if not token:
         raise ConfigError(
             f"ranks meet at {host} without a token; allowed: TILEWRIGHT_TOKEN, the same secret on "
             "every machine"
         )
     return token
+
+
+def _seconds(environ: Mapping[str, str], name: str) -> float:
+    text = environ.get(name, str(ALONE.peer_limit))
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}; allowed: a number of seconds") from None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:

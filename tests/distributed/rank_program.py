@@ -54,7 +54,13 @@ def lead() -> None:
     from tilewright.compiler.targets.sharded import ShardedExecutable, meet
     from tilewright.compiler.targets.step import Choosing, Chunk, Open, Seat, Step
 
+    def begin(*what: Any) -> Any:
+        children = start_all(*what)
+        enter(0, "join")
+        return children
+
     enter(0, "hello")
+    start_all, launch.start_all = launch.start_all, begin
     ranks = launch.gather_here(2, sys.argv, limit_s=LIMIT)
     own = null(0)
     enter(0, "load")
@@ -84,6 +90,7 @@ def follow(rank: int) -> None:
 
     enter(rank, "hello")
     follower = launch.join(place_of())  # type: ignore[arg-type]
+    enter(rank, "join")
     follower.ends_process, follower.limit_s = True, LIMIT
     executable = null(rank)
     enter(rank, "load")

@@ -15,7 +15,7 @@ from tests.distributed.rank_program import LIMIT
 from tests.test_child import gone
 from tilewright.compiler.child import PYTHON
 
-PHASES = ("hello", "load", "capture", "prompt", "decode", "idle", "close")
+PHASES = ("hello", "join", "load", "capture", "prompt", "decode", "idle", "close")
 
 
 def wait_for(path: Path, seconds: float = 120.0) -> int:
@@ -48,7 +48,7 @@ def test_whoever_goes_in_whichever_phase_is_missed_in_time(
             hit = wait_for(tmp_path / f"{rank}.decode")
         has_other = rank == 1 or phase != "hello"
         # the other one is there, and waits
-        place = {"idle": "decode", "close": "decode"}.get(phase, phase)
+        place = {"join": "hello", "idle": "decode", "close": "decode"}.get(phase, phase)
         other = wait_for(tmp_path / f"{1 - rank}.{place}") if has_other else first.pid
         time.sleep(0.5)
         os.kill(hit, number)

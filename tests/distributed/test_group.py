@@ -83,6 +83,27 @@ def test_who_does_not_know_the_token_is_hung_up_on(tmp_path: Path, is_local: boo
         call(listener.address, 1, b"right", seconds=0.1)
 
 
+def test_a_rank_0_that_is_stopped_before_it_answers_is_missed(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from tilewright.compiler.distributed.channel import Address, Listener\n"
+        "kept = Listener(Address(path=Path(sys.argv[1])), b'x'); print('there', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    address = Address(path=tmp_path / "s")
+    given = [sys.executable, "-c", program, str(address.path)]
+    with subprocess.Popen(given, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None and process.stdout.readline() == b"there\n"
+            with pytest.raises(ConfigError, match="it took the call and said nothing"):
+                call(address, 1, b"x", seconds=0.3, limit_s=0.1)
+            process.send_signal(signal.SIGSTOP)
+            with pytest.raises(RankError, match=r"^rank 0 has been stopped for 0\.3 s$"):
+                call(address, 1, b"x", seconds=20, limit_s=0.3)
+        finally:
+            process.kill()
+
+
 def test_ranks_gather_and_connect_to_each_other(tmp_path: Path) -> None:
     heard: dict[int, object] = {}
 
