@@ -78,11 +78,12 @@ def pytest_collection(session: pytest.Session) -> Generator[None, Any, Any]:
 LONG = {
     "test_accuracy.py",
     "test_smollm2.py",
+    "test_smollm2_stored.py",
     "test_wheel.py",
     "test_cpu_peak.py",
     "test_program.py",
 }
-"""Files with a test of more than ten seconds."""
+"""Files with a test of more than ten seconds; of the default model, which the first one traces."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

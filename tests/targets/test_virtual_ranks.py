@@ -16,9 +16,14 @@ OF_EIGHT = ("qwen3_moe",)
 """Besides llama, dealt to more ranks than it has heads of keys; the others are dealt as these."""
 
 
+def layers_of(model_type: str) -> dict[str, int]:
+    """One layer where all are alike."""
+    return {} if "3_5" in model_type else {"num_layers": 1}
+
+
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_ranks_together_are_one_device(model_type: str) -> None:
-    model = make(model_type, **({} if "3_5" in model_type else {"num_layers": 1}))
+    model = make(model_type, **layers_of(model_type))
     expected = logits_of(model, ALONE)
     for count in COUNTS if model_type == "llama" else (3, 8) if model_type in OF_EIGHT else (3,):
         assert_equal(logits_of(model, Parallel(count)), expected)
@@ -40,7 +45,8 @@ def test_ranks_together_are_one_device(model_type: str) -> None:
     ],
 )
 def test_uneven_shared_and_whole_experts(changes: dict[str, object], parallel: Parallel) -> None:
-    model = make(**changes)  # type: ignore[arg-type]
+    model_type = str(changes.get("model_type", "llama"))
+    model = make(**{**layers_of(model_type), **changes})  # type: ignore[arg-type]
     assert_equal(logits_of(model, parallel), logits_of(model, ALONE))
 
 

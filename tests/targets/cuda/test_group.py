@@ -98,8 +98,8 @@ class Library:
 class Two:
     """A model on one device, and on two ranks that have met."""
 
-    def __init__(self, model_type: str, parallel: Parallel = TWO) -> None:
-        model, self.meeting = make(model_type), Meeting(2)
+    def __init__(self, model_type: str, parallel: Parallel = TWO, **changes: Any) -> None:
+        model, self.meeting = make(model_type, **changes), Meeting(2)
         self.alone = rank_of(model, ALONE, 0)
         self.exchanges = [ThreadExchange(self.meeting, rank) for rank in range(2)]
         self.ranks = [rank_of(model, parallel, rank) for rank in range(2)]
@@ -124,7 +124,7 @@ class Two:
 
 @pytest.fixture(scope="module")
 def two() -> Two:
-    return Two("llama")
+    return Two("llama", num_layers=1)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_whole_experts() -> None:
     """Each rank has three of the six experts, and makes no product of the others'; in steps of two
     rows, and of one, whose pairs are tiles at once.
     """
-    two = Two("qwen3_moe", Parallel(2, expert=2))
+    two = Two("qwen3_moe", Parallel(2, expert=2), num_layers=1)
     two.check(steps_of((GREEDY, GREEDY), masked=False)[:2])
     two.check(steps_of((GREEDY,), masked=False)[:2])
 
