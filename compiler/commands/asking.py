@@ -203,8 +203,10 @@ def compile_asked(asked: Asked, source: Source, sign: Sign, *, context: int) -> 
     choices = CompileOptions(
         max_context=context, compute=asked.model.compute, num_threads=asked.arguments.threads
     )
-    use_cache = not asked.arguments.no_cache
-    compiled = compile_source(source, asked.model, choices, sign.progress, use_cache=use_cache)
+    model, use_cache = asked.model, not asked.arguments.no_cache
+    compiled = compile_source(
+        source, model, choices, sign.progress, use_cache=use_cache, ends_process=True
+    )
     for note in compiled.notes:
         sign.note(note)
     return LLM.of_compiled(source, compiled)

@@ -93,9 +93,16 @@ class EngineArguments:
         return self.arithmetic == STRICT
 
     def compile(
-        self, source: Source, model: ModelOptions, *, seats: int, progress: Progress
+        self,
+        source: Source,
+        model: ModelOptions,
+        *,
+        seats: int,
+        progress: Progress,
+        ends_process: bool = False,
     ) -> Compiled:
         """The executable of a model for so many sequences at a time; its notes are said.
+        ``ends_process``: see `compile_source`.
 
         Raises:
             TilewrightError: where the model, its precision and the target do not fit together.
@@ -114,7 +121,10 @@ class EngineArguments:
             copies=self.copies,
             max_step_tokens=self.step_tokens,
         )
-        compiled = compile_source(source, model, options, progress, use_cache=not self.no_cache)
+        use_cache = not self.no_cache
+        compiled = compile_source(
+            source, model, options, progress, use_cache=use_cache, ends_process=ends_process
+        )
         for note in compiled.notes:
             say(note)
         return compiled

@@ -129,8 +129,9 @@ def compile_for(source: Source, options: RunOptions, plan: Plan, progress: Progr
         compute=options.model.compute,
         num_threads=options.threads,
     )
+    model, use_cache = options.model, options.use_cache
     return compile_source(
-        source, options.model, compile_options, progress, use_cache=options.use_cache
+        source, model, compile_options, progress, use_cache=use_cache, ends_process=True
     )
 
 

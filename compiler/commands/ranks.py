@@ -55,6 +55,8 @@ def compile_ranks(
     grouping: Grouping,
     facts: Mapping[str, str],
     run: Callable[[CompileOptions, Callable[[], None]], Compiled],
+    *,
+    ends_process: bool = False,
 ) -> Compiled:
     """The executable of all ranks, led by this process.
 
@@ -62,6 +64,7 @@ def compile_ranks(
         facts: what is to be equal on all ranks, beside what `compare` knows itself.
         run: compiles rank 0's own part, and calls what it is given now and then: it raises where a
             rank has failed meanwhile.
+        ends_process: see `Leader`.
 
     Raises:
         ConfigError: where ranks do not come, or differ.
@@ -70,6 +73,7 @@ def compile_ranks(
     parallel = grouping.parallel
     ranks = _gather(grouping, job.target)
     leader = ranks.leader
+    leader.ends_process = ends_process
     try:
         leader.tell(JOB, pack(job))
         compare(leader, facts, job.options)

@@ -59,7 +59,9 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
 
     source = open_source(options.model.path)
     source.tokenizer.save(folder / TOKENIZER)
-    compiled = options.compile(source, options.model, seats=options.max_seats, progress=silent)
+    compiled = options.compile(
+        source, options.model, seats=options.max_seats, progress=silent, ends_process=True
+    )
     executable = compiled.executable
     policy = options.policy(step_ms=options.step_ms, cache_replies=options.cache_replies)
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)

@@ -146,6 +146,7 @@ def compile_source(
     progress: Progress,
     *,
     use_cache: bool,
+    ends_process: bool = False,
 ) -> Compiled:
     """Make a model executable: from its folder, through the cache, or compiled anew. It chooses
     no id that has no token. What runs the target cpu is chosen here if it was left open. Its notes
@@ -153,12 +154,20 @@ def compile_source(
 
     Dumps are of passes that run, so with them nothing is taken from the cache.
 
+    Args:
+        ends_process: whether this process ends by itself, with the error's line and exit code,
+            where a rank has gone and a kernel or a library does not return.
+
     Raises:
         CompileError, CheckpointError, ConfigError: where the parts do not fit together.
     """
     choices = settle_backend(choices, progress)
-    make = compile_alone if choices.grouping.is_alone else _compile_ranks
-    compiled = make(source, choices, options, progress, use_cache=use_cache)
+    if choices.grouping.is_alone:
+        compiled = compile_alone(source, choices, options, progress, use_cache=use_cache)
+    else:
+        compiled = _compile_ranks(
+            source, choices, options, progress, use_cache=use_cache, ends_process=ends_process
+        )
     return replace(compiled, notes=(*compiled.notes, *compiled.executable.notes))
 
 
@@ -169,6 +178,7 @@ def _compile_ranks(
     progress: Progress,
     *,
     use_cache: bool,
+    ends_process: bool,
 ) -> Compiled:
     """The executable of all ranks, led by this process."""
     grouping = choices.grouping
@@ -193,7 +203,8 @@ def _compile_ranks(
 
         return compile_alone(source, choices, own, report, use_cache=use_cache)
 
-    return compile_ranks(job, grouping, facts_of(source, choices), run)
+    facts = facts_of(source, choices)
+    return compile_ranks(job, grouping, facts, run, ends_process=ends_process)
 
 
 def facts_of(source: Source, choices: ModelOptions) -> dict[str, str]:

@@ -45,6 +45,7 @@ LOOK_SECONDS = 0.1
 """Between two looks at what may have failed meanwhile."""
 
 _BEAT_SECONDS, _VERDICT_SECONDS = 1.0, 0.5
+_RETURN_SECONDS = PATIENCE_SECONDS - 2 * _BEAT_SECONDS  # out of a kernel, once the group has failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,9 @@ class Leader:
         members: the followers, of ranks 1 to n - 1 in order.
         limit_s: how long one may be silent once all are ready; while they load, it is
             `LOADING_SECONDS` if that is more.
+
+    ``ends_process``: whether the process ends, with the failure as its last line, where rank 0 is
+    at work and does not come back to hear of it.
     """
 
     rank = 0
@@ -78,10 +82,11 @@ class Leader:
         self.members, self.size = tuple(members), len(members) + 1
         self.address, self.limit_s = address, limit_s
         self.failure: TilewrightError | None = None
-        self.number = 0
+        self.number, self.ends_process = 0, False
         self._heard: list[deque[Message]] = [deque() for _ in members]
         self._last = [time.monotonic()] * len(members)
-        self._is_loading, self._is_closing = True, False
+        self._is_loading = self._is_at_work = True
+        self._is_told = self._is_closing = False
         self._changed = threading.Condition()
         self._aborts: list[Callable[[], object]] = []
         self._since: float | None = None
@@ -113,8 +118,7 @@ class Leader:
         index, deadline = self.members.index(member), time.monotonic() + seconds
         with self._changed:
             while not self._heard[index]:
-                if self.failure is not None:
-                    raise self.failure
+                self.check()
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     break
             else:
@@ -137,7 +141,7 @@ class Leader:
     def is_ready(self) -> None:
         """From now on followers may be silent no longer than the limit."""
         self._last = [time.monotonic()] * len(self.members)
-        self._is_loading = False
+        self._is_loading = self._is_at_work = False
 
     def abort_with(self, abort: Callable[[], object]) -> None:
         """Let the failure of the group, and its end, call ``abort`` too, from any thread."""
@@ -152,10 +156,19 @@ class Leader:
         finally:
             self._since = None
 
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """What rank 0 does in here may wait for others in a kernel; it loads so from the start."""
+        self._is_at_work = True
+        try:
+            yield
+        finally:
+            self._is_at_work = False
+
     def check(self) -> None:
         """Raise the group's failure where there is one (RankError, RankRefusedError)."""
         if self.failure is not None:
-            raise self.failure
+            raise self._failed()
 
     def fail(self, rank: int, said: str) -> None:
         """Note the first failure, with how the rank's process is, and end the group."""
@@ -203,6 +216,7 @@ class Leader:
 
     def _failed(self) -> TilewrightError:
         assert self.failure is not None
+        self._is_told = True
         return self.failure
 
     def _state_of(self, member: Member) -> str:
@@ -243,6 +257,23 @@ class Leader:
                 next_beat = now + _BEAT_SECONDS
                 for member in self.members:
                     member.channel.send_if_free(BEAT)
+        if self.ends_process and self.failure is not None:
+            self._insist(self.failure)
+
+    def _insist(self, failure: TilewrightError) -> None:
+        """End the process if rank 0 is still in a kernel or a library a while after the failure."""
+        began = time.monotonic()
+        while time.monotonic() - began < _RETURN_SECONDS:
+            time.sleep(LOOK_SECONDS)
+            if self._is_told or self._is_closing:
+                return
+            if not self._is_at_work:
+                began = time.monotonic()
+        for member in self.members:
+            if member.child is not None:
+                member.child.kill()
+        os.write(2, f"tilewright: {failure}\n".encode())
+        os._exit(failure.exit_code)
 
     def _take(self, index: int) -> None:
         member = self.members[index]
@@ -332,7 +363,7 @@ class Follower:
             self.channel.send_if_free(BEAT)
             has_gone = not self.channel.listen() or self._overdue() is not None
             if self.ends_process and has_gone:
-                if not self._ended.wait(PATIENCE_SECONDS - 2 * _BEAT_SECONDS):
+                if not self._ended.wait(_RETURN_SECONDS):
                     os._exit(RankError.exit_code)  # in a kernel or a library that does not return
                 return
 

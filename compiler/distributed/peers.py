@@ -81,11 +81,12 @@ class Peers:
         if isinstance(self._group, Leader):
             self._group.check()
 
-    def abort_with(self, abort: Callable[[], object]) -> None:
+    def abort_with(self, abort: Callable[[], object], *, has_limit: bool = False) -> None:
         """Have ``abort``, which must not wait, called from another thread where the group fails, or
-        ends: what a rank waits for there has no limit of its own, so rank 0 ends a group of which a
-        step takes `LOADING_SECONDS`.
+        ends. Unless what a rank waits for there ``has_limit`` of its own, rank 0 ends a group of
+        which a step takes `LOADING_SECONDS`.
         """
         if isinstance(self._group, Leader):
             self._group.abort_with(abort)
-            self._group.step_limit_s = LOADING_SECONDS
+            if not has_limit:
+                self._group.step_limit_s = LOADING_SECONDS

@@ -129,7 +129,8 @@ class ShardedExecutable(Executable):
             RankError: then, and ever after.
         """
         try:
-            return run(*arguments)
+            with self._leader.at_work():
+                return run(*arguments)
         except ExchangeError as error:
             self._leader.fail(error.rank, error.of_step(self._leader.number))
         except Exception as error:

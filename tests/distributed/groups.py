@@ -12,6 +12,13 @@ from tilewright.compiler.distributed.group import Follower, Leader
 from tilewright.compiler.distributed.launch import Ranks, gather, gather_here, join
 from tilewright.compiler.distributed.world import Place, local_place
 
+JOINED = (
+    "from tilewright.compiler.distributed.launch import join\n"
+    "from tilewright.compiler.distributed.world import place_of\n"
+    "follower = join(place_of())\n"
+)
+"""How a follower's program begins."""
+
 
 @contextlib.contextmanager
 def thread_group(
@@ -47,12 +54,7 @@ def thread_group(
 
 def process_group(code: str, size: int = 2, *, limit_s: float = 1.5) -> Ranks:
     """A group whose followers run ``code`` with ``follower`` in it, and without torch."""
-    program = (
-        "from tilewright.compiler.distributed.launch import join\n"
-        "from tilewright.compiler.distributed.world import place_of\n"
-        "follower = join(place_of())\n"
-    )
-    return gather_here(size, ("-c", program + code), limit_s=limit_s)
+    return gather_here(size, ("-c", JOINED + code), limit_s=limit_s)
 
 
 assert sys.platform == "linux", "ranks are tested where they run"

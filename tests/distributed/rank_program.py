@@ -62,6 +62,7 @@ def lead() -> None:
     enter(0, "hello")
     start_all, launch.start_all = launch.start_all, begin
     ranks = launch.gather_here(2, sys.argv, limit_s=LIMIT)
+    ranks.leader.ends_process = True
     own = null(0)
     enter(0, "load")
     meet(own, Peers(ranks.leader, ranks.token, LIMIT))

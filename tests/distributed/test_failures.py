@@ -28,6 +28,28 @@ def wait_for(path: Path, seconds: float = 120.0) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("phase", ["load", "capture", "decode"])
+def test_rank_0_ends_in_time_though_it_does_not_come_back(
+    phase: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    """It is held in the phase, for longer than it may, while rank 1 goes."""
+    path = Path(rank_program.__file__)
+    command = [*PYTHON, str(path), str(tmp_path), phase, "0"]
+    environment = {**os.environ, "PYTHONPATH": str(path.parents[2])}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as first:
+        try:
+            wait_for(tmp_path / f"0.{phase}")
+            other = wait_for(tmp_path / f"1.{phase}")
+            os.kill(other, number)
+            assert first.wait(LIMIT + 5.0) == 3 and gone(other)
+            assert first.stderr is not None
+            assert first.stderr.read().startswith("tilewright: rank 1 ")
+        finally:
+            first.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_whoever_goes_in_whichever_phase_is_missed_in_time(

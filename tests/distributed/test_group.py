@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.groups import process_group, thread_group
+from tests.distributed.groups import JOINED, process_group, thread_group
 from tests.test_child import gone
 from tilewright.compiler.child import Child
 from tilewright.compiler.distributed import group, peers
@@ -167,6 +168,33 @@ def test_the_end_and_the_halt_of_a_rank_end_the_group(number: int, said: str) ->
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("place", ["leader.at_work()", "contextlib.nullcontext()"])
+def test_a_rank_0_that_does_not_come_back_is_ended(place: str) -> None:
+    """In a kernel or a library; one that waits for its user is not, and hears of it later."""
+    program = (
+        "import contextlib, os, signal, sys, time\n"
+        "from tilewright.compiler.distributed import group, launch\n"
+        "from tilewright.compiler.errors import RankError\n"
+        "group._RETURN_SECONDS = 0.3\n"
+        f"follow = {JOINED + WAITS!r}\n"
+        "leader = launch.gather_here(2, ('-c', follow), limit_s=1.5).leader\n"
+        "leader.ends_process = True\n"
+        "leader.is_ready()\n"
+        f"with {place}:\n"
+        "    os.kill(leader.members[0].pid, signal.SIGKILL)\n"
+        "    time.sleep(2.5)\n"
+        "try:\n    leader.check()\n"
+        "except RankError as error:\n    sys.exit(f'told: {error}')\n"
+    )
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    assert time.monotonic() - began < 20
+    said = r"rank 1 \(pid \d+\) left; its process ended by signal 9 \(SIGKILL\)\n"
+    is_held = place == "leader.at_work()"
+    assert re.fullmatch(("tilewright: " if is_held else "told: ") + said, done.stderr)
+    assert done.returncode == (RankError.exit_code if is_held else 1)
+
+
 def test_a_failure_aborts_what_waits_without_a_limit() -> None:
     """A follower is killed: what was registered is called at once, on rank 0."""
     ranks, called = process_group(WAITS), threading.Event()
@@ -227,7 +255,7 @@ def test_followers_end_when_rank_0_is_killed() -> None:
     code = (
         "import os, signal, sys, time\n"
         "sys.path.insert(0, '.')\n"
-        "from tests.distributed.groups import process_group\n"
+        "from tests.distributed.groups import JOINED, process_group\n"
         f"ranks = process_group({WAITS!r}, 3)\n"
         "print(*(member.pid for member in ranks.leader.members), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -283,7 +311,7 @@ def test_followers_end_when_rank_0_is_stopped_in_loading(hears: bool) -> None:
     code = (
         "import os, signal, sys\n"
         "sys.path.insert(0, '.')\n"
-        "from tests.distributed.groups import process_group\n"
+        "from tests.distributed.groups import JOINED, process_group\n"
         f"print(process_group({follower!r}).leader.members[0].pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGSTOP)\n"
     )

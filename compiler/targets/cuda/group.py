@@ -203,6 +203,7 @@ def _through_memory(met: Met, sizes: tuple[int, ...], device: torch.device) -> G
     num_bytes = SLOTS * met.size * _PART_BYTES
     peers = Peers(met.rank, num_bytes, device, met.all_gather, fill=EMPTY)
     exchange = Exchange(peers.addresses, met.rank, part_bytes=_PART_BYTES, device=device)
+    met.abort_with(exchange.stop, has_limit=True)
     return Group(exchange, sizes, way=peers)
 
 

@@ -168,8 +168,8 @@ class Met:
 
     def check(self) -> None: ...
 
-    def abort_with(self, abort: Any) -> None:
-        self.aborts.append(abort)
+    def abort_with(self, abort: Any, *, has_limit: bool = False) -> None:
+        self.aborts.append((abort, has_limit))
 
 
 @pytest.mark.parametrize(
@@ -201,12 +201,13 @@ def test_the_way_is_chosen_by_what_gpus_reach(
     found = group.meet(met, (), CPU, asked=asked)
     assert isinstance(found.exchange, GatheredExchange) is (why is not None)
     assert (found.rank, found.count, found.limit_s) == (1, size, 3.0)
+    ((abort, has_limit),) = met.aborts
+    abort()
     if why is None:
-        assert not found.notes and not met.aborts
+        assert not found.notes and has_limit and found.exchange._state[5] == 1
         return
     assert found.notes[0].startswith(f"ranks exchange through NCCL ({why}): a sum takes some 16 us")
-    met.aborts[0]()
-    assert found.exchange.failure() is not None
+    assert found.exchange.failure() is not None and not has_limit
 
 
 def test_peers_that_were_asked_for_are_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ step, and knows nothing of what is exchanged.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
@@ -166,6 +167,7 @@ class Exchange:
         )  # fmt: skip
         self._index = 0
         self._stream: int | None = None
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.set_limit(10.0)
 
     def set_limit(self, seconds: float) -> None:
@@ -180,10 +182,11 @@ class Exchange:
         return Failure(rank, peer, index)
 
     def stop(self) -> None:
-        """End all waiting of this rank's kernels, now and later: what they give means nothing."""
-        aside = torch.cuda.Stream(self._state.device)
-        with torch.cuda.stream(aside):
-            self._state[_STOPPED] = 1
+        """End all waiting of this rank's kernels, now and later: what they give means nothing. From
+        any thread, and without waiting: nothing is allocated. A device that is lost waits no more.
+        """
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._aside):
+            self._state[_STOPPED : _STOPPED + 1].fill_(1)
 
     def all_reduce(
         self, out: Tensor, x: Tensor, *, wire: str, num_threads: int = 256, units: int = 1
