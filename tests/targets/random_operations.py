@@ -25,9 +25,12 @@ def random_operations(loop: EngineLoop, count: int, *, vocabulary: int = 60, see
         elif kind < 0.13 and requests:
             loop.cancel(requests.pop(rng.randrange(len(requests))))
         elif loop.has_work():
-            done = loop.step()
-            ended += len(done)
-            requests = [each for each in requests if each not in done]
+            ended += _num_ended(loop.step())
+            requests = [each for each in requests if each.finish_reason is None]
     while loop.has_work():
-        ended += len(loop.step())
+        ended += _num_ended(loop.step())
     return ended
+
+
+def _num_ended(heard: list[Request]) -> int:
+    return sum(each.finish_reason is not None for each in heard)

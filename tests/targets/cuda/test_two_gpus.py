@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.targets.random_operations import random_operations
@@ -32,19 +33,25 @@ from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.sharded import ShardedExecutable
+from tilewright.models.architectures.table import architecture_of
+from tilewright.models.checkpoints.hf_config import config_of_hf
+from tilewright.models.shapes import SHAPES
+from tilewright.models.sources import stored_shapes
+from tilewright.models.tokenizer.byte_tokenizer import byte_tokenizer
 
 pytestmark = pytest.mark.multigpu
 
 NUM_STEPS = {"fast": 512, "exact": 64}
 """Of eight sequences: 4,104 positions, and 520 in exact arithmetic, which is slow."""
 
+VOCABULARY = 8192
 LIMIT, PATIENCE = 2.0, 8.0
 """Seconds that ranks wait for each other, and that the end of a group takes at most."""
 
 
 @contextlib.contextmanager
-def engine(*more: str) -> Iterator[Engine]:
-    argv = ["--model", "shape:llama-3.2-1b", "--target", "cuda", "--precision", "bf16"]
+def engine(*more: str, model: str = "shape:llama-3.2-1b") -> Iterator[Engine]:
+    argv = ["--model", model, "--target", "cuda", "--precision", "bf16"]
     options = read_options([*argv, "--no-results", "--no-cache", *more])
     assert options is not None
     source = open_source(options.model.path)
@@ -229,13 +236,30 @@ def rank_1_of(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_operations_on_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hundred_thousand_operations_on_two_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every 64 steps ranks compare steps, seats, positions and tokens; one elsewhere ends it."""
     monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "1")
-    with engine("--tensor-parallel", "2") as two:
+    with engine("--tensor-parallel", "2", model=shallow(tmp_path)) as two:
         loop = EngineLoop(two.executable)
         loop.warm_up()
-        assert random_operations(loop, 100_000, vocabulary=100_000) > 5_000
+        assert random_operations(loop, 100_000, vocabulary=VOCABULARY) > 5_000
+
+
+def shallow(folder: Path) -> str:
+    """Two layers of the width of 1B, and few tokens: a step is mostly the host's."""
+    config = {**SHAPES["llama-3.2-1b"], "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    byte_tokenizer(VOCABULARY, "a test").save(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        module = architecture_of("llama").model(config_of_hf(config, where="a test"))
+    tensors = {
+        name: torch.randn(shape, dtype=torch.bfloat16) * 0.02 + ("norm" in name)
+        for name, shape in stored_shapes(module).items()
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
 
 
 def decode(two: Engine) -> None:
