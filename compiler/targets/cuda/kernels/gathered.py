@@ -73,14 +73,7 @@ class GatheredExchange(Exchange):
         super().all_reduce_add(x, stream, wire=wire, **how)
 
     def choose_best(
-        self,
-        tokens: Tensor,
-        why: Tensor,
-        keys: Tensor,
-        *,
-        end_tokens: Tensor,
-        first_column: int,
-        positions: Tensor | None = None,
+        self, tokens: Tensor, why: Tensor, keys: Tensor, *, first_column: int, **how: Any
     ) -> None:
         """See `Exchange`."""
         parts = self._room((len(tokens), 1), torch.int64)
@@ -91,9 +84,7 @@ class GatheredExchange(Exchange):
         else:
             own.fill_(_LEAST - first_column)
         best = self._gathered(parts, torch.maximum)
-        super().choose_best(
-            tokens, why, best, end_tokens=end_tokens, first_column=0, positions=positions
-        )
+        super().choose_best(tokens, why, best, first_column=0, **how)
 
     def deliver(self, out: Tensor, x: Tensor, *, senders: int, receivers: int) -> None:
         """See `Exchange`."""
