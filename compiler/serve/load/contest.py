@@ -23,8 +23,9 @@ async def contest(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     """Two warm-up requests, then 64 unstreamed chats a level behind a semaphore of its width.
 
     Prompts are ``input_tokens`` words, answers up to ``output_tokens`` long. Where weights are
-    random no answer ends by itself: lengths are drawn, exponential with a mean of 320. A server
-    that does not say so of its weights is asked alike with ``drawn_lengths``.
+    random no answer ends by itself: lengths are drawn, exponential with a mean of 320, by the seed
+    and the level alone, so that servers whose tokenizers want other numbers of words are asked for
+    the same. A server that does not say so of its weights is asked alike with ``drawn_lengths``.
 
     Raises:
         TilewrightError: where the prefix cache is to be emptied and the server does not do it.
@@ -36,6 +37,7 @@ async def contest(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     is_random = shape.drawn_lengths or weights == "random"
     rows: list[Figures] = []
     for level in shape.levels or LEVELS:
+        chooser = random.Random(f"{shape.seed} {level}")
         bodies = [_body(shape, text, 1.0, chooser, is_random) for text in prompts]
         for text in _SUMS:
             body = _body(shape, text, 0.0, chooser, is_random)

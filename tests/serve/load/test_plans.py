@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,11 @@ def test_the_contest_asks_the_same_at_each_level(is_told: bool) -> None:
     assert 200 < sum(lengths) / len(lengths) < 440 and max(lengths) <= 1024
     words = [{str(body["messages"]) for body in asked[at : at + 66]} for at in (0, 66)]
     assert words[0] == words[1] and len(words[0]) == 64
+    # Of other words, as for another tokenizer, and a level alone: answers are as long.
+    asked.clear()
+    alone = replace(shape, input_tokens=7, levels=(2,))
+    asyncio.run(rows_of(contest(Told(), alone)))  # type: ignore[arg-type]
+    assert [int(str(body["max_tokens"])) for body in asked] == lengths[66:132]
 
 
 @pytest.mark.parametrize("said", [200, 404])
