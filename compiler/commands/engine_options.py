@@ -39,7 +39,7 @@ class EngineArguments:
         type=integer(1, 1 << 20),
     )
     memory_fraction: float = option(
-        "of a GPU's memory, what weights and state may take",
+        "of a GPU's memory, what weights and state of this process may take",
         "--memory-fraction",
         "--gpu-memory-utilization",
         default=0.92,

@@ -94,8 +94,8 @@ class CompileOptions:
     """What a user may choose besides model, target and precision.
 
     ``compute``: ``fast``, or ``exact`` for float arithmetic everywhere (no speed is claimed).
-    ``memory_fraction``: of the device's memory, what all of it may take; sequences then share the
-    pages that fit, and may be more than would fit at full length. None: each has room for all.
+    ``memory_fraction``: of the device's memory, what this process may take; sequences then share
+    the pages that fit, and may be more than would fit at full length. None: each has room for all.
     ``is_strict``: a row's bits shall not depend on what runs beside it or where a prompt is cut, at
     some cost of speed; `Capabilities.invariant` says what comes of it.
     ``copies``: of weights in blocks, as many rows are multiplied fastest: ``auto``, where every

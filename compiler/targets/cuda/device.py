@@ -167,12 +167,15 @@ def far_of(plan: Plan) -> int:
 
 
 def free_bytes(options: CompileOptions, device: torch.device) -> int:
-    """Bytes that may still be taken: of a CPU, which stands for a GPU in tests, any number."""
+    """Bytes that this process may still take: what is free, and no more than its fraction of the
+    whole, whatever other processes hold; of a CPU, which stands for a GPU in tests, any number.
+    """
     if device.type != "cuda":
         return 1 << 62
     free, total = torch.cuda.mem_get_info(device)
-    fraction = 1.0 if options.memory_fraction is None else options.memory_fraction
-    return free - int((1 - fraction) * total)
+    if options.memory_fraction is None:
+        return free
+    return min(free, int(options.memory_fraction * total) - torch.cuda.memory_reserved(device))
 
 
 def shared_pages(plan: Plan, options: CompileOptions, free: int, copies: int = 0) -> int:

@@ -21,6 +21,7 @@ from tilewright.compiler.targets.cuda.device import (
     check_fits,
     check_room,
     copies_in,
+    free_bytes,
     num_snapshots,
     open_device,
     shared_pages,
@@ -201,6 +202,19 @@ def test_copies_are_held_where_pages_keep_three_quarters(no_workspace: None) -> 
     assert copies_in(plan, options, least - 1) == NO_COPIES
     assert shared_pages(plan, options, least, size) == 3 * size // PAGE_BYTES
     assert copies_in(plan, replace(options, copies="none"), least) == NO_COPIES
+
+
+@pytest.mark.parametrize(("fraction", "expected"), [(None, 60), (0.5, 40), (0.9, 60)])
+def test_a_fraction_is_of_what_this_process_may_take(
+    fraction: float | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30 of 100 bytes are another process's, 10 this one's: a server beside another has its own
+    fraction, and never more than what is free.
+    """
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (60, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 10)
+    options = replace(OPTIONS, memory_fraction=fraction)
+    assert free_bytes(options, torch.device("cuda", 0)) == expected
 
 
 def test_which_copies_options_gain_by() -> None:
