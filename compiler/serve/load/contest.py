@@ -30,8 +30,8 @@ async def contest(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     Raises:
         TilewrightError: where the prefix cache is to be emptied and the server does not do it.
     """
-    chooser = random.Random(shape.seed)
-    prompts = [shape.words(chooser, shape.input_tokens) for _ in range(_NUM_PROMPTS)]
+    words = random.Random(shape.seed)
+    prompts = [shape.words(words, shape.input_tokens) for _ in range(_NUM_PROMPTS)]
     models = await client.told("/v1/models")
     weights = models["data"][0].get("meta", {}).get("weights")
     is_random = shape.drawn_lengths or weights == "random"
