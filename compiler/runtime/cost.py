@@ -76,6 +76,15 @@ class StepCost:
         """Milliseconds of so many tokens of prompts; 0 where none were measured yet."""
         return self._prompts.at(num_tokens) if num_tokens else 0.0
 
+    def shared(self, num_rows: int, num_tokens: float) -> float | None:
+        """Milliseconds of a pass that so many rows and tokens share; None where none was measured.
+
+        One larger than those that were tried takes as much more as tokens alone do: in proportion
+        to a small pass, most of whose time is the weights', it would never be tried.
+        """
+        a_row, a_token = self._decode.each, self._prompts.each
+        return self.passes.at(num_rows, num_tokens, a_row=a_row, a_token=a_token)
+
     def tokens_within(self, ms: float) -> int | None:
         """How many tokens of prompts take no longer than ``ms``; None where that is not known."""
         line = self._prompts

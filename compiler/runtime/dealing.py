@@ -133,13 +133,13 @@ class PromptDealer:
         """Which of some passes rows and prompts share, the first of those at ``start``: the least
         that lets ``num_waiting`` tokens through in some passes, if it has the time.
         """
-        policy, passes = self._policy, self._cost.passes
+        policy = self._policy
         allowed = _WHOLE * max(policy.step_ms, self._cost.decode(num_decoding))
         found = sizes[0]
         for tokens in sizes[1:]:
             if found * _TURNS >= num_waiting:
                 break
-            ms = passes.at(num_decoding, weight_of(start, tokens, self._limits.far))
+            ms = self._cost.shared(num_decoding, weight_of(start, tokens, self._limits.far))
             if tokens > self._limits.cell if ms is None else ms > allowed:
                 break
             found = tokens

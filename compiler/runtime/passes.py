@@ -24,6 +24,11 @@ class _Size:
         columns = zip(*self._recent, strict=True)
         self.rows, self.tokens, self.ms = map(statistics.median, columns)
 
+    @property
+    def count(self) -> float:
+        """Rows and tokens together."""
+        return self.rows + self.tokens
+
 
 class PassCost:
     """Milliseconds of passes by their rows and by the weight of their tokens of prompts."""
@@ -36,8 +41,11 @@ class PassCost:
         key = _about(num_rows), _about(num_tokens)
         self._sizes.setdefault(key, _Size()).add(num_rows, num_tokens, ms)
 
-    def at(self, num_rows: int, num_tokens: float) -> float | None:
-        """What a pass is expected to take; None where none was measured.
+    def at(
+        self, num_rows: int, num_tokens: float, *, a_row: float = 0.0, a_token: float = 0.0
+    ) -> float | None:
+        """What a pass is expected to take; None where none was measured. Of a size that nobody has
+        tried: what the nearest takes, and ``a_row`` and ``a_token`` more for each more of them.
 
         No more than a larger one, nor than a smaller one in proportion: so one that took long for
         once, and that nobody tries again, is not believed against others.
@@ -45,17 +53,18 @@ class PassCost:
         if not self._sizes:
             return None
         rows, tokens = _about(num_rows), _about(num_tokens)
-        known = self._sizes.get((rows, tokens))
-        bounds = [each for (more, _), each in self._sizes.items() if more >= rows]
         count = num_rows + num_tokens
-        scaled = [
-            each.ms * max(1.0, count / (each.rows + each.tokens))
-            for each in (bounds or self._sizes.values())
-        ]
-        least = min(scaled)
-        if known is None:
-            return least
-        return min(known.ms * count / (known.rows + known.tokens), least)
+        near = min(self._sizes, key=lambda each: abs(each[0] - rows) + abs(each[1] - tokens))
+        found = self._sizes[near]
+        in_proportion = found.ms * count / found.count
+        if near == (rows, tokens):
+            expected = in_proportion
+        else:
+            least, most = sorted((found.ms, in_proportion))
+            more = a_row * (num_rows - found.rows) + a_token * (num_tokens - found.tokens)
+            expected = min(max(found.ms + more, least), most) if a_token else most
+        bounds = [each for (more, _), each in self._sizes.items() if more >= rows]
+        return min([expected, *(each.ms * max(1.0, count / each.count) for each in bounds)])
 
 
 def _about(count: float) -> int:

@@ -64,6 +64,22 @@ def test_a_pass_that_rows_share_takes_the_median_of_such_passes() -> None:
     assert passes.at(64, 256) == pytest.approx(12.0), "a slower machine is believed after a few"
 
 
+def test_a_pass_that_nobody_tried_is_expected_to_take_what_its_tokens_add() -> None:
+    """8B on an H200: 11.3 ms beside 77 rows are the weights' time, of which 128 tokens say little.
+    In proportion 384 of them take 25 ms, so they would never be tried; they do take 16.4.
+    """
+    cost = StepCost()
+    for rows, tokens in ((1, 0), (64, 0), (0, 256), (0, 1024)):
+        cost.measure(rows, tokens, (4.2 + 0.045 * rows) * (rows > 0) + 0.025 * tokens)
+    for _ in range(5):
+        cost.measure(77, 128, 11.3, is_mixed=True)
+    assert cost.passes.at(77, 384) == pytest.approx(11.3 * 461 / 205)
+    assert cost.shared(77, 384) == pytest.approx(11.3 + 0.025 * 256, rel=0.01)
+    assert cost.shared(90, 128) == pytest.approx(11.3 * 218 / 205), "about as large: in proportion"
+    assert 11.3 >= (cost.shared(30, 64) or 0) > 11.3 * 94 / 205, "and a smaller one takes less"
+    assert cost.shared(30, 64) == pytest.approx(11.3 - 0.025 * 64 - 0.045 * 47, rel=0.01)
+
+
 def test_one_measurement_of_a_size_that_nobody_tries_again_does_not_stand() -> None:
     """The first pass of a size compiled something: it may be chosen again all the same."""
     passes = StepCost().passes
