@@ -45,6 +45,7 @@ CLONE_VERBS = {
     "compare-replicas": (f"{_BENCH}.serving.replicas", "several engines behind one server"),
     "bench-nodes": (f"{_BENCH}.nodes.command", "measure a model over CPU nodes and their links"),
     "bench-loop": (f"{_BENCH}.host_time", "what the runtime's own work takes a step"),
+    "bench-masks": (f"{_BENCH}.masks", "what structured answers cost the others, on the host"),
     "bench-engine": (f"{_BENCH}.engine.command", "a generated engine beside torch"),
     "bench-front": (f"{_BENCH}.serving.front_alone", "what the server's front takes, alone"),
     "bench-cuda": (f"{_BENCH}.cuda.command", "measure the CUDA target, random weights"),

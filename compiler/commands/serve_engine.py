@@ -67,6 +67,7 @@ def _serve(folder: Path, options: ServeOptions, transport: SocketTransport) -> N
     grammars = grammars_of(folder / TOKENIZER, source.tokenizer.eos_ids, executable.vocab_size)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()
+    grammars.prepare()
     transport.send([service.ready(_facts(source, compiled, options))])
     with contextlib.closing(executable):
         service.run()

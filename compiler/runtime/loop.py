@@ -261,16 +261,14 @@ class EngineLoop:
 
     def _choose(self, launched: _Launched) -> None:
         """Choose the tokens of a masked step; a request whose answer has no next one ends."""
-        allowed, began = {}, time.perf_counter()
-        masks = self.masks.take()
+        began = time.perf_counter()
+        allowed, over = self.masks.take()
         self.tallies.add(HOST, time.perf_counter() - began, "masks")
-        for mask in masks:
-            if mask.allowed.any():
-                allowed[mask.seat] = mask.allowed
-            elif mask.request.matcher is not None and mask.request.matcher.is_finished:
-                self.scheduler.finish(mask.request, STOPPED)  # it has no end token to say so
+        for request in over:
+            if request.matcher is not None and request.matcher.is_finished:
+                self.scheduler.finish(request, STOPPED)  # it has no end token to say so
             else:
-                self._fail(mask.request, no_token(mask.request))
+                self._fail(request, no_token(request))
         self.executable.choose(launched.output, allowed)
 
     def _read(self, launched: _Launched) -> list[Request]:

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 import numpy as np
 
 from tilewright.compiler.errors import RequestError, TilewrightError, one_line
 from tilewright.compiler.runtime.matchers import Grammars, Matcher, roomy_threads
 from tilewright.compiler.runtime.request import Request
+from tilewright.compiler.targets.allowed import Allowed, no_words, num_words, put_bits
 from tilewright.compiler.targets.step import Seat
 
 _NUM_COMPILERS = 2
-_MAX_MAKERS = 4
-_LEAST_EACH = 8  # masks of tens of microseconds: fewer are not worth another thread
+_MAX_MAKERS = 8
+_LEAST_EACH = 8  # masks of some microseconds: fewer are not worth another thread
 _PATIENCE = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    """What one row may choose: bool ``[vocabulary]``; none of it where ``request`` is over."""
-
-    seat: Seat
-    request: Request
-    allowed: np.ndarray
 
 
 class Masks:
@@ -36,8 +28,11 @@ class Masks:
         self._grammars = grammars
         self._compilers: ThreadPoolExecutor | None = None
         self._makers: ThreadPoolExecutor | None = None
+        self._num_makers = min(_MAX_MAKERS, os.cpu_count() or 1)
         self._compiling: dict[Request, Future[Matcher]] = {}
-        self._jobs: list[Future[list[Mask]]] = []
+        self._wanted: list[tuple[Seat, Request]] = []
+        self._words = no_words()
+        self._jobs: list[Future[None]] = []
 
     def check(self, request: Request) -> None:
         """Refuse a grammar where none can be obeyed.
@@ -90,20 +85,33 @@ class Masks:
 
     def begin(self, rows: Mapping[Seat, Request]) -> None:
         """Start to compute the masks of rows whose answers are known up to the last token."""
-        self._drain()
-        wanted = [(seat, each) for seat, each in rows.items() if each.matcher is not None]
-        if not wanted:
+        wait(self._jobs)  # what a step that failed has left behind
+        self._jobs.clear()
+        self._wanted = [(seat, each) for seat, each in rows.items() if each.matcher is not None]
+        count = len(self._wanted)
+        if not count:
             return
+        assert self._grammars is not None
         if self._makers is None:
-            self._makers = roomy_threads(min(_MAX_MAKERS, os.cpu_count() or 1), "masks")
-        size = max(_LEAST_EACH, -(-len(wanted) // min(_MAX_MAKERS, os.cpu_count() or 1)))
-        for first in range(0, len(wanted), size):
-            self._jobs.append(self._makers.submit(self._make, wanted[first : first + size]))
+            self._makers = roomy_threads(self._num_makers, "masks")
+        if count > len(self._words):
+            self._words = np.empty((count, num_words(self._grammars.vocab_size)), np.uint32)
+        rows = zip(self._wanted, self._words[:count], strict=True)
+        todo = deque((each, words) for (_, each), words in rows)
+        for _ in range(min(self._num_makers, -(-count // _LEAST_EACH))):
+            self._jobs.append(self._makers.submit(_make, todo))
 
-    def take(self) -> list[Mask]:
-        """The masks that were begun; waits for them."""
-        jobs, self._jobs = self._jobs, []
-        return [mask for job in jobs for mask in job.result()]
+    def take(self) -> tuple[Allowed, list[Request]]:
+        """The masks that were begun, until the next are, and requests that no token is left for;
+        waits for them.
+        """
+        for job in self._jobs:
+            job.result()
+        words = self._words[: len(self._wanted)]
+        is_there = words.any(axis=1)
+        over = [each for (_, each), there in zip(self._wanted, is_there, strict=True) if not there]
+        seats = [seat for (seat, _), there in zip(self._wanted, is_there, strict=True) if there]
+        return Allowed(tuple(seats), words[is_there] if over else words), over
 
     def close(self) -> None:
         """End the threads that compile grammars and make masks; what they still do is left."""
@@ -111,37 +119,37 @@ class Masks:
             if pool is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
 
-    def _drain(self) -> None:
-        """Wait for what a step that failed has left behind."""
-        wait(self._jobs)
-        self._jobs.clear()
 
-    def _make(self, wanted: Sequence[tuple[Seat, Request]]) -> list[Mask]:
-        assert self._grammars is not None
-        return [Mask(*each, allowed_by(each[1], self._grammars.vocab_size)) for each in wanted]
+def _make(todo: deque[tuple[Request, np.ndarray]]) -> None:
+    """Rows that are left, one after another: some take a hundred times as long as others."""
+    while todo:
+        try:
+            each, words = todo.popleft()
+        except IndexError:  # another thread was sooner
+            return
+        write_allowed(each, words)
 
 
-def allowed_by(request: Request, vocab_size: int) -> np.ndarray:
-    """The tokens that a request's answer may go on with, bool ``[vocab_size]``; none where it has
-    met its grammar and no token could say so, or where its matcher has failed.
+def write_allowed(request: Request, words: np.ndarray) -> None:
+    """Write the tokens that a request's answer may go on with as a row of `Allowed`: none where it
+    has met its grammar and no token could say so, or where its matcher has failed.
     """
     matcher = request.matcher
     assert matcher is not None
     matcher.follow(request.output)
     if matcher.is_free:
-        allowed = np.ones(vocab_size, dtype=bool)
-        allowed[list(matcher.end_tokens)] = False
-        return allowed
+        words.fill(~np.uint32(0))
+        put_bits(words, matcher.end_tokens, are_set=False)
+        return
     if matcher.error:
-        return np.zeros(vocab_size, dtype=bool)
-    bits = np.frombuffer(matcher.bits(), dtype=np.uint8)
-    allowed = np.unpackbits(bits, count=vocab_size, bitorder="little").astype(bool)
-    allowed[list(matcher.model_ends)] = False
+        words.fill(0)
+        return
+    matcher.write_bits(words)
+    put_bits(words, matcher.model_ends, are_set=False)
     if matcher.is_met:
-        allowed[list(matcher.end_tokens)] = True
+        put_bits(words, matcher.end_tokens, are_set=True)
     if matcher.opener is not None:
-        allowed[matcher.opener] = True
-    return allowed
+        put_bits(words, (matcher.opener,), are_set=True)
 
 
 def no_token(request: Request) -> str:

@@ -11,8 +11,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tilewright.compiler.errors import ConfigError, RequestError
 from tilewright.compiler.runtime.grammar import CHOICE, JSON_SCHEMA, LARK, REGEX, GrammarSpec
@@ -93,6 +96,13 @@ class Grammars:
                 except ValueError as error:
                     raise ConfigError(f"grammars for this tokenizer: {error}") from None
             return self._tokens
+
+    def prepare(self) -> None:
+        """Load the vocabulary while nobody waits, if the library is installed: it holds Python's
+        lock, so that nothing else of this process runs meanwhile.
+        """
+        with suppress(ConfigError):  # it is raised again where a grammar is asked for
+            self.load()
 
     def check(self, spec: GrammarSpec) -> None:
         """Refuse a grammar that cannot be compiled or run.
@@ -212,13 +222,13 @@ class Matcher:
                 self._take(token)
             self._num_followed += 1
 
-    def bits(self) -> bytes:
-        """A bit for each token of the vocabulary that may follow, lowest first; ends of the model
-        are among them where the grammar is met.
+    def write_bits(self, words: np.ndarray) -> None:
+        """A bit for each token of the vocabulary that may follow, into a row of `Allowed`; ends of
+        the model are among them where the grammar is met. Others may run meanwhile.
         """
-        found: bytes = self._matcher.compute_bitmask()
+        assert words.dtype == np.uint32 and words.flags.c_contiguous
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         self._note_error()
-        return found
 
     def _take(self, token: int) -> None:
         if self._is_free:

@@ -101,7 +101,9 @@ class Front:
             self.coder = coder
             self.metrics = self._metrics(self.names(ready)[0])
             ends = self.coder.eos_ids
-            self.trials = GrammarTrials(grammars_of(folder / TOKENIZER, ends, ready.vocab_size))
+            grammars = grammars_of(folder / TOKENIZER, ends, ready.vocab_size)
+            await self.in_thread(grammars.prepare)
+            self.trials = GrammarTrials(grammars)
         if not self.client.engines[engine].num_restarts:
             name = f"replica {engine}: " if len(self.client.engines) > 1 else ""
             tell(f"tilewright: {name}{capacity(ready)}")

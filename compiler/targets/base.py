@@ -12,14 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tilewright.compiler.devices import check_ranks
 from tilewright.compiler.distributed.parallel import ALONE, Parallel
 from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.errors import CompileError, ConfigError, NoRoomError, allowed
 from tilewright.compiler.formats import get_format
 from tilewright.compiler.ir.state import StateSpec
+from tilewright.compiler.targets.allowed import Allowed
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.step import Seat, Step, StepOutput
 
@@ -148,10 +147,9 @@ class Executable(ABC):
         assertion; nothing that a user asks for may get so far.
         """
 
-    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
-        """Choose the tokens of a ``masked`` step, the last one given.
-
-        ``masks``: by seat, bool ``[vocabulary]``, the tokens that may be chosen; else every one.
+    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+        """Choose the tokens of a ``masked`` step, the last one given, or queue that choice where
+        ``runs_ahead``. The words of ``allowed`` may be changed as soon as this returns.
         """
         raise AssertionError("this executable offers no late choice")
 

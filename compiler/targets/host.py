@@ -16,6 +16,7 @@ import numpy as np
 
 from tilewright.compiler.choosing.choose import Row, choose_tokens
 from tilewright.compiler.choosing.draw import log_probabilities
+from tilewright.compiler.targets.allowed import Allowed
 from tilewright.compiler.targets.base import Executable
 from tilewright.compiler.targets.step import (
     END_TOKEN,
@@ -292,13 +293,13 @@ class HostExecutable(Executable):
         if step.masked:
             self._waiting.append(choice)
         else:
-            choice.choose(self._sittings, {})
+            choice.choose(self._sittings, Allowed())
         return choice
 
-    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+    def choose(self, output: StepOutput, allowed: Allowed) -> None:
         assert self._waiting or not output.parts, "no choice waits"
         for choice in self._waiting:
-            choice.choose(self._sittings, masks)
+            choice.choose(self._sittings, allowed)
         self._waiting.clear()
 
 
@@ -317,13 +318,13 @@ class HostChoice:
     num_choosable: int
     chosen: Chosen | None = None
 
-    def choose(self, sittings: Mapping[Seat, Sitting], masks: Mapping[Seat, np.ndarray]) -> None:
+    def choose(self, sittings: Mapping[Seat, Sitting], allowed: Allowed) -> None:
         """Choose a token for each seat, which then holds it."""
         chosen_for = [sittings[seat] for seat in self.seats]
         width = self.num_choosable
-        allowed = [None if (m := masks.get(s)) is None else m[:width] for s in self.seats]
+        masks = [allowed.flags(seat, width) for seat in self.seats]
         rows = [sitting.row() for sitting in chosen_for]
-        tokens, is_number = choose_tokens(self.logits[:, :width], rows, allowed)
+        tokens, is_number = choose_tokens(self.logits[:, :width], rows, masks)
         why = []
         for sitting, token, good in zip(chosen_for, tokens, is_number, strict=True):
             sitting.hold(token)

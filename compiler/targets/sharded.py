@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-
-import numpy as np
 
 from tilewright.compiler.distributed.channel import ChannelClosedError
 from tilewright.compiler.distributed.group import (
@@ -23,6 +21,7 @@ from tilewright.compiler.distributed.group import (
 from tilewright.compiler.distributed.launch import Ranks
 from tilewright.compiler.distributed.peers import Peers
 from tilewright.compiler.errors import ExchangeError, RankError, one_line
+from tilewright.compiler.targets.allowed import Allowed
 from tilewright.compiler.targets.base import Executable, MemoryUse
 from tilewright.compiler.targets.rank_check import Trace, steps_between
 from tilewright.compiler.targets.step import Seat, Step, StepOutput
@@ -81,9 +80,9 @@ class ShardedExecutable(Executable):
         ]
         return dataclasses.replace(output, parts=tuple(guarded))
 
-    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+    def choose(self, output: StepOutput, allowed: Allowed) -> None:
         self._leader.tell(_CHOSEN)
-        self._limited(self.own.choose, output, masks)
+        self._limited(self.own.choose, output, allowed)
 
     def reset(self) -> None:
         self._leader.tell(_RESET)

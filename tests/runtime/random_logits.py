@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tilewright.compiler.runtime.matchers import Grammars
+from tilewright.compiler.targets.allowed import Allowed
 from tilewright.compiler.targets.base import Capabilities, MemoryUse
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.host import Batch, HostExecutable
@@ -71,9 +72,9 @@ class RandomLogits(HostExecutable):
 
         return read
 
-    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+    def choose(self, output: StepOutput, allowed: Allowed) -> None:
         self.log.append(f"choose {self._num_steps - 1}")
-        super().choose(output, masks)
+        super().choose(output, allowed)
 
     def forward(self, batch: Batch) -> np.ndarray:
         rows, cuts = [], batch.cu_seqlens.tolist()

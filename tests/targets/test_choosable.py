@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
+from tests.masks import allowed_of
 from tests.tiny import compiled, joined, precision_of, tiny_model
 from tilewright.compiler.choosing.choose import Row, choose_tokens
 from tilewright.compiler.targets.cuda.choice import drawing_of
@@ -43,7 +45,7 @@ def test_ids_without_a_token_are_never_chosen(target: str) -> None:
         for _ in range(2):
             output = made.step(step)
             if is_masked:
-                made.choose(output, {SEAT: mask})
+                made.choose(output, allowed_of({SEAT: mask}))
             (token,) = output.parts[0].read().tokens
             assert token == 2 if is_masked else token < 3
             step = Step(decode=(SEAT,), masked=is_masked, want_logits=True)
@@ -59,20 +61,14 @@ def test_masks_on_the_device_choose_as_the_definition_does(choosing: Choosing) -
     table = SeatTable(4, 2, torch.device("cpu"))
     seats = (Seat(2), Seat(0), Seat(3))
     table.open({seat: replace(choosing, end_tokens=(7,)) for seat in seats})
-    masks = {seat: rng.random(45) < 0.2 for seat in seats[:2]}
-    late = DeviceChoice(
-        seats,
-        logits,
-        choice_of(table, seats, (9, 10, 11), 43),
-        drawing_of([choosing]),
-        Readings(4, torch.device("cpu")),
-        {},
-    )
-    before = logits.clone()
-    found = late.choose(masks).tolist()
+    masks = {seat: rng.random(45) < 0.2 for seat in (Seat(1), *seats[:2])}
+    choice, given = choice_of(table, seats, (9, 10, 11), 43), logits.clone()
+    again = partial(choice.apply, given, drawing_of([choosing]))
+    late = DeviceChoice(seats, given, choice, again, Readings(4, torch.device("cpu")), {})
+    late.choose(allowed_of(masks))
     rows = [Row(choosing, position) for position in (9, 10, 11)]
     allowed = [masks[seat][:43] if seat in masks else None for seat in seats]
-    assert found == choose_tokens(logits[:, :43], rows, allowed)[0] == list(late.read().tokens)
-    assert torch.equal(logits, before)
-    late.choose({seats[0]: np.zeros(45, dtype=bool)})
+    assert list(late.read().tokens) == choose_tokens(logits[:, :43], rows, allowed)[0]
+    assert torch.equal(given[2], logits[2]) and torch.equal(given[:, 43:], logits[:, 43:])
+    late.choose(allowed_of({seats[0]: np.zeros(45, dtype=bool)}))
     assert late.read().why[0] == NOT_A_NUMBER

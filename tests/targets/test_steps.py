@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.masks import allowed_of
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.tiny import compiled, joined, precision_of, prefill, random_tokens, tiny_model
 from tilewright.compiler.choosing.choose import Row, choose_tokens
@@ -116,19 +117,19 @@ def test_masks_come_late_and_end_tokens_wait_for_their_time(executable: Executab
     allowed = np.zeros(executable.vocab_size, dtype=bool)
     allowed[[5, 6]] = True
     output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
-    executable.choose(output, {A: allowed})
+    executable.choose(output, allowed_of({A: allowed}))
     assert output.parts[0].read().tokens == [6], "an end token may not come first"
     for tokens, why in (([6], [0]), ([5], [1])):
         allowed[6] = tokens == [6]
         output = executable.step(Step(decode=(A,), masked=True))
-        executable.choose(output, {A: allowed})
+        executable.choose(output, allowed_of({A: allowed}))
         assert (output.parts[0].read().tokens, output.parts[0].read().why) == (tokens, why)
 
 
 def test_an_empty_mask_is_no_number(executable: Executable) -> None:
     executable.step(opened(executable, A, Choosing()))
     output = executable.step(Step(prompts=(Chunk(A, 0, PROMPT, chooses=True),), masked=True))
-    executable.choose(output, {A: np.zeros(executable.vocab_size, dtype=bool)})
+    executable.choose(output, allowed_of({A: np.zeros(executable.vocab_size, dtype=bool)}))
     assert output.parts[0].read().why == [NOT_A_NUMBER]
 
 

@@ -12,7 +12,7 @@ from tilewright.compiler.serve.load.client import CHAT, COMPLETIONS, Client, Hea
 from tilewright.compiler.serve.load.figures import Figures
 from tilewright.compiler.serve.load.shape import Shape
 
-_SCHEMA = {
+SCHEMA = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 12},
@@ -85,7 +85,7 @@ def _free(client: Client, shape: Shape, number: int) -> Callable[[], Awaitable[H
 
 
 def _bound(client: Client, shape: Shape) -> Callable[[], Awaitable[Heard]]:
-    asked = {"name": "row", "schema": _SCHEMA}
+    asked = {"name": "row", "schema": SCHEMA}
     body: dict[str, Any] = {
         "messages": [{"role": "user", "content": "Name something, with a number and colours."}],
         "max_tokens": max(128, shape.output_tokens),

@@ -6,13 +6,15 @@ Of several ranks, rank 0 answers; the others are told the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
+from tilewright.compiler.targets.allowed import Allowed
+from tilewright.compiler.targets.cuda.capture import Bucket
+from tilewright.compiler.targets.cuda.choice import Choice, Drawing, drawing_of
 from tilewright.compiler.targets.cuda.group import Group
 from tilewright.compiler.targets.cuda.late import DeviceChoice, choice_of, needs_host
 from tilewright.compiler.targets.cuda.readings import Ends, Readings
@@ -47,6 +49,7 @@ class Answers:
         self._readings = Readings(num_seats, table.device)
         self._ends: dict[Seat, frozenset[int]] = {}
         self._waiting: list[HostChoice | DeviceChoice | _Told] = []
+        self._is_one_pass = True
         self.group: Group | None = None
 
     @property
@@ -78,10 +81,22 @@ class Answers:
         self._waiting.clear()
         self._ends.clear()
 
+    def begin(self, num_passes: int) -> None:
+        """A step begins that makes so many passes: all leave their logits in the same place."""
+        assert not self._waiting, "the last step's choice is still waited for"
+        self._is_one_pass = num_passes == 1
+
     def is_late(self, seats: Sequence[Seat], step: Step) -> bool:
         """Whether tokens of these seats cannot be chosen by the step itself."""
-        is_masked = step.masked or step.logprobs is not None
-        return is_masked or any(needs_host(self._sittings[seat].choosing) for seat in seats)
+        return step.masked or not self.may_be_captured(seats, step)
+
+    def may_be_captured(self, seats: Sequence[Seat], step: Step) -> bool:
+        """Whether these seats may take part in a captured pass of several kinds of rows: the device
+        chooses for them, at once or, of one rank, once masks are there.
+        """
+        if step.logprobs is not None or (step.masked and self.group is not None):
+            return False
+        return not any(needs_host(self._sittings[seat].choosing) for seat in seats)
 
     def chosen(self, seats: tuple[Seat, ...], logits: Tensor, choice: Choice, step: Step) -> Part:
         """What the device chose, on its way to the host."""
@@ -94,6 +109,23 @@ class Answers:
         count = len(seats)
         read = self._readings.of(choice.tokens[:count], choice.why[:count], self._ends_of(seats))
         return Part(seats, self._checked(read), None if kept is None else lambda: kept)
+
+    def masked(
+        self,
+        seats: tuple[Seat, ...],
+        bucket: Bucket,
+        step: Step,
+        drawing: Drawing | None,
+    ) -> Part:
+        """What the device chooses again from the logits of a bucket's pass, once masks are there;
+        the seats hold it where they hold what the pass itself chooses.
+        """
+        logits = bucket.logits[: len(seats)]
+        if not self._is_one_pass:
+            return self._masked(seats, logits, step)
+        again = partial(bucket.choose_again, drawing)
+        kept = logits.clone() if step.want_logits else None
+        return self._waits(seats, logits, bucket.choice, again, kept)
 
     def late(
         self, seats: tuple[Seat, ...], logits: Tensor, step: Step, echo: Chunk | None = None
@@ -117,13 +149,13 @@ class Answers:
         if step.masked:
             self._waiting.append(choice)
         else:
-            self._finish(choice, {})
+            self._finish(choice, Allowed())
         return Part(seats, choice.read, (lambda: kept) if step.want_logits else None)
 
-    def choose(self, masks: Mapping[Seat, np.ndarray]) -> None:
+    def choose(self, allowed: Allowed) -> None:
         """Make the choices that wait for masks; a follower is told them."""
         for choice in self._waiting:
-            self._finish(choice, masks)
+            self._finish(choice, allowed)
         self._waiting.clear()
 
     def _told_later(self, seats: tuple[Seat, ...], step: Step) -> Part:
@@ -131,32 +163,52 @@ class Answers:
         if step.masked:
             self._waiting.append(told)
         else:
-            self._finish(told, {})
+            self._finish(told, Allowed())
         return _nothing(seats)
 
     def _masked(self, seats: tuple[Seat, ...], logits: Tensor, step: Step) -> Part:
+        """The choice outside of a graph, from a copy that neither masks nor passes change."""
         chosen_for = [self._sittings[seat] for seat in seats]
         lengths = [each.length for each in chosen_for]
         choice = choice_of(self._table, seats, lengths, self._width())
         drawing = drawing_of(each.choosing for each in chosen_for)
-        late = DeviceChoice(seats, logits, choice, drawing, self._readings, self._ends_of(seats))
-        self._waiting.append(late)
-        return Part(seats, late.read, (lambda: logits.to("cpu")) if step.want_logits else None)
+        is_prompt = len(logits) != len(seats)
+        rows = logits[-1:].repeat(len(seats), 1) if is_prompt else logits.clone()
+        kept = logits.clone() if step.want_logits else None
 
-    def _finish(
-        self, choice: HostChoice | DeviceChoice | _Told, masks: Mapping[Seat, np.ndarray]
-    ) -> None:
+        def again() -> None:
+            self._leave()
+            choice.apply(rows, drawing)
+            self._table.give_back(self._table.index(seats), choice.tokens)
+
+        return self._waits(seats, rows, choice, again, kept)
+
+    def _waits(
+        self,
+        seats: tuple[Seat, ...],
+        logits: Tensor,
+        choice: Choice,
+        again: Callable[[], None],
+        kept: Tensor | None,
+    ) -> Part:
+        ends = self._ends_of(seats)
+        late = DeviceChoice(seats, logits, choice, again, self._readings, ends)
+        self._waiting.append(late)
+        return Part(seats, late.read, None if kept is None else lambda: kept.to("cpu"))
+
+    def _finish(self, choice: HostChoice | DeviceChoice | _Told, allowed: Allowed) -> None:
         if isinstance(choice, HostChoice):
-            choice.choose(self._sittings, masks)
+            choice.choose(self._sittings, allowed)
         if not choice.seats:
             return
-        self._leave()
-        at = self._table.index(choice.seats)
         if isinstance(choice, DeviceChoice):
-            self._table.give_back(at, choice.choose(masks))
-        elif isinstance(choice, HostChoice):
-            self._table.put(choice.seats, choice.read().tokens)
+            choice.choose(allowed)
+        else:
+            self._leave()
+            if isinstance(choice, HostChoice):
+                self._table.put(choice.seats, choice.read().tokens)
         if self.group is not None:
+            at = self._table.index(choice.seats)
             tokens = self._table.tokens.index_select(0, at)
             self.group.share(tokens)
             self._table.give_back(at, tokens)

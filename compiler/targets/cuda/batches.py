@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tilewright.compiler.targets.cuda.capture import Bucket, Captured
-from tilewright.compiler.targets.cuda.choice import EVERY_DRAWING, Drawing, make_choice
+from tilewright.compiler.targets.cuda.choice import Drawing, make_choice
 from tilewright.compiler.targets.cuda.marks import NO_MARKS, Marks
 from tilewright.compiler.targets.cuda.ragged import SHORT_BLOCK, lay_out
 from tilewright.compiler.targets.cuda.rows import Rows
@@ -125,6 +125,7 @@ class BatchBucket(Bucket):
         self.width, self._sizes = width, tuple(sizes)
         self._steps, self._table = steps, table
         self._passes: dict[int, _Pass] = {}
+        self._at = torch.empty(0)
 
     def size_for(self, num_tokens: int) -> int | None:
         """The smallest pass for so many tokens; None where there is none."""
@@ -134,8 +135,7 @@ class BatchBucket(Bucket):
         """Capture all that passes may run."""
         for size in self._sizes:
             self._pass(size)
-        for drawing in EVERY_DRAWING:
-            self._capture_draw(drawing)
+        self._prepare_choices()
 
     def run(
         self,
@@ -155,7 +155,12 @@ class BatchBucket(Bucket):
         found.captured()
         if drawing is not None:
             self._draw(drawing)
-        self._table.give_back(found.at, self.choice.tokens)
+        self._at = found.at
+        self._table.give_back(self._at, self.choice.tokens)
+
+    def choose_again(self, drawing: Drawing | None) -> None:
+        super().choose_again(drawing)
+        self._table.give_back(self._at, self.choice.tokens)
 
     def _pass(self, num_tokens: int) -> _Pass:
         if num_tokens not in self._passes:

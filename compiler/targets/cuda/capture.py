@@ -97,7 +97,8 @@ class Captured:
 
 class Bucket:
     """A captured pass whose logits a choice reads: first of the likeliest, then, where rows draw,
-    of those that each kind of :class:`Drawing` takes, captured apart.
+    of those that each kind of :class:`Drawing` takes, captured apart; so is the likeliest's choice
+    from logits that masks have changed since.
     """
 
     def __init__(self, choice: Choice, device: torch.device, pool: Any) -> None:
@@ -105,6 +106,25 @@ class Bucket:
         self.logits = torch.empty(0)
         self._device, self._pool = device, pool
         self._draws: dict[Drawing, Captured] = {}
+        self._again: Captured | None = None
+
+    def choose_again(self, drawing: Drawing | None) -> None:
+        """Choose once more from the logits of the last pass, which masks have changed."""
+        self._capture_again()()
+        if drawing is not None:
+            self._draw(drawing)
+
+    def _capture_again(self) -> Captured:
+        if self._again is None:
+            self._again = self._captured(lambda: self.choice.take_likeliest(self.logits))
+        return self._again
+
+    def _prepare_choices(self) -> None:
+        """Capture each choice from a pass's logits; of several ranks, none waits for masks."""
+        if self.choice.group is None:
+            self._capture_again()
+        for drawing in EVERY_DRAWING:
+            self._capture_draw(drawing)
 
     def _captured(self, run: Callable[[], None]) -> Captured:
         return Captured(run, self._device, self._pool, self.choice.group)
@@ -156,8 +176,7 @@ class DecodeBucket(Bucket):
     def prepare(self) -> None:
         """Capture all that a step may run; rows must not hold anybody yet."""
         self._capture()
-        for drawing in EVERY_DRAWING:
-            self._capture_draw(drawing)
+        self._prepare_choices()
 
     def run(self, drawing: Drawing | None = None) -> None:
         """Run a decode step; its chosen tokens are those of the next, one position on."""

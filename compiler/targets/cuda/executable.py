@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilewright.compiler.distributed.peers import Peers
+from tilewright.compiler.targets.allowed import Allowed
 from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryUse
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.answers import Answers
@@ -142,24 +143,30 @@ class CudaExecutable(Executable):
 
     @torch.no_grad()
     def step(self, step: Step) -> StepOutput:
-        assert not self._answers.is_waiting, "the last step's choice is still waited for"
         if self._group is not None:
             self._group.check()
         self._apply(step.edits)
         parts: list[Part] = []
         self._force(step)
         riding = step.decode if self._rides(step) else ()
-        if step.decode and not riding:
-            for first in range(0, len(step.decode), most := self._buckets.rows[-1]):
-                seats = step.decode[first : first + most]
-                seats = step.decode if len(seats) == len(step.decode) else seats
-                parts.append(self._decode(seats, step))
+        decodes = () if riding else self._cut(step.decode)
         most, marks = self.capabilities.max_prompts, self.capabilities.marks
         batches, alone = split(step.prompts, most, marks=marks, beside=bool(riding))
+        self._answers.begin(len(decodes) + len(batches) + len(alone))
+        parts += [self._decode(seats, step) for seats in decodes]
         for index, batch in enumerate(batches):
             parts += self._joined.run(batch, step, () if index else riding)
         parts += [part for each in alone if (part := self._prompt(each, step)) is not None]
         return StepOutput(tuple(parts), is_mixed=bool(riding) and len(batches) == 1 and not alone)
+
+    def _cut(self, seats: tuple[Seat, ...]) -> tuple[tuple[Seat, ...], ...]:
+        """Seats that decode, as many as a bucket has rows in each part: where one is enough, the
+        same tuple, which the next step is compared with.
+        """
+        most = self._buckets.rows[-1]
+        if len(seats) <= most:
+            return (seats,) if seats else ()
+        return tuple(seats[first : first + most] for first in range(0, len(seats), most))
 
     def _rides(self, step: Step) -> bool:
         """Whether the rows that decode take part in a batch of pieces of prompts: where all of
@@ -173,7 +180,7 @@ class CudaExecutable(Executable):
             return False
         seats = (*step.decode, *(chunk.seat for chunk in step.prompts if chunk.chooses))
         num_rows = len(step.decode) + min(len(joined), limits.max_prompts)
-        return num_rows <= limits.passes[-1][0] and not self._answers.is_late(seats, step)
+        return num_rows <= limits.passes[-1][0] and self._answers.may_be_captured(seats, step)
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -253,13 +260,16 @@ class CudaExecutable(Executable):
             self._seated = self._sit(seats)
         seated = self._seated
         bucket = seated.bucket
-        is_late = seated.is_late or step.masked or step.logprobs is not None
+        is_captured = not seated.is_late and self._answers.may_be_captured((), step)
         seated.advance(self._state)
-        bucket.run(None if is_late else seated.drawing)
+        bucket.run(seated.drawing if is_captured and not step.masked else None)
         logits = bucket.logits[: len(seats)]
-        if is_late:
+        if step.masked or not is_captured:
             seated.settle(self._sittings)
+        if not is_captured:
             return self._answers.late(seats, logits, step)
+        if step.masked:
+            return self._answers.masked(seats, bucket, step, seated.drawing)
         return self._answers.chosen(seats, logits, bucket.choice, step)
 
     def _sit(self, seats: tuple[Seat, ...]) -> Seated:
@@ -335,12 +345,14 @@ class CudaExecutable(Executable):
             self._table.hold(seat, choice.tokens[row : row + 1])
         return self._answers.chosen(seats, logits, choice, step)
 
-    def choose(self, output: StepOutput, masks: Mapping[Seat, np.ndarray]) -> None:
+    @torch.no_grad()
+    def choose(self, output: StepOutput, allowed: Allowed) -> None:
         assert self._answers.is_waiting or not output.parts, "no choice waits"
-        self._answers.choose(masks)
+        self._answers.choose(allowed)
 
+    @torch.no_grad()
     def follow_choice(self) -> None:
-        self._answers.choose({})
+        self._answers.choose(Allowed())
 
     @torch.no_grad()
     def chosen_experts(self, seats: Sequence[Seat], tokens: Sequence[int]) -> list[int]:

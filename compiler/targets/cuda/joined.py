@@ -48,19 +48,23 @@ class Joined:
         held = self._go_on(riding)
         ends = {seat: at + 1 for seat, at in held.items()}
         ends |= {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
-        is_late = self._answers.is_late(tuple(ends), step)
+        may_be_captured = self._answers.may_be_captured(tuple(ends), step)
         found = None
-        if not is_late and (len(chunks) == 1 or not self._steps.is_piecewise):
+        if may_be_captured and (len(chunks) == 1 or not self._steps.is_piecewise):
             found = self._buckets.batch(num_tokens_of(chunks), len(ends))
         if found is None:
             return self._uncaptured(chunks, step, held, ends)
         bucket, size = found
         drawing = drawing_of([self._sittings[seat].choosing for seat in ends])
-        bucket.run(size, chunks, held, ends, drawing, self._state.marks(chunks))
+        now = None if step.masked else drawing
+        bucket.run(size, chunks, held, ends, now, self._state.marks(chunks))
         self._state.keep(chunks)
         seats = tuple(ends)
-        logits = bucket.logits[: len(seats)]
-        return [self._answers.chosen(seats, logits, bucket.choice, step)] if seats else []
+        if not seats:
+            return []
+        if step.masked:
+            return [self._answers.masked(seats, bucket, step, drawing)]
+        return [self._answers.chosen(seats, bucket.logits[: len(seats)], bucket.choice, step)]
 
     def _uncaptured(
         self, chunks: Sequence[Chunk], step: Step, held: dict[Seat, int], ends: dict[Seat, int]

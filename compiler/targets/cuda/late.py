@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tilewright.compiler.targets.cuda.choice import Choice, Drawing, drawing_of, make_choice
+from tilewright.compiler.targets.allowed import Allowed
+from tilewright.compiler.targets.cuda.choice import Choice, drawing_of, make_choice
 from tilewright.compiler.targets.cuda.group import Group
+from tilewright.compiler.targets.cuda.kernels.forbid import forbid
 from tilewright.compiler.targets.cuda.readings import Ends, Readings
 from tilewright.compiler.targets.cuda.seats import SeatTable, send
 from tilewright.compiler.targets.step import Choosing, Chosen, Seat
@@ -54,36 +56,37 @@ def choose_now(
 
 @dataclass(slots=True)
 class DeviceChoice:
-    """R seats whose tokens wait for masks; ``logits [R, V]``, or of a prompt several rows of which
-    the last is for all of them, stay as they are.
+    """R seats whose tokens wait for masks. ``logits [R, V]``: what ``choice`` reads, of which masks
+    take tokens out; ``again`` queues it, and lets the seats hold what it chose.
     """
 
     seats: tuple[Seat, ...]
     logits: Tensor
     choice: Choice
-    drawing: Drawing | None
+    again: Callable[[], None]
     readings: Readings
     ends: Ends
     reader: Callable[[], Chosen] | None = None
 
-    def choose(self, masks: Mapping[Seat, np.ndarray]) -> Tensor:
-        """Queue the choice; returns its tokens ``[R]``, on the device. Masks are sent as bits."""
-        logits = self.logits[:, : self.choice.width]
-        if len(logits) != len(self.seats):
-            logits = logits[-1:].repeat(len(self.seats), 1)
-        rows = [row for row, seat in enumerate(self.seats) if seat in masks]
-        if rows:
-            allowed = np.stack([masks[self.seats[row]] for row in rows])
-            device, width = logits.device, self.choice.width
-            bits = send(torch.from_numpy(np.packbits(allowed, 1, bitorder="little")), device)
-            at = send(torch.tensor(rows), device)
-            places = torch.arange(8, dtype=torch.uint8, device=device)
-            is_allowed = ((bits.unsqueeze(-1) >> places) & 1).flatten(1)[:, :width].bool()
-            chosen_from = logits.index_select(0, at).masked_fill(~is_allowed, float("-inf"))
-            logits = logits.index_copy(0, at, chosen_from)
-        self.choice.apply(logits, self.drawing)
-        self.reader = self.readings.of(self.choice.tokens, self.choice.why, self.ends)
-        return self.choice.tokens
+    def choose(self, allowed: Allowed) -> None:
+        """Queue the choice."""
+        self._forbid(allowed)
+        self.again()
+        count = len(self.seats)
+        tokens, why = self.choice.tokens[:count], self.choice.why[:count]
+        self.reader = self.readings.of(tokens, why, self.ends)
+
+    def _forbid(self, allowed: Allowed) -> None:
+        """Send the bits of those seats that have a mask here; the other rows are not touched."""
+        places = {seat: row for row, seat in enumerate(self.seats)}
+        masks = [mask for mask, seat in enumerate(allowed.seats) if seat in places]
+        if not masks:
+            return
+        words = allowed.words if len(masks) == len(allowed.seats) else allowed.words[masks]
+        rows = np.array([places[allowed.seats[mask]] for mask in masks], dtype=np.int64)
+        device = self.logits.device
+        sent = send(rows, device), send(words.view(np.int32), device)
+        forbid(self.logits, *sent, width=self.choice.width)
 
     def read(self) -> Chosen:
         """Wait for the tokens that were chosen, and why they end or go on."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.grids import only
+from tests.masks import allowed_of
 from tests.targets.cuda.test_conformance_cuda import BF16_NOISE, BFP8_CACHE_NOISE, SMALL
 from tests.tiny import (
     compiled,
@@ -127,7 +128,7 @@ def test_more_end_tokens_than_the_device_looks_for_end_a_sequence(executable: Ex
         release(executable, seats)
     seats = started(executable, [many, many])
     output = executable.step(replace(first_step(seats), masked=True))
-    executable.choose(output, {seat: np.arange(61) == tokens[1] for seat in seats})
+    executable.choose(output, allowed_of({seat: np.arange(61) == tokens[1] for seat in seats}))
     assert output.parts[0].read() == Chosen([tokens[1]] * 2, [END_TOKEN] * 2)
     release(executable, seats)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.dealt_models import make
+from tests.masks import allowed_of
 from tests.targets.cuda import emulated_exchange
 from tests.targets.cuda.thread_ranks import Meeting, ThreadExchange, together
 from tests.tiny import precision_of, random_tokens
@@ -70,7 +71,7 @@ def run(executable: CudaExecutable, steps: Sequence[Step], *, leads: bool = True
             mask = np.zeros(131, dtype=bool)
             mask[20:90] = True
             assert output is not None
-            executable.choose(output, dict.fromkeys(step.decode, mask))
+            executable.choose(output, allowed_of(dict.fromkeys(step.decode, mask)))
         elif step.masked:
             executable.follow_choice()
         if leads:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.grids import only
+from tests.masks import allowed_of
 from tests.models.test_qwen3_5 import ON_CUDA
 from tests.targets.cuda.test_conformance_cuda import SMALL
 from tests.targets.cuda.test_executable import (
@@ -116,7 +117,7 @@ def test_more_rows_than_a_bucket_has_come_in_parts(
         assert [token for part in output.parts for token in part.read().tokens] == tokens
     output = executable.step(Step(decode=seats, masked=True))
     only_one = np.arange(61) == 11
-    executable.choose(output, {seats[0]: only_one, seats[2]: only_one})
+    executable.choose(output, allowed_of({seats[0]: only_one, seats[2]: only_one}))
     chosen = [token for part in output.parts for token in part.read().tokens]
     assert (chosen[0], chosen[2]) == (11, 11)
     release(executable, seats)
@@ -127,7 +128,7 @@ def test_a_token_chosen_late_is_the_one_that_is_read_next(executable: Executable
     rows = [ROWS[1], GREEDY]
     seats = started(executable, rows)
     output = executable.step(dataclasses.replace(first_step(seats), masked=True))
-    executable.choose(output, {seat: np.arange(61) == 9 + seat for seat in seats})
+    executable.choose(output, allowed_of({seat: np.arange(61) == 9 + seat for seat in seats}))
     tokens = output.parts[0].read().tokens
     assert tokens == [9 + seat for seat in seats]
     ahead = executable.step(Step(decode=seats, want_logits=True))

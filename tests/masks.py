@@ -1,0 +1,22 @@
+"""Masks as tests think of them, and as executables are given them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from tilewright.compiler.targets.allowed import Allowed, num_words
+from tilewright.compiler.targets.step import Seat
+
+
+def allowed_of(masks: Mapping[Seat, np.ndarray]) -> Allowed:
+    """Of bool ``[vocabulary]`` by seat; bits behind the vocabulary are set, which means nothing."""
+    if not masks:
+        return Allowed()
+    rows = np.stack(list(masks.values()))
+    count = rows.shape[1]
+    padded = np.ones((len(rows), 32 * num_words(count)), dtype=bool)
+    padded[:, :count] = rows
+    words = np.packbits(padded, axis=1, bitorder="little").view("<u4").astype(np.uint32)
+    return Allowed(tuple(masks), words)
