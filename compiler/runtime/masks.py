@@ -96,8 +96,8 @@ class Masks:
             self._makers = roomy_threads(self._num_makers, "masks")
         if count > len(self._words):
             self._words = np.empty((count, num_words(self._grammars.vocab_size)), np.uint32)
-        rows = zip(self._wanted, self._words[:count], strict=True)
-        todo = deque((each, words) for (_, each), words in rows)
+        both = zip(self._wanted, self._words[:count], strict=True)
+        todo = deque((each, words) for (_, each), words in both)
         for _ in range(min(self._num_makers, -(-count // _LEAST_EACH))):
             self._jobs.append(self._makers.submit(_make, todo))
 
@@ -108,10 +108,10 @@ class Masks:
         for job in self._jobs:
             job.result()
         words = self._words[: len(self._wanted)]
-        is_there = words.any(axis=1)
+        is_there: list[bool] = (words != 0).any(axis=1).tolist()
         over = [each for (_, each), there in zip(self._wanted, is_there, strict=True) if not there]
         seats = [seat for (seat, _), there in zip(self._wanted, is_there, strict=True) if there]
-        return Allowed(tuple(seats), words[is_there] if over else words), over
+        return Allowed(tuple(seats), words[np.array(is_there)] if over else words), over
 
     def close(self) -> None:
         """End the threads that compile grammars and make masks; what they still do is left."""

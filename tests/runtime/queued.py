@@ -7,10 +7,14 @@ so a token, a position, a page or a seat that is not the right one changes the a
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
+from tilewright.compiler.targets.allowed import Allowed
 from tilewright.compiler.targets.base import Capabilities, Executable, MemoryUse
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.step import (
@@ -62,6 +66,14 @@ class _Held:
     state_at: int = 0
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """When the choice of a step is made, and from which tokens."""
+
+    done: float
+    masks: dict[Seat, np.ndarray] = field(default_factory=dict)
+
+
 def _mixed(groups: list[tuple[Seat, ...]], read: Callable[[int], Chosen]) -> StepOutput:
     """All of a step in one part."""
 
@@ -80,7 +92,7 @@ class QueuedExecutable(Executable):
     """``log`` holds ``("launch", n)`` and ``("read", n)`` of steps that choose tokens, n from 0.
 
     A step takes ``step_seconds`` of the clock on the device, one after another, and giving it to
-    the device ``host_seconds``. With ``page_size`` 0 each seat has one page as long as the context.
+    the device ``host_seconds``; ``idle_seconds``: how long the device had none. With ``page_size`` 0 each seat has one page as long as the context.
     """
 
     vocab_size = VOCAB
@@ -93,8 +105,9 @@ class QueuedExecutable(Executable):
         self.given: list[Step] = []
         self.clock = clock or Clock()
         self.step_seconds = self.host_seconds = 0.0
-        self._device_free_at = 0.0
-        self._queue: list[Callable[[], None]] = []
+        self._device_free_at = self.idle_seconds = 0.0
+        self._waiting: _Waiting | None = None
+        self._queue: deque[tuple[_Waiting, Callable[[], None]]] = deque()
         self._unread: set[int] = set()
         self._num_chosen = 0
         self._seats: dict[Seat, _Held] = {}
@@ -104,6 +117,7 @@ class QueuedExecutable(Executable):
         self._opened: set[Seat] = set()
 
     def step(self, step: Step) -> StepOutput:
+        assert self._waiting is None, "the last step's choice is still waited for"
         self.given.append(step)
         self._check(step)
         self.clock.now += self.host_seconds
@@ -111,10 +125,12 @@ class QueuedExecutable(Executable):
         groups += [(chunk.seat, *chunk.also) for chunk in step.prompts if chunk.chooses]
         answers: list[list[tuple[int, int]]] = [[] for _ in groups]
         if step.decode or step.prompts:
-            start = max(self._device_free_at, self.clock.now)
-            self._device_free_at = start + self.step_seconds
-        done = self._device_free_at
-        self._queue.append(lambda: self._run(step, answers))
+            self._wait_for_host()
+            self._device_free_at += self.step_seconds
+        choice = _Waiting(self._device_free_at)
+        self._queue.append((choice, lambda: self._run(step, answers, choice.masks)))
+        if step.masked:
+            self._waiting = choice
         if not groups:
             return StepOutput()
         number, self._num_chosen = self._num_chosen, self._num_chosen + 1
@@ -125,10 +141,11 @@ class QueuedExecutable(Executable):
         def read(index: int) -> Chosen:
             if number in self._unread:
                 assert number == min(self._unread), "a step is read before the one before it"
+                assert self._waiting is not choice, "a step is read before it is chosen from"
                 self._work_off()
                 self._unread.remove(number)
                 self.log.append(("read", number))
-                self.clock.now = max(self.clock.now, done)
+                self.clock.now = max(self.clock.now, choice.done)
             tokens, why = zip(*answers[index], strict=True)
             return Chosen(tokens, why)
 
@@ -136,6 +153,22 @@ class QueuedExecutable(Executable):
             return _mixed(groups, read)
         parts = [Part(seats, lambda i=i: read(i)) for i, seats in enumerate(groups)]
         return StepOutput(tuple(parts))
+
+    def choose(self, output: StepOutput, allowed: Allowed) -> None:
+        assert self._waiting is not None, "no choice waits"
+        self._wait_for_host()
+        self._waiting.done = self._device_free_at
+        for seat in allowed.seats:
+            flags = allowed.flags(seat, VOCAB)
+            assert flags is not None and flags.any()
+            self._waiting.masks[seat] = flags
+        self._waiting = None
+
+    def _wait_for_host(self) -> None:
+        """What is given now is begun now, or when all before it is done."""
+        late = max(0.0, self.clock.now - self._device_free_at)
+        self.idle_seconds += late
+        self._device_free_at += late
 
     def _check(self, step: Step) -> None:
         """What can be told without the tokens: who is open, and nobody twice."""
@@ -154,7 +187,9 @@ class QueuedExecutable(Executable):
         assert len(step.prompts) <= limits.max_prompts
         assert sum(len(chunk.tokens) for chunk in step.prompts) <= limits.max_step_tokens
 
-    def _run(self, step: Step, answers: list[list[tuple[int, int]]]) -> None:
+    def _run(
+        self, step: Step, answers: list[list[tuple[int, int]]], masks: dict[Seat, np.ndarray]
+    ) -> None:
         for edit in step.edits:
             self._apply(edit)
         self._check_pages(step)
@@ -166,7 +201,7 @@ class QueuedExecutable(Executable):
                 token = step.forced.get(seat, held.token)
                 assert token is not None, f"seat {seat} holds no token"
                 self._write(held, token)
-                found.append(self._choose(held))
+                found.append(self._choose(held, masks.get(seat)))
         for chunk in step.prompts:
             self._prompt(chunk)
             if chunk.chooses:
@@ -174,7 +209,7 @@ class QueuedExecutable(Executable):
                 for seat in (chunk.seat, *chunk.also):
                     if seat != chunk.seat:
                         self._copy(chunk.seat, seat, chunk.end)
-                    found.append(self._choose(self._seats[seat]))
+                    found.append(self._choose(self._seats[seat], masks.get(seat)))
 
     def _prompt(self, chunk: Chunk) -> None:
         held = self._seats[chunk.seat]
@@ -277,20 +312,23 @@ class QueuedExecutable(Executable):
         size = self.capabilities.page_size or self.capabilities.max_context
         return [self._memory[held.pages[at // size]][at % size] for at in range(held.length)]
 
-    def _choose(self, held: _Held) -> tuple[int, int]:
+    def _choose(self, held: _Held, mask: np.ndarray | None) -> tuple[int, int]:
         history = self._history(held)
         if self.capabilities.has_sequence_state:
             assert held.state == zlib.crc32(bytes(history)), "state of another history"
         facts = (history, held.choosing.seed, held.length)
-        held.token = zlib.crc32(repr(facts).encode()) % VOCAB
+        among = range(VOCAB) if mask is None else np.flatnonzero(mask).tolist()
+        held.token = among[zlib.crc32(repr(facts).encode()) % len(among)]
         return held.token, int(held.token in held.choosing.end_tokens)
 
     def _work_off(self) -> None:
-        for job in self._queue:
+        """All that was given, but a step whose choice is waited for: it is the last."""
+        while self._queue and self._queue[0][0] is not self._waiting:
+            _, job = self._queue.popleft()
             job()
-        self._queue.clear()
 
     def reset(self) -> None:
+        self._waiting = None
         self._work_off()
         for kept in (self._seats, self._opened, self._snapshots, self._places):
             kept.clear()
