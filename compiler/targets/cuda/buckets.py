@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from tilewright.compiler.targets.allowed import num_words
 from tilewright.compiler.targets.cuda.batches import BatchBucket
 from tilewright.compiler.targets.cuda.capture import DecodeBucket, PromptBucket
+from tilewright.compiler.targets.cuda.kernels.forbid import forbid
 from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.steps import Steps
@@ -85,6 +87,7 @@ class Buckets:
             self.prompt(size).prepare()
         for width, _ in self._passes:
             self._batch(width).prepare()
+        self._prepare_masks()
         device, size = self._steps.device, self.tokens[-1]
         last = torch.zeros(1, dtype=torch.int64).to(device)
         while size < longest:
@@ -92,6 +95,13 @@ class Buckets:
             rows = Rows.padding(size, device)
             for from_start in (False, True):
                 self._steps.prefill(rows, logit_rows=last, from_start=from_start)
+
+    def _prepare_masks(self) -> None:
+        """Run what takes tokens out of logits, so that its kernel is there."""
+        device, width = self._steps.device, self._num_choosable()
+        logits, row = torch.zeros(1, width), torch.zeros(1, dtype=torch.int64)
+        words = torch.zeros(1, num_words(width), dtype=torch.int32)
+        forbid(logits.to(device), row.to(device), words.to(device), width=width)
 
     def _choices(self) -> tuple[int, int]:
         return self._num_choosable(), self._num_ends

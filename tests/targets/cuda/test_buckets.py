@@ -57,15 +57,17 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     made.prepare(3000)
     assert steps.prompts == [(n, first) for n in (2048, 3000) for first in (False, True)]
     kinds = 1 + len(EVERY_DRAWING)
-    assert Counted.made == 3 * kinds + kinds + (kinds + 1)  # a long prompt begins at 0, or does not
+    ready = 3 * (kinds + 1) + kinds + (kinds + 1)  # rows are chosen from again; a long prompt begins
+    assert Counted.made == ready  # at 0, or does not
     for count in (1, 2, 3, 4):
         for drawing in (None, *EVERY_DRAWING):
             made.decode(count).run(drawing)
+            made.decode(count).choose_again(drawing)
     for count in (1, 16, 17, 1024):
         for first in (0, 64):
             for drawing in (None, *EVERY_DRAWING):
                 made.prompt(count).run(torch.zeros(count, dtype=torch.int64), first, 0, drawing)
-    assert Counted.made == 3 * kinds + kinds + (kinds + 1)
+    assert Counted.made == ready
 
 
 def test_pieces_take_whole_blocks_and_rows_some_widths() -> None:
@@ -94,7 +96,7 @@ def test_passes_of_prompts_and_rows_are_captured_before_they_are_asked_for() -> 
     )
     made.prepare(0)
     ready = Counted.made
-    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 4 + 1 + 3
+    assert ready == (4 + 1 + 2) * len(EVERY_DRAWING) + 2 * 4 + 1 + (3 + 2)
     for tokens, choices, expected in ((1, 0, (4, 64)), (65, 4, (4, 256)), (64, 5, (8, 64))):
         found = made.batch(tokens, choices)
         assert found is not None and (found[0].width, found[1]) == expected

@@ -9,7 +9,7 @@ from torch import Tensor
 _CHUNK = 4096  # logits that one program looks at
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "logits_stride", "words_stride"])
 def _forbid_kernel(
     logits_ptr, rows_ptr, words_ptr, width, logits_stride, words_stride, BLOCK: tl.constexpr
 ):
