@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from tilewright.compiler.runtime.cost import StepCost
@@ -58,7 +59,7 @@ class PromptDealer:
                 count = self._until_saved(running, count)
             if not count or len(dealt) == most:
                 break
-            room -= self._rows_of(count)
+            room = min(room, self._limits.most_shared) - self._rows_of(count)
             weight -= weight_of(running.computed, count, self._limits.far)
             dealt.append((running, count))
         return dealt
@@ -108,10 +109,13 @@ class PromptDealer:
         self, order: Sequence[Running], num_decoding: int, num_pieces: int
     ) -> tuple[int, float]:
         """Tokens of prompts that the next step takes, and what they may weigh."""
-        start = order[0].computed
+        start, sizes = order[0].computed, self._sizes(num_decoding + num_pieces)
         if not self._is_timed(num_decoding):
-            return self.budget(num_decoding, start), math.inf
-        sizes = self._sizes(num_decoding + num_pieces)
+            room = self.budget(num_decoding, start)
+            if num_decoding and sizes and room >= self._limits.most_shared:
+                waiting = sum(self._rows_of(each.left) for each in order[:num_pieces])
+                room = min(room, self._pass_of(sizes, waiting))
+            return room, math.inf
         if not sizes:
             return self.budget(num_decoding, start), self._weight_beside(num_decoding)
         whole = sum(each.computed + each.left for each in order)
@@ -126,6 +130,18 @@ class PromptDealer:
     def _sizes(self, num_rows: int) -> tuple[int, ...]:
         """The passes that there are for so many rows and prompts that may end."""
         return next((sizes for rows, sizes in self._limits.passes if rows >= num_rows), ())
+
+    def _pass_of(self, sizes: Sequence[int], num_waiting: int) -> int:
+        """Which of some passes takes what waits where time is no matter: the largest, or the least
+        that has room; the one before it where that is worth reading the weights for, and the rest
+        needs no more than what padding would be left out.
+        """
+        at = min(bisect_left(sizes, num_waiting), len(sizes) - 1)
+        found, before = sizes[at], sizes[at - 1] if at else 0
+        if before < self._limits.cell or num_waiting >= found:
+            return found
+        rest = sizes[bisect_left(sizes, num_waiting - before)]
+        return before if before + rest < found else found
 
     def shared(
         self, num_decoding: int, sizes: Sequence[int], num_waiting: int, start: int = 0

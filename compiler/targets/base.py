@@ -51,6 +51,7 @@ class Capabilities:
         marks: snapshots inside of a piece of a prompt, at whole pages, which it is not cut for.
         passes: where rows that decode may share one pass with prompts (`StepOutput.is_mixed`): for
             up to so many rows and prompts, ascending, the tokens of prompts that a pass is made of.
+        most_shared: tokens of prompts that share a pass with others, each in whole pages, at most.
         far: positions before a prompt's token with which it takes twice as long as without any; 0:
             as long anywhere, as far as is known.
         invariant: what a row's bits depend on: ``rows``, on the request alone; ``batch``, on the
@@ -71,6 +72,7 @@ class Capabilities:
     runs_ahead: bool = False
     marks: int = 0
     passes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    most_shared: int = 1 << 62
     far: int = 0
     invariant: str = "none"
 
@@ -175,9 +177,7 @@ class Executable(ABC):
         """Close every seat and forget every page, for a runtime that begins anew."""
 
     def prepare(self) -> None:  # noqa: B027 (most have nothing to prepare)
-        """Make now, while nobody is seated, what a first step of each kind would make: no later
-        step takes longer for being the first of its kind.
-        """
+        """Make now, while nobody is seated, what a first step of each kind would wait for."""
 
     @abstractmethod
     def memory(self) -> MemoryUse:

@@ -25,21 +25,25 @@ _TOTALS = (128, 256, 512, 784, 1024)
 """
 _WIDTHS = (16, 64, 128, 192)
 _LEAST = 64
-_WIDTHS_OF_MIXERS, _TOTALS_OF_MIXERS = (16, 64), (64, 256, 512, 1024)
-"""Of plans with mixers, whose passes are a thousand kernels each: tokens of a single piece, beside
-any rows; the experts are read either way, and a pass of a few rows more takes no longer.
+_WIDTHS_OF_MIXERS, _TOTALS_OF_MIXERS = (16, 64), (64, 256, 512, 1024, 2048)
+"""Of plans with mixers, whose passes are a thousand kernels each: tokens of prompts, beside any
+rows; the experts are read either way, and a pass of a few rows more takes no longer.
 """
 
 
-def passes_for(
-    rows: Sequence[int], *, has_mixers: bool = False
-) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    """The passes that are captured where decode steps are for ``rows``, as `Capabilities` has them:
-    by how many rows ride along or pieces end, the tokens of prompts, padding included.
+Passes = tuple[tuple[int, tuple[int, ...]], ...]
+"""As `Capabilities` has them: by rows, the numbers of tokens beside them."""
+
+
+def passes_for(rows: Sequence[int], most_tokens: int, *, has_mixers: bool = False) -> Passes:
+    """The passes that are captured where decode steps are for ``rows`` and take up to so many
+    tokens of prompts: by how many rows ride along or pieces end, the tokens of prompts, padding
+    included.
     """
     if has_mixers:
         widths = (*(each for each in _WIDTHS_OF_MIXERS if each < rows[-1]), rows[-1])
-        return tuple((width, _TOTALS_OF_MIXERS) for width in widths)
+        totals = tuple(each for each in _TOTALS_OF_MIXERS if each <= most_tokens)
+        return tuple((width, totals) for width in widths)
     widths = (*(each for each in _WIDTHS if each < rows[-1]), rows[-1])
     return tuple((width, _sizes(width)) for width in widths)
 
@@ -50,27 +54,26 @@ def _sizes(width: int) -> tuple[int, ...]:
     return tuple(sorted({_LEAST, *(each - taken for each in _TOTALS if each - taken > _LEAST)}))
 
 
-def num_tokens_of(chunks: Sequence[Chunk]) -> int:
-    """Rows that pieces take in a pass: whole blocks each."""
-    return sum(-(-len(chunk.tokens) // SHORT_BLOCK) * SHORT_BLOCK for chunk in chunks)
-
-
 class _Pass:
     """One captured number of tokens: what it reads, in one piece of memory, and its graph.
 
     ``rows``: of the pieces, and behind them of those that ride along; ``wanted``: whose logits are
-    chosen from; ``at`` and ``ends``: the table's row of each of these, and where its token will be.
+    chosen from; ``at`` and ``ends``: the table's row of each of these, and where its token will be;
+    ``starts``: the first row of each of up to ``most`` pieces, the last of which has the padding
+    behind it too, and those that there are not have no rows.
     """
 
-    def __init__(self, num_tokens: int, width: int, device: torch.device) -> None:
+    def __init__(self, num_tokens: int, width: int, most: int, device: torch.device) -> None:
         self.num_tokens, self.width = num_tokens, width
         self.captured: Captured | None = None
-        count = num_tokens + width
-        self._words = torch.zeros(4 * count + 3 * width, dtype=torch.int64, device=device)
-        words = self._words[: 4 * count].view(4, count)
+        self._sizes = 4 * (num_tokens + width), 3 * width, most + 1
+        self._words = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        words, each, self.starts = self._words.split(self._sizes)
+        words = words.view(4, -1)
         words[1], words[3] = -1, -1
         self.rows = Rows(*words)
-        self.wanted, self.at, self.ends = self._words[4 * count :].view(3, width)
+        self.wanted, self.at, self.ends = each.view(3, width)
+        self.starts[1:] = num_tokens
 
     @property
     def riding(self) -> slice:
@@ -90,13 +93,14 @@ class _Pass:
         nobody.
         """
         staged = np.zeros(len(self._words), dtype=np.int64)
-        count, first = self.num_tokens + self.width, self.num_tokens
-        tokens = staged[: 4 * count].reshape(4, count)
+        words, each, starts = np.split(staged, np.cumsum(self._sizes)[:-1])
+        first, tokens = self.num_tokens, words.reshape(4, -1)
         tokens[1], tokens[3] = -1, -1
         pieces = lay_out(tokens, chunks, SHORT_BLOCK, marks)
         among = slice(first, first + len(held))
         tokens[1, among], tokens[2, among] = [*held.values()], [*held]
-        wanted, at, where = staged[4 * count :].reshape(3, self.width)
+        starts[: len(pieces)], starts[len(pieces) :] = [piece.start for piece in pieces], first
+        wanted, at, where = each.reshape(3, -1)
         both = zip(chunks, pieces, strict=True)
         last = [piece.stop - 1 for chunk, piece in both if chunk.chooses]
         wanted[: len(ends)] = [*range(first, among.stop), *last]
@@ -106,7 +110,7 @@ class _Pass:
 
 class BatchBucket(Bucket):
     """Up to ``width`` rows that ride along or pieces that end, beside any captured number of tokens
-    of prompts; the choice of all of their tokens.
+    of up to ``most`` pieces of prompts; the choice of all of their tokens.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class BatchBucket(Bucket):
         table: SeatTable,
         width: int,
         sizes: Sequence[int],
+        most: int,
         num_choosable: int,
         pool: Any,
     ) -> None:
@@ -122,7 +127,7 @@ class BatchBucket(Bucket):
         tokens = torch.zeros(width, dtype=torch.int64, device=device)
         choice = make_choice(width, num_choosable, table.num_ends, tokens, group=steps.group)
         super().__init__(choice, device, pool)
-        self.width, self._sizes = width, tuple(sizes)
+        self.width, self._sizes, self._most = width, tuple(sizes), most
         self._steps, self._table = steps, table
         self._passes: dict[int, _Pass] = {}
         self._at = torch.empty(0)
@@ -164,7 +169,7 @@ class BatchBucket(Bucket):
 
     def _pass(self, num_tokens: int) -> _Pass:
         if num_tokens not in self._passes:
-            made = _Pass(num_tokens, self.width, self._device)
+            made = _Pass(num_tokens, self.width, self._most, self._device)
             made.at.fill_(self._table.padding)
             self._passes[num_tokens] = made
             made.captured = self._captured(lambda: self._run(made))
@@ -175,7 +180,11 @@ class BatchBucket(Bucket):
         held = self._table.tokens
         torch.index_select(held, 0, made.at, out=made.rows.tokens[made.riding])
         logits = self._steps.prefill(
-            made.rows, logit_rows=made.wanted, block=SHORT_BLOCK, riding=made.riding
+            made.rows,
+            logit_rows=made.wanted,
+            starts=made.starts,
+            block=SHORT_BLOCK,
+            riding=made.riding,
         )
         assert logits is not None
         self.logits = logits  # the same place for every number of tokens

@@ -17,8 +17,8 @@ from tilewright.compiler.targets.cuda.steps import Steps
 
 
 class Buckets:
-    """Decode steps of ``rows``, prompts of ``tokens``, pieces of several in one of ``passes``, by
-    how many tokens are chosen: ascending sizes, padding included.
+    """Decode steps of ``rows``, prompts of ``tokens``, up to ``most_pieces`` of several in one of
+    ``passes``, by how many tokens are chosen: ascending sizes, padding included.
 
     ``num_choosable`` and ``num_ends`` say how wide the choices are that go with them.
     """
@@ -33,9 +33,10 @@ class Buckets:
         num_ends: int,
         table: SeatTable | None = None,
         passes: Sequence[tuple[int, Sequence[int]]] = (),
+        most_pieces: int = 1,
     ) -> None:
         self.rows, self.tokens = tuple(rows), tuple(tokens)
-        self._table, self._passes = table, tuple(passes)
+        self._table, self._passes, self._most_pieces = table, tuple(passes), most_pieces
         self._steps, self._num_choosable, self._num_ends = steps, num_choosable, num_ends
         is_gpu = steps.device.type == "cuda"
         self._pool: Any = torch.cuda.graph_pool_handle() if is_gpu else None
@@ -73,8 +74,9 @@ class Buckets:
     def _batch(self, width: int) -> BatchBucket:
         if width not in self.batches:
             assert self._table is not None
-            what = width, dict(self._passes)[width], self._num_choosable(), self._pool
-            self.batches[width] = BatchBucket(self._steps, self._table, *what)
+            what = width, dict(self._passes)[width], self._most_pieces
+            how = self._num_choosable(), self._pool
+            self.batches[width] = BatchBucket(self._steps, self._table, *what, *how)
         return self.batches[width]
 
     def prepare(self, longest: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from tilewright.compiler.distributed.world import place_of
 from tilewright.compiler.errors import CompileError
 from tilewright.compiler.targets.base import Capabilities, CompileOptions
-from tilewright.compiler.targets.cuda.batches import passes_for
+from tilewright.compiler.targets.cuda.batches import Passes, passes_for
 from tilewright.compiler.targets.cuda.capture import decode_buckets, has_mixers
 from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds, copy_bytes, kinds_for
 from tilewright.compiler.targets.cuda.experts import held_sizes
@@ -20,7 +20,7 @@ from tilewright.compiler.targets.cuda.numerics import cache_kind, tiles
 from tilewright.compiler.targets.cuda.pages import PAGE, page_bytes, pages_of
 from tilewright.compiler.targets.cuda.state import sequence_bytes
 from tilewright.compiler.targets.cuda.steps_mixers import mixer_bytes
-from tilewright.compiler.targets.cuda.trials import INSIDE, RIDING, read_trials
+from tilewright.compiler.targets.cuda.trials import APART, INSIDE, SEVERAL, read_trials
 from tilewright.compiler.targets.cuda.weights import wanted_by
 from tilewright.compiler.targets.program.instructions import OPERAND, Attend, Plan
 
@@ -29,8 +29,10 @@ _WORKSPACE = 2 << 30
 _FEW_ROWS = 64
 _CELL, _CELL_OF_MIXERS = 256, 1024
 """Tokens of a prompt that are worth reading the weights for; experts need more of them."""
-_JOINED = 8
-"""Pieces of prompts of a batch: faster than one after another, with bits of their own."""
+_JOINED, _JOINED_OF_MIXERS = 8, 4
+"""Pieces of prompts of a batch: faster than one after another, with bits of their own; each has
+room for its marks where there are any.
+"""
 _ATTENTION_RATE = 0.28
 """Of operations a second in products, those in a prompt's attention to pages: of 8B, 64,000 tokens
 in 7.8 s on an H200, where 1,024 take 24 ms.
@@ -118,12 +120,10 @@ def capabilities_of(
     """What steps of a plan with a pool of so many pages may look like on a device of whose free
     memory so many bytes are reserved.
     """
-    invariant = invariant_of(plan, options, device)
-    mixes = has_mixers(plan)
-    joins = invariant == "none" and options.compute == "fast" and options.parallel.tensor == 1
-    is_gpu, trials = device.type == "cuda", read_trials()
-    asked = trials.prompts
-    joins = joins and (asked > 1 if asked else is_gpu) and (not mixes or trials.hybrids == RIDING)
+    invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
+    is_gpu, asked = device.type == "cuda", read_trials().prompts
+    joins = invariant == "none" and can_join(plan, options) and (asked > 1 if asked else is_gpu)
+    passes = _passes(plan, options) if joins else ()
     return Capabilities(
         max_seats=options.max_batch,
         max_context=options.max_context,
@@ -132,11 +132,12 @@ def capabilities_of(
         num_snapshots=num_snapshots(plan, options, free_bytes(options, device) - reserved),
         has_sequence_state=bool(plan.sequence_states),
         cell=_CELL_OF_MIXERS if mixes else _CELL,
-        max_prompts=asked or (_JOINED if joins and not mixes else 1),
+        max_prompts=most_pieces(plan, options) if joins or asked else 1,
         max_step_tokens=most_prompt_tokens(options),
         runs_ahead=is_gpu,
         marks=marks_each(plan),
-        passes=passes_for(decode_buckets(options.max_batch), has_mixers=mixes) if joins else (),
+        passes=passes,
+        **({"most_shared": passes[-1][1][-1]} if passes and mixes else {}),
         far=far_of(plan),
         invariant=invariant,
     )
@@ -147,11 +148,33 @@ def marks_each(plan: Plan) -> int:
     return MOST_MARKS if plan.sequence_states and read_trials().snapshots == INSIDE else 0
 
 
-def num_marks(plan: Plan) -> int:
-    """Marks of all pieces of a pass: places for state that is no sequence's. Where there are any,
-    a batch has as many pieces of prompts as are asked for.
+def can_join(plan: Plan, options: CompileOptions) -> bool:
+    """Whether pieces of prompts and rows that decode may share a pass, on a device where they gain
+    by it.
     """
-    return marks_each(plan) * max(1, read_trials().prompts)
+    is_free = options.compute == "fast" and options.parallel.tensor == 1
+    return is_free and not (has_mixers(plan) and read_trials().hybrids == APART)
+
+
+def _passes(plan: Plan, options: CompileOptions) -> Passes:
+    """Those that are captured where pieces and rows share any."""
+    rows, most = decode_buckets(options.max_batch), most_prompt_tokens(options)
+    return passes_for(rows, most, has_mixers=has_mixers(plan))
+
+
+def most_pieces(plan: Plan, options: CompileOptions) -> int:
+    """Pieces of prompts that share a pass where any do."""
+    trials = read_trials()
+    if trials.prompts or not can_join(plan, options):
+        return max(1, trials.prompts)
+    if has_mixers(plan):
+        return _JOINED_OF_MIXERS if trials.hybrids == SEVERAL else 1
+    return _JOINED
+
+
+def num_marks(plan: Plan, options: CompileOptions) -> int:
+    """Marks of all pieces of a pass: places for state that is no sequence's."""
+    return marks_each(plan) * most_pieces(plan, options)
 
 
 def far_of(plan: Plan) -> int:
@@ -275,15 +298,23 @@ def work_bytes(plan: Plan, options: CompileOptions) -> int:
     """Bytes of a prompt's intermediate values, a dequantised weight, and what libraries take."""
     exact = options.compute == "exact"
     size = 4 if exact else 2
-    tokens = min(options.max_context, most_prompt_tokens(options))
+    tokens = _tokens_of_work(plan, options)
     buffers = sum((size if each.role == OPERAND else 4) * each.width for each in plan.buffers[:-1])
     shapes = [each.weight.shape for each in plan.products]
     whole = shapes if exact else shapes[:-1]
     dense = max((size * rows * columns for rows, columns in whole), default=0)
     widest = max((rows for rows, _ in shapes[:-1]), default=0)
     prompt = tokens * (buffers + size * widest) + dense + mixer_bytes(plan, tokens)
-    marks = num_marks(plan) * sequence_bytes(plan.sequence_states)
+    marks = num_marks(plan, options) * sequence_bytes(plan.sequence_states)
     return _WORKSPACE + prompt + marks + _decode_bytes(plan, options)
+
+
+def _tokens_of_work(plan: Plan, options: CompileOptions) -> int:
+    """Tokens of the longest prompt, or of the largest captured pass of several of them."""
+    tokens = min(options.max_context, most_prompt_tokens(options))
+    if not (has_mixers(plan) and can_join(plan, options)):
+        return tokens
+    return max(tokens, _passes(plan, options)[-1][1][-1])
 
 
 def _decode_bytes(plan: Plan, options: CompileOptions) -> int:

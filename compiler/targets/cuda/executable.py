@@ -16,7 +16,6 @@ from tilewright.compiler.targets.base import CompileOptions, Executable, MemoryU
 from tilewright.compiler.targets.contract import NumericContract
 from tilewright.compiler.targets.cuda.answers import Answers
 from tilewright.compiler.targets.cuda.away import Away
-from tilewright.compiler.targets.cuda.batches import num_tokens_of
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.capture import Seated, decode_buckets, prompt_buckets
 from tilewright.compiler.targets.cuda.choice import Choice, drawing_of
@@ -84,7 +83,7 @@ class CudaExecutable(Executable):
         num_pages = num_pages or options.max_batch * pages_of(options.max_context)
         self._state = PagedState(
             plan.states, options, device, num_pages=num_pages, sequence_specs=plan.sequence_states,
-            num_marks=num_marks(plan),
+            num_marks=num_marks(plan, options),
         )  # fmt: skip
         reserved = copy_bytes(plan, copies)
         self.capabilities = capabilities_of(plan, options, device, num_pages, reserved)
@@ -126,6 +125,7 @@ class CudaExecutable(Executable):
             num_ends=_NUM_ENDS,
             table=self._table,
             passes=self.capabilities.passes,
+            most_pieces=self.capabilities.max_prompts,
         )
 
     def join(self, peers: Peers) -> None:
@@ -149,9 +149,11 @@ class CudaExecutable(Executable):
         parts: list[Part] = []
         self._force(step)
         riding = step.decode if self._rides(step) else ()
-        decodes = () if riding else self._cut(step.decode)
-        most, marks = self.capabilities.max_prompts, self.capabilities.marks
-        batches, alone = split(step.prompts, most, marks=marks, beside=bool(riding))
+        decodes, limits = () if riding else self._cut(step.decode), self.capabilities
+        batches, alone = split(
+            step.prompts, limits.max_prompts,
+            marks=limits.marks, most_rows=limits.most_shared, beside=bool(riding),
+        )  # fmt: skip
         self._answers.begin(len(decodes) + len(batches) + len(alone))
         parts += [self._decode(seats, step) for seats in decodes]
         for index, batch in enumerate(batches):
@@ -170,13 +172,12 @@ class CudaExecutable(Executable):
 
     def _rides(self, step: Step) -> bool:
         """Whether the rows that decode take part in a batch of pieces of prompts: where all of
-        these might end in a pass that is captured; and a piece that is always alone lies in one.
+        these might end in a pass that is captured.
         """
         limits = self.capabilities
-        joined = [each for each in step.prompts if can_join(each, limits.marks)]
+        most_rows = limits.most_shared
+        joined = [each for each in step.prompts if can_join(each, limits.marks, most_rows)]
         if not (limits.passes and step.decode and joined):
-            return False
-        if limits.max_prompts == 1 and num_tokens_of(joined[:1]) > limits.passes[-1][1][-1]:
             return False
         seats = (*step.decode, *(chunk.seat for chunk in step.prompts if chunk.chooses))
         num_rows = len(step.decode) + min(len(joined), limits.max_prompts)

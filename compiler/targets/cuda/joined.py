@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tilewright.compiler.targets.cuda.answers import Answers
-from tilewright.compiler.targets.cuda.batches import num_tokens_of
 from tilewright.compiler.targets.cuda.buckets import Buckets
 from tilewright.compiler.targets.cuda.choice import drawing_of
 from tilewright.compiler.targets.cuda.late import choose_now
-from tilewright.compiler.targets.cuda.ragged import join
+from tilewright.compiler.targets.cuda.ragged import join, num_tokens_of
 from tilewright.compiler.targets.cuda.seats import SeatTable
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps import Steps
@@ -49,9 +48,7 @@ class Joined:
         ends = {seat: at + 1 for seat, at in held.items()}
         ends |= {chunk.seat: chunk.end for chunk in chunks if chunk.chooses}
         may_be_captured = self._answers.may_be_captured(tuple(ends), step)
-        found = None
-        if may_be_captured and (len(chunks) == 1 or not self._steps.is_piecewise):
-            found = self._buckets.batch(num_tokens_of(chunks), len(ends))
+        found = self._buckets.batch(num_tokens_of(chunks), len(ends)) if may_be_captured else None
         if found is None:
             return self._uncaptured(chunks, step, held, ends)
         bucket, size = found
@@ -83,7 +80,7 @@ class Joined:
         logits = self._steps.prefill(
             ragged.rows,
             logit_rows=ragged.last if ends else None,
-            pieces=ragged.pieces,
+            starts=ragged.starts,
             block=ragged.block,
             riding=ragged.riding,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,14 +29,15 @@ _ALIGNED = 16
 class Ragged:
     """T rows of one batch: each piece in whole blocks of ``block`` rows, padding behind it.
 
-    ``pieces``: the rows that each has; ``last [R]`` (int64): those that want logits: rows that ride
-    along, then of the pieces that choose a token, in their order. ``riding``: behind all pieces,
-    rows of sequences that decode, one each, whose tokens are not there yet.
+    ``starts [P + 1]`` (int64): the first row of each, and that behind them all. ``last [R]``
+    (int64): those that want logits: rows that ride along, then of the pieces that choose a token,
+    in their order. ``riding``: behind all pieces, rows of sequences that decode, one each, whose
+    tokens are not there yet.
     """
 
     rows: Rows
     block: int
-    pieces: tuple[slice, ...]
+    starts: Tensor
     last: Tensor
     riding: slice
 
@@ -45,24 +47,44 @@ class Ragged:
         torch.index_select(held, 0, self.rows.slots[among], out=self.rows.tokens[among])
 
 
-def can_join(chunk: Chunk, marks: int = 0) -> bool:
+def num_tokens_of(chunks: Sequence[Chunk]) -> int:
+    """Rows that pieces take in a captured pass: whole short blocks each."""
+    return sum(-(-len(chunk.tokens) // SHORT_BLOCK) * SHORT_BLOCK for chunk in chunks)
+
+
+def can_join(chunk: Chunk, marks: int = 0, most_rows: int = sys.maxsize) -> bool:
     """Whether a piece may be one of several: nothing is wanted of it but its last token's choice,
-    and its state behind it and at up to so many marks.
+    and its state behind it and at up to so many marks; and it has up to so many rows.
     """
-    return not chunk.echoes and not chunk.also and len(cut(chunk, marks)) == 1
+    is_plain = not chunk.echoes and not chunk.also and len(cut(chunk, marks)) == 1
+    return is_plain and num_tokens_of((chunk,)) <= most_rows
 
 
 def split(
-    chunks: Sequence[Chunk], most: int, *, marks: int = 0, beside: bool = False
+    chunks: Sequence[Chunk],
+    most: int,
+    *,
+    marks: int = 0,
+    most_rows: int = sys.maxsize,
+    beside: bool = False,
 ) -> tuple[list[list[Chunk]], list[Chunk]]:
-    """Batches of up to ``most`` pieces with up to so many ``marks`` each, and those pieces that are
-    run each for itself: all where there is one, but ``beside`` rows that ride along.
+    """Batches of up to ``most`` pieces with up to so many ``marks`` each, and so many rows of all,
+    and those pieces that are run each for itself: all where there is one, but ``beside`` rows that
+    ride along.
     """
-    joined: list[Chunk] = []
-    if beside or (most > 1 and len(chunks) > 1):
-        joined = [chunk for chunk in chunks if can_join(chunk, marks)]
-    batches = [joined[first : first + most] for first in range(0, len(joined), most)]
-    return batches, [chunk for chunk in chunks if chunk not in joined]
+    batches: list[list[Chunk]] = []
+    if not (beside or (most > 1 and len(chunks) > 1)):
+        return batches, [*chunks]
+    alone: list[Chunk] = []
+    for chunk in chunks:
+        if not can_join(chunk, marks, most_rows):
+            alone.append(chunk)
+            continue
+        last = batches[-1] if batches else []
+        if not last or len(last) == most or num_tokens_of((*last, chunk)) > most_rows:
+            batches.append(last := [])
+        last.append(chunk)
+    return batches, alone
 
 
 def join(
@@ -83,8 +105,11 @@ def join(
     staged[1, riding], staged[2, riding] = positions, seats
     pieces = lay_out(staged, chunks, block, marks)
     last = [piece.stop - 1 for chunk, piece in zip(chunks, pieces, strict=True) if chunk.chooses]
-    wanted = send(np.array([*range(riding.start, riding.stop), *last], dtype=np.int64), device)
-    return Ragged(Rows(*send(staged, device)), block, pieces, wanted, riding)
+    starts = [*(piece.start for piece in pieces), first]
+    where = np.array([*starts, *range(riding.start, riding.stop), *last], dtype=np.int64)
+    sent = send(where, device)
+    count = len(starts)
+    return Ragged(Rows(*send(staged, device)), block, sent[:count], sent[count:], riding)
 
 
 def lay_out(

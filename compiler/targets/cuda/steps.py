@@ -7,7 +7,6 @@ Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,7 +72,6 @@ class Steps:
     ``strict``: a prompt's tokens take the same kernels however many of them are in a piece.
     ``prompt_wire``: the format in which ranks send partial sums of prompts, None: as those of
     decode steps.
-    ``is_piecewise``: part of the plan runs for one piece of a prompt at a time, with its own state.
     """
 
     def __init__(
@@ -92,8 +90,6 @@ class Steps:
         self.group: Group | None = None  # of a rank among several, once it has met them
         self.device = state.tables.device
         self.exact, self._strict = exact, strict
-        rules = [isinstance(each, DeltaRule | Convolve) for each in plan.instructions]
-        self.is_piecewise = any(rules)
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
@@ -198,7 +194,7 @@ class Steps:
         *,
         logit_rows: Tensor | None,
         from_start: bool = False,
-        pieces: Sequence[slice] = (),
+        starts: Tensor | None = None,
         block: int = 0,
         riding: slice = slice(0, 0),
     ) -> Tensor | None:
@@ -206,11 +202,12 @@ class Steps:
         this rank's columns of them where they are dealt.
 
         ``from_start``: the first of them is the sequence's first; padding is at the end only.
-        ``pieces``: tokens of several sequences, each in whole blocks of ``block`` rows, with
-        padding behind its own. ``riding``: rows behind them that are one token each of sequences
-        that decode: they attend as in a decode step, and everything else takes all rows together.
+        ``starts [P + 1]`` (int64): the rows where pieces of several sequences start, and where the
+        last one ends, each in whole blocks of ``block`` rows, with padding behind its own.
+        ``riding``: rows behind them that are one token each of sequences that decode: they attend
+        as in a decode step, and everything else takes all rows together.
         """
-        logits = self._prefill(rows, logit_rows, from_start, pieces, block, riding)
+        logits = self._prefill(rows, logit_rows, from_start, starts, block, riding)
         if self.group is not None:
             self.group.exchange.end_step()
         return logits
@@ -220,13 +217,13 @@ class Steps:
         rows: Rows,
         logit_rows: Tensor | None,
         from_start: bool,
-        pieces: Sequence[slice],
+        starts: Tensor | None,
         block: int,
         riding: slice,
     ) -> Tensor | None:
         step = self._fresh_buffers(len(rows.tokens))
         is_mixed = riding.stop > riding.start
-        places = pieces or (slice(0, riding.start) if is_mixed else slice(None),)
+        prompts = slice(0, riding.start) if is_mixed else slice(None)
         for each in self._plan.instructions:
             if isinstance(each, Gather):
                 if logit_rows is None:
@@ -240,14 +237,13 @@ class Steps:
                 )
                 torch.index_select(x, 0, logit_rows, out=step.view(each.out))
             elif isinstance(each, Attend) and is_mixed:
-                prompts = slice(0, riding.start)
                 self._attend_prompt(each, step.part(prompts), rows.part(prompts), False, block)
                 self._attend_decode(each, step.part(riding), rows.part(riding), captured=False)
             elif isinstance(each, Attend):
                 self._attend_prompt(each, step, rows, from_start, block)
             elif isinstance(each, DeltaRule | Convolve):
-                for at in places:
-                    self._mixers.run(each, step.part(at), rows.part(at), decodes=False)
+                among = step.part(prompts), rows.part(prompts)
+                self._mixers.run(each, *among, decodes=False, starts=starts)
                 if is_mixed:
                     self._mixers.run(each, step.part(riding), rows.part(riding), decodes=True)
             elif isinstance(each, Mixer):

@@ -51,8 +51,8 @@ def mixer_bytes(plan: Plan, num_tokens: int) -> int:
 class Mixers:
     """A plan's mixers with their weights and state. Capturable in a CUDA graph.
 
-    Their rows are a step's tokens: one of each sequence in a decode step, all of one sequence in a
-    prompt, whose state is kept at its marks on the way.
+    Their rows are a step's tokens: one of each sequence in a decode step; in a prompt all of one
+    sequence, or of a few in pieces, whose states are kept at their marks on the way.
     """
 
     def __init__(
@@ -77,20 +77,23 @@ class Mixers:
         *,
         decodes: bool,
         captured: bool = False,
+        starts: Tensor | None = None,
     ) -> None:
-        """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it."""
+        """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it, ``starts`` as
+        its prompts.
+        """
         if isinstance(each, Route | ExpertLinear | ExpertSum):
             self.experts.run(each, step, rows.positions, decodes=decodes)
         elif isinstance(each, SigmoidGate):
             sigmoid_gate(step.view(each.out), step.view(each.x), step.view(each.gate))
         elif isinstance(each, Convolve):
-            self._convolve(each, step, rows, decodes)
+            self._convolve(each, step, rows, decodes, starts)
         elif decodes and not self.why_no_native(each):
             self._native_step(each, step, rows, captured)
         else:
             if each.convolve is not None:
-                self._convolve(each.convolve, step, rows, decodes)
-            self._delta_rule(each, step, rows, decodes)
+                self._convolve(each.convolve, step, rows, decodes, starts)
+            self._delta_rule(each, step, rows, decodes, starts)
 
     def why_no_native(self, each: DeltaRule) -> str:
         """Why a decode step does not convolve and apply the rule in one CUDA C++ kernel."""
@@ -125,7 +128,9 @@ class Mixers:
             early=captured,
         )
 
-    def _convolve(self, each: Convolve, step: Buffers, rows: Rows, decodes: bool) -> None:
+    def _convolve(
+        self, each: Convolve, step: Buffers, rows: Rows, decodes: bool, starts: Tensor | None
+    ) -> None:
         weight = self._weights.vector(vector_of(each.weight)).flatten(1)
         what = step.view(each.out), step.view(each.x), weight
         window = self._state.sequences[each.state.name]
@@ -133,7 +138,7 @@ class Mixers:
         if decodes:
             causal_conv1d_step(*what, **where)
         else:
-            causal_conv1d_prompt(*what, **where, keeps=self._keeps(rows))
+            causal_conv1d_prompt(*what, **where, keeps=self._keeps(rows), starts=starts)
 
     def _keeps(self, rows: Rows) -> Tensor | None:
         """None where nothing is ever kept on the way: kernels are then made without it."""
@@ -150,7 +155,9 @@ class Mixers:
             each.key_dim,
         )
 
-    def _delta_rule(self, each: DeltaRule, step: Buffers, rows: Rows, decodes: bool) -> None:
+    def _delta_rule(
+        self, each: DeltaRule, step: Buffers, rows: Rows, decodes: bool, starts: Tensor | None
+    ) -> None:
         inputs = self._inputs(each, step, each.qkv)
         out, z = step.view(each.out), step.view(each.z)
         weight = self._weights.vector(vector_of(each.norm))
@@ -159,5 +166,5 @@ class Mixers:
         if decodes:
             delta_rule_step(out, inputs, z, (weight, each.eps), **where)
             return
-        keeps, norm = self._keeps(rows), (weight, each.eps)
-        delta_rule_prompt(out, inputs, z, norm, keeps=keeps, exact=self._exact, **where)
+        keeps, norm, exact = self._keeps(rows), (weight, each.eps), self._exact
+        delta_rule_prompt(out, inputs, z, norm, keeps=keeps, starts=starts, exact=exact, **where)

@@ -11,7 +11,7 @@ from tilewright.compiler.errors import ConfigError, allowed
 
 VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
-APART, RIDING = "apart", "riding"
+APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -19,7 +19,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "blocks": (PARTS, WIDE),
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
-    "hybrids": (APART, RIDING),
+    "hybrids": (APART, RIDING, SEVERAL),
     "snapshots": (CUT, INSIDE),
 }
 
@@ -36,8 +36,8 @@ class Trials:
         prompts: pieces of prompts that one batch takes; more come one after another, and of 1 rows
             that decode share no pass with it. 0: as
             :func:`.device.capabilities_of` finds best.
-        hybrids: ``riding``: rows that decode share a captured pass with one piece of a prompt where
-            a plan has experts or linear attention; ``apart``: they do not.
+        hybrids: where a plan has experts or linear attention, rows that decode share a captured
+            pass with one piece of a prompt (``riding``) or ``several``; ``apart``: with none.
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
             pass; ``cut``: the piece is cut there.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
@@ -48,7 +48,7 @@ class Trials:
     blocks: str = WIDE
     experts: str = TOGETHER
     prompts: int = 0
-    hybrids: str = RIDING
+    hybrids: str = SEVERAL
     snapshots: str = INSIDE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,13 +84,15 @@ def test_marks_are_there_where_sequences_have_state_and_take_room(
         for model in (model_of(), tiny_model(num_layers=1))
     )
     monkeypatch.setenv(VARIABLE, "snapshots=cut")
-    assert marks_each(hybrid) == num_marks(hybrid) == 0
+    assert marks_each(hybrid) == num_marks(hybrid, options) == 0
     before = work_bytes(hybrid, options)
     monkeypatch.setenv(VARIABLE, INSIDE)
-    assert (marks_each(hybrid), marks_each(dense), num_marks(dense)) == (2, 0, 0)
-    assert work_bytes(hybrid, options) - before == 2 * sequence_bytes(hybrid.sequence_states)
-    monkeypatch.setenv(VARIABLE, f"prompts=8,{INSIDE}")
-    assert num_marks(hybrid) == 16
+    assert (marks_each(hybrid), marks_each(dense), num_marks(dense, options)) == (2, 0, 0)
+    assert work_bytes(hybrid, options) - before == 8 * sequence_bytes(hybrid.sequence_states)
+    assert num_marks(hybrid, replace(options, compute="exact")) == 2, "one piece at a time"
+    for also, expected in (("prompts=8", 16), ("hybrids=riding", 2), ("hybrids=apart", 2)):
+        monkeypatch.setenv(VARIABLE, f"{also},{INSIDE}")
+        assert num_marks(hybrid, options) == expected
 
 
 def snapshots(executable: CudaExecutable) -> dict[int, list[Tensor]]:
@@ -133,7 +136,7 @@ def taken(
     return kept, torch.cat(logits), passes
 
 
-@pytest.mark.parametrize("also", ["", ",prompts=8,hybrids=riding"])
+@pytest.mark.parametrize("also", ["", ",prompts=8"])
 def test_a_prompt_with_snapshots_inside_is_one_pass(
     also: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +175,7 @@ def test_a_prompt_goes_on_from_what_was_kept_inside_of_another(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("also", "rows"), [("", 0), (",hybrids=riding", 3)])
+@pytest.mark.parametrize(("also", "rows"), [("", 0), ("", 3), (",hybrids=riding", 3)])
 def test_states_are_kept_inside_of_captured_passes(
     also: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

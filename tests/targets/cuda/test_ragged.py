@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.grids import only
+from tests.models.test_qwen3_5_moe import ON_CUDA
 from tests.targets.cuda.test_executable import release
 from tests.tiny import (
     compiled,
@@ -21,14 +22,13 @@ from tests.tiny import (
 )
 from tilewright.compiler.distributed.parallel import Parallel
 from tilewright.compiler.targets.base import Capabilities, CompileOptions, Executable
-from tilewright.compiler.targets.cuda import device, ragged
+from tilewright.compiler.targets.cuda import device
 from tilewright.compiler.targets.cuda.joined import Joined
 from tilewright.compiler.targets.cuda.plan import make_plan
 from tilewright.compiler.targets.cuda.ragged import can_join, join, one, split
 from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.program.instructions import Attend
 from tilewright.compiler.targets.step import Choosing, Chunk, Seat, Snapshot, Step
-from tilewright.models.config import DeltaShape
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
@@ -42,7 +42,7 @@ def test_each_piece_begins_a_block_that_is_its_own() -> None:
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False), chunk(7, 9, 64)]
     found = join(chunks, CPU)
     assert found.block == 64
-    assert found.pieces == (slice(0, 65), slice(128, 131), slice(192, 256))
+    assert found.starts.tolist() == [0, 128, 192, 256]
     assert found.last.tolist() == [64, 255]
     rows = found.rows
     assert rows.positions[[0, 64, 65, 127, 128, 130, 131, 192]].tolist() == (
@@ -50,7 +50,7 @@ def test_each_piece_begins_a_block_that_is_its_own() -> None:
     )
     assert rows.slots.view(4, 64).tolist() == [[seat] * 64 for seat in (4, 4, 2, 7)]
     assert rows.tokens[[0, 64, 65, 128, 255]].tolist() == [1, 65, 0, 1, 64]
-    assert join([chunk(0, 0, 600), chunk(1, 0, 500)], CPU).pieces[1] == slice(640, 1140)
+    assert join([chunk(0, 0, 600), chunk(1, 0, 500)], CPU).starts.tolist() == [0, 640, 1152]
 
 
 def test_a_piece_alone_has_no_padding() -> None:
@@ -77,11 +77,20 @@ def test_what_wants_more_than_a_choice_runs_alone() -> None:
     assert split([plain, within, behind], 1, beside=True) == ([[plain], [behind]], [within])
 
 
+def test_batches_have_no_more_rows_than_the_largest_pass() -> None:
+    """Whole blocks count; a piece that is longer by itself runs alone, and may not be joined."""
+    chunks = [chunk(seat, 0, count) for seat, count in enumerate((64, 65, 1, 192, 193, 3))]
+    found = split(chunks, 8, most_rows=192)
+    assert found == ([chunks[:2], chunks[2:3], chunks[3:4], chunks[5:]], [chunks[4]])
+    assert split(chunks[:3], 8, most_rows=256)[0] == [chunks[:3]]
+    assert can_join(chunks[3], most_rows=192) and not can_join(chunks[4], most_rows=192)
+
+
 def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> None:
     chunks = [chunk(4, 0, 65), chunk(2, 128, 3, chooses=False)]
     seats = tuple(Seat(number) for number in range(5, 22))
     found = join(chunks, CPU, seats=seats, positions=range(100, 117))
-    assert found.riding == slice(192, 209) and found.pieces == (slice(0, 65), slice(128, 131))
+    assert found.riding == slice(192, 209) and found.starts.tolist() == [0, 128, 192]
     assert found.last.tolist() == [*range(192, 209), 64]
     rows = found.rows
     assert len(rows.tokens) == 224, "whole pieces of memory"
@@ -92,20 +101,19 @@ def test_rows_that_ride_along_lie_behind_the_pieces_and_want_logits_first() -> N
     assert rows.tokens[:65].tolist() == [*range(1, 66)], "the pieces keep theirs"
 
 
+HYBRID: dict[str, Any] = {**ON_CUDA, "num_layers": 1, "hidden_size": 16, "linear_layers": (True,)}
+
+
 def made(
     model_type: str,
     monkeypatch: pytest.MonkeyPatch,
     trials: str = "prompts=8",
     weights: str = "bf16",
 ) -> Executable:
-    from tests.models.test_qwen3_5_moe import ON_CUDA
-
     monkeypatch.setenv(VARIABLE, trials)
-    monkeypatch.setattr(ragged, "SHORT_BLOCK", 64)
-    changes = SMALL
-    if model_type != "llama":
-        changes = {**ON_CUDA, "num_layers": 1, "hidden_size": 16, "linear_layers": (True,)}
-    model = tiny_model(std=0.2, model_type=model_type, **changes)
+    model = tiny_model(
+        std=0.2, model_type=model_type, **(SMALL if model_type == "llama" else HYBRID)
+    )
     options = {"compute": "fast", "max_batch": 6, "max_context": 64}
     return compiled(model, "cuda", precision=precision_of(weights), **options)
 
@@ -188,7 +196,7 @@ def test_rows_that_ride_along_are_those_of_steps_apart(
     model_type: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forced tokens, draws and a prompt that is one piece among them; and what they leave."""
-    trials = ("prompts=1", "prompts=8,hybrids=riding")
+    trials = ("prompts=1", "prompts=8")
     executables = [made(model_type, monkeypatch, each, weights) for each in trials]
     assert [bool(each.capabilities.passes) for each in executables] == [False, True]
     (apart, never), (mixed, sometimes) = map(served, executables)
@@ -200,13 +208,14 @@ def test_rows_that_ride_along_are_those_of_steps_apart(
             assert ours == theirs
 
 
+def uncaptured(*_: Any) -> None:
+    raise AssertionError("launched kernel by kernel")
+
+
 def test_rows_ride_along_only_where_all_pieces_may_end_in_a_captured_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def uncaptured(*_: Any) -> None:
-        raise AssertionError("launched kernel by kernel")
-
-    monkeypatch.setattr(device, "passes_for", lambda rows, **_: ((3, (64, 128)),))
+    monkeypatch.setattr(device, "passes_for", lambda *_, **__: ((3, (64, 128)),))
     monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
     executable = made("llama", monkeypatch)
     a, b, c, d = (take_seat(executable, 12) for _ in range(4))
@@ -215,7 +224,7 @@ def test_rows_ride_along_only_where_all_pieces_may_end_in_a_captured_pass(
     one = (Chunk(c, 0, PROMPTS[2][:4]),)
     both = (Chunk(c, 4, PROMPTS[2][4:], chooses=True), Chunk(d, 0, PROMPTS[3], chooses=True))
     found = [executable.step(Step(decode=(a, b), prompts=each)) for each in (one, both)]
-    limits = replace(executable.capabilities, max_prompts=1, passes=((3, (64,)),))
+    limits = replace(executable.capabilities, most_shared=64, passes=((3, (64,)),))
     monkeypatch.setattr(executable, "capabilities", limits)
     for count, rides in ((64, True), (65, False)):
         step = Step(decode=(a, b), prompts=(chunk(c, 0, count),))
@@ -260,7 +269,7 @@ def test_rows_ride_along_only_where_nothing_is_promised_of_their_bits(
     monkeypatch.setattr(device, "has_mixers", lambda _: True)
     assert limits(options).far == 0 and not limits(options).passes
     monkeypatch.setenv(VARIABLE, "prompts=8")
-    assert limits(options).passes == ((4, (64, 256, 512, 1024)),)
+    assert limits(options).passes == ((4, (64, 256, 512, 1024, 2048)),)
 
 
 def test_a_context_counts_by_the_work_it_makes() -> None:
@@ -322,26 +331,3 @@ def check_alike(apart: torch.Tensor, mixed: torch.Tensor) -> None:
     """But for the rounding of bfloat16."""
     assert apart.isfinite().all() and mixed.isfinite().all()
     assert float((mixed - apart).abs().max()) < 0.05 * float(apart.std())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_rows", [3, 20])
-def test_rows_ride_along_with_a_piece_of_a_hybrid(
-    num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One piece a pass, captured; every expert is chosen, so that no near tie tells them apart."""
-    from tests.models.test_qwen3_5_moe import SIZES
-
-    size = {"hidden_size": 256, "num_layers": 2, "linear_layers": (True, False), "head_dim": 64}
-    experts = {"delta": DeltaShape(2, 4, 128, 128, 4), "num_experts": 2, "experts_per_token": 2}
-    model = tiny_model(std=0.05, model_type="qwen3_5_moe", **{**SIZES, **size, **experts})
-    options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
-    found = []
-    for trials in ("hybrids=apart", "hybrids=riding"):
-        monkeypatch.setenv(VARIABLE, trials)
-        executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
-        limits = executable.capabilities
-        assert limits.max_prompts == 1 and bool(limits.passes) == (trials == "hybrids=riding")
-        found.append(logits_beside(executable, num_rows, context=200, count=300, num_prompts=1))
-        executable.close()
-    check_alike(*found)

@@ -1,6 +1,6 @@
 """A convolution along each sequence, then silu, and the window of values it keeps: float32.
 
-Legend: B rows of a decode step, T tokens of a prompt, C channels, W width, S slots.
+Legend: B rows of a decode step, T tokens of a prompt, P pieces, C channels, W width, S slots.
 """
 
 from __future__ import annotations
@@ -125,21 +125,41 @@ def _keep_window(
 
 
 @triton.jit
+def _piece_of(starts_ptr, token, num_pieces, num_tokens, PIECES: tl.constexpr):
+    """Where the piece starts that has a token, and how many it has."""
+    piece = tl.arange(0, PIECES)
+    start = tl.load(starts_ptr + piece, mask=piece < num_pieces, other=num_tokens).to(tl.int32)
+    begin = tl.max(tl.where(start <= token, start, 0), 0)
+    end = tl.min(tl.where(start > token, start, num_tokens), 0)
+    return begin, end - begin
+
+
+@triton.jit
 def _prompt_kernel(
-    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr, keeps_ptr,
-    num_tokens, num_channels, out_stride, x_stride,
+    out_ptr, x_ptr, weight_ptr, window_ptr, positions_ptr, slots_ptr, keeps_ptr, starts_ptr,
+    num_tokens, num_channels, num_pieces, out_stride, x_stride,
     W: tl.constexpr, TAPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    KEEPS: tl.constexpr, CHAINED: tl.constexpr,
+    KEEPS: tl.constexpr, PIECES: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (i, c): TOKENS tokens, W - 1 at the least, so that the first ones alone read the
-    window; having done so they write it. Where ``KEEPS``, the others may keep one as it was.
+    """Program (i, c): TOKENS tokens, W - 1 at the least, so that the first ones of a piece alone
+    read the window; having done so they write it. Where ``KEEPS``, the others may keep one as it
+    was. ``PIECES``: a power of two of them; 0: all tokens are of one.
     """
     release_dependents(CHAINED)
     wait_for_inputs(CHAINED)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    first = tl.program_id(0) * TOKENS
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
-    if tl.program_id(0) == 0:
+    if PIECES:
+        begin, num_tokens = _piece_of(starts_ptr, first, num_pieces, num_tokens, PIECES)
+        first -= begin
+        out_ptr += begin.to(tl.int64) * out_stride
+        x_ptr += begin.to(tl.int64) * x_stride
+        positions_ptr, slots_ptr = positions_ptr + begin, slots_ptr + begin
+        if KEEPS:
+            keeps_ptr += begin
+    token = first + tl.arange(0, TOKENS)
+    if first == 0:
         goes_on = tl.load(positions_ptr) > 0
         window = window_ptr + tl.load(slots_ptr) * num_channels * (W - 1)
         _first_tokens(
@@ -150,7 +170,6 @@ def _prompt_kernel(
             window, x_ptr, positions_ptr, channel, inside, goes_on, num_tokens, x_stride, W, TAPS
         )
     elif KEEPS:
-        first = tl.program_id(0) * TOKENS
         kept = tl.load(keeps_ptr + first)
         if kept >= 0:
             window = window_ptr + kept * num_channels * (W - 1)
@@ -176,9 +195,14 @@ def causal_conv1d_prompt(
     positions: Tensor,
     slots: Tensor,
     keeps: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> None:
     """As :func:`causal_conv1d_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
     ``positions [T]``; negative ones, at the end only, are padding.
+
+    ``starts [P + 1]`` (int64, ascending): the tokens are of P pieces of sequences of their own, and
+    each is such a prompt by itself: from its own start up to the next one's. They are multiples of
+    64, from 0 to T; a piece may be empty.
 
     ``keeps [T]`` (int64): a slot whose window becomes that before this token, -1 for none; looked
     at where whole chunks of 64 tokens are before it.
@@ -187,13 +211,17 @@ def causal_conv1d_prompt(
     width = weight.shape[1]
     _check(out, x, weight, window)
     tokens = block_of(width - 1, least=_PROMPT_TOKENS)
-    assert keeps is None or CHUNK % tokens == 0, f"a window of {width - 1} values"
+    is_whole = keeps is None and starts is None
+    assert is_whole or CHUNK % tokens == 0, f"a window of {width - 1} values"
+    assert starts is None or num_tokens % CHUNK == 0, f"{num_tokens} tokens"
+    num_pieces = 0 if starts is None else len(starts) - 1
     block = min(_PROMPT_CHANNELS, block_of(num_channels))
     _prompt_kernel[(triton.cdiv(num_tokens, tokens), triton.cdiv(num_channels, block))](
-        out, x, weight, window, positions, slots, keeps,
-        num_tokens, num_channels, out.stride(0), x.stride(0),
+        out, x, weight, window, positions, slots, keeps, starts,
+        num_tokens, num_channels, num_pieces, out.stride(0), x.stride(0),
         W=width, TAPS=block_of(width - 1, least=1), TOKENS=tokens, BLOCK=block,
-        KEEPS=keeps is not None, num_warps=_PROMPT_WARPS, **chained(out),
+        KEEPS=keeps is not None, PIECES=num_pieces and block_of(num_pieces, least=1),
+        num_warps=_PROMPT_WARPS, **chained(out),
     )  # fmt: skip
 
 

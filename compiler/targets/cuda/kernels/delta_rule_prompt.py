@@ -1,9 +1,9 @@
-"""The gated delta rule over a prompt in chunks of 64 tokens, each a few products of matrices (the
-WY form of Yang et al., 2024), with its norm: float32 state and sums, products in TF32, or in three
+"""The gated delta rule over prompts in chunks of 64 tokens, each a few products of matrices (the WY
+form of Yang et al., 2024), with its norm: float32 state and sums, products in TF32, or in three
 TF32 ones where they are to be exact.
 
-Legend: T tokens, N chunks, C tokens of a chunk, H value heads, G key heads, K size of a key, V size
-of a value, S slots. KEYS and VALUES are K and V as powers of two, with zeros.
+Legend: T tokens, P pieces, N chunks, C tokens of a chunk, H value heads, G key heads, K size of a
+key, V size of a value, S slots. KEYS and VALUES are K and V as powers of two, with zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewright.compiler.targets.cuda.kernels.delta_rule import EPS, DeltaInputs, decay_of
+from tilewright.compiler.targets.cuda.kernels.delta_states import delta_states, launch_of, operand
 from tilewright.compiler.targets.cuda.kernels.launch import (
     block_of,
     chained,
@@ -30,16 +31,10 @@ from tilewright.compiler.targets.cuda.kernels.norm import rounded
 SPAN = 2048
 """Tokens whose chunks run together: what they hand on is bounded."""
 _MOST_KEYS = 128
-_STATE_VALUES = 32  # columns of a state that a program keeps
 _PART = 32  # channels of queries and keys that a program takes together for its results
 _SOLVE_LAUNCH = {"num_warps": 4}
-# Two chunks ahead of the one that is multiplied: 217 KiB of shared memory.
-_STATES_LAUNCH = {"num_warps": 4, "num_stages": 3}
 # Two programs a multiprocessor.
 _OUTPUTS_LAUNCH = {"num_warps": 8, "num_stages": 3, "maxnreg": 128}
-_EXACT_LAUNCH = {"num_warps": 8, "num_stages": 1}  # operands are in registers, in two parts each
-# Two warpgroups with 16 columns between them read past an operand's end (Triton 3.6).
-_NARROW, _NARROW_LAUNCH = 16, {"num_warps": 4, "num_stages": 1}
 _DIAGONAL = 16  # rows of the blocks that are inverted column after column
 
 
@@ -68,22 +63,8 @@ def _rows(x_ptr, token, there, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _operand(x, PRECISION: tl.constexpr, CHAINED: tl.constexpr):
-    """float32 ``x`` to the nearest TF32: a product on the device would cut it off, and errors that
-    are all of one sign add up in a state.
-    """
-    if CHAINED and PRECISION == "tf32":
-        bits = x.to(tl.int32, bitcast=True)
-        bits = tl.inline_asm_elementwise(
-            "cvt.rna.tf32.f32 $0, $1;", "=r,r", [bits], dtype=tl.int32, is_pure=True, pack=1
-        )
-        x = bits.to(tl.float32, bitcast=True)
-    return x
-
-
-@triton.jit
 def _dot(x, y, PRECISION: tl.constexpr, CHAINED: tl.constexpr):
-    x, y = _operand(x, PRECISION, CHAINED), _operand(y, PRECISION, CHAINED)
+    x, y = operand(x, PRECISION, CHAINED), operand(y, PRECISION, CHAINED)
     return tl.dot(x, y, input_precision=PRECISION)
 
 
@@ -148,7 +129,7 @@ def _solve_kernel(
         tl.store(scales_ptr + shared * 2 * C + place, q_scale)
     k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
     scale = tl.rsqrt(tl.sum(k * k, 1) + EPS)
-    k = _operand(k * scale[:, None], PRECISION, CHAINED)
+    k = operand(k * scale[:, None], PRECISION, CHAINED)
     i, j = tl.arange(0, KEYS)[None, :], tl.arange(0, VALUES)[None, :]
     if is_first:
         tl.store(keys_ptr + shared * (KEYS * C) + i * C + place[:, None], k)
@@ -164,60 +145,8 @@ def _solve_kernel(
     # Read again: nothing of the keys is held while the system is solved.
     k = _rows(qkv_ptr + (G + g) * K, token, there, qkv_stride, K, KEYS)
     solved *= -(tl.exp(total) * scale)[None, :]
-    seen = _operand(_dot(solved, k, PRECISION, CHAINED), PRECISION, CHAINED)
+    seen = operand(_dot(solved, k, PRECISION, CHAINED), PRECISION, CHAINED)
     tl.store(from_state_ptr + at * (C * KEYS) + place[:, None] * KEYS + i, seen)
-
-
-@triton.jit
-def _states_kernel(
-    states_ptr, from_state_ptr, corrections_ptr, keys_ptr, totals_ptr,
-    state_ptr, positions_ptr, slots_ptr, keeps_ptr, num_chunks,
-    H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr,
-    KEEPS: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """Program (h, j): some columns of a head's state, chunk after chunk: ``states`` before each,
-    and the whole of its ``corrections``; where ``KEEPS``, the state itself before a chunk that asks
-    for it.
-    """
-    release_dependents(CHAINED)
-    wait_for_inputs(CHAINED)
-    h, place, key = tl.program_id(0), tl.arange(0, C), tl.arange(0, KEYS)
-    i, j = key[:, None], tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    first, slot = tl.load(positions_ptr), tl.load(slots_ptr)
-    held = state_ptr + (slot * H + h) * (K * V) + i * V + j
-    inside = (i < K) & (j < V)
-    state = tl.load(held, mask=inside & (first > 0), other=0.0)
-    states_ptr += h * (VALUES * KEYS) + j * KEYS + i
-    from_state_ptr += h * (C * KEYS) + place[:, None] * KEYS + key[None, :]
-    corrections_ptr += h * (VALUES * C) + j * C + place[:, None]
-    keys_ptr += h // (H // G) * (KEYS * C) + i * C + place[None, :]
-    totals_ptr += h * C
-    own = tl.load(corrections_ptr)
-    if KEEPS:
-        kept = tl.load(keeps_ptr)
-    for chunk in range(num_chunks):
-        is_more = chunk + 1 < num_chunks
-        if KEEPS:
-            if kept >= 0:
-                tl.store(state_ptr + (kept * H + h) * (K * V) + i * V + j, state, mask=inside)
-            kept = tl.load(keeps_ptr + (chunk + 1) * C, mask=is_more, other=-1)
-        after = tl.load(corrections_ptr + H * VALUES * C, mask=is_more, other=0.0)
-        seen, keys = tl.load(from_state_ptr), tl.load(keys_ptr)
-        total, end = tl.load(totals_ptr + place), tl.load(totals_ptr + C - 1)
-        before = _operand(state, PRECISION, CHAINED)
-        corrections = tl.dot(seen, before, acc=own, input_precision=PRECISION)
-        tl.store(states_ptr, before)
-        tl.store(corrections_ptr, _operand(corrections, PRECISION, CHAINED))
-        corrections = _operand(corrections * tl.exp(end - total)[:, None], PRECISION, CHAINED)
-        state = tl.dot(keys, corrections, acc=state * tl.exp(end), input_precision=PRECISION)
-        own = after
-        states_ptr += H * VALUES * KEYS
-        from_state_ptr += H * C * KEYS
-        corrections_ptr += H * VALUES * C
-        keys_ptr += G * KEYS * C
-        totals_ptr += H * C
-    tl.store(held, state, mask=inside & (first >= 0))
 
 
 @triton.jit
@@ -261,7 +190,7 @@ def _outputs_kernel(
     seen = place[:, None] >= place[None, :]
     kept = tl.exp(tl.where(seen, total[:, None] - total[None, :], 0.0))
     scores = tl.where(seen, scores * kept * k_scale[None, :], 0.0) * q_scale[:, None]
-    scores = _operand(scores, PRECISION, CHAINED)
+    scores = operand(scores, PRECISION, CHAINED)
     o *= (tl.exp(total) * q_scale)[:, None]
     o = tl.dot(scores, corrections, acc=o, input_precision=PRECISION)
     y = o * tl.rsqrt(tl.sum(o * o, 1) / V + eps)[:, None] * weight[None, :] * (z * tl.sigmoid(z))
@@ -300,10 +229,15 @@ def delta_rule_prompt(
     positions: Tensor,
     slots: Tensor,
     keeps: Tensor | None = None,
+    starts: Tensor | None = None,
     exact: bool,
 ) -> None:
     """As :func:`delta_rule_step`, for T tokens of the sequence in ``slots[0]``, at consecutive
     ``positions [T]``; negative ones, at the end only, are padding.
+
+    ``starts [P + 1]`` (int64, ascending): the tokens are of P pieces of sequences of their own, and
+    each is such a prompt by itself: from its own start up to the next one's. They are multiples of
+    64, from 0 to T; a piece may be empty.
 
     ``keeps [T]`` (int64): a slot of ``state`` that gets the state as it is before this token, -1
     for none; looked at for the first token of each chunk.
@@ -315,6 +249,7 @@ def delta_rule_prompt(
     num_tokens, heads, value_dim = len(out), inputs.num_heads, inputs.value_dim
     assert out.shape == z.shape == (num_tokens, heads * value_dim)
     assert out.stride(1) == z.stride(1) == 1 and max(inputs.key_dim, value_dim) <= _MOST_KEYS
+    assert starts is None or num_tokens % CHUNK == 0, f"{num_tokens} tokens"
     num_chunks = triton.cdiv(min(num_tokens, SPAN), CHUNK)
     keys, values = block_of(inputs.key_dim), block_of(value_dim)
     elements = _handed_on(num_chunks, heads, inputs.num_key_heads, keys, values)
@@ -324,8 +259,8 @@ def delta_rule_prompt(
         some = replace(inputs, qkv=inputs.qkv[part], a=inputs.a[part], b=inputs.b[part])
         _run_span(
             out[part], some, z[part], norm,
-            scratch=scratch, state=state, positions=positions[part], slots=slots,
-            keeps=None if keeps is None else keeps[part], exact=exact,
+            scratch=scratch, state=state, positions=positions[part], slots=slots[part],
+            keeps=None if keeps is None else keeps[part], starts=starts, first=first, exact=exact,
         )  # fmt: skip
 
 
@@ -345,9 +280,13 @@ def _run_span(
     positions: Tensor,
     slots: Tensor,
     keeps: Tensor | None,
+    starts: Tensor | None,
+    first: int,
     exact: bool,
 ) -> None:
-    """A span of a prompt: all chunks' systems, the states one after another, all results."""
+    """The span of prompts from token ``first`` on: all chunks' systems, the states of each piece
+    one after another, all results.
+    """
     states, from_state, corrections, keys, totals, scales = scratch
     num_tokens, num_chunks = len(out), triton.cdiv(len(out), CHUNK)
     heads, qkv, (weight, eps) = inputs.num_heads, inputs.qkv, norm
@@ -367,21 +306,13 @@ def _run_span(
             DIAGONAL=_DIAGONAL, LEVELS=(CHUNK // _DIAGONAL).bit_length() - 1,
             **sizes, **_SOLVE_LAUNCH,
         )  # fmt: skip
-    block = min(_STATE_VALUES, v_block)
-    _states_kernel[(heads, triton.cdiv(inputs.value_dim, block))](
-        states, from_state, corrections, keys, totals, state, positions, slots, keeps, num_chunks,
-        BLOCK=block, KEEPS=keeps is not None,
-        **sizes, **_launch(_STATES_LAUNCH, block, exact=exact),
+    delta_states(
+        states, from_state, corrections, keys, totals,
+        state=state, positions=positions, slots=slots, keeps=keeps, starts=starts,
+        num_chunks=num_chunks, first_chunk=first // CHUNK, sizes=sizes, exact=exact,
     )  # fmt: skip
     _outputs_kernel[(num_chunks, heads)](
         out, states, corrections, totals, scales, qkv, z, weight, positions,
         num_tokens, out.stride(0), qkv.stride(0), z.stride(0), eps, PART=min(_PART, k_block),
-        **sizes, **_launch(_OUTPUTS_LAUNCH, v_block, exact=exact),
+        **sizes, **launch_of(_OUTPUTS_LAUNCH, v_block, exact=exact),
     )  # fmt: skip
-
-
-def _launch(usual: dict[str, int], num_columns: int, *, exact: bool) -> dict[str, int]:
-    """Of a kernel whose products have so many columns."""
-    if num_columns <= _NARROW:
-        return _NARROW_LAUNCH
-    return _EXACT_LAUNCH if exact else usual

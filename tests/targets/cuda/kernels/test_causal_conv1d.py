@@ -95,6 +95,34 @@ def test_windows_inside_of_a_prompt_are_those_of_pieces_that_end_there(
         assert torch.equal(found[slot], ends[1])
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_pieces_of_several_sequences_are_those_of_each_alone(
+    size: tuple[int, int], device: torch.device
+) -> None:
+    """To the bit, with the windows inside of them: some begin and some go on; one has fewer tokens
+    than the window, and those without rows leave every window as it is.
+    """
+    x, weight, out, window = make(448, size, device)
+    positions, slots, keeps = torch.full((3, 448), -1, device=device)
+    pieces = ((0, 192, 150, 64), (192, 256, 1, 5), (256, 448, 192, 0))
+    for slot, (first, stop, count, at) in enumerate(pieces):
+        slots[first:stop], last = slot, first + count
+        positions[first:last] = torch.arange(at, at + count)
+        x[last:stop] = NAN
+    keeps[64], keeps[384] = 3, 4
+    window = torch.cat([window, window[:2]])
+    together, apart, alone = window.clone(), window.clone(), torch.empty_like(out)
+    starts = torch.tensor([0, 192, 192, 256, 448, 448], device=device)
+    where = {"positions": positions, "slots": slots, "keeps": keeps}
+    causal_conv1d_prompt(out, x, weight, window=together, **where, starts=starts)
+    for rows in (slice(first, stop) for first, stop, *_ in pieces):
+        own = {name: each[rows] for name, each in where.items()}
+        causal_conv1d_prompt(alone[rows], x[rows], weight, window=apart, **own)
+    is_token = positions >= 0
+    assert torch.equal(together, apart) and torch.equal(out[is_token], alone[is_token])
+    assert not any(torch.equal(*both) for both in zip(together, window, strict=True))
+
+
 def test_only_padding_leaves_the_window_as_it_is(device: torch.device) -> None:
     x, weight, out, window = make(4, (6, 4), device)
     before = window.clone()

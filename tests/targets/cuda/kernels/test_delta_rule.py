@@ -172,6 +172,45 @@ def test_states_inside_of_a_prompt_are_those_of_pieces_that_end_there(
         assert torch.equal(found[slot], ends[1])
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("span", [128, 2048])
+@pytest.mark.parametrize("size", [SIZES[0], (1, 2, 128, 128)])
+def test_pieces_of_several_sequences_are_those_of_each_alone(
+    size: tuple[int, int, int, int],
+    span: int,
+    exact: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the bit, with the states inside of them, wherever they lie in spans: one begins, others go
+    on, and those without rows leave every state as it is.
+    """
+    monkeypatch.setattr(prompts, "SPAN", span)
+    inputs, (_, heads, key_dim, value_dim) = make(448, size, device), size
+    (z, weight, eps), starts = norm_of(inputs), [0, 192, 192, 256, 448, 448]
+    positions, slots, keeps = torch.full((3, 448), -1, device=device)
+    pieces = ((0, 192, 150, 64), (192, 256, 3, 0), (256, 448, 192, 7))
+    for slot, (first, stop, count, at) in enumerate(pieces):
+        slots[first:stop], last = slot, first + count
+        positions[first:last] = torch.arange(at, at + count)
+        for each in (inputs.qkv, inputs.a, inputs.b):
+            each[last:stop] = NAN
+    keeps[64], keeps[384] = 3, 4
+    state = torch.randn(5, heads, key_dim, value_dim, device=device)
+    together, apart = state.clone(), state.clone()
+    out = torch.full((2, *z.shape), NAN, device=device)
+    norm, whole = (weight, eps), torch.tensor(starts, device=device)
+    where = {"positions": positions, "slots": slots, "keeps": keeps}
+    run = partial(delta_rule_prompt, exact=exact)
+    run(out[0], inputs, z, norm, state=together, **where, starts=whole)
+    for rows in (slice(first, stop) for first, stop, *_ in pieces):
+        own = replace(inputs, qkv=inputs.qkv[rows], a=inputs.a[rows], b=inputs.b[rows])
+        alone = {name: each[rows] for name, each in where.items()}
+        run(out[1, rows], own, z[rows], norm, state=apart, **alone)
+    assert torch.equal(together, apart) and torch.equal(*out)
+    assert not any(torch.equal(each, before) for each, before in zip(together, state, strict=True))
+
+
 def test_a_prompt_is_rounded_once(device: torch.device) -> None:
     inputs = make(3, SIZES[0], device)
     z, weight, eps = norm_of(inputs)

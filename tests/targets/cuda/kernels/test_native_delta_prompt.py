@@ -71,12 +71,13 @@ class Prompt:
         z = torch.zeros(len(self.positions), self.inputs.num_heads * D, device=device)
         with monkeypatch.context() as patch:
             patch.setattr(prompts, "why_not", lambda inputs: "not wanted")
-            for other in ("_states_kernel", "_outputs_kernel"):
+            for other in ("delta_states", "_outputs_kernel"):
                 patch.setattr(prompts, other, Nothing())
             prompts._run_span(
                 z, self.inputs, z, (torch.ones(D, device=device), 1e-6),
                 scratch=[state, *left], state=state, positions=self.positions,
-                slots=torch.zeros_like(self.positions), keeps=None, exact=False,
+                slots=torch.zeros_like(self.positions), keeps=None, starts=None, first=0,
+                exact=False,
             )  # fmt: skip
         return left
 

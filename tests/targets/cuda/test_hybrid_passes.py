@@ -1,0 +1,171 @@
+"""Prompts of hybrids in passes that they share with each other and with rows that decode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models.test_qwen3_5_moe import SIZES
+from tests.targets.cuda.test_executable import release
+from tests.targets.cuda.test_ragged import HYBRID, check_alike, logits_beside, uncaptured
+from tests.tiny import (
+    compiled,
+    joined,
+    lowered,
+    precision_of,
+    random_tokens,
+    take_seat,
+    tiny_model,
+)
+from tilewright.compiler.targets.base import CompileOptions
+from tilewright.compiler.targets.cuda import device
+from tilewright.compiler.targets.cuda.executable import CudaExecutable
+from tilewright.compiler.targets.cuda.joined import Joined
+from tilewright.compiler.targets.cuda.plan import make_plan
+from tilewright.compiler.targets.cuda.trials import VARIABLE
+from tilewright.compiler.targets.step import Chunk, Snapshot, Step
+from tilewright.models.config import DeltaShape
+
+ON_DEVICE: dict[str, Any] = {
+    **{**SIZES, "hidden_size": 256, "num_layers": 2, "linear_layers": (True, False)},
+    **{"head_dim": 64, "delta": DeltaShape(2, 4, 128, 128, 4)},
+    **{"num_experts": 2, "experts_per_token": 2},
+}
+"""A hybrid whose heads the device's own kernels take; every expert is chosen, so that no near tie
+tells apart what is otherwise equal.
+"""
+
+
+@pytest.mark.parametrize(
+    ("trials", "pieces", "shared"),
+    [("several", 4, 2048), ("riding", 1, 2048), ("apart", 1, 1 << 62)],
+)
+def test_a_hybrid_s_prompts_share_captured_passes_alone(
+    trials: str, pieces: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, unless it is asked for otherwise; and there is room for such a pass to work."""
+    monkeypatch.setenv(VARIABLE, f"hybrids={trials}")
+    monkeypatch.setattr(device, "free_bytes", lambda *_: 1 << 40)
+    model = tiny_model(model_type="qwen3_5_moe", **HYBRID)
+    plan = make_plan(lowered(model, target="cuda", precision=precision_of("bf16"))[0])
+    options = CompileOptions(max_batch=4, max_context=128)
+    found = device.capabilities_of(plan, options, torch.device("cuda"), 8)
+    assert (found.max_prompts, found.most_shared, found.cell) == (pieces, shared, 1024)
+    assert bool(found.passes) == (trials != "apart")
+    work = device.work_bytes(plan, options)
+    assert (work >= device.work_bytes(plan, replace(options, max_context=2048))) == bool(
+        found.passes
+    )
+    few = replace(options, max_step_tokens=1024)
+    limits = device.capabilities_of(plan, few, torch.device("cuda"), 8)
+    assert limits.most_shared == min(shared, 1024) or not limits.passes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_rows_ride_along_with_a_piece_of_a_hybrid(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One piece a pass, captured."""
+    model = tiny_model(std=0.05, model_type="qwen3_5_moe", **ON_DEVICE)
+    options = {"compute": "fast", "max_batch": num_rows + 3, "max_context": 512}
+    found = []
+    for trials in ("hybrids=apart", "hybrids=riding"):
+        monkeypatch.setenv(VARIABLE, trials)
+        executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
+        limits = executable.capabilities
+        assert limits.max_prompts == 1 and bool(limits.passes) == (trials == "hybrids=riding")
+        found.append(logits_beside(executable, num_rows, context=200, count=300, num_prompts=1))
+        executable.close()
+    check_alike(*found)
+
+
+Piece = tuple[int, int, tuple[int, ...]]
+"""Of a prompt: where it starts, where it ends, and where its state is kept on the way."""
+
+
+def several_beside(
+    executable: CudaExecutable, num_rows: int, pieces: list[Piece]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Pieces of prompts whose beginnings have run before, beside rows that decode known tokens,
+    twice in other orders; then all of them decode. The logits, and what was kept.
+    """
+    rows = tuple(take_seat(executable, 32) for _ in range(num_rows))
+    for index, seat in enumerate(rows):
+        tokens = tuple(random_tokens(9 + index % 7, seed=index))
+        executable.step(Step(prompts=(Chunk(seat, 0, tokens),)))
+    logits, kept = [], []
+    for order in (pieces, pieces[::-1]):
+        seats, chunks = [], []
+        for index, (start, end, places) in enumerate(order):
+            seats.append(take_seat(executable, end + 1))
+            tokens = tuple(random_tokens(end, seed=end))
+            if start:
+                executable.step(Step(prompts=(Chunk(seats[-1], 0, tokens[:start]),)))
+            saves = tuple((at, Snapshot(10 * index + n)) for n, at in enumerate(places))
+            chunks.append(Chunk(seats[-1], start, tokens[start:], chooses=True, saves=saves))
+        forced = {seat: 1 + seat % 50 for seat in rows}
+        step = Step(decode=rows, prompts=tuple(chunks), forced=forced, want_logits=True)
+        output = executable.step(step)
+        assert output.is_mixed == bool(executable.capabilities.passes)
+        forced |= dict.fromkeys(seats, 2)
+        after = executable.step(Step(decode=(*rows, *seats), forced=forced, want_logits=True))
+        logits += [joined(output), joined(after)]
+        held = sorted(executable._state._snapshots.items())
+        kept += [state.clone() for _, (_, states) in held for state in states]
+        release(executable, tuple(seats))
+    release(executable, rows)
+    return torch.cat(logits), kept
+
+
+def test_several_pieces_of_a_hybrid_share_a_captured_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of uneven lengths, from their starts and from further on, with state kept inside of them."""
+    monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
+    model, found = tiny_model(std=0.2, model_type="qwen3_5_moe", **HYBRID), []
+    pieces: list[Piece] = [(0, 70, (64,)), (64, 66, ()), (3, 8, (8,)), (0, 1, ())]
+    for trials in ("hybrids=apart", "prompts=8"):
+        monkeypatch.setenv(VARIABLE, trials)
+        options = {"compute": "fast", "max_batch": 6, "max_context": 128}
+        executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
+        assert isinstance(executable, CudaExecutable)
+        found.append(several_beside(executable, 2, pieces))
+    (apart, kept), (together, inside) = found
+    torch.testing.assert_close(together, apart, rtol=2e-2, atol=2e-2)
+    assert len(inside) == len(kept) > 0
+    for ours, theirs in zip(inside, kept, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [3, 20])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [(0, 300, (64, 256)), (128, 198, (192,)), (64, 65, ()), (0, 500, (448,))],
+        [(0, 1024, (960,)), (0, 1024, (512, 1024))],
+        [(64, 129, (128,)), (0, 1030, (1024,)), (192, 800, (256, 768))],
+    ],
+)
+def test_several_pieces_of_a_hybrid_share_a_pass_on_the_device(
+    pieces: list[Piece], num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured, of up to 2,048 tokens; steps apart differ by bfloat16's rounding alone."""
+    monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
+    model = tiny_model(std=0.05, model_type="qwen3_5_moe", max_positions=2048, **ON_DEVICE)
+    options = {"compute": "fast", "max_batch": num_rows + 4, "max_context": 1088}
+    found = []
+    for trials in ("hybrids=apart", "hybrids=several"):
+        monkeypatch.setenv(VARIABLE, trials)
+        executable = compiled(model, "cuda", precision=precision_of("bf16"), **options)
+        assert isinstance(executable, CudaExecutable)
+        assert executable.capabilities.max_prompts == (1 if trials == "hybrids=apart" else 4)
+        found.append(several_beside(executable, num_rows, pieces))
+        executable.close()
+    (apart, kept), (together, inside) = found
+    check_alike(apart, together)
+    assert len(inside) == len(kept) > 0
+    for ours, theirs in zip(inside, kept, strict=True):
+        check_alike(theirs, ours)
