@@ -155,6 +155,54 @@ def test_a_piece_beside_rows_ends_where_its_state_is_kept() -> None:
     assert count == 1000, "nothing is shared"
 
 
+LIKE_A_HYBRID: dict[str, Any] = {
+    **{"cell": 1024, "max_prompts": 4, "marks": 2, "most_shared": 2048},
+    "passes": tuple((rows, (64, 256, 512, 1024, 2048)) for rows in (16, 64)),
+}
+
+
+@pytest.mark.parametrize(
+    ("lefts", "rows", "expected"),
+    [
+        ([1024, 1024], 16, [1024, 1024]),
+        ([1010, 1010, 1010], 16, [1010, 1010]),
+        ([1100, 1100], 1, [1100, 896]),
+        ([1025], 16, [1024]),
+        ([1500], 16, [1024]),
+        ([1537], 16, [1537]),
+        ([600], 16, [600]),
+        ([100] * 6, 16, [100] * 4),
+        ([8000, 64], 16, [2048]),
+        ([1024, 1024, 64], 0, [1024, 1024]),
+        ([1025, 1025], 0, [1025, 960]),
+        ([8000, 64], 0, [8000]),
+    ],
+)
+def test_prompts_that_share_a_pass_fill_it(
+    lefts: list[int], rows: int, expected: list[int]
+) -> None:
+    """Where time is no matter: the largest, with several; no half-empty one where a smaller one and
+    what is left, in the next, are no more. Alone and beside nobody, a prompt is one step.
+    """
+    made = dealer(0.0, **LIKE_A_HYBRID)
+    found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
+    assert [count for _, count in found] == expected
+
+
+@given(
+    st.integers(0, 60),
+    st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    st.sampled_from((0.0, 20.0, 60.0)),
+)
+def test_what_shares_a_pass_fits_into_the_largest(
+    rows: int, lefts: list[int], step_ms: float
+) -> None:
+    made = dealer(step_ms, **LIKE_A_HYBRID)
+    found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
+    assert 1 <= len(found) <= 4
+    assert sum(-(-count // 64) * 64 for _, count in found) <= 2048 or not (rows or len(found) > 1)
+
+
 class Timed(QueuedExecutable):
     """A step takes what :func:`known_cost` says, with the context of its pieces; zeros come out."""
 
