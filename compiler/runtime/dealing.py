@@ -132,9 +132,9 @@ class PromptDealer:
         return next((sizes for rows, sizes in self._limits.passes if rows >= num_rows), ())
 
     def _pass_of(self, sizes: Sequence[int], num_waiting: int) -> int:
-        """Which of some passes takes what waits where time is no matter: the largest, or the least
-        that has room; the one before it where that is worth reading the weights for, and the rest
-        needs no more than what padding would be left out.
+        """Which of some passes takes what waits where time is no matter: the least that has room
+        for it, else the largest. But the one before, if it is worth reading the weights for, where
+        it and that of the rest, which rows would read the weights for anyway, are less together.
         """
         at = min(bisect_left(sizes, num_waiting), len(sizes) - 1)
         found, before = sizes[at], sizes[at - 1] if at else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,7 +123,7 @@ def capabilities_of(
     """
     invariant, mixes = invariant_of(plan, options, device), has_mixers(plan)
     is_gpu, asked = device.type == "cuda", read_trials().prompts
-    joins = invariant == "none" and can_join(plan, options) and (asked > 1 if asked else is_gpu)
+    joins = invariant == "none" and may_share(plan, options) and (asked > 1 if asked else is_gpu)
     passes = _passes(plan, options) if joins else ()
     return Capabilities(
         max_seats=options.max_batch,
@@ -137,7 +138,7 @@ def capabilities_of(
         runs_ahead=is_gpu,
         marks=marks_each(plan),
         passes=passes,
-        **({"most_shared": passes[-1][1][-1]} if passes and mixes else {}),
+        most_shared=passes[-1][1][-1] if passes and mixes else sys.maxsize,
         far=far_of(plan),
         invariant=invariant,
     )
@@ -148,7 +149,7 @@ def marks_each(plan: Plan) -> int:
     return MOST_MARKS if plan.sequence_states and read_trials().snapshots == INSIDE else 0
 
 
-def can_join(plan: Plan, options: CompileOptions) -> bool:
+def may_share(plan: Plan, options: CompileOptions) -> bool:
     """Whether pieces of prompts and rows that decode may share a pass, on a device where they gain
     by it.
     """
@@ -165,7 +166,7 @@ def _passes(plan: Plan, options: CompileOptions) -> Passes:
 def most_pieces(plan: Plan, options: CompileOptions) -> int:
     """Pieces of prompts that share a pass where any do."""
     trials = read_trials()
-    if trials.prompts or not can_join(plan, options):
+    if trials.prompts or not may_share(plan, options):
         return max(1, trials.prompts)
     if has_mixers(plan):
         return _JOINED_OF_MIXERS if trials.hybrids == SEVERAL else 1
@@ -312,7 +313,7 @@ def work_bytes(plan: Plan, options: CompileOptions) -> int:
 def _tokens_of_work(plan: Plan, options: CompileOptions) -> int:
     """Tokens of the longest prompt, or of the largest captured pass of several of them."""
     tokens = min(options.max_context, most_prompt_tokens(options))
-    if not (has_mixers(plan) and can_join(plan, options)):
+    if not (has_mixers(plan) and may_share(plan, options)):
         return tokens
     return max(tokens, _passes(plan, options)[-1][1][-1])
 

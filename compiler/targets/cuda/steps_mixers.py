@@ -80,7 +80,7 @@ class Mixers:
         starts: Tensor | None = None,
     ) -> None:
         """Run one instruction; ``captured`` as :meth:`.steps.Steps.decode` has it, ``starts`` as
-        its prompts.
+        :meth:`.steps.Steps.prefill`.
         """
         if isinstance(each, Route | ExpertLinear | ExpertSum):
             self.experts.run(each, step, rows.positions, decodes=decodes)
