@@ -11,18 +11,13 @@ from tilewright.compiler.targets.cuda.capture import has_mixers
 from tilewright.compiler.targets.cuda.kernels import native
 from tilewright.compiler.targets.program.instructions import Plan
 
-MOST_SEATS = 16
-"""Rows up to which every product of a decode step is our own, whose sums have one order."""
-
 _WITHHELD = {"CUBLAS_WORKSPACE_CONFIG": ":0:0", "CUBLASLT_WORKSPACE_SIZE": "0"}
 """Read when the library is first used in a process."""
 
 
 def can_promise(plan: Plan, options: CompileOptions) -> bool:
     """Whether rows are asked to depend on nothing else, and the plan's kernels can do it."""
-    is_fast = options.compute != "exact"
-    few = options.max_batch <= MOST_SEATS
-    return options.is_strict and is_fast and few and not has_mixers(plan)
+    return options.is_strict and options.compute != "exact" and not has_mixers(plan)
 
 
 def withhold_workspace() -> None:

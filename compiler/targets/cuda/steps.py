@@ -69,7 +69,8 @@ class Steps:
     """A plan with its weights and state. Every method is capturable in a CUDA graph.
 
     ``exact``: float32 arithmetic throughout, through the library; no speed is claimed for it.
-    ``strict``: a prompt's tokens take the same kernels however many of them are in a piece.
+    ``strict``: a prompt's tokens take the same kernels however many of them are in a piece, and
+    rows of decode steps those that give a row the same bits however many there are.
     ``prompt_wire``: the format in which ranks send partial sums of prompts, None: as those of
     decode steps.
     """
@@ -97,10 +98,9 @@ class Steps:
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
-        # native kernels read whole eights of rows
-        self._num_rows = rows = max(max_rows, native.MAX_TOKENS if self.is_native else 1)
+        self._num_rows = rows = native.room_for(max_rows) if self.is_native else max_rows
         self._products = Products(
-            plan, weights, self.device, max_rows=rows, is_native=self.is_native, exact=exact,
+            plan, weights, self.device, max_rows=max_rows, is_native=self.is_native, exact=exact,
             strict=strict, copies=copies, trials=trials,
         )  # fmt: skip
         self._flat = [

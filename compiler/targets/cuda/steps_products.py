@@ -32,6 +32,11 @@ _FEW_PARTS = 128
 _SHORT_COLUMNS = 8192
 _MOST_DENSE = 65_536
 
+LEAST_STRICT = 16
+"""Rows that the library is given at least in strict steps: for a single one it may take kernels of
+matrices times vectors, whose sums have another order.
+"""
+
 
 def in_parts(held: HeldWeight, num_rows: int) -> bool:
     """Whether a decode step of so many rows takes 64 at a time with a weight in blocks: as measured
@@ -59,6 +64,11 @@ def _readers(plan: Plan) -> dict[int, Linear]:
     return found
 
 
+def _at_least(rows: Tensor, count: int) -> Tensor:
+    """Rows of a step's buffer, and where they are fewer those behind them, which nobody reads."""
+    return rows.as_strided((max(len(rows), count), rows.shape[1]), rows.stride())
+
+
 def _epilogue(each: Linear) -> int:
     return native.ADD if each.residual else native.SWIGLU if each.swiglu else native.STORE
 
@@ -67,8 +77,9 @@ class Products:
     """A plan's products with their weights. Capturable in a CUDA graph.
 
     ``max_rows``: of a decode step; ``is_native``: products of few rows run in CUDA C++; ``strict``:
-    those of a prompt take the library's, however few rows there are; ``copies``: which weights are
-    held once more.
+    those of a prompt take the library's, however few rows there are, and those of decode steps our
+    own where these take ``max_rows``, else the library's, too; operands and results then have room
+    for :data:`LEAST_STRICT` rows; ``copies``: which weights are held once more.
     """
 
     def __init__(
@@ -86,11 +97,13 @@ class Products:
     ) -> None:
         self.device, self._weights = device, weights
         self._is_native, self._exact, self._strict = is_native, exact, strict
+        self._max_rows = max_rows
         self._operand = torch.float32 if exact else torch.bfloat16
         self.copies = Copies(plan, weights, copies)
         self._one = torch.ones((), dtype=torch.float32, device=device)
         widest = max((each.weight.shape[1] for each in plan.products), default=1)
-        self._normed = torch.zeros(max_rows * padded(widest), dtype=self._operand, device=device)
+        room = native.room_for(max_rows) if is_native else max_rows
+        self._normed = torch.zeros(room * padded(widest), dtype=self._operand, device=device)
         self._arranged, self._fed = torch.empty(2, 0, device=device)
         self._readers: dict[int, Linear] = {}
         self._is_fed = False  # the next product finds its x arranged
@@ -109,19 +122,20 @@ class Products:
         norm = None
         if each.norm is not None:
             norm = self._weights.vector(vector_of(each.norm)), each.eps
-        num_rows = len(x)
-        is_native = self._is_native and held.num_columns % 4 == 0
+        num_rows, is_native = len(x), self._is_ours(held)
         most = native.most_tokens(held) if is_native else native.MAX_TOKENS
         codes = self.copies.codes_for(each, num_rows, decodes=decodes)
         if codes is not None:
             self._lofi_product(each, out, self._norm(x, norm, decodes), held, bias, codes)
-        elif self._takes_library(each, num_rows, decodes):
+        elif self._takes_library(each, held, num_rows, decodes):
+            if self._strict:
+                out, x = _at_least(out, LEAST_STRICT), _at_least(x, LEAST_STRICT)
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif self._is_wide(held, num_rows):
             if norm is not None and not native.takes_norm(held.num_columns):
                 x, norm = self._norm(x, norm, decodes), None
             self._wide_product(each, out, x, held, bias, norm, decodes)
-        elif num_rows > most and not (is_native and decodes and in_parts(held, num_rows)):
+        elif num_rows > most and not (is_native and decodes and self._in_parts(held, num_rows)):
             self._library_product(each, out, self._norm(x, norm, decodes), held, bias)
         elif is_native:
             self._native_product(each, out, x, held, bias, norm, decodes)
@@ -130,10 +144,25 @@ class Products:
                 out, x, held, bias=bias, norm=norm, residual=each.residual, swiglu=each.swiglu
             )
 
-    def _takes_library(self, each: Linear, num_rows: int, decodes: bool) -> bool:
-        if self._exact or (self._strict and not decodes):
+    def _is_ours(self, held: HeldWeight) -> bool:
+        return self._is_native and held.num_columns % 4 == 0
+
+    def _takes_library(self, each: Linear, held: HeldWeight, num_rows: int, decodes: bool) -> bool:
+        if self._exact:
             return True
+        if self._strict:
+            return not (decodes and self._has_one_order(held))
         return self.copies.is_library_faster(each, num_rows)
+
+    def _has_one_order(self, held: HeldWeight) -> bool:
+        """Whether our kernels take a weight in all decode steps, where they give a row the same
+        bits in any number of rows. Bfloat16 of more rows than one launch takes is the library's.
+        """
+        in_blocks = held.kind != "bf16"
+        return self._is_ours(held) and (in_blocks or self._max_rows <= native.most_tokens(held))
+
+    def _in_parts(self, held: HeldWeight, num_rows: int) -> bool:
+        return self._strict or in_parts(held, num_rows)
 
     def _is_wide(self, held: HeldWeight, num_rows: int) -> bool:
         return self._arranged.numel() > 0 and native_wide.takes(held, num_rows)
@@ -153,7 +182,7 @@ class Products:
         feeds, reader = 0, self._readers.get(id(each))
         if reader is not None:
             other, num_rows = self._weights.held(product_of(reader)), len(x)
-            goes_elsewhere = self._takes_library(reader, num_rows, decodes) or (
+            goes_elsewhere = self._takes_library(reader, other, num_rows, decodes) or (
                 self.copies.codes_for(reader, num_rows, decodes=decodes) is not None
             )
             if self._is_wide(other, num_rows) and not goes_elsewhere:

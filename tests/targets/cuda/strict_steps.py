@@ -5,22 +5,46 @@ prompt cut in many ways, alone and beside others, has to have the same logits, b
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from tilewright.compiler.commands.options import read_options
 from tilewright.compiler.commands.source import compile_source, open_source
-from tilewright.compiler.runtime.engine import Engine
+from tilewright.compiler.runtime.engine import Engine, _Sequence
 from tilewright.compiler.targets.base import CompileOptions, Executable
+from tilewright.compiler.targets.step import Chunk, Step
 
-_NUM_OTHERS, _STEPS = 15, 6
+_STEPS, _PIECE = 6, 150
+_LENGTHS = (1, 5, 64, 65, 200, 513, 777, 1300, 2300)
+_CUTS = (64, 128, 192, 512)
+_COMPANIES = (1, 7, 15, 16, 63, 199)
+"""How many others decode beside a row: steps of 2, 8, 16, 17, 64 and 200 rows."""
 
 
-def main(shape: str, precision: str) -> int:
+class Busy(Engine):
+    """An engine whose decode steps each compute a piece of a guest's prompt, too."""
+
+    guest: _Sequence | None = None
+    num_computed = 0
+
+    def _feed(self, live: Sequence[_Sequence], tokens: Sequence[int]) -> torch.Tensor:
+        if self.guest is None:
+            self.guest = self._sit([1 + n % 900 for n in range(_STEPS * _PIECE)])
+        for sequence in live:
+            self._grow(sequence, sequence.length + 1)
+        forced = {each.seat: token for each, token in zip(live, tokens, strict=True)}
+        start, self.num_computed = self.num_computed, self.num_computed + _PIECE
+        piece = Chunk(self.guest.seat, start, tuple(self.guest.prompt[start : start + _PIECE]))
+        return self._run(Step(decode=tuple(forced), prompts=(piece,), forced=forced))
+
+
+def main(shape: str, precision: str, seats: str) -> int:
     asked = ["--model", f"shape:{shape}", "--target", "cuda", "--precision", precision]
     run = read_options([*asked, "--no-results", "--no-cache"])
     assert run is not None
-    options = CompileOptions(max_batch=1 + _NUM_OTHERS, max_context=2048, is_strict=True)
+    options = CompileOptions(max_batch=int(seats), max_context=4096, is_strict=True)
     source = open_source(run.model.path)
     executable = compile_source(
         source, run.model, options, lambda what, done, total: None, use_cache=False
@@ -28,34 +52,51 @@ def main(shape: str, precision: str) -> int:
     print("invariant", executable.capabilities.invariant)
     if executable.capabilities.invariant != "rows":
         return 1
-    torch.manual_seed(0)
-    worst = 0
-    for length in (1, 5, 64, 65, 200, 513, 777, 1300):
-        prompt = torch.randint(0, 1000, (length,))
-        alone = answers(executable, prompt, step_tokens=None, others=0)
-        for step_tokens, others in ((64, 0), (128, 0), (192, 3), (512, 0), (None, _NUM_OTHERS)):
-            found = answers(executable, prompt, step_tokens=step_tokens, others=others)
-            differing = sum(not torch.equal(a, b) for a, b in zip(alone, found, strict=True))
-            worst = max(worst, differing)
-            if differing:
-                print(f"{length} tokens, {step_tokens} a step, {others} others: {differing} differ")
+    worst = compare(executable)
     executable.close()
     return 1 if worst else 0
 
 
+def compare(executable: Executable, lengths: Sequence[int] = _LENGTHS) -> int:
+    """How many steps of a prompt have other logits in company, or cut, at the most; says where."""
+    torch.manual_seed(0)
+    worst, room = 0, executable.capabilities.max_seats - 1
+    companies = [each for each in _COMPANIES if each <= room]
+    with_guest = [0, *(each for each in _COMPANIES if each < room)][-3:]
+    for length in lengths:
+        prompt = torch.randint(0, 1000, (length,))
+        alone = answers(executable, prompt)
+        cases: list[dict[str, Any]] = [{"step_tokens": each} for each in _CUTS]
+        cases += [{"others": each, "step_tokens": 192 if each == 7 else None} for each in companies]
+        cases += [{"others": each, "kind": Busy} for each in with_guest]
+        for case in cases:
+            found = answers(executable, prompt, **case)
+            differing = sum(not torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+            worst = max(worst, differing)
+            if differing:
+                print(f"{length} tokens, {case}: {differing} of {len(alone)} differ")
+    return worst
+
+
 def answers(
-    executable: Executable, prompt: torch.Tensor, *, step_tokens: int | None, others: int
+    executable: Executable,
+    prompt: torch.Tensor,
+    *,
+    step_tokens: int | None = None,
+    others: int = 0,
+    kind: type[Engine] = Engine,
 ) -> list[torch.Tensor]:
-    """The logits of a prompt's end and of some greedy steps behind it, beside other sequences."""
-    executable.reset()
-    engine = Engine(executable, step_tokens=step_tokens)
+    """The logits of a prompt's end and of some greedy steps behind it, among other sequences."""
+    engine = kind(executable, step_tokens=step_tokens)
+    row = others // 2
+    prompts = [torch.randint(0, 1000, (17 + 40 * (each % 16),)) for each in range(others)]
+    prompts.insert(row, prompt)
     ids = list(range(1 + others))
-    crowd = [torch.randint(0, 1000, (17 + 40 * each,)) for each in range(others)]
-    logits = engine.prefill(ids, [prompt, *crowd])
-    found = [logits[0].clone()]
+    logits = engine.prefill(ids, prompts)
+    found = [logits[row].clone()]
     for _ in range(_STEPS):
         logits = engine.decode(ids, logits.argmax(-1))
-        found.append(logits[0].clone())
+        found.append(logits[row].clone())
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,11 +24,11 @@ from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.cuda import device as device_module
 from tilewright.compiler.targets.cuda import steps_products
 from tilewright.compiler.targets.cuda.capture import decode_buckets
-from tilewright.compiler.targets.cuda.copies import NO_COPIES
+from tilewright.compiler.targets.cuda.copies import NO_COPIES, Kinds
 from tilewright.compiler.targets.cuda.device import work_bytes
-from tilewright.compiler.targets.cuda.kernels import native, native_experts
+from tilewright.compiler.targets.cuda.kernels import native, native_experts, native_wide
 from tilewright.compiler.targets.cuda.plan import make_plan
-from tilewright.compiler.targets.cuda.steps_products import Products, in_parts
+from tilewright.compiler.targets.cuda.steps_products import LEAST_STRICT, Products, in_parts
 from tilewright.compiler.targets.cuda.trials import VARIABLE, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, load_weights
 from tilewright.compiler.targets.program.instructions import Linear, Plan
@@ -95,12 +96,15 @@ def test_rows_above_the_few_are_those_of_smaller_steps(monkeypatch: pytest.Monke
     torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 
-def products_of(name: str, trials: Trials, *, is_native: bool) -> tuple[Plan, Weights, Products]:
+def products_of(
+    name: str, trials: Trials, *, is_native: bool, max_rows: int = 256, **changes: Any
+) -> tuple[Plan, Weights, Products]:
     model = tiny_model(**SMALL)
     plan = make_plan(lowered(model, target="cuda", precision=precision_of(name))[0])
     weights = load_weights(plan, weight_source(model), CPU, lambda what, done, total: None)
-    kept: dict[str, Any] = {"max_rows": 256, "is_native": is_native, "exact": False}
-    return plan, weights, Products(plan, weights, CPU, copies=NO_COPIES, trials=trials, **kept)
+    kept: dict[str, Any] = {"max_rows": max_rows, "is_native": is_native, "exact": False}
+    kept |= {"copies": NO_COPIES, **changes}
+    return plan, weights, Products(plan, weights, CPU, trials=trials, **kept)
 
 
 @pytest.mark.parametrize(
@@ -131,6 +135,74 @@ def test_which_product_takes_so_many_rows(
     x = torch.zeros(num_rows, each.weight.shape[1], dtype=torch.bfloat16)
     products.run(each, torch.zeros(num_rows, each.weight.shape[0]), x, decodes=decodes)
     assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "max_rows", "is_wide", "expected"),
+    [
+        ("bf16", 16, True, {1: "native 1", 16: "native 16"}),
+        ("bf16", 32, True, {1: "native 1", 17: "native 17", 32: "native 32"}),
+        ("bf16", 64, True, {1: "library 16", 16: "library 16", 17: "library 17"}),
+        ("bf16", 256, True, {1: "library 16", 64: "library 64", 256: "library 256"}),
+        ("bfp8", 256, True, {1: "native 1", 16: "native 16", 17: "wide 17", 256: "wide 256"}),
+        ("bfp4", 256, False, {1: "native 1", 64: "native 64", 65: "native 64, native 1"}),
+    ],
+)
+def test_strict_steps_take_a_weight_by_one_order_of_sums(
+    name: str,
+    max_rows: int,
+    is_wide: bool,
+    expected: dict[int, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Our own kernels, whose bits are the same, or the library; never one here and one there, also
+    where values are held that the library is faster with. Prompts always take the library.
+    """
+    if is_wide:
+        monkeypatch.setattr(native_wide, "why_not", lambda device: "")
+        monkeypatch.setattr(
+            native_wide, "takes", lambda held, count: held.kind != "bf16" and count > 16
+        )
+    plan, _, products = products_of(
+        name, Trials(), is_native=True, max_rows=max_rows, strict=True, copies=Kinds(values=True)
+    )
+    each = next(one for one in plan.instructions if isinstance(one, Linear) and one.residual)
+    seen: list[str] = []
+
+    def ran(kernel: str) -> Callable[..., None]:
+        return lambda out, x, *_, **__: seen.append(f"{kernel} {len(x)}")
+
+    monkeypatch.setattr(native, "linear", ran("native"))
+    monkeypatch.setattr(native_wide, "linear", ran("wide"))
+    monkeypatch.setattr(products, "_library_product", lambda each, *rest: ran("library")(*rest))
+    rows, columns = each.weight.shape
+    x = torch.zeros(max_rows, columns, dtype=torch.bfloat16)
+    out = torch.zeros(max_rows, rows)
+    for count, kernels in expected.items():
+        seen.clear()
+        products.run(each, out[:count], x[:count], decodes=True)
+        assert ", ".join(seen) == kernels
+        seen.clear()
+        products.run(each, out[:count], x[:count], decodes=False)
+        assert seen == [f"library {max(count, LEAST_STRICT)}"]
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_few_rows_of_a_strict_step_are_the_library_s_of_more(decodes: bool) -> None:
+    """It is given those behind them, too, which nobody reads, and no others."""
+    plan, _, products = products_of("bf16", Trials(), is_native=False, max_rows=64, strict=True)
+    for each in (one for one in plan.instructions if isinstance(one, Linear)):
+        rows, columns = each.weight.shape
+        x = torch.randn(64, columns)
+        x = x if each.norm is not None else x.bfloat16()
+        width = rows // 2 if each.swiglu else rows
+        out = torch.ones(64, width, dtype=torch.bfloat16 if each.swiglu else torch.float32)
+        alone, many = out.clone(), out.clone()
+        products.run(each, alone[:3], x[:3], decodes=decodes)
+        products.run(each, many, x, decodes=decodes)
+        torch.testing.assert_close(alone[:3], many[:3], rtol=2e-2, atol=1e-4)
+        assert torch.equal(alone[LEAST_STRICT:], out[LEAST_STRICT:])
+        assert not torch.equal(alone[:3], out[:3])
 
 
 def test_large_weights_in_blocks_are_products_of_64_rows_each(

@@ -114,6 +114,11 @@ def num_slices(held: HeldWeight) -> int:
     return 1 if held.num_row_tiles >= UNCUT_TILES else _SLICES
 
 
+def room_for(num_rows: int) -> int:
+    """Rows that buffers have for steps of so many: kernels read whole eights of them."""
+    return max(num_rows, MAX_TOKENS)
+
+
 def most_tokens(held: HeldWeight) -> int:
     """The most tokens of a product here; with more, the library's is faster for bfloat16."""
     if held.kind != "bf16":
