@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from tests.targets.cuda import strict_steps
+from tests.tiny import compiled, precision_of, tiny_model
 from tilewright.compiler.child import PYTHON
 from tilewright.compiler.targets.base import CompileOptions
-from tilewright.compiler.targets.cuda import invariance
+from tilewright.compiler.targets.cuda import device, invariance
 from tilewright.compiler.targets.cuda.invariance import can_promise, invariant_of
 from tilewright.compiler.targets.cuda.kernels import native
 
@@ -48,6 +50,22 @@ def test_rows_are_promised_where_all_of_it_is_there(
         assert promised(STRICT) == "none"
     monkeypatch.setattr(invariance, "has_mixers", lambda plan: True)
     assert promised(STRICT) == "none" and not can_promise(PLAN, STRICT), "experts"
+
+
+def test_strict_steps_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels in Triton, the library on the CPU: alone, in 16 rows, and beside a prompt's piece."""
+    monkeypatch.setattr(device, "invariant_of", lambda *_: "rows")
+    for name, value in {"_PIECE": 3, "_STEPS": 2, "_COMPANIES": (10,), "_CUTS": ()}.items():
+        monkeypatch.setattr(strict_steps, name, value)
+    draw = torch.randint
+    short = lambda low, high, shape: draw(low, 50, (min(shape[0], 5),))  # noqa: E731
+    monkeypatch.setattr(torch, "randint", short)
+    size: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_heads": 1, "num_kv_heads": 1}
+    options = {"compute": "fast", "max_batch": 12, "max_context": 64}
+    model, precision = tiny_model(std=0.2, **size), precision_of("bf16")
+    executable = compiled(model, "cuda", precision=precision, **options)
+    assert not executable.capabilities.passes and executable.capabilities.max_prompts == 1
+    assert strict_steps.compare(executable, lengths=(5,)) == 0
 
 
 @pytest.mark.gpu
