@@ -10,7 +10,7 @@
 #   contest    the contest's load on SHAPE (LEVELS, FLUSH=1: an empty prefix cache before each)
 #   intruder   a prompt of LONG tokens into eight streams
 #   chat       64 chats of eight turns
-#   invariant  500 requests alone and in company, of a strict server: all others are fast
+#   invariant  500 requests alone and in company, of a strict server
 #   soak       SOAK requests of all kinds
 #   batch      BATCH rows through `tilewright batch`
 #   generate   the generator of engines, on the shape it is tested with
@@ -43,7 +43,7 @@ ready() { # PORT: until /health says 200, or the server is gone
 serve() { # more options of `serve`
     # shellcheck disable=SC2086
     "$PYTHON" -P -c "$CLI" serve "shape:$SHAPE" --target "$TARGET" --precision bf16 --max-seats "$SEATS" \
-        --max-context "$CONTEXT" --admin --chat-template "$template" --port $OURS --arithmetic fast $OPTIONS "$@" &
+        --max-context "$CONTEXT" --admin --chat-template "$template" --port $OURS $OPTIONS "$@" &
     server=$!
     trap 'kill $server 2>/dev/null; wait $server' EXIT
     ready $OURS
@@ -90,7 +90,7 @@ soak() { serve && port=$OURS load soak --concurrency 64 --requests "$SOAK"; }
 batch() {
     tilewright make-batch --rows "$BATCH" --token-ids "$VOCABULARY" -o "$out/batch.jsonl" &&
         tilewright batch "$out/batch.jsonl" -o "$out/answers.jsonl" --model "shape:$SHAPE" \
-            --target "$TARGET" --precision bf16 --no-prefix-cache --arithmetic fast --json
+            --target "$TARGET" --precision bf16 --no-prefix-cache --json
 }
 generate() {
     env -u TARGET PYTHON="$PYTHON" WORKSPACE="$out/engine" bash demo/engine_generator/run.sh

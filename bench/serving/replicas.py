@@ -86,7 +86,6 @@ def _places(options: _Options) -> list[_Place]:
         return Contestant(name, (*command, "--max-seats", str(seats), *more))
 
     if options.target == "cuda":
-        sizes += ["--arithmetic", "fast"]
         both = serve(f"{count} replicas", users, "--replicas", str(count))
         return [_Place(serve("one", users), users), _Place(both, count * users)]
     threads = options.num_threads

@@ -51,7 +51,7 @@ def batch_facts(options: BatchOptions, source: Source) -> dict[str, str]:
         "target": options.model.target,
         "precision": precision_of(source, options.model.precision).heading,
         "compute": options.model.compute,
-        "arithmetic": options.arithmetic,
+        "arithmetic": options.arithmetic_of(options.model.target, options.seats),
         "context": str(min(options.context, source.max_positions)),
         "sampling": " ".join(f"{name}={chosen[name]}" for name in sorted(chosen)),
         "ends": "ignored" if options.ignore_eos else "the model's",
@@ -101,7 +101,8 @@ def _made(
     policy = options.policy(step_ms=0.0)
     service = EngineService(executable, transport, policy=policy, grammars=grammars)
     service.loop.warm_up()
-    facts = served_facts(source, compiled, arithmetic=options.arithmetic)
+    arithmetic = options.arithmetic_of(options.model.target, options.seats)
+    facts = served_facts(source, compiled, arithmetic=arithmetic)
     served = Served(
         ready=service.ready(facts),
         coder=source.tokenizer,

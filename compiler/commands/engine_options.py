@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from tilewright.compiler.targets.base import Progress
     from tilewright.compiler.targets.compiled import Compiled
 
-STRICT = "strict"
+AUTO, STRICT, FAST = "auto", "strict", "fast"
+FEW_SEATS = 16
+"""Up to so many, strict arithmetic costs a GPU's decode steps nothing."""
 _MAX_CONTEXT = 4096
 _ENGINE = "engine"
 
@@ -57,10 +59,11 @@ class EngineArguments:
     arithmetic: str = option(
         "strict: what a request gets does not depend on what runs beside it, where the target can; "
         "fast: prompts may take other kernels, piece by piece, and on a GPU bfp4 weights at lofi "
-        "are multiplied in FP8",
-        default=STRICT,
+        f"are multiplied in FP8; auto: strict, but fast on a GPU for more than {FEW_SEATS} requests "
+        "at a time",
+        default=AUTO,
         group=_ENGINE,
-        choices=(STRICT, "fast"),
+        choices=(AUTO, STRICT, FAST),
     )
     host_cache: float = option(
         "GB of host memory for the state of requests that make room, and as much for that of "
@@ -87,10 +90,11 @@ class EngineArguments:
         """Positions of a request, if the model has so many."""
         return self.max_context or _MAX_CONTEXT
 
-    @property
-    def is_strict(self) -> bool:
-        """Whether an answer does not depend on the others, where the target can."""
-        return self.arithmetic == STRICT
+    def arithmetic_of(self, target: str, seats: int) -> str:
+        """What is done, ``strict`` or ``fast``, for so many requests at a time."""
+        if self.arithmetic != AUTO:
+            return self.arithmetic
+        return FAST if target == "cuda" and seats > FEW_SEATS else STRICT
 
     def compile(
         self,
@@ -117,7 +121,7 @@ class EngineArguments:
             compute=model.compute,
             num_threads=self.threads,
             memory_fraction=self.memory_fraction,
-            is_strict=self.is_strict,
+            is_strict=self.arithmetic_of(model.target, seats) == STRICT,
             copies=self.copies,
             max_step_tokens=self.step_tokens,
         )

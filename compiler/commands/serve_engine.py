@@ -77,7 +77,8 @@ def _facts(source: Source, compiled: Compiled, options: ServeOptions) -> dict[st
     """What is served, for people and for the fingerprint."""
     from tilewright.compiler.commands.source import served_facts
 
-    facts = served_facts(source, compiled, arithmetic=options.arithmetic)
+    arithmetic = options.arithmetic_of(options.model.target, options.max_seats)
+    facts = served_facts(source, compiled, arithmetic=arithmetic)
     if options.sampling_defaults == MODEL:
         facts["sampling"] = json.dumps(_own_sampling(source.path))
     return facts
