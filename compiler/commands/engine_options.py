@@ -59,8 +59,8 @@ class EngineArguments:
     arithmetic: str = option(
         "strict: what a request gets does not depend on what runs beside it, where the target can; "
         "fast: prompts may take other kernels, piece by piece, and on a GPU bfp4 weights at lofi "
-        f"are multiplied in FP8; auto: strict, but fast on a GPU for more than {FEW_SEATS} requests "
-        "at a time",
+        "are multiplied in FP8; auto: strict, but on a GPU for more than "
+        f"{FEW_SEATS} requests at a time fast",
         default=AUTO,
         group=_ENGINE,
         choices=(AUTO, STRICT, FAST),

@@ -28,8 +28,8 @@ class Allowed:
     """What some seats may be chosen, a row each; other seats of the step may be chosen every token.
 
     ``words``: uint32 ``[len(seats), num_words(vocabulary)]``, contiguous. Token ``t`` is bit
-    ``t % 32``, the lowest being bit 0, of word ``t // 32``; what lies behind the vocabulary is of no
-    account.
+    ``t % 32``, the lowest being bit 0, of word ``t // 32``; what lies behind the vocabulary does
+    not count.
     """
 
     seats: tuple[Seat, ...] = ()

@@ -92,7 +92,8 @@ class QueuedExecutable(Executable):
     """``log`` holds ``("launch", n)`` and ``("read", n)`` of steps that choose tokens, n from 0.
 
     A step takes ``step_seconds`` of the clock on the device, one after another, and giving it to
-    the device ``host_seconds``; ``idle_seconds``: how long the device had none. With ``page_size`` 0 each seat has one page as long as the context.
+    the device ``host_seconds``; ``idle_seconds``: how long the device had none. With ``page_size``
+    0 each seat has one page as long as the context.
     """
 
     vocab_size = VOCAB

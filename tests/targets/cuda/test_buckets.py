@@ -58,10 +58,9 @@ def test_every_kind_of_step_is_captured_before_it_is_asked_for() -> None:
     made.prepare(3000)
     assert steps.prompts == [(n, first) for n in (2048, 3000) for first in (False, True)]
     kinds = 1 + len(EVERY_DRAWING)
-    ready = (
-        3 * (kinds + 1) + kinds + (kinds + 1)
-    )  # rows are chosen from again; a long prompt begins
-    assert Counted.made == ready  # at 0, or does not
+    # Rows are chosen from again; a long prompt begins at 0, or does not.
+    ready = 3 * (kinds + 1) + kinds + (kinds + 1)
+    assert Counted.made == ready
     for count in (1, 2, 3, 4):
         for drawing in (None, *EVERY_DRAWING):
             made.decode(count).run(drawing)

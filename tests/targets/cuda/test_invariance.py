@@ -84,6 +84,7 @@ def test_a_row_of_the_library_s_products_has_the_same_bits_among_any_number() ->
 
 def run(module: str, *words: str) -> None:
     argv = [*PYTHON, "-m", f"tests.targets.cuda.{module}", *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {**os.environ, "PYTHONPATH": path}
     found = subprocess.run(argv, capture_output=True, text=True, timeout=600, env=env)
     assert found.returncode == 0, found.stdout + found.stderr
