@@ -160,7 +160,7 @@ def may_share(plan: Plan, options: CompileOptions) -> bool:
 def _passes(plan: Plan, options: CompileOptions) -> Passes:
     """Those that are captured where pieces and rows share any."""
     rows, most = decode_buckets(options.max_batch), most_prompt_tokens(options)
-    return passes_for(rows, most, has_mixers=has_mixers(plan))
+    return passes_for(rows, most, large=read_trials().passes, has_mixers=has_mixers(plan))
 
 
 def most_pieces(plan: Plan, options: CompileOptions) -> int:

@@ -21,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
     "snapshots": (CUT, INSIDE),
+    "passes": ("784", "896"),
 }
 
 
@@ -40,6 +41,7 @@ class Trials:
             pass with one piece of a prompt (``riding``) or ``several``; ``apart``: with none.
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
             pass; ``cut``: the piece is cut there.
+        passes: rows of the larger of two passes that rows and prompts may share within 24 ms.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -50,6 +52,7 @@ class Trials:
     prompts: int = 0
     hybrids: str = SEVERAL
     snapshots: str = INSIDE
+    passes: int = 784
 
 
 def read_trials() -> Trials:
@@ -74,4 +77,5 @@ def read_trials() -> Trials:
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
         snapshots=found.get("snapshots", default.snapshots),
+        passes=int(found.get("passes", default.passes)),
     )
