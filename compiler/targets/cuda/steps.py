@@ -7,6 +7,8 @@ Legend: B rows of a decode step, T tokens of a prompt, R rows that want logits.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from tilewright.compiler.targets.cuda.rows import Rows
 from tilewright.compiler.targets.cuda.state import PagedState
 from tilewright.compiler.targets.cuda.steps_mixers import Mixers
 from tilewright.compiler.targets.cuda.steps_products import Products
-from tilewright.compiler.targets.cuda.trials import Trials, read_trials
+from tilewright.compiler.targets.cuda.trials import ROWS, Trials, read_trials
 from tilewright.compiler.targets.cuda.weights import Weights, table_of, vector_of
 from tilewright.compiler.targets.program.instructions import (
     LOGITS,
@@ -94,7 +96,7 @@ class Steps:
         self.is_native = not exact and not native.why_not(self.device)
         self._plan, self._weights, self._state = plan, weights, state
         trials = trials or read_trials()
-        self._prompt_wire = prompt_wire
+        self._prompt_wire, self._attends_short = prompt_wire, trials.attention == ROWS
         how: dict[str, Any] = {"exact": exact, "max_rows": max_rows, "trials": trials}
         self._mixers = Mixers(plan, weights, state, **how)
         self._operand = torch.float32 if exact else torch.bfloat16
@@ -287,13 +289,17 @@ class Steps:
 
     def _attend_decode(self, each: Attend, step: Buffers, rows: Rows, captured: bool) -> None:
         assert self._attention is not None
-        pages = self._state.pages[each.state.name]
-        attend = attention_decode.attend_decode
+        pages, qkv = self._state.pages[each.state.name], step.view(each.qkv)
+        attend: Callable[..., None] = attention_decode.attend_decode
         if not self._why_no_native_attention(each):
-            attend = native_attention.attend_decode
+            share = native_attention.choose_share(
+                len(qkv), pages.num_kv_heads, self._state.tables.shape[1], pages.head_dim,
+                are_short=self._attends_short,
+            )  # fmt: skip
+            attend = partial(native_attention.attend_decode, share=share)
         attend(
             pages,
-            step.view(each.qkv),
+            qkv,
             out=step.view(each.out),
             positions=rows.positions,
             slots=rows.slots,

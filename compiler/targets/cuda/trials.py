@@ -13,6 +13,7 @@ VARIABLE = "TILEWRIGHT_CUDA_TRIALS"
 PARTS, WIDE, TOGETHER = "parts", "wide", "together"
 APART, RIDING, SEVERAL = "apart", "riding", "several"
 CUT, INSIDE = "cut", "inside"
+GROUPS, ROWS = "groups", "rows"
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "rows": ("64", "128", "256", "512"),
@@ -22,6 +23,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "hybrids": (APART, RIDING, SEVERAL),
     "snapshots": (CUT, INSIDE),
     "passes": ("784", "896"),
+    "attention": (GROUPS, ROWS),
 }
 
 
@@ -42,6 +44,8 @@ class Trials:
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
             pass; ``cut``: the piece is cut there.
         passes: rows of the larger of two passes that rows and prompts may share within 24 ms.
+        attention: of rows that decode over long tables, ``groups``: blocks take as much each as if
+            every row had all groups of splits that the table has; ``rows``: as if it had one.
         experts: ``parts``: 64 tokens at a time by the kernels of few tokens; ``together``: as in
             prompts.
     """
@@ -53,6 +57,7 @@ class Trials:
     hybrids: str = SEVERAL
     snapshots: str = INSIDE
     passes: int = 784
+    attention: str = GROUPS
 
 
 def read_trials() -> Trials:
@@ -78,4 +83,5 @@ def read_trials() -> Trials:
         hybrids=found.get("hybrids", default.hybrids),
         snapshots=found.get("snapshots", default.snapshots),
         passes=int(found.get("passes", default.passes)),
+        attention=found.get("attention", default.attention),
     )

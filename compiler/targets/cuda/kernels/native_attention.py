@@ -89,8 +89,17 @@ class Share:
     num_begun: int = 1
 
 
-def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int = 128) -> Share:
-    """Choose how a launch over tables of ``num_pages`` shares out its splits."""
+def choose_share(
+    num_rows: int,
+    num_kv_heads: int,
+    num_pages: int,
+    head_dim: int = 128,
+    *,
+    are_short: bool = False,
+) -> Share:
+    """Choose how a launch over tables of ``num_pages`` shares out its splits. ``are_short``: rows
+    are taken to have one group, whatever their table has room for, and its blocks alone to work.
+    """
     enough = ENOUGH_BLOCKS // _num_parts(head_dim)
     num_groups = 1
     if num_pages > SHORT_PAGES:
@@ -98,7 +107,8 @@ def choose_share(num_rows: int, num_kv_heads: int, num_pages: int, head_dim: int
         num_groups = max(2, min(MAX_GROUPS, most))
     splits = _GROUP if num_groups > 1 else _splits_of_one_group(num_pages)
     num_joined = splits
-    while num_joined > 1 and num_rows * num_kv_heads * num_groups * num_joined > enough:
+    working = 1 if are_short else num_groups
+    while num_joined > 1 and num_rows * num_kv_heads * working * num_joined > enough:
         num_joined //= 2
     num_begun = num_groups
     if num_joined == 1:
