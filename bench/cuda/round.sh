@@ -84,7 +84,10 @@ intruder() {
         port=$OURS load intruder --concurrency 8 --input-tokens 128 --output-tokens 2000 \
         --long-tokens "$LONG"
 }
-chat() { serve && port=$OURS load chat --concurrency 64 --requests 64 --long-tokens 1000; }
+chat() { # 300 words are about 1,000 tokens of a shape, whose answers come back as five times as many
+    CONTEXT=8192 serve &&
+        port=$OURS load chat --flush --concurrency 64 --long-tokens 300 --input-tokens 20
+}
 invariant() { serve --arithmetic strict && port=$OURS load invariant --concurrency 64 --requests 500; }
 soak() { serve && port=$OURS load soak --concurrency 64 --requests "$SOAK"; }
 batch() {

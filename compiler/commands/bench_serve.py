@@ -37,7 +37,9 @@ class _Options:
         "contest: some of its numbers of users (default: all)", default=(), type=integer(1, 4096)
     )
     flush: bool = option(
-        "contest: empty the prefix cache before every level (a server with --admin)", default=False
+        "contest: empty the prefix cache before every level; chat: ask the last prompts again with "
+        "an empty one (a server with --admin)",
+        default=False,
     )
     drawn_lengths: bool = option(
         "contest: answers of drawn lengths, as where weights are random and the server says so",

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import AsyncIterator
 from typing import Any
 
-from tilewright.compiler.serve.load.client import CHAT, Client, Heard
+from tilewright.compiler.serve.load.client import CHAT, Client, Heard, flush
 from tilewright.compiler.serve.load.figures import Figures, times
 from tilewright.compiler.serve.load.shape import Shape
 
@@ -18,7 +18,8 @@ async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
 
     What could be shared of a prompt is the longest beginning that an earlier prompt has too. Of
     what a server shares beyond it, as the answers that stand in later prompts, only the share of
-    all prompts tells.
+    all prompts tells. With ``flush`` the last prompts are asked once more behind an empty cache: so
+    long a first token takes that finds nothing but what the others have computed since.
     """
     system = shape.words(random.Random(shape.seed), shape.long_tokens)
     seen: list[list[int]] = []
@@ -28,15 +29,14 @@ async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
         [{"role": "system", "content": system}] for _ in range(shape.concurrency)
     ]
     choosers = [random.Random(shape.seed + 1 + user) for user in range(shape.concurrency)]
+    body, bodies = {"max_tokens": shape.output_tokens, "temperature": 0}, list[dict[str, Any]]()
     for turn in range(shape.turns):
         for history, chooser in zip(histories, choosers, strict=True):
             words = shape.words(chooser, shape.input_tokens)
             history.append({"role": "user", "content": words})
         prompts = await asyncio.gather(*(_tokens(client, history) for history in histories))
-        body = {"max_tokens": shape.output_tokens, "temperature": 0}
-        heard = await asyncio.gather(
-            *(client.stream(CHAT, {"messages": list(each), **body}) for each in histories)
-        )
+        bodies = [{"messages": list(each), **body} for each in histories]
+        heard = await asyncio.gather(*(client.stream(CHAT, each) for each in bodies))
         if failed := [each.error for each in heard if each.error]:
             yield {"failed": len(failed), "why": failed[0]}
             return
@@ -51,6 +51,7 @@ async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
         turns[turn] = list(heard)
     first = statistics.median(each.first for each in turns[0] if each.times)
     later = [each.first for heard in turns[1:] for each in heard if each.times]
+    cold = await _cold(client, bodies) if shape.flush else []
     yield {
         "chats": shape.concurrency,
         "turns": shape.turns,
@@ -59,8 +60,17 @@ async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
         "first_turn_ttft_ms_p50": 1e3 * first,
         **times("later_ttft", later),
         "later_of_first": statistics.median(later) / first if later else 0.0,
+        **times("last_cold_ttft", cold),
+        **({"later_of_cold": statistics.median(later) / statistics.median(cold)} if cold else {}),
         "failed": 0,
     }
+
+
+async def _cold(client: Client, bodies: list[dict[str, Any]]) -> list[float]:
+    """Seconds to first tokens of prompts of which the server has forgotten everything."""
+    await flush(client)
+    heard = await asyncio.gather(*(client.stream(CHAT, each) for each in bodies))
+    return [each.first for each in heard if each.times]
 
 
 async def _tokens(client: Client, messages: list[dict[str, Any]]) -> list[int]:

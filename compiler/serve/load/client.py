@@ -16,8 +16,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from tilewright.compiler.errors import TilewrightError
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+_FLUSH = "/reset_prefix_cache"
 _HEAD = b"data: "
 _DONE = b"data: [DONE]"
 _PATIENCE_SECONDS = 600.0
@@ -221,6 +224,16 @@ async def connected(url: str, model: str) -> AsyncIterator[Client]:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         yield Client(session, url.rstrip("/"), model)
+
+
+async def flush(client: Client) -> None:
+    """Empty a server's prefix cache.
+
+    Raises:
+        TilewrightError: for a server that does not let us.
+    """
+    if (said := await client.status(_FLUSH, b"")) != 200:
+        raise TilewrightError(f"{_FLUSH}: HTTP {said}; --flush wants a server with --admin")
 
 
 async def at_most(

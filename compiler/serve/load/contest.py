@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from tilewright.compiler.errors import TilewrightError
-from tilewright.compiler.serve.load.client import CHAT, Client, at_most
+from tilewright.compiler.serve.load.client import CHAT, Client, at_most, flush
 from tilewright.compiler.serve.load.figures import Figures
 from tilewright.compiler.serve.load.shape import Shape
 
 LEVELS = {1: 1, 2: 1, 4: 2, 8: 2, 16: 4, 32: 4, 64: 8}
 """Users at a time, and the weight of that level's rate in the score."""
 _NUM_TASKS, _NUM_PROMPTS, _MEAN_LENGTH = 64, 62, 320.0
-_FLUSH = "/reset_prefix_cache"
 _SUMS = ("What is 17 + 25? Answer with the number.", "What is 8 * 12? Answer with the number.")
 
 
@@ -44,8 +42,8 @@ async def contest(client: Client, shape: Shape) -> AsyncIterator[Figures]:
             bodies.insert(chooser.randrange(len(bodies) + 1), body)
         jobs = [partial(client.whole, CHAT, body) for body in bodies]
         assert len(jobs) == _NUM_TASKS
-        if shape.flush and (said := await client.status(_FLUSH, b"")) != 200:
-            raise TilewrightError(f"{_FLUSH}: HTTP {said}; --flush wants a server with --admin")
+        if shape.flush:
+            await flush(client)
         await at_most(1, jobs[:2])
         heard, seconds = await at_most(level, jobs)
         good = [each for each in heard if not each.error]

@@ -20,7 +20,8 @@ class Shape:
         turns: of each chat.
         vocabulary: ids of prompts are below it.
         levels: of a contest, users at a time; none: all that there are.
-        flush: a contest's server forgets its prefix cache before every level.
+        flush: a contest's server forgets its prefix cache before every level, and that of chats
+            before their last prompts are asked once more.
         drawn_lengths: of a contest's answers, also where the server's weights are not random.
         settle_seconds: how long streams run before the intruder comes.
     """

@@ -137,6 +137,26 @@ def test_what_is_shared_beyond_earlier_prompts_is_not_counted_as_shareable() -> 
     assert 50 < float(row["cached_percent_of_prompts"]) < 100
 
 
+def test_the_last_prompts_are_asked_again_with_an_empty_cache() -> None:
+    class Slow(_Remembering):
+        """First tokens take as long as what is computed of a prompt."""
+
+        async def stream(self, path: str, body: dict[str, Any], most: int | None = None) -> Heard:
+            heard = await super().stream(path, body, most)
+            heard.times = [1e-3 * (heard.num_prompt - heard.num_cached), 1.0]
+            return heard
+
+        async def status(self, path: str, data: bytes) -> int:
+            assert path == "/reset_prefix_cache"
+            self.known.clear()
+            return 200
+
+    (row,) = asyncio.run(rows_of(PLANS["chat"].run(Slow(), replace(SMALL, flush=True))))
+    cold = float(row["last_cold_ttft_ms_p50"])
+    assert float(row["later_ttft_ms_p50"]) < 0.5 * cold
+    assert row["later_of_cold"] == pytest.approx(float(row["later_ttft_ms_p50"]) / cold)
+
+
 def test_what_a_warm_cache_changes_and_what_holds_snapshots_is_told() -> None:
     (row,) = asyncio.run(rows_of(PLANS["invariant"].run(_Forgetful(), SMALL)))
     assert row["answers_that_differ"] == 0 and row["answers_that_differ_warm"] == 12
