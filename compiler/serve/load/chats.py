@@ -51,7 +51,6 @@ async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
         turns[turn] = list(heard)
     first = statistics.median(each.first for each in turns[0] if each.times)
     later = [each.first for heard in turns[1:] for each in heard if each.times]
-    cold = await _cold(client, bodies) if shape.flush else []
     yield {
         "chats": shape.concurrency,
         "turns": shape.turns,
@@ -60,17 +59,22 @@ async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
         "first_turn_ttft_ms_p50": 1e3 * first,
         **times("later_ttft", later),
         "later_of_first": statistics.median(later) / first if later else 0.0,
-        **times("last_cold_ttft", cold),
-        **({"later_of_cold": statistics.median(later) / statistics.median(cold)} if cold else {}),
+        **(await _beside_cold(client, bodies, later) if shape.flush else {}),
         "failed": 0,
     }
 
 
-async def _cold(client: Client, bodies: list[dict[str, Any]]) -> list[float]:
-    """Seconds to first tokens of prompts of which the server has forgotten everything."""
+async def _beside_cold(client: Client, bodies: list[dict[str, Any]], later: list[float]) -> Figures:
+    """First tokens of prompts of which the server has forgotten everything, and beside them those
+    that came ``later`` in chats.
+    """
     await flush(client)
     heard = await asyncio.gather(*(client.stream(CHAT, each) for each in bodies))
-    return [each.first for each in heard if each.times]
+    cold = [each.first for each in heard if each.times]
+    if not cold or not later:
+        return {}
+    share = statistics.median(later) / statistics.median(cold)
+    return {**times("last_cold_ttft", cold), "later_of_cold": share}
 
 
 async def _tokens(client: Client, messages: list[dict[str, Any]]) -> list[int]:
