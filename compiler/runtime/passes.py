@@ -45,7 +45,8 @@ class PassCost:
         self, num_rows: int, num_tokens: float, *, a_row: float = 0.0, a_token: float = 0.0
     ) -> float | None:
         """What a pass is expected to take; None where none was measured. Of a size that nobody has
-        tried: what the nearest takes, and ``a_row`` and ``a_token`` more for each more of them.
+        tried: what the nearest takes, and ``a_row`` and ``a_token`` more for each more of them;
+        where ``a_token`` is not known (0), in proportion, but no less than the nearest.
 
         No more than a larger one, nor than a smaller one in proportion: so one that took long for
         once, and that nobody tries again, is not believed against others.

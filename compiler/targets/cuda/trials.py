@@ -38,7 +38,7 @@ class Trials:
             by the kernels of few rows, or by the library on dequantised weights where that is.
         prompts: pieces of prompts that one batch takes; more come one after another, and of 1 rows
             that decode share no pass with it. 0: as
-            :func:`.device.capabilities_of` finds best.
+            :func:`.device.most_pieces` finds best.
         hybrids: where a plan has experts or linear attention, rows that decode share a captured
             pass with one piece of a prompt (``riding``) or ``several``; ``apart``: with none.
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
