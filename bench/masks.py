@@ -11,7 +11,6 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -143,16 +142,17 @@ def measure(executable: PacedExecutable, folder: Path, *, bound: int, tokens: in
     spec = GrammarSpec(kind=JSON_SCHEMA, text=msgspec.json.encode(SCHEMA).decode())
     for number in range(free):
         transport.inbox.append(Submit(number, (number,) * _PROMPT, plain))
-    begin: Callable[[int], None] = lambda number: transport.inbox.append(  # noqa: E731
-        Submit(number, (number % 256,) * _PROMPT, long, grammar=spec)
-    )
+
+    def begin(number: int) -> None:
+        transport.inbox.append(Submit(number, (number % 256,) * _PROMPT, long, grammar=spec))
+
     for number in range(free, free + bound):
         begin(number)
     next_number, times, num_met = free + bound, list[float](), 0
     began, executable.idle_s = time.perf_counter(), 0.0
     while len(times) < free:
         service.turn()
-        encoder.encode(list(transport.outbox))
+        encoder.encode(list(transport.outbox))  # as a transport does, which takes the host's time
         for each in transport.outbox:
             if isinstance(each, Failed):
                 raise RuntimeError(each.message)
@@ -178,6 +178,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--launch-us", type=float, default=250.0, help="of a step, and of a choice")
     parser.add_argument("--rounds", type=int, default=3, help="of both, in turn")
     given = parser.parse_args(argv)
+    for name, least in {
+        "seats": 2,
+        "bound": 1,
+        "tokens": 2,
+        "vocabulary": 512,
+        "rounds": 1,
+    }.items():
+        if getattr(given, name) < least:
+            parser.error(f"--{name} {getattr(given, name)}; allowed: {least} or more")
+    if given.bound >= given.seats:
+        parser.error(f"--bound {given.bound}; allowed: fewer than --seats, {given.seats}")
     found: dict[int, list[Figure]] = {0: [], given.bound: []}
     with tempfile.TemporaryDirectory() as folder:
         byte_tokenizer(given.vocabulary, "pretended").save(Path(folder))

@@ -97,13 +97,12 @@ class Front:
         if self.coder is None:
             coder = await self.in_thread(self._load_coder, folder / TOKENIZER)
             forced = self.settings.tool_format
-            self.template = await self.in_thread(read_template, coder, forced)
-            self.coder = coder
-            self.metrics = self._metrics(self.names(ready)[0])
-            ends = self.coder.eos_ids
-            grammars = grammars_of(folder / TOKENIZER, ends, ready.vocab_size)
+            template = await self.in_thread(read_template, coder, forced)
+            grammars = grammars_of(folder / TOKENIZER, coder.eos_ids, ready.vocab_size)
             await self.in_thread(grammars.prepare)
-            self.trials = GrammarTrials(grammars)
+            self.template, self.trials = template, GrammarTrials(grammars)
+            self.metrics = self._metrics(self.names(ready)[0])
+            self.coder = coder
         if not self.client.engines[engine].num_restarts:
             name = f"replica {engine}: " if len(self.client.engines) > 1 else ""
             tell(f"tilewright: {name}{capacity(ready)}")

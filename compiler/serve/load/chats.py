@@ -25,11 +25,11 @@ async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
     seen: list[list[int]] = []
     turns: list[list[Heard]] = [[] for _ in range(shape.turns)]
     possible, shared, cached, asked = 0, 0, 0, 0
-    histories: list[list[dict[str, Any]]] = [
-        [{"role": "system", "content": system}] for _ in range(shape.concurrency)
-    ]
+    histories = [[{"role": "system", "content": system}] for _ in range(shape.concurrency)]
     choosers = [random.Random(shape.seed + 1 + user) for user in range(shape.concurrency)]
     body, bodies = {"max_tokens": shape.output_tokens, "temperature": 0}, list[dict[str, Any]]()
+    if shape.flush:
+        await flush(client)
     for turn in range(shape.turns):
         for history, chooser in zip(histories, choosers, strict=True):
             words = shape.words(chooser, shape.input_tokens)
@@ -59,22 +59,24 @@ async def chats(client: Client, shape: Shape) -> AsyncIterator[Figures]:
         "first_turn_ttft_ms_p50": 1e3 * first,
         **times("later_ttft", later),
         "later_of_first": statistics.median(later) / first if later else 0.0,
-        **(await _beside_cold(client, bodies, later) if shape.flush else {}),
         "failed": 0,
+        **(await _beside_cold(client, bodies, turns[-1]) if shape.flush else {}),
     }
 
 
-async def _beside_cold(client: Client, bodies: list[dict[str, Any]], later: list[float]) -> Figures:
+async def _beside_cold(client: Client, bodies: list[dict[str, Any]], warm: list[Heard]) -> Figures:
     """First tokens of prompts of which the server has forgotten everything, and beside them those
-    that came ``later`` in chats.
+    that it gave to the same prompts before.
     """
     await flush(client)
     heard = await asyncio.gather(*(client.stream(CHAT, each) for each in bodies))
-    cold = [each.first for each in heard if each.times]
-    if not cold or not later:
+    if failed := [each.error for each in heard if each.error]:
+        return {"failed": len(failed), "why": failed[0]}
+    cold, last = ([each.first for each in some if each.times] for some in (heard, warm))
+    if not cold or not last:
         return {}
-    share = statistics.median(later) / statistics.median(cold)
-    return {**times("last_cold_ttft", cold), "later_of_cold": share}
+    share = statistics.median(last) / statistics.median(cold)
+    return {**times("last_ttft", last), **times("last_cold_ttft", cold), "last_of_cold": share}
 
 
 async def _tokens(client: Client, messages: list[dict[str, Any]]) -> list[int]:
