@@ -153,8 +153,10 @@ def may_share(plan: Plan, options: CompileOptions) -> bool:
     """Whether pieces of prompts and rows that decode may share a pass, on a device where they gain
     by it.
     """
-    is_free = options.compute == "fast" and options.parallel.tensor == 1
-    return is_free and not (has_mixers(plan) and read_trials().hybrids == APART)
+    trials = read_trials()
+    if options.compute != "fast" or (options.parallel.tensor > 1 and trials.ranks == APART):
+        return False
+    return not (has_mixers(plan) and trials.hybrids == APART)
 
 
 def _passes(plan: Plan, options: CompileOptions) -> Passes:

@@ -21,6 +21,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "experts": (PARTS, TOGETHER),
     "prompts": ("1", "8", "64"),
     "hybrids": (APART, RIDING, SEVERAL),
+    "ranks": (APART, RIDING),
     "snapshots": (CUT, INSIDE),
     "passes": ("784", "896"),
     "attention": (GROUPS, ROWS),
@@ -41,6 +42,8 @@ class Trials:
             :func:`.device.most_pieces` finds best.
         hybrids: where a plan has experts or linear attention, rows that decode share a captured
             pass with one piece of a prompt (``riding``) or ``several``; ``apart``: with none.
+        ranks: of several, ``riding``: pieces of prompts and rows that decode share captured passes
+            as on one GPU; ``apart``: they share none.
         snapshots: of state inside of a piece of a prompt: ``inside``, its kernels keep it as they
             pass; ``cut``: the piece is cut there.
         passes: rows of the larger of two passes that rows and prompts may share within 24 ms.
@@ -55,6 +58,7 @@ class Trials:
     experts: str = TOGETHER
     prompts: int = 0
     hybrids: str = SEVERAL
+    ranks: str = APART
     snapshots: str = INSIDE
     passes: int = 784
     attention: str = GROUPS
@@ -81,6 +85,7 @@ def read_trials() -> Trials:
         experts=found.get("experts", default.experts),
         prompts=int(found.get("prompts", default.prompts)),
         hybrids=found.get("hybrids", default.hybrids),
+        ranks=found.get("ranks", default.ranks),
         snapshots=found.get("snapshots", default.snapshots),
         passes=int(found.get("passes", default.passes)),
         attention=found.get("attention", default.attention),

@@ -51,7 +51,7 @@ def test_nothing_is_switched_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPa
     [
         (
             "row=256",
-            "'row'; allowed: rows, blocks, experts, prompts, hybrids, snapshots, "
+            "'row'; allowed: rows, blocks, experts, prompts, hybrids, ranks, snapshots, "
             "passes, attention; did you mean 'rows'?",
         ),
         ("rows=100", "rows='100'; allowed: 64, 128, 256, 512"),

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.targets.cuda.test_ragged import check_alike, logits_beside, uncaptured
 from tests.targets.random_operations import random_operations
 from tests.test_child import gone
 from tilewright.compiler.child import PYTHON
@@ -32,6 +33,8 @@ from tilewright.compiler.runtime.request import Request
 from tilewright.compiler.runtime.sampling import SamplingParams
 from tilewright.compiler.targets.base import CompileOptions
 from tilewright.compiler.targets.compiled import silent
+from tilewright.compiler.targets.cuda.joined import Joined
+from tilewright.compiler.targets.cuda.trials import VARIABLE
 from tilewright.compiler.targets.sharded import ShardedExecutable
 from tilewright.models.architectures.table import architecture_of
 from tilewright.models.checkpoints.hf_config import config_of_hf
@@ -122,6 +125,35 @@ def test_greedy_and_drawn_tokens_are_those_of_either_exchange() -> None:
             loop.generate(asked)
             found.append([list(each.output) for each in asked])
     assert found[0] == found[1] and [len(each) for each in found[0]] == [20, 20]
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        ("llama-3.2-1b", {}),
+        ("qwen3.5-35b-a3b", {"full_attention_interval": 2, "num_experts": 8}),
+    ],
+    ids=["dense", "hybrid"],
+)
+def test_rows_ride_along_with_pieces_of_prompts(
+    shape: str, changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captured, by either exchange with the same bits; logits of passes apart, but for bfloat16's
+    rounding. Every expert is chosen, so that no near tie tells apart what is otherwise equal.
+    """
+    monkeypatch.setattr(Joined, "_uncaptured", uncaptured)
+    model, found = shallow(tmp_path, shape, **changes), []
+    for ranks, exchange in (("apart", "peers"), *(("riding", each) for each in EXCHANGES)):
+        monkeypatch.setenv(VARIABLE, f"ranks={ranks}")
+        given = "--tensor-parallel", "2", "--exchange", exchange
+        with engine(*given, model=model) as two:
+            assert bool(two.executable.capabilities.passes) == (ranks == "riding")
+            for _ in range(2):  # as captured, and replayed
+                found.append(logits_beside(two.executable, 5, context=200, count=300))
+    apart, again, *riding = found
+    assert torch.equal(again, apart)
+    assert all(torch.equal(each, riding[0]) for each in riding)
+    check_alike(apart, riding[0])
 
 
 def test_two_machines_whose_gpus_are_hidden_from_each_other_exchange_by_nccl() -> None:
@@ -236,24 +268,27 @@ def rank_1_of(pid: int) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("trials", ["ranks=apart", "ranks=riding"])
 def test_a_hundred_thousand_operations_on_two_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trials: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every 64 steps ranks compare steps, seats, positions and tokens; one elsewhere ends it."""
     monkeypatch.setenv("TILEWRIGHT_CHECK_RANKS", "1")
+    monkeypatch.setenv(VARIABLE, trials)
     with engine("--tensor-parallel", "2", model=shallow(tmp_path)) as two:
         loop = EngineLoop(two.executable)
         loop.warm_up()
         assert random_operations(loop, 100_000, vocabulary=VOCABULARY) > 5_000
 
 
-def shallow(folder: Path) -> str:
-    """Two layers of the width of 1B, and few tokens: a step is mostly the host's."""
-    config = {**SHAPES["llama-3.2-1b"], "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+def shallow(folder: Path, shape: str = "llama-3.2-1b", **changes: object) -> str:
+    """Two layers of a model's width, and few tokens: a step of 1B is mostly the host's."""
+    config = {**SHAPES[shape], "num_hidden_layers": 2, "vocab_size": VOCABULARY, **changes}
     byte_tokenizer(VOCABULARY, "a test").save(folder)
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
-        module = architecture_of("llama").model(config_of_hf(config, where="a test"))
+        model = architecture_of(str(config["model_type"])).model
+        module = model(config_of_hf(config, where="a test"))
     tensors = {
         name: torch.randn(shape, dtype=torch.bfloat16) * 0.02 + ("norm" in name)
         for name, shape in stored_shapes(module).items()
