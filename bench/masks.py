@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from tilewright.compiler.bench.table import Table
-from tilewright.compiler.commands.arguments import Parser
+from tilewright.compiler.commands.arguments import Parser, integer
 from tilewright.compiler.runtime.grammar import JSON_SCHEMA, GrammarSpec
 from tilewright.compiler.runtime.matchers import grammars_of
 from tilewright.compiler.runtime.messages import Failed, Finished, Submit
@@ -170,23 +170,14 @@ def measure(executable: PacedExecutable, folder: Path, *, bound: int, tokens: in
 def main(argv: list[str]) -> int:
     """Run ``tilewright bench-masks``; returns the exit code."""
     parser = Parser(prog="tilewright bench-masks", description=__doc__)
-    parser.add_argument("--seats", type=int, default=64, help="users")
-    parser.add_argument("--bound", type=int, default=32, help="of them, with a schema")
-    parser.add_argument("--tokens", type=int, default=256, help="of each free answer")
-    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--seats", type=integer(2), default=64, help="users")
+    parser.add_argument("--bound", type=integer(1), default=32, help="of them, with a schema")
+    parser.add_argument("--tokens", type=integer(2), default=256, help="of each free answer")
+    parser.add_argument("--vocabulary", type=integer(512), default=128_256)
     parser.add_argument("--step-ms", type=float, default=6.0, help="that the device takes")
     parser.add_argument("--launch-us", type=float, default=250.0, help="of a step, and of a choice")
-    parser.add_argument("--rounds", type=int, default=3, help="of both, in turn")
+    parser.add_argument("--rounds", type=integer(1), default=3, help="of both, in turn")
     given = parser.parse_args(argv)
-    for name, least in {
-        "seats": 2,
-        "bound": 1,
-        "tokens": 2,
-        "vocabulary": 512,
-        "rounds": 1,
-    }.items():
-        if getattr(given, name) < least:
-            parser.error(f"--{name} {getattr(given, name)}; allowed: {least} or more")
     if given.bound >= given.seats:
         parser.error(f"--bound {given.bound}; allowed: fewer than --seats, {given.seats}")
     found: dict[int, list[Figure]] = {0: [], given.bound: []}

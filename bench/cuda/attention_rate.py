@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from bench.script import run_script
 from tilewright.compiler.bench.table import Table
 from tilewright.compiler.commands.arguments import integer, option, parse
 from tilewright.compiler.errors import ConfigError, TilewrightError
@@ -231,12 +232,7 @@ def show(options: Options, found: Mapping[Case, Sequence[float]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 2 for a mistake in the arguments, or where nothing can be measured."""
-    try:
-        print(_measured(argv), end="")
-    except TilewrightError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_script(_measured, argv)
 
 
 def _measured(argv: Sequence[str]) -> str:

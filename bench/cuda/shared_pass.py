@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.cuda.kernel_profile import kernel_rows, profile_steps, record_launches
+from bench.script import run_script
 from tilewright.compiler.bench.display import decimal
 from tilewright.compiler.bench.record import RANDOM_WEIGHTS
 from tilewright.compiler.bench.table import Table
@@ -26,7 +27,7 @@ from tilewright.compiler.commands.arguments import (
     parse,
     read_model_options,
 )
-from tilewright.compiler.errors import ConfigError, TilewrightError
+from tilewright.compiler.errors import ConfigError
 from tilewright.compiler.targets.base import CompileOptions, Executable, StepOutput
 from tilewright.compiler.targets.compiled import silent
 from tilewright.compiler.targets.step import Choosing, Chunk, Close, Edit, Open, Pages, Seat, Step
@@ -165,12 +166,7 @@ def show(found: Sequence[tuple[int, int, list[float]]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 2 for a mistake in the arguments, or where nothing can be measured."""
-    try:
-        print(_measured(argv), end="")
-    except TilewrightError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_script(_measured, argv)
 
 
 def _measured(argv: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ Imports no torch: a packed program may be run without it.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,7 +73,7 @@ class Capabilities:
     runs_ahead: bool = False
     marks: int = 0
     passes: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    most_shared: int = 1 << 62
+    most_shared: int = sys.maxsize
     far: int = 0
     invariant: str = "none"
 
