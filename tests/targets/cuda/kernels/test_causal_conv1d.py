@@ -99,20 +99,21 @@ def test_windows_inside_of_a_prompt_are_those_of_pieces_that_end_there(
 def test_pieces_of_several_sequences_are_those_of_each_alone(
     size: tuple[int, int], device: torch.device
 ) -> None:
-    """To the bit, with the windows inside of them: some begin and some go on; one has fewer tokens
-    than the window, and those without rows leave every window as it is.
+    """To the bit, with the windows inside of them, of eight: some begin and some go on; some have
+    fewer tokens than the window, and those without rows leave every window as it is.
     """
-    x, weight, out, window = make(448, size, device)
-    positions, slots, keeps = torch.full((3, 448), -1, device=device)
+    x, weight, out, window = make(768, size, device)
+    positions, slots, keeps = torch.full((3, 768), -1, device=device)
     pieces = ((0, 192, 150, 64), (192, 256, 1, 5), (256, 448, 192, 0))
+    pieces += ((448, 512, 64, 2), (512, 576, 2, 0), (576, 768, 70, 64))
     for slot, (first, stop, count, at) in enumerate(pieces):
         slots[first:stop], last = slot, first + count
         positions[first:last] = torch.arange(at, at + count)
         x[last:stop] = NAN
-    keeps[64], keeps[384] = 3, 4
-    window = torch.cat([window, window[:2]])
+    keeps[64], keeps[384], keeps[640] = 6, 7, 8
+    window = torch.cat([window] * 3)[:9]
     together, apart, alone = window.clone(), window.clone(), torch.empty_like(out)
-    starts = torch.tensor([0, 192, 192, 256, 448, 448], device=device)
+    starts = torch.tensor([0, 192, 192, 256, 448, 512, 576, 768, 768], device=device)
     where = {"positions": positions, "slots": slots, "keeps": keeps}
     causal_conv1d_prompt(out, x, weight, window=together, **where, starts=starts)
     for rows in (slice(first, stop) for first, stop, *_ in pieces):

@@ -182,21 +182,22 @@ def test_pieces_of_several_sequences_are_those_of_each_alone(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """To the bit, with the states inside of them, wherever they lie in spans: one begins, others go
-    on, and those without rows leave every state as it is.
+    """To the bit, with the states inside of them, of eight, wherever they lie in spans: some begin,
+    others go on, and those without rows leave every state as it is.
     """
     monkeypatch.setattr(prompts, "SPAN", span)
-    inputs, (_, heads, key_dim, value_dim) = make(448, size, device), size
-    (z, weight, eps), starts = norm_of(inputs), [0, 192, 192, 256, 448, 448]
-    positions, slots, keeps = torch.full((3, 448), -1, device=device)
+    inputs, (_, heads, key_dim, value_dim) = make(768, size, device), size
+    (z, weight, eps), starts = norm_of(inputs), [0, 192, 192, 256, 448, 512, 576, 768, 768]
+    positions, slots, keeps = torch.full((3, 768), -1, device=device)
     pieces = ((0, 192, 150, 64), (192, 256, 3, 0), (256, 448, 192, 7))
+    pieces += ((448, 512, 64, 2), (512, 576, 2, 0), (576, 768, 70, 64))
     for slot, (first, stop, count, at) in enumerate(pieces):
         slots[first:stop], last = slot, first + count
         positions[first:last] = torch.arange(at, at + count)
         for each in (inputs.qkv, inputs.a, inputs.b):
             each[last:stop] = NAN
-    keeps[64], keeps[384] = 3, 4
-    state = torch.randn(5, heads, key_dim, value_dim, device=device)
+    keeps[64], keeps[384], keeps[640] = 6, 7, 8
+    state = torch.randn(9, heads, key_dim, value_dim, device=device)
     together, apart = state.clone(), state.clone()
     out = torch.full((2, *z.shape), NAN, device=device)
     norm, whole = (weight, eps), torch.tensor(starts, device=device)
