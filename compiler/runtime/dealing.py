@@ -111,10 +111,11 @@ class PromptDealer:
         """Tokens of prompts that the next step takes, and what they may weigh."""
         start, sizes = order[0].computed, self._sizes(num_decoding + num_pieces)
         if not self._is_timed(num_decoding):
-            room = self.budget(num_decoding, start)
-            if num_decoding and sizes and room >= self._limits.most_shared:
+            room, shared = self.budget(num_decoding, start), self._limits.most_shared
+            several = min(num_pieces, len(order)) > 1 and self._rows_of(order[0].left) <= shared
+            if sizes and room >= shared and (num_decoding or several):
                 waiting = sum(self._rows_of(each.left) for each in order[:num_pieces])
-                room = min(room, self._pass_of(sizes, waiting))
+                room = min(room, self._pass_of(sizes, waiting, is_alone=not num_decoding))
             return room, math.inf
         if not sizes:
             return self.budget(num_decoding, start), self._weight_beside(num_decoding)
@@ -128,20 +129,28 @@ class PromptDealer:
         return -(-count // page) * page if page else count
 
     def _sizes(self, num_rows: int) -> tuple[int, ...]:
-        """The passes that there are for so many rows and prompts that may end."""
-        return next((sizes for rows, sizes in self._limits.passes if rows >= num_rows), ())
+        """The passes that there are for so many rows and prompts that may end, and those beside
+        more rows that are larger.
+        """
+        found: tuple[int, ...] = ()
+        for rows, sizes in self._limits.passes:
+            if rows >= num_rows:
+                found += tuple(each for each in sizes if not found or each > found[-1])
+        return found
 
-    def _pass_of(self, sizes: Sequence[int], num_waiting: int) -> int:
+    def _pass_of(self, sizes: Sequence[int], num_waiting: int, *, is_alone: bool) -> int:
         """Which of some passes takes what waits where time is no matter: the least that has room
         for it, else the largest. But the one before, if it is worth reading the weights for, where
-        it and that of the rest, which rows would read the weights for anyway, are less together.
+        it and that of the rest are less together: rows would read the weights for that anyway, and
+        where there are none (``is_alone``) this counts as a cell.
         """
         at = min(bisect_left(sizes, num_waiting), len(sizes) - 1)
         found, before = sizes[at], sizes[at - 1] if at else 0
         if before < self._limits.cell or num_waiting >= found:
             return found
         rest = sizes[bisect_left(sizes, num_waiting - before)]
-        return before if before + rest < found else found
+        again = self._limits.cell if is_alone else 0
+        return before if before + rest + again < found else found
 
     def shared(
         self, num_decoding: int, sizes: Sequence[int], num_waiting: int, start: int = 0

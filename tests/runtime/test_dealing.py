@@ -189,18 +189,63 @@ def test_prompts_that_share_a_pass_fill_it(
     assert [count for _, count in found] == expected
 
 
+LARGER: dict[str, Any] = {
+    **{**LIKE_A_HYBRID, "max_prompts": 8, "most_shared": 8192},
+    "passes": ((16, (64, 256, 512, 1024, 2048)), (64, (64, 256, 512, 1024, 2048, 4096, 8192))),
+}
+"""Passes of more tokens, beside the most rows alone."""
+
+
+@pytest.mark.parametrize(
+    ("lefts", "rows", "expected"),
+    [
+        ([1024] * 10, 1, [1024] * 8),
+        ([1024] * 10, 56, [1024] * 8),
+        ([1024] * 10, 60, [1024] * 4),
+        ([1024] * 10, 0, [1024] * 8),
+        ([1040] * 10, 8, [1040] * 7 + [576]),
+        ([1024] * 5, 8, [1024] * 4),
+        ([1024] * 5, 0, [1024] * 4),
+        ([1024] * 7, 8, [1024] * 7),
+        ([1024] * 7, 0, [1024] * 7),
+        ([1024] * 3, 8, [1024] * 2),
+        ([1024] * 3, 0, [1024] * 3),
+        ([1025, 64], 0, [1025, 64]),
+        ([1025], 8, [1024]),
+        ([20_000, 64], 8, [8192]),
+        ([20_000, 64], 0, [8192]),
+        ([5000], 0, [5000]),
+    ],
+)
+def test_more_prompts_share_larger_passes_where_time_is_no_matter(
+    lefts: list[int], rows: int, expected: list[int]
+) -> None:
+    """As few passes as there are without much padding, also where nobody decodes beside them."""
+    made = dealer(0.0, **LARGER)
+    found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
+    assert [count for _, count in found] == expected
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "pieces"), [(LIKE_A_HYBRID, 2048, 4), (LARGER, 8192, 8)]
+)
 @given(
     st.integers(0, 60),
     st.lists(st.integers(1, 3000), min_size=1, max_size=12),
     st.sampled_from((0.0, 20.0, 60.0)),
 )
 def test_what_shares_a_pass_fits_into_the_largest(
-    rows: int, lefts: list[int], step_ms: float
+    limits: dict[str, Any],
+    most: int,
+    pieces: int,
+    rows: int,
+    lefts: list[int],
+    step_ms: float,
 ) -> None:
-    made = dealer(step_ms, **LIKE_A_HYBRID)
+    made = dealer(step_ms, **limits)
     found = made.deal([prompt(left, number=n) for n, left in enumerate(lefts)], rows)
-    assert 1 <= len(found) <= 4
-    assert sum(-(-count // 64) * 64 for _, count in found) <= 2048 or not (rows or len(found) > 1)
+    assert 1 <= len(found) <= pieces
+    assert sum(-(-count // 64) * 64 for _, count in found) <= most or not (rows or len(found) > 1)
 
 
 class Timed(QueuedExecutable):
